@@ -339,7 +339,8 @@ class SamplingConfig:
     prefill_tokens: int = setting(4096, "Maximum number of prompt tokens computed in one step", "tokens", 1)
     eager: bool = setting(
         False,
-        "Compute each decoding step launch by launch instead of as a CUDA graph: slower, but errors name the operation that failed",
+        "Compute decoding steps and small training passes launch by launch instead of as CUDA graphs: slower, but errors name the operation "
+        "that failed",
     )
     prefill_tokens_beside: int = setting(
         2048, "Maximum number of prompt tokens computed in one step while sequences are decoded, which then take longer", "tokens", 1

@@ -260,7 +260,7 @@ class Decoder:
         the device, and nothing depends on what lies in the tensors: a pass can be captured as a CUDA graph.
 
         `between` is called between parts of the layers: what is short need not wait for all of a long pass. `look` is called before each
-        layer, on a CPU in the backward too, and may raise to end the pass.
+        layer, in the backward too, and may raise to end the pass.
         """
         shared = Pass(plan, adapters, *self.rope.angles(positions), deepstack)
         x, delta = embeddings, None
@@ -271,7 +271,7 @@ class Decoder:
                 x = recomputed(layer.total, x, shared=shared)
             else:
                 x, delta = layer(x, delta, shared)
-            if look and x.requires_grad and x.device.type == "cpu":  # the backward of a GPU is begun by another thread
+            if look and x.requires_grad:
                 x.register_hook(lambda _: look())
             if between and (index + 1) % -(-len(self.layers) // PARTS) == 0 and index + 1 < len(self.layers):
                 between()

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,6 +179,17 @@ class Adapter:
         frozen = copy(self)
         frozen._hold(self.flat.clone(), ref)
         return frozen
+
+    def stand_in(self) -> "Adapter":
+        """An adapter of the same form whose numbers are to be overwritten: it has working copies alone."""
+        other = copy(self)
+        other._hold(self.flat_working.detach().clone(), None)
+        return other
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """Names and shapes of its matrices."""
+        return self._names, tuple(self._shapes)
 
     def on(self, device: torch.device) -> "Adapter":
         """The same numbers under the same identity on a device; itself, if it is there."""

@@ -23,11 +23,12 @@ from tinsmith.models.budget import full_state
 from tinsmith.models.full import FullWeights, Weights, full_bytes, new_compact_weights, new_full_weights, snapshot_bytes
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.machine import free_memory, require_memory
-from tinsmith.models.pass_memory import Effort, pass_memory_of
+from tinsmith.models.pass_memory import KEEP_ALL, Effort, pass_memory_of
 from tinsmith.models.threads import threads_for, threads_for_step
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import shared_rows
+from tinsmith.training.captured_pass import CapturedPasses
 from tinsmith.training.checkpoint import About, SavedState, copy_beside, copy_to_host, weights_from
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.efforts import Efforts, is_out_of_memory
@@ -145,8 +146,8 @@ class LocalBackend:
 
     needs_all = False
 
-    def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup | None = None) -> None:
-        """With a `group` every worker of it holds the same models, and steps add up the gradients of all."""
+    def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup | None = None, eager: bool = False) -> None:
+        """With a `group` every worker of it holds the same models, and steps add up the gradients of all. `eager`: no pass is a graph."""
         self.base = base
         self.group = group
         self.config = config
@@ -155,6 +156,8 @@ class LocalBackend:
         self.optimizers: dict[str, Optimizer] = {}
         memory = pass_memory_of(base.layout, base.text_config, base.dtype)
         self.efforts = Efforts(memory, base.device, config.logits_chunk, self._promised)
+        self.captured = CapturedPasses(base, memory, config.logits_chunk)
+        self.captured.possible &= not eager
         self.sequences = None if group is None else SequenceParallel(base, config.logits_chunk, group, self._promised)
         self._look: Callable[[], None] | None = None
         """What the pass under way calls between layers."""
@@ -301,6 +304,9 @@ class LocalBackend:
         """One pass, with as much recomputation as it takes to fit into the memory."""
         tokens = sum(len(datum.rendered) for datum in work)
         effort = self.efforts.first(tokens, backward)
+        if effort != KEEP_ALL and self.captured.drop():
+            self._give_back()
+            effort = self.efforts.first(tokens, backward)
         while True:
             outcome = self._attempt(work, backward, effort)
             if not isinstance(outcome, PassError):
@@ -320,8 +326,9 @@ class LocalBackend:
         """One pass. Whatever it raises is returned, so that the tensors of the failed pass are free before the next one starts."""
         tokens = sum(len(datum.rendered) for datum in work)
         try:
-            # Gradients of full weights are no part of the estimate, and would be most of what is measured.
-            counts = backward and not any(self._optimizer(datum.model_id).weights.shape.rank == 0 for datum in work)
+            # Gradients of full weights are no part of the estimate, and would be most of what is measured. Graphs take nothing anew.
+            counts = backward and not self.captured.may_have(tokens)
+            counts &= not any(self._optimizer(datum.model_id).weights.shape.rank == 0 for datum in work)
             with threads_for(self.base, tokens), self.efforts.measured(tokens, effort) if counts else nullcontext():
                 return self._run(work, backward, effort)
         except (DeviceLostError, GivenUpError, EngineUnavailableError):  # the last two are of looking for what was dropped meanwhile
@@ -335,7 +342,7 @@ class LocalBackend:
 
     def _run(self, work: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult]:
         optimizers = [self._optimizer(datum.model_id) for datum in work]
-        return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk, effort, self._look)
+        return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk, effort, self._look, self.captured)
 
     def _reason(self, datum: DatumWork, error: PassError) -> str:
         if not error.out_of_memory:
@@ -350,7 +357,8 @@ class LocalBackend:
         log.warning("out of memory in a pass of %d tokens: it goes on in two, later ones take %d tokens", total, self.tokens_per_pass)
 
     def _give_back(self) -> None:
-        """Let the next pass have the memory of a failed one in pieces of other sizes."""
+        """Let the next pass have the memory of a failed one in pieces of other sizes, and that of graphs."""
+        self.captured.drop()
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -382,11 +390,13 @@ class LocalBackend:
 
     def _require_memory(self, purpose: str, needed: int, device: torch.device) -> None:
         """Raise UserError if `device` has not so many bytes free, beside what the models on it will still take when they train."""
+        if device == self.base.device and needed > free_memory(device) - self._promised() and self.captured.held:
+            self._give_back()
         require_memory(purpose, needed, device, self._promised() if device == self.base.device else 0)
 
     def _promised(self) -> int:
-        """Bytes of the device that its models will still take when they train."""
-        return sum(model.unclaimed for model in self.optimizers.values())
+        """Bytes of the device that its models will still take when they train, and those of graphs, which look free."""
+        return self.captured.held + sum(model.unclaimed for model in self.optimizers.values())
 
 
 def _not_loaded(model_id: str) -> str:

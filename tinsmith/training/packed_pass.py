@@ -21,6 +21,7 @@ from tinsmith.models.pass_memory import KEEP_ALL, Effort
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.rendering.packing import pack, packing_order, segments_of
+from tinsmith.training.captured_pass import CapturedPasses
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.logprobs import rows_to_keep, stable_target_logprobs, target_logprobs
 from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, results_of, targets_per_position, trained_positions
@@ -34,19 +35,20 @@ def run_packed(
     logits_chunk: int,
     effort: Effort = KEEP_ALL,
     look: Callable[[], None] | None = None,
+    captured: CapturedPasses | None = None,
 ) -> list[DatumResult]:
     """Compute datums in one row; with `backward` each model's gradients go to its optimizer.
 
     `optimizers` are those of the models of each datum, which share a row (`packing.shared_rows`). Logits exist for `logits_chunk` tokens
-    at a time. `effort` changes the memory that the pass takes, and no result. `look` is called between layers. Raises what that raises and
-    whatever torch raises, before any gradient is added.
+    at a time. `effort` changes the memory that the pass takes, and no result. `look` is called between layers. `captured` computes what it
+    has a graph for. Raises what `look` raises and whatever torch raises, before any gradient is added.
     """
     owners = [optimizer.weights for optimizer in optimizers]
     order = packing_order([len(datum.rendered) for datum in work], owners)
     in_row, their_owners = [work[i] for i in order], [owners[i] for i in order]
     row = pack([datum.rendered for datum in in_row], their_owners, base.device)
     with torch.set_grad_enabled(backward):
-        scored = _scored(base, row, in_row, their_owners, logits_chunk, effort, look)
+        scored = _scored(base, row, in_row, their_owners, logits_chunk, effort, look, captured if effort == KEEP_ALL else None)
     fetched = Fetched([tensor for group in scored for tensor in (group.logprobs, group.losses, group.metrics)])
     ready = contributions([group.losses for group in scored], list(dict.fromkeys(optimizers))) if backward else []
     results: dict[int, DatumResult] = {}
@@ -68,6 +70,7 @@ def _scored(
     chunk: int,
     effort: Effort,
     look: Callable[[], None] | None,
+    captured: CapturedPasses | None,
 ) -> list[Scored]:
     """Log-probabilities and losses of all datums of the row.
 
@@ -78,9 +81,13 @@ def _scored(
     if base.deterministic:
         with torch.no_grad():
             exact = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype, stable=True))
-    plan = PackedPlan(row.lengths, base.device, base.dtype)
-    with kept_in_host_memory(len(row.token_ids)) if effort.offload else nullcontext():
-        hidden = exact if exact is not None and not torch.is_grad_enabled() else base.hidden_states(row, plan, effort.recompute, look=look)
+    hidden = captured.hidden_states(row) if captured is not None and torch.is_grad_enabled() else None
+    if hidden is None and exact is not None and not torch.is_grad_enabled():
+        hidden = exact
+    if hidden is None:
+        plan = PackedPlan(row.lengths, base.device, base.dtype)
+        with kept_in_host_memory(len(row.token_ids)) if effort.offload else nullcontext():
+            hidden = base.hidden_states(row, plan, effort.recompute, look=look)
     head = base.head(owners[0])  # [vocabulary, hidden]; a model with a head of its own is alone in the row
     keep = rows_to_keep(chunk, base.dtype)
     scored: list[Scored] = []
@@ -111,5 +118,6 @@ def contributions(losses: Sequence[Tensor], optimizers: list[Optimizer]) -> list
     """Functions that add the gradients of the sum of all `losses` to those that each model has accumulated."""
     leaves = [leaf for optimizer in optimizers for leaf in optimizer.weights.leaves()]
     ones = [torch.ones_like(of_positions) for of_positions in losses]
-    gradients = iter(torch.autograd.grad(list(losses), leaves, ones, allow_unused=True))
+    with torch.autograd.set_multithreading_enabled(False):  # of two threads that launch kernels one always waits for Python's lock
+        gradients = iter(torch.autograd.grad(list(losses), leaves, ones, allow_unused=True))
     return [optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]

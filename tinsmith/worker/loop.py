@@ -334,6 +334,6 @@ def disk_for_snapshots(config: Config, place: Place) -> float:
 def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> LocalBackend:
     """What trains on a base model. With `--shard weights` its layers are divided over the group first."""
     if group is None or not config.divides:
-        return LocalBackend(base, config.training, group)
+        return LocalBackend(base, config.training, group, config.sampling.eager)
     divide(base, group)
     return DividedBackend(base, config.training, group, gives_snapshots=config.compares_with_copy)

@@ -1,0 +1,118 @@
+"""Passes that are replayed: rows of other lengths, other adapters and newer weights, and nothing of the row before."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.bases import DEVICE, datum, load, picture_chunks, random_tokens, renderer
+from tests.training.test_backend import STEP, assert_same, backend_with, compute, gradients
+from tinsmith.models.base import BaseModel
+from tinsmith.training import captured_pass
+from tinsmith.training.backend import DatumWork, LocalBackend
+from tinsmith.training.captured_pass import PATIENCE, CapturedPasses
+
+
+def replaying(base: BaseModel, **ranks: int) -> LocalBackend:
+    """A backend whose small passes are replayed: as CUDA graphs on a GPU, elsewhere by calling the same functions on the same tensors."""
+    backend = backend_with(base, **ranks)
+    backend.captured = CapturedPasses(base, backend.efforts.memory, 16, None if DEVICE == "cuda" else lambda function: function)
+    assert backend.captured.possible
+    return backend
+
+
+def work_of(base: BaseModel, model: str, *lengths: int, seed: int = 0) -> list[DatumWork]:
+    """Text of these lengths for a model."""
+    render = renderer(base).render
+    return [datum(model, render([random_tokens(seed + number, length)])) for number, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="module")
+def base(family_dir: Callable[[str], Path]) -> BaseModel:
+    """A text model, in half precision on a GPU, which captures nothing else. It has biases: tokens that fill a row are not zeros for ever."""
+    base = load(family_dir("qwen2"), dtype="float32" if DEVICE == "cpu" else "bfloat16")
+    for name, parameter in base.language_model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_(std=0.3, generator=torch.Generator(parameter.device).manual_seed(0))
+    return base
+
+
+BOUND = 1e-4 if DEVICE == "cpu" else 0.02
+
+
+def test_replayed_passes_are_those_that_are_not(base: BaseModel) -> None:
+    """One kind of pass in a row: its first row is captured, and every later one differs from it in all that is copied into the frame."""
+    backend, plain = replaying(base, a=4, b=4), backend_with(base, a=4, b=4)
+    rows = [("a", (40, 60)), ("a", (7, 120, 30)), ("b", (7, 120, 30)), ("b", (256,)), ("a", (3,)), ("b", (1, 1, 1))]
+    for number, (model, lengths) in enumerate([rows[0]] * (PATIENCE - 1) + rows):
+        work = work_of(base, model, *lengths, seed=10 * number)
+        for found, wanted in zip(compute(backend, work), compute(plain, work), strict=True):
+            np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=BOUND, atol=BOUND)
+        assert_same(gradients(backend, model), gradients(plain, model), BOUND)
+        compute(backend, work), compute(plain, work)
+        for one in (backend, plain):  # the next row is computed with newer weights
+            one.optim_step(model, STEP)
+    assert [kind.tokens for kind in backend.captured.passes] == [256]
+
+
+def test_gradients_of_passes_and_heads_add_up(base: BaseModel) -> None:
+    """A model whose LM head is trained too gets the head's gradient, which no graph computes; replays accumulate."""
+    backend, plain = replaying(base, a=4), backend_with(base, a=4)
+    work = [work_of(base, "a", 30, 50, seed=seed) for seed in range(3)]
+    for one in work:
+        compute(backend, one), compute(plain, one)
+    assert backend.captured.passes
+    assert_same(gradients(backend, "a"), gradients(plain, "a"), BOUND)
+
+
+def test_other_passes_are_computed_as_they_are(base: BaseModel, vision_base: BaseModel) -> None:
+    backend = replaying(base, a=4, b=8, full=0)
+    mixed = [*work_of(base, "a", 20), *work_of(base, "b", 20)]
+    long = work_of(base, "a", *[captured_pass.TOKENS[-1] // 4] * 4, 1)
+    for work in (mixed, long, work_of(base, "full", 20)):
+        for _ in range(PATIENCE):
+            compute(backend, work)
+    backend.run_pass(work_of(base, "a", 20), backward=False)
+    assert not backend.captured.passes
+    assert not CapturedPasses(base, backend.efforts.memory, 16).possible or DEVICE == "cuda"
+    if DEVICE == "cpu":
+        seeing = replaying(vision_base, a=4)
+        pictures = [datum("a", renderer(vision_base).render(picture_chunks(vision_base, 0, 20)))]
+        for _ in range(PATIENCE):
+            compute(seeing, pictures)
+        assert not seeing.captured.passes
+
+
+def test_models_with_delta_nets_are_not_captured(hybrid_base: BaseModel) -> None:
+    assert not CapturedPasses(hybrid_base, backend_with(hybrid_base).efforts.memory, 16, lambda function: function).possible
+
+
+@pytest.mark.parametrize("reason", ["fails", "differs"])
+def test_what_cannot_be_captured_is_computed_as_it_is(base: BaseModel, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    backend, plain = backend_with(base, a=4), backend_with(base, a=4)
+
+    def record(function: Callable[[], None]) -> Callable[[], None]:
+        if reason == "fails":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return lambda: None
+
+    backend.captured = CapturedPasses(base, backend.efforts.memory, 16, record)
+    for seed in range(PATIENCE + 1):
+        work = work_of(base, "a", 30, 50, seed=seed)
+        compute(backend, work), compute(plain, work)
+    assert_same(gradients(backend, "a"), gradients(plain, "a"), BOUND)
+    assert not backend.captured.passes
+    assert ("not permitted" if reason == "fails" else "computes something else") in caplog.text
+
+
+def test_graphs_give_way_to_passes_that_need_their_memory(base: BaseModel) -> None:
+    backend = replaying(base, a=4)
+    for _ in range(PATIENCE):
+        compute(backend, work_of(base, "a", 30))
+    assert backend.captured.passes
+    backend._give_back()
+    assert not backend.captured.passes
+    assert backend.captured.held == 0
+    torch.testing.assert_close(backend._promised(), sum(model.unclaimed for model in backend.optimizers.values()))

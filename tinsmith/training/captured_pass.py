@@ -1,0 +1,295 @@
+"""Small passes of one adapter as CUDA graphs: a GPU computes 2,048 tokens faster than Python launches the two thousand kernels for them.
+
+The layers of a decoder, forward and backward, are captured once for a number of tokens and replayed for every row that fits into it. A
+graph reads and writes where its tensors lay when it was captured. So a row is copied there first: its embeddings, with zeros behind them up
+to the number of tokens; its positions; where its sequences begin; and the matrices of its adapter. Embedding, LM head and loss are computed
+as in any other pass.
+"""
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.models.attention import varlen_attention
+from tinsmith.models.base import BaseModel, PackedRow
+from tinsmith.models.decoder import AttentionBlock, Decoder
+from tinsmith.models.device import upload
+from tinsmith.models.lora import Adapter, Segment
+from tinsmith.models.packed_lora import SegmentAdapters
+from tinsmith.models.pass_memory import KEEP_ALL, PassMemory
+from tinsmith.models.pass_plan import PackedPlan
+
+log = logging.getLogger(__name__)
+
+TOKENS = (256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+"""Numbers of tokens of which there may be a graph. Longer passes take the device longer than Python."""
+SEQUENCES = (8, 64)
+"""Numbers of sequences, likewise."""
+PATIENCE = 2
+"""A graph is captured when it is needed for this time."""
+RETRY = 1024
+"""Passes after which a graph is tried again for which there was no memory."""
+MOST = 12
+"""So many graphs are kept."""
+MEMORY_SHARE = 0.1
+"""All graphs together may hold so much of the device's memory."""
+TOLERANCE = 0.02
+"""How far, relative to their norm, results of a graph may be from those of the same computation without it: sums in another order."""
+
+Replay = Callable[[], None]
+Recorder = Callable[[Callable[[], None]], Replay]
+"""Makes something that repeats a function, which reads and writes the same tensors every time."""
+
+
+class Kind(NamedTuple):
+    """What distinguishes graphs."""
+
+    tokens: int
+    sequences: int
+    adapter: tuple[Any, ...]
+    """Names and shapes of its matrices."""
+
+
+class Frame:
+    """Where the graphs of all passes find a row, and leave gradients: one stand-in for all adapters of the same shapes."""
+
+    def __init__(self, base: BaseModel, adapter: Adapter) -> None:
+        tokens, hidden = TOKENS[-1], base.text_config.hidden_size
+        self.adapter = adapter.stand_in()
+        self.gradient = torch.zeros_like(self.adapter.flat_working)  # [parameter_count]
+        self.embeddings = torch.zeros(tokens, hidden, dtype=base.dtype, device=base.device)
+        self.d_hidden = torch.zeros_like(self.embeddings)  # [tokens, hidden]
+        self.positions = torch.zeros(3 if base.family.mrope else 1, tokens, dtype=torch.int64, device=base.device)
+        self.cu_seqlens = torch.zeros(SEQUENCES[-1] + 2, dtype=torch.int32, device=base.device)
+
+
+class PaddedPlan:
+    """As `PackedPlan`, of sequences whose number and lengths may change between replays."""
+
+    def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
+        """`cu_seqlens` [sequences + 2] int32: where each sequence begins; the last is what fills the row, those before it may be empty."""
+        self.cu_seqlens = cu_seqlens
+        self.tokens = tokens
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        if query.is_cuda:
+            return varlen_attention(query, key, value, self.cu_seqlens, self.tokens, scale, window)
+        lengths = [length for length in self.cu_seqlens.diff().tolist() if length]
+        return PackedPlan(lengths, query.device, query.dtype).attend(layer, query, key, value, scale, window)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        raise NotImplementedError("gated delta nets are not captured")
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        raise NotImplementedError("gated delta nets are not captured")
+
+
+@dataclass(eq=False)
+class CapturedPass:
+    """The layers of one pass, forward and backward."""
+
+    kind: Kind
+    frame: Frame
+    forward: Replay
+    backward: Replay
+    hidden: Tensor
+    """[kind.tokens, hidden]: what `forward` leaves."""
+    reached: Sequence[bool]
+    """Which leaves of the adapter get a gradient from the layers."""
+
+    def replay_forward(self, embeddings: Tensor, row: PackedRow, adapter: Adapter) -> Tensor:
+        """Copy the row and the adapter into the frame and compute: [tokens, hidden]."""
+        frame, kind, tokens = self.frame, self.kind, len(embeddings)
+        frame.adapter.flat_working.copy_(adapter.flat_working)
+        frame.embeddings[:tokens].copy_(embeddings)
+        frame.embeddings[tokens : kind.tokens].zero_()
+        frame.positions[:, :tokens].copy_(row.positions)
+        begins = np.cumsum([0, *row.lengths, *[0] * (kind.sequences - len(row.lengths)), kind.tokens - tokens], dtype=np.int32)
+        frame.cu_seqlens[: len(begins)].copy_(upload(begins, embeddings.device))
+        self.forward()
+        return self.hidden[:tokens].clone()
+
+    def replay_backward(self, d_hidden: Tensor) -> list[Tensor | None]:
+        """Gradients of the adapter's leaves, from that of the hidden states [tokens, hidden]. The next pass overwrites them."""
+        tokens = len(d_hidden)
+        self.frame.d_hidden[:tokens].copy_(d_hidden)
+        self.frame.d_hidden[tokens : self.kind.tokens].zero_()
+        self.backward()
+        found = self.frame.adapter.cut([self.frame.gradient])
+        return [gradient if reached else None for gradient, reached in zip(found, self.reached, strict=True)]
+
+
+class _Replayed(torch.autograd.Function):
+    """Takes the embeddings, which need no gradient, and the leaves of the adapter."""
+
+    @staticmethod
+    def forward(ctx: Any, captured: CapturedPass, row: PackedRow, adapter: Adapter, embeddings: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.captured = captured
+        return captured.replay_forward(embeddings, row, adapter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, None, *ctx.captured.replay_backward(grads[0])
+
+
+class CapturedPasses:
+    """The graphs of one base model."""
+
+    def __init__(self, base: BaseModel, memory: PassMemory, logits_chunk: int, record: Recorder | None = None) -> None:
+        """`record` is what repeats a function; by default a CUDA graph of it. Without a GPU in half precision nothing is captured."""
+        self.base = base
+        self.memory = memory
+        self.logits_chunk = logits_chunk
+        self.pool: Any = None
+        """The memory that all graphs share: only one of them runs at a time."""
+        self.held = 0
+        """Bytes of it, which no other pass can use."""
+        self.passes: OrderedDict[Kind, CapturedPass] = OrderedDict()
+        """The last one used last."""
+        self.frames: dict[tuple[Any, ...], Frame] = {}
+        self.seen = Counter[Kind]()
+        self.record = record or self._capture
+        on_gpu = base.device.type == "cuda" and base.dtype in (torch.bfloat16, torch.float16)
+        self.possible = (on_gpu or record is not None) and not base.deterministic and _can_be_captured(base.decoder)
+
+    def hidden_states(self, row: PackedRow) -> Tensor | None:
+        """Final hidden states [tokens, hidden] of a row, with gradients of its adapter's leaves; None if there is no graph for it."""
+        found = self._find(row)
+        if found is None:
+            return None
+        adapter = row.segments[0].adapter
+        assert adapter is not None
+        embeddings = self.base.language_model.get_input_embeddings()(row.token_ids)
+        compute: Any = _Replayed.apply
+        hidden: Tensor = compute(found, row, adapter, embeddings, *adapter.leaves())
+        return hidden
+
+    def _find(self, row: PackedRow) -> CapturedPass | None:
+        """The graph for a row, captured now if it is time."""
+        if not self.possible or row.full is not None or row.pictures or len(row.segments) != 1:
+            return None
+        adapter = row.segments[0].adapter
+        tokens = next((size for size in TOKENS if size >= sum(row.lengths)), None)
+        sequences = next((size for size in SEQUENCES if size >= len(row.lengths)), None)
+        if adapter is None or tokens is None or sequences is None:
+            return None
+        kind = Kind(tokens, sequences, adapter.form)
+        if found := self.passes.get(kind):
+            self.passes.move_to_end(kind)
+            return found
+        self.seen[kind] += 1
+        if self.seen[kind] < PATIENCE or not self._has_room(tokens):
+            return None
+        return self._make(kind, adapter)
+
+    def may_have(self, tokens: int) -> bool:
+        """Whether there may be a graph for a pass of so many tokens."""
+        return self.possible and tokens <= TOKENS[-1]
+
+    def drop(self) -> bool:
+        """Let other passes have the memory. Returns whether there was any."""
+        held = bool(self.passes)
+        self.passes.clear()
+        self.frames.clear()
+        self.seen.clear()
+        self.pool, self.held = None, 0
+        return held
+
+    def _has_room(self, tokens: int) -> bool:
+        if self.base.device.type != "cuda":
+            return True
+        free, total = torch.cuda.mem_get_info(self.base.device)
+        reserved, allocated = torch.cuda.memory_reserved(self.base.device), torch.cuda.memory_allocated(self.base.device)
+        most = min(MEMORY_SHARE * total, (free + reserved - allocated - self.held) / 2)
+        needed = self.memory.bytes(tokens, self.logits_chunk, KEEP_ALL)
+        if self.held and self.held + needed > most:  # graphs of other sizes came first, whose memory fits none of this one's tensors
+            self.drop()
+        return needed <= most
+
+    def _make(self, kind: Kind, adapter: Adapter) -> CapturedPass | None:
+        """The graph, tried out; None if it cannot be captured. It is tried again later if only memory was short."""
+        try:
+            made = self._captured(kind, adapter)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            log.warning("passes of %d tokens run without a CUDA graph, which is slower: %s", kind.tokens, reason)
+            self.drop()
+            self.possible = isinstance(error, torch.OutOfMemoryError)
+            self.seen[kind] = -RETRY
+            if self.base.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return None
+        self.passes[kind] = made
+        while len(self.passes) > MOST:
+            self.passes.popitem(last=False)
+        log.info("captured passes of up to %d tokens and %d sequences; all graphs hold %.1f GiB", *kind[:2], self.held / 2**30)
+        return made
+
+    def _captured(self, kind: Kind, adapter: Adapter) -> CapturedPass:
+        decoder, frame = self.base.decoder, self.frames.get(kind.adapter)
+        assert decoder is not None
+        if frame is None:
+            frame = self.frames[kind.adapter] = Frame(self.base, adapter)
+        tokens, leaves = kind.tokens, frame.adapter.leaves()
+        frame.cu_seqlens[1 : kind.sequences + 2].fill_(tokens)
+        plan, segments = PaddedPlan(frame.cu_seqlens[: kind.sequences + 2], tokens), [Segment(0, tokens, frame.adapter)]
+        made = CapturedPass(kind, frame, _nothing, _nothing, frame.embeddings, ())
+        graph_of: list[Tensor] = []
+
+        def forward() -> None:
+            with torch.enable_grad():
+                out = decoder.forward(frame.embeddings[:tokens], frame.positions[:, :tokens], plan, SegmentAdapters(segments))
+            graph_of[:] = [out]
+            made.hidden = out.detach()
+
+        def backward() -> None:
+            with torch.autograd.set_multithreading_enabled(False):  # in the thread that captures
+                found = torch.autograd.grad(graph_of, leaves, [frame.d_hidden[:tokens]], allow_unused=True)
+            graph_of.clear()
+            made.reached = [gradient is not None for gradient in found]
+            (joined,) = frame.adapter.joined(found)
+            frame.gradient.copy_(joined)
+
+        torch.nn.init.normal_(frame.embeddings[:tokens], std=0.02)
+        torch.nn.init.normal_(frame.d_hidden[:tokens], std=0.02)
+        frame.adapter.flat_working.copy_(adapter.flat_working)
+        for _ in range(2):  # kernels are compiled and chosen outside of the capture
+            forward()
+            backward()
+        expected = made.hidden.clone(), frame.gradient.clone()
+        made.forward = self.record(forward)
+        made.backward = self.record(backward)
+        made.hidden.zero_()
+        frame.gradient.zero_()
+        made.forward()
+        made.backward()
+        for found, wanted in zip((made.hidden, frame.gradient), expected, strict=True):
+            error, norm = float((found.float() - wanted.float()).norm()), float(wanted.float().norm())
+            if not error <= TOLERANCE * norm:
+                raise RuntimeError(f"the graph computes something else: an error of {error:.3g} beside {norm:.3g}")
+        return made
+
+    def _capture(self, function: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            before = torch.cuda.memory_reserved(self.base.device)
+            function()
+            self.held += torch.cuda.memory_reserved(self.base.device) - before
+        return graph.replay
+
+
+def _can_be_captured(decoder: Decoder | None) -> bool:
+    """Whether its layers stay where they are, and none is a gated delta net, whose kernels are launched for lengths known to Python."""
+    return decoder is not None and type(decoder) is Decoder and all(isinstance(layer.block, AttentionBlock) for layer in decoder.layers)
+
+
+def _nothing() -> None:
+    """What is replayed before anything is captured."""
