@@ -51,7 +51,7 @@ def before_each_step(sampler: LocalSampler, before: Callable[[DeviceBatch, StepR
 
 
 def add_mixed(sampler: LocalSampler, base: BaseModel, number: int = 12) -> None:
-    """Requests that come and go at different times, of several adapters, with all ways to choose a token."""
+    """Requests that come and go at different times, of several adapters, with all ways to choose a token; eight have them all."""
     adapters = [None, random_adapter(base, 4, 1), random_adapter(base, 8, 2, train_unembed=False), None]
     chunks = prompts(base)
     for index in range(number):
@@ -127,8 +127,8 @@ def test_dead_rows_change_nothing(family_base: Callable[[str], BaseModel], famil
         count = rung_of(rows.count, len(batch.state))
         return replace(rows, count=count, groups=[decode_step.AttendTogether(None, batch.table.shape[1])])
 
-    add_mixed(alone, base)
-    add_mixed(padded, base)
+    add_mixed(alone, base, 8)
+    add_mixed(padded, base, 8)
     before_each_step(padded, pad)
     check_equal(padded, alone)
 
@@ -153,7 +153,9 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", "qwen3_5", *slow("llama", "qwen2_5_vl", "qwen3")]
+)  # their steps have the parts of these two
 def test_a_step_waits_for_nothing(family_base: Callable[[str], BaseModel], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With adapters and all ways to choose tokens. Attention is the one that reads its lengths on the device, as the kernel does."""
     base = family_base(family)
@@ -167,7 +169,7 @@ def test_a_step_waits_for_nothing(family_base: Callable[[str], BaseModel], famil
             return inner(batch, rows)
 
     monkeypatch.setattr(sampler.decoding, "run", watched)
-    add_mixed(sampler, base)
+    add_mixed(sampler, base, 8)
     run(sampler)
     assert any(rows.truncates and rows.has_adapters and rows.needs_logits for rows in steps)
 

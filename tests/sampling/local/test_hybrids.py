@@ -235,7 +235,7 @@ def test_what_fails_behind_the_layers_steps_no_state(
     # A copy that is made is given back by whom it is given.
     failing = Failing(getattr(holder, name), [1, 4], ERRORS[error], after=place != "copies")
     monkeypatch.setattr(holder, name, partialmethod(failing) if isinstance(holder, type) else failing)
-    check_failing(hybrid_base, sampler, failing, error, 3)
+    check_failing(hybrid_base, sampler, failing, error, 2)
 
 
 # Anything at any time
