@@ -431,11 +431,13 @@ def main() -> None:
     dividing = Dividing()
     dividing.keeps()
     text = dividing.trains("text")
-    dividing.lacks_memory_at_first(text)
-    dividing.loads_and_saves(text)
     if dividing.count == 2 or EVERYTHING:
         dividing.fails_alone(text)
+    dividing.lacks_memory_at_first(text)
+    if dividing.count == 2 or EVERYTHING:
         dividing.gives_snapshots(text)
+    dividing.loads_and_saves(text)
+    if dividing.count == 2 or EVERYTHING:
         dividing.trains("image")
     if dividing.count == 2:
         dividing.lacks_memory(text)

@@ -153,9 +153,8 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_vl", "qwen3_5", *slow("llama", "qwen2_5_vl", "qwen3")]
-)  # their steps have the parts of these two
+# Steps of the slow ones have the same parts as those of the first two.
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", *slow("llama", "qwen2_5_vl", "qwen3")])
 def test_a_step_waits_for_nothing(family_base: Callable[[str], BaseModel], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With adapters and all ways to choose tokens. Attention is the one that reads its lengths on the device, as the kernel does."""
     base = family_base(family)
