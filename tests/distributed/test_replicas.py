@@ -331,7 +331,7 @@ def test_a_model_goes_on_from_its_checkpoint_and_after_the_end_of_a_worker(alone
     (found,) = train_together([again], [batches[3:]])
     assert_curves_close(found, expected, WITHIN)
     before, first = scores(client, batches[0]), worker_pids(server)
-    pending = client.forward_backward(batches[1] * 200, "cross_entropy")
+    pending = client.forward_backward(batches[1] * 80, "cross_entropy")
     os.kill(first[0], signal.SIGKILL)
     pending.result(timeout=START_S)
     server.wait_for_log("worker 0 of 2: the worker process ended unexpectedly (signal 9)")
