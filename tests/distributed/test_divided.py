@@ -591,7 +591,7 @@ def test_each_keeps_its_part_alone(processes: Processes, bases: Path, count: int
         assert abs(found["remembers"] - needed.moments) <= slack
 
 
-@pytest.mark.parametrize("count", [2, *slow(3)])
+@pytest.mark.parametrize("count", [2, *slow(3)])  # three differ in uneven parts, of which losses, weights and files are above or below
 @pytest.mark.parametrize("where", FAULTS)
 @pytest.mark.parametrize("kind", ["memory", "other"])
 def test_what_fails_on_one_alone_counts_nothing_twice_and_loses_nothing(processes: Processes, count: int, kind: str, where: str) -> None:
@@ -656,7 +656,7 @@ def test_what_is_refused_lets_nobody_wait(processes: Processes) -> None:
         assert found["another pass"].startswith("the workers are not the same any more: the pass that comes next is [")
 
 
-@pytest.mark.parametrize("count", [2, *slow(3)])
+@pytest.mark.parametrize("count", [2, *slow(3)])  # three differ in uneven parts, of which losses, weights and files are above or below
 def test_a_snapshot_has_the_weights_of_its_time(processes: Processes, count: int) -> None:
     """On the first worker alone, to the last bit: those of all workers, of one step, also after others.
 
@@ -686,7 +686,7 @@ def test_a_snapshot_in_half_precision_is_what_passes_read(processes: Processes) 
     assert_near(tensors, {name: master.to(torch.bfloat16) for name, master in first["snapshot in bfloat16 of"].items()}, 0)
 
 
-@pytest.mark.parametrize("count", [2, *slow(3)])
+@pytest.mark.parametrize("count", [2, *slow(3)])  # three differ in uneven parts, of which losses, weights and files are above or below
 def test_checkpoints_go_on_whatever_the_number_of_workers(processes: Processes, bases: Path, count: int) -> None:
     """From one worker to several, a step there, and back with moments and all."""
     directory, found = processes("test_divided", count)

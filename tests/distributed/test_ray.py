@@ -189,7 +189,7 @@ with link_of_an_engine() as (_, link):
 """An engine whose thread that waits for an actor is told something at the moment when the engine leaves Ray."""
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a race that was seen once, which takes an engine of its own
 def test_an_engine_that_leaves_while_it_waits_for_an_actor_starts_no_ray_of_its_own(address: str, tmp_path: Path) -> None:
     own = {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_AUTO_CONNECT"}
     command = [REAL_PYTHON, "-c", LEAVES, address, str(tmp_path)]
@@ -222,7 +222,7 @@ def workers_of(server: Server, hosts: int) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # two hosts and three starts of all workers; an actor's life is above, training of several workers in the other files
 def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the_end_of_a_worker_and_of_a_host(
     address: str, other_host: psutil.Process, family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from tinsmith.rl.trainer import train as train_policy
 STEP = types.AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1.0, grad_clip_norm=50.0)
 """Small enough that rounding does not grow from step to step; eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
 STEPS = amount(3, 5)
+"""The moments matter from the second step on; rounding would grow with more."""
 WITHIN = 1e-5 * ROUNDING
 """Of losses and weights: only the order differs in which float32 gradients are added up."""
 
@@ -118,7 +119,7 @@ def mixed_lengths(client: tinker.TrainingClient, what: str, step: int) -> list[t
 CASES = [
     *slow(("text", "text", [8]), ("image", "pictures", [8])),  # what is mixed has both
     ("image", "mixed", [4, 16]),
-    *slow(("text", "single", [8])),
+    *slow(("text", "single", [8])),  # workers without a share are in test_divided.py
     ("image", "mixed", [0]),
     ("hybrid", "mixed", [8]),
 ]
@@ -150,6 +151,7 @@ def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Run
     assert_weights_close(tensors[1], tensors[0], [base] * len(ranks))
 
 
+# What is slow is computed so in test_sequences.py, without a server.
 LONG_CASES = [("text", "text", 8), *slow(("image", "pictures", 8), ("hybrid", "pictures", 4), ("text", "text", 0))]
 
 
@@ -299,7 +301,7 @@ def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_toget
         alone_and_together[1].server.wait_for_log(f"worker {rank}: samples: ")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a long run, of what the tests of samples and of steps show one by one
 def test_a_run_of_reinforcement_learning_is_that_of_one_worker(alone_and_together: list[Running], tmp_path: Path) -> None:
     """Pictures, seeded samples of both workers, and a warm-up. What is sampled has the log-probabilities that the trainer computes."""
     told_by, curves = [], []

@@ -24,6 +24,7 @@ from tinsmith.models.delta_rule import Lengths, convolve, convolve_anew, gated_d
 KEY_HEADS, GROUPS, KEY_DIM, VALUE_DIM = 2, 2, 5, 3
 CHANNELS, TAPS = 4, 4
 HARD = [1, 2, 3, 4, 63, 64, 65, amount(70, 130)]
+"""Lengths around those of chunks. The last has two or three of the longest."""
 
 Numbers = list[Any]
 """Tensors, the last of them perhaps None."""
@@ -312,6 +313,7 @@ OPERATIONS: dict[str, Operation] = {
     [
         *((name, place) for name in ("convolution", "rule") for place in range(len(HARD))),
         *((name, 1) for name in ("kernel of the convolution", "kernels of the rule")),
+        # The neighbour in the middle has others on both sides.
         *slow(*((name, place) for name in ("kernel of the convolution", "kernels of the rule") for place in (0, 2))),
     ],
 )

@@ -416,6 +416,7 @@ def test_turns_get_seeds_of_their_own(plain: ChatTemplate) -> None:
     assert seeds[3] == [None, None]
 
 
+# Hundreds come and go in the same queue as thousands.
 @pytest.mark.parametrize(("in_flight", "episodes"), [(50, 300), *slow((50, 3000), (2000, 3000))])
 def test_many_episodes_are_played_and_no_more_at_a_time_than_wanted(in_flight: int, episodes: int, plain: ChatTemplate) -> None:
     at_once, most = 0, 0
@@ -506,7 +507,7 @@ def test_answers_leave_room_for_what_comes_behind_them(sections: dict[str, Any],
     assert rollout_settings(config, 100, plain).max_context == 100 - int(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a context of tens of thousands of tokens is computed; its length is tested above
 def test_the_longest_episode_can_be_scored(server_url: str, plain: ChatTemplate, tmp_path: Any) -> None:
     config = config_of(server_url, tmp_path, model={"base_model": "tiny"}, training={"kl_coefficient": 0.1})
     longest = rollout_settings(config, context_limit(config.server, "tiny"), plain).max_context

@@ -236,7 +236,7 @@ def test_rows_chosen_on_the_device_are_those_chosen_one_by_one() -> None:
     np.testing.assert_allclose(logprobs.cpu(), [one.logprob for one in alone], atol=1e-6)
 
 
-@pytest.mark.parametrize("vocabulary", [3, 300, 5000, *slow(70_000)])
+@pytest.mark.parametrize("vocabulary", [3, 300, 5000, *slow(70_000)])  # the tree of 70,000 has one level more
 @pytest.mark.parametrize("truncates", [False, True])
 def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncates: bool) -> None:
     """In Triton's interpreter on a CPU. The tree has one to five levels."""

@@ -75,6 +75,7 @@ def test_taking_masters_apart_loses_nothing() -> None:
     assert torch.equal(near[~ties], wide.bfloat16()[~ties])
 
 
+# The slow ones differ in where the state lies and in the base's precision, which the tests of checkpoints below cover.
 @pytest.mark.parametrize(
     ("dtype", "state"), [("bfloat16", "compact"), *slow(("bfloat16", "compact-host"), ("float32", "compact"), ("float32", "compact-host"))]
 )

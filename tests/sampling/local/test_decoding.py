@@ -184,7 +184,7 @@ def test_what_waits_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("blocks", [16, *slow(400)])
+@pytest.mark.parametrize("blocks", [16, *slow(400)])  # in a cache that is too small everything else happens too
 def test_launching_ahead_changes_no_answer(family_base: Callable[[str], BaseModel], family: str, blocks: int) -> None:
     base = family_base(family)
     each, ahead = (sampler_of(base, blocks, runs_ahead=runs_ahead, prefill_tokens=24, max_running=6) for runs_ahead in (False, True))
@@ -211,7 +211,7 @@ def test_a_step_is_under_way_while_the_tokens_of_the_last_are_read(text_base: Ba
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-@pytest.mark.parametrize("when", [2, 3, *slow(4, 5)])
+@pytest.mark.parametrize("when", [2, 3, *slow(4, 5)])  # later steps are as these
 def test_what_happens_between_steps_finds_one_under_way(family_base: Callable[[str], BaseModel], family: str, when: int) -> None:
     """A sample is cancelled, another stops at a token that nobody foresaw: the rest get their tokens."""
     base = family_base(family)

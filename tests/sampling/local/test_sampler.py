@@ -257,6 +257,7 @@ def undisturbed(family_base: Callable[[str], BaseModel]) -> Callable[[str], dict
         ("qwen3", 6, 40, 2),
         ("qwen3_5", 400, 1, 256),
         ("qwen3_5", 10, 3, 256),
+        # Between those above.
         *slow(("qwen3_5", 14, 40, 256), ("qwen3_5", 400, 2, 256)),
     ],
 )
