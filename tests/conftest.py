@@ -3,6 +3,7 @@
 import os
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["pytest_testnodedown"]  # a hook
 
+ALONE = "TINSMITH_TEST_ALONE"
+"""Set in the process of a test that is marked `alone`."""
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests marked `slow`, unless everything is asked for. TINSMITH_TEST_ORDER is a seed: the order is random then."""
@@ -36,6 +40,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
     if order := os.environ.get("TINSMITH_TEST_ORDER"):
         random.Random(order).shuffle(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is marked `alone` in a process of its own: it limits its process, in which other tests have left threads."""
+    if pyfuncitem.get_closest_marker("alone") is None or ALONE in os.environ:
+        return None
+    command = [sys.executable, "-m", "pytest", pyfuncitem.nodeid, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = os.environ | {ALONE: "1"}
+    ended = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, text=True, check=False)
+    assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
+    return True
 
 
 def pytest_report_header() -> list[str]:

@@ -15,7 +15,9 @@ EVERYTHING = os.environ.get("TINSMITH_TEST_ALL") == "1"
 """Whether all there is was asked for."""
 
 USUAL_FAMILIES = {"llama", "qwen3", "qwen3_vl", "qwen3_5", "gemma2", "olmo"}
-"""Model families that `make test` covers: two of text, two that take images, one of these hybrid, and two that transformers computes."""
+"""Model families that `make test` covers: two of text, two that take images, one of these hybrid, and two that transformers computes.
+
+The others have the same parts in other arrangements."""
 
 
 def amount(usual: T, everything: T) -> T:

@@ -73,6 +73,7 @@ def wait_until(seen: Callable[[Path], bool], directory: Path) -> None:
         ("worker", is_being_written),
         ("engine", is_in_place),
         ("server", is_being_written),
+        # Each victim and each moment is above.
         *slow(("worker", is_in_place), ("engine", is_being_written), ("server", is_in_place)),
     ],
 )

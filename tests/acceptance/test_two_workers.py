@@ -31,7 +31,7 @@ def step(client: tinker.TrainingClient, work: list[types.Datum]) -> tuple[float,
     return loss, grad_norm(client)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # test_worker_death.py has it with one worker, and tests/distributed the end of one of two
 def test_a_worker_that_is_killed_is_named_and_its_models_come_back(text_only: list[str], tmp_path: Path) -> None:
     options = [*text_only, "--tokens-per-pass", "2048", "--kept-copies-share", "1"]
     with serving(tmp_path, *options, "--workers", "2", "--device", "cpu", "--worker-still-s", "30") as server:

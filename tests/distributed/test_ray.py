@@ -86,30 +86,34 @@ def test_a_worker_in_an_actor_answers_ends_and_is_started_again_as_a_child_is(ad
         assert actor is not None
         assert "WorkerActor" in actor.cmdline()[0]
 
-        worker.ask("lost")  # it ends itself, with a reason
+        process.kill()
         worker.until(lambda: worker.ends)
-        assert worker.ends == ["the worker process ended unexpectedly (cuda:0 computes nothing any more)"]
+        assert worker.ends == ["the worker process ended unexpectedly (signal 9)"]
 
-        second = start_again(worker)
-        psutil.Process(second).kill()
-        worker.until(lambda: len(worker.ends) == 2)
-        assert worker.ends[-1] == "the worker process ended unexpectedly (signal 9)"
-
-        third = psutil.Process(start_again(worker))
-        actor = third.parent()
+        second = psutil.Process(start_again(worker))
+        actor = second.parent()
         assert actor is not None
         actor.kill()
-        worker.until(lambda: len(worker.ends) == 3)
+        worker.until(lambda: len(worker.ends) == 2)
         assert "its Ray actor has ended" in worker.ends[-1]
 
-        fourth = psutil.Process(start_again(worker))
-        fourth.suspend()  # one that hangs
+        third = psutil.Process(start_again(worker))
+        third.suspend()  # one that hangs
         worker.process.kill()
-        worker.until(lambda: len(worker.ends) == 4)
-        assert psutil.wait_procs([process, third, fourth, actor], START_S)[1] == []
-        fifth = psutil.Process(start_again(worker))
+        worker.until(lambda: len(worker.ends) == 3)
+        assert psutil.wait_procs([process, second, third, actor], START_S)[1] == []
+
+
+@pytest.mark.slow  # each start takes seconds, and ends of other kinds are above
+def test_a_worker_in_an_actor_ends_itself_with_a_reason_or_is_stopped(address: str, tmp_path: Path) -> None:
+    with watched(address, tmp_path, "ready") as worker:
+        worker.start()
+        worker.ask("lost")
+        worker.until(lambda: worker.ends)
+        assert worker.ends == ["the worker process ended unexpectedly (cuda:0 computes nothing any more)"]
+        second = psutil.Process(start_again(worker))
         worker.process.stop(START_S)
-        assert psutil.wait_procs([fifth], START_S)[1] == []
+        assert psutil.wait_procs([second], START_S)[1] == []
 
 
 def start_again(worker: Watched) -> int:
@@ -185,7 +189,7 @@ with link_of_an_engine() as (_, link):
 """An engine whose thread that waits for an actor is told something at the moment when the engine leaves Ray."""
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a race that was seen once, which takes an engine of its own
 def test_an_engine_that_leaves_while_it_waits_for_an_actor_starts_no_ray_of_its_own(address: str, tmp_path: Path) -> None:
     own = {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_AUTO_CONNECT"}
     command = [REAL_PYTHON, "-c", LEAVES, address, str(tmp_path)]
@@ -218,7 +222,7 @@ def workers_of(server: Server, hosts: int) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # two hosts and three starts of all workers; an actor's life is above, training of several workers in the other files
 def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the_end_of_a_worker_and_of_a_host(
     address: str, other_host: psutil.Process, family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -165,7 +165,8 @@ def wait_until_clean(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "moment"),
-    [(0, is_being_finished), (1, is_being_written), *slow((0, is_being_written), (1, is_being_finished))],
+    # A death while it is written is below, where nothing can be written again.
+    [(0, is_being_finished), *slow((1, is_being_written), (0, is_being_written), (1, is_being_finished))],
 )
 def test_a_save_that_a_worker_dies_in_is_made_again_by_the_next_workers(server: Server, rank: int, moment: Callable[[Path], bool]) -> None:
     """And nothing is left of the first attempt."""

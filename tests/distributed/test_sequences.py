@@ -273,7 +273,7 @@ def far(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("count", [2, *slow(3)])
+@pytest.mark.parametrize("count", [2, *slow(3)])  # which heads each of any number computes is tested below
 @pytest.mark.parametrize("case", CASES)
 def test_everything_is_as_one_worker_computes_it(
     processes: Processes, alone: Callable[[str], dict[str, Any]], case: str, count: int

@@ -274,7 +274,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("count", [2, *slow(3)])
+@pytest.mark.parametrize("count", [2, *slow(3)])  # test_divided.py has three, with uneven shares
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_all_have_the_same_bits_after_each_step_and_stay_close_to_one(
     processes: Processes, kind: str, dtype: torch.dtype, count: int
@@ -328,7 +328,7 @@ def test_zeros_lie_in_memory_as_gradients_do(kind: str, dtype: torch.dtype) -> N
         assert not zero.any()
 
 
-@pytest.mark.parametrize("count", [2, *slow(3)])
+@pytest.mark.parametrize("count", [2, *slow(3)])  # test_divided.py has three, with uneven shares
 def test_whatever_workers_exchange_arrives(processes: Processes, count: int) -> None:
     ranks = range(count)
     for rank, found in enumerate(processes("test_together", count)[1]):

@@ -112,6 +112,7 @@ def test_a_checkpoint_whose_files_go_while_it_is_read_is_not_found(backend: Loca
     assert isinstance(checkpoints.rows.why_not_read(path, damaged), NotFoundError)
 
 
+@pytest.mark.alone
 def test_a_save_that_the_disk_does_not_take_says_so_and_leaves_nothing(checkpoints: Checkpoints, tmp_path: Path) -> None:
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 

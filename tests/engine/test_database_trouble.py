@@ -99,7 +99,7 @@ def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: He
     assert here.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None
 
 
-@pytest.mark.parametrize("trouble", [Here.locked, full])
+@pytest.mark.parametrize("trouble", [Here.locked, pytest.param(full, marks=pytest.mark.alone)])
 def test_a_step_that_was_applied_is_reported_as_applied_once_the_database_takes_it(
     here: Here, trouble: Callable[[Here], AbstractContextManager[object]]
 ) -> None:
@@ -140,6 +140,7 @@ def test_training_stops_when_too_much_waits_for_the_database_and_goes_on_afterwa
     assert here.error("a", 3) is None
 
 
+@pytest.mark.alone
 def test_operations_and_pictures_that_cannot_be_read_now_are_read_later(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine, and then by the worker. Those behind them wait with them."""
     reads, read = 0, here.worker.images.read
@@ -207,6 +208,7 @@ def test_a_checkpoint_is_saved_once_the_database_takes_it_and_others_do_not_wait
     assert here.store.checkpoint(f"tinker://{MODEL}/weights/kept") is not None
 
 
+@pytest.mark.alone
 def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_later(here: Here) -> None:
     here.optim("a", 1)
     with unreadable(here):

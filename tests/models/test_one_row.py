@@ -16,7 +16,7 @@ from tinsmith.models.packed_lora import SegmentAdapters
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter knows no bfloat16
 DTYPES = [torch.float32, HALF]
-SIZES = [(3, 8), (10, 40), (12, 1024), (100, 1030), *([(4096, 2560), (2**14 + 2, 2560)] if DEVICE == "cuda" else [])]
+SIZES = [(3, 8), (10, 40), (12, 1024), (14, 1030), *([(4096, 2560), (2**14 + 2, 2560)] if DEVICE == "cuda" else [])]
 """Outputs and inputs of a layer: some fill no tile, some several. The last of a GPU is wide."""
 
 

@@ -28,6 +28,7 @@ def accesses() -> dict[str, tuple[bool, list[str]]]:
     return {name: (waits, lines) for name, waits, lines in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.slow  # these two compile every kernel for a GPU, which `make test-slow` does in CI
 def test_all_kernels_that_overlap_are_looked_at(accesses: dict[str, tuple[bool, list[str]]]) -> None:
     found = set()
     for path in (ROOT / "tinsmith").rglob("*_kernels.py"):
@@ -39,6 +40,7 @@ def test_all_kernels_that_overlap_are_looked_at(accesses: dict[str, tuple[bool, 
     assert found == set(accesses)
 
 
+@pytest.mark.slow
 def test_nothing_but_weights_is_touched_before_the_wait(accesses: dict[str, tuple[bool, list[str]]]) -> None:
     for name, (waits, lines) in accesses.items():
         assert waits, name

@@ -20,6 +20,10 @@ WORK = "at work"
 """What a process is doing that has something to do."""
 
 
+USED_S = 0.3
+"""Seconds of a processor between two looks: more than the share of ten seconds that is a sign."""
+
+
 def of_others() -> float:
     """Seconds of a processor that the threads beside this one have used."""
     return time.process_time() - time.thread_time()
@@ -91,8 +95,8 @@ def test_a_process_that_only_looks_is_still_until_it_does_something_else() -> No
 def test_a_thread_that_computes_is_a_sign() -> None:
     progress = Progress()
     with thread(compute):
-        looks(progress, 1, 0.5)
-        assert looks(progress, 2, 0.5)[0] == 0.0
+        looks(progress, 1, USED_S)
+        assert looks(progress, 2, USED_S)[0] == 0.0
 
 
 def test_a_thread_that_comes_on_in_its_code_is_a_sign_however_little_it_uses() -> None:
@@ -114,8 +118,8 @@ def test_a_daemon_that_comes_on_is_no_sign() -> None:
 def test_work_for_which_nobody_waits_is_no_sign(name: str) -> None:
     progress = Progress()
     with thread(compute, name, daemon=True):
-        looks(progress, 1, 0.5)
-        assert looks(progress, 2, 0.5) == (10.0, 10.0)
+        looks(progress, 1, USED_S)
+        assert looks(progress, 2, USED_S) == (10.0, 10.0)
 
 
 def use(pid: int, seconds: float) -> None:
@@ -143,7 +147,7 @@ def test_a_process_that_was_started_is_a_sign_while_it_computes(own_group: bool)
                 progress.look(10.0, WORK)
                 assert (progress.still_s == 0.0) == (not own_group)  # it has just come
                 for _ in range(5):  # a page that is read from a disk is a sign too, for a moment
-                    use(child.pid, 0.5 if computes else 0.0)
+                    use(child.pid, USED_S if computes else 0.0)
                     progress.look(10.0, WORK)
                     found = progress.still_s == 0.0, progress.stuck_s >= 10.0
                     if found == (computes and not own_group, True):  # whatever it computes: a sign, but not for ever
@@ -158,8 +162,8 @@ def test_a_thread_that_spins_in_one_call_moves_and_does_not_come_on() -> None:
     """The last: it cannot be ended."""
     progress = Progress()
     with thread(spin):
-        looks(progress, 1, 0.5)
-        found = looks(progress, 2, 0.5)
+        looks(progress, 1, USED_S)
+        found = looks(progress, 2, USED_S)
     assert found == (0.0, 10.0)
 
 

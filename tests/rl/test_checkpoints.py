@@ -38,10 +38,12 @@ def on_server(rest: tinker.RestClient) -> Named:
 
 
 def config(url: str, directory: Path, steps: int, **output: Any) -> Any:
-    """A run that saves every step."""
+    """A run that saves every step. It is warmed up so that some rewards differ."""
     server = {"url": url, "api_key": KEY}
     output = {"save_every": 1, "trajectories_every": 0, **output}
-    return config_of(url, directory, server=server, training={"steps": steps, "groups": 1, "group_size": 2}, output=output)
+    return config_of(
+        url, directory, server=server, training={"steps": steps, "groups": 1, "group_size": 2}, warmup={"steps": 4}, output=output
+    )
 
 
 def test_the_best_weights_are_those_that_earned_the_best_reward(server_url: str, tmp_path: Path) -> None:

@@ -139,7 +139,8 @@ def test_the_command_evaluates_too(undisturbed: tuple[Path, RunState], server_ur
 @pytest.mark.parametrize("mode", ["one_step_off", "async"])
 def test_other_schedules_run_ahead_within_their_bound(mode: str, server_url: str, tmp_path: Path) -> None:
     training = {"mode": mode, "max_staleness": 2, "steps": 5}
-    state = train(config_of(server_url, tmp_path, training=training, env={"workers": "thread"}), QUIET)
+    config = config_of(server_url, tmp_path, training=training, env={"workers": "thread"}, warmup={"steps": 1})
+    state = train(config, QUIET)
     assert state.step == 5
     ages = [line["staleness_max"] for line in logged(tmp_path)]
     assert max(ages) <= {"one_step_off": 1, "async": 2}[mode]

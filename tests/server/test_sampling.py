@@ -87,6 +87,7 @@ def full_disk(file: Path, room: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("room", [0, 5])
 async def test_a_full_disk_takes_no_sample_and_loses_no_result(tmp_path: Path, room: int) -> None:
     async with served(tmp_path) as server:

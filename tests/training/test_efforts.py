@@ -41,7 +41,7 @@ def peak_of(backend: LocalBackend, base: BaseModel, work: Sequence[DatumWork], e
 def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(family_dir: Callable[[str], Path]) -> None:
     base = load(family_dir("qwen3_5"))
     backend = backend_with(base, a=4)
-    work = [datum("a", renderer(base).render([random_tokens(0, 700)]))]
+    work = [datum("a", renderer(base).render([random_tokens(0, 300)]))]
     kept, recomputed = (peak_of(backend, base, work, effort) for effort in (KEEP_ALL, backend.efforts.memory.smallest))
     assert recomputed < 0.6 * kept
     backend.clear_gradients("a")
@@ -55,7 +55,7 @@ def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(fami
     assert backend.tokens_per_pass == backend.config.tokens_per_pass
     with CountedMemory(base.network.parameters(), limit=recomputed / 2):
         refused = backend.run_pass(work, backward=True)
-    assert "a sequence of 700 tokens needs more memory than cpu has left" in refused.failures[0]
+    assert "a sequence of 300 tokens needs more memory than cpu has left" in refused.failures[0]
     assert backend.optimizers["a"].gradients is None
 
 

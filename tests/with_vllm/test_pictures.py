@@ -30,7 +30,7 @@ PICTURES: list[tuple[Literal["png", "jpeg"], str, tuple[int, int]]] = [
 """Format, mode, width and height."""
 
 
-@pytest.fixture(params=["qwen3_vl", *slow("qwen2_5_vl")])
+@pytest.fixture(params=["qwen3_vl", *slow("qwen2_5_vl")])  # another start; its pictures are placed by the same code
 def family(request: pytest.FixtureRequest, server: Server, vision_dir: Path, tmp_path: Path) -> Iterator[tuple[Server, Path]]:
     """A server that samples a tiny model of the family with vLLM, and the model's directory."""
     with ExitStack() as stack:

@@ -97,7 +97,7 @@ def test_a_sample_whose_weights_were_under_way_when_the_engine_died_is_sent_agai
     assert "it answered nothing for" not in server.log.read_text()[told:]  # it was not waited for as for one that hangs
 
 
-@pytest.mark.parametrize("victim", ["worker", *slow("engine")])
+@pytest.mark.parametrize("victim", ["worker", *slow("engine")])  # another start; the engine's end takes its worker along
 def test_nothing_is_left_when_the_worker_or_the_engine_is_killed(vision_dir: Path, tmp_path: Path, victim: str) -> None:
     """The vLLM server ends by itself while it is starting: its standard input is closed."""
     with sampling_with_vllm(tmp_path, "--base-model", f"tiny={vision_dir}") as server:

@@ -32,7 +32,7 @@ MODES = {"replicas": ("--vllm-transfer", "broadcast", "--vllm-tensor-parallel", 
 """Replicas broadcast full weights, in a group beside that of the workers (Gloo stands for NCCL). Divided ones travel as a file."""
 
 
-@pytest.fixture(scope="module", params=["replicas", *slow("divided")])
+@pytest.fixture(scope="module", params=["replicas", *slow("divided")])  # another start; `tests/distributed` has divided snapshots
 def two_workers(vision_dir: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
     """Both have a share of each pass. `tests/distributed` has what they do to put divided weights together."""
     options = ("--base-model", f"tiny={vision_dir}", "--workers", "2", "--tokens-per-pass", "64", *MODES[request.param])

@@ -51,7 +51,7 @@ def before_each_step(sampler: LocalSampler, before: Callable[[DeviceBatch, StepR
 
 
 def add_mixed(sampler: LocalSampler, base: BaseModel, number: int = 12) -> None:
-    """Requests that come and go at different times, of several adapters, with all ways to choose a token."""
+    """Requests that come and go at different times, of several adapters, with all ways to choose a token; eight have them all."""
     adapters = [None, random_adapter(base, 4, 1), random_adapter(base, 8, 2, train_unembed=False), None]
     chunks = prompts(base)
     for index in range(number):
@@ -127,8 +127,8 @@ def test_dead_rows_change_nothing(family_base: Callable[[str], BaseModel], famil
         count = rung_of(rows.count, len(batch.state))
         return replace(rows, count=count, groups=[decode_step.AttendTogether(None, batch.table.shape[1])])
 
-    add_mixed(alone, base)
-    add_mixed(padded, base)
+    add_mixed(alone, base, 8)
+    add_mixed(padded, base, 8)
     before_each_step(padded, pad)
     check_equal(padded, alone)
 
@@ -153,7 +153,8 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_5"])
+# Steps of the slow ones have the same parts as those of the first two.
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", *slow("llama", "qwen2_5_vl", "qwen3")])
 def test_a_step_waits_for_nothing(family_base: Callable[[str], BaseModel], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With adapters and all ways to choose tokens. Attention is the one that reads its lengths on the device, as the kernel does."""
     base = family_base(family)
@@ -167,7 +168,7 @@ def test_a_step_waits_for_nothing(family_base: Callable[[str], BaseModel], famil
             return inner(batch, rows)
 
     monkeypatch.setattr(sampler.decoding, "run", watched)
-    add_mixed(sampler, base)
+    add_mixed(sampler, base, 8)
     run(sampler)
     assert any(rows.truncates and rows.has_adapters and rows.needs_logits for rows in steps)
 
@@ -183,7 +184,7 @@ def test_what_waits_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("blocks", [16, *slow(400)])
+@pytest.mark.parametrize("blocks", [16, *slow(400)])  # in a cache that is too small everything else happens too
 def test_launching_ahead_changes_no_answer(family_base: Callable[[str], BaseModel], family: str, blocks: int) -> None:
     base = family_base(family)
     each, ahead = (sampler_of(base, blocks, runs_ahead=runs_ahead, prefill_tokens=24, max_running=6) for runs_ahead in (False, True))
@@ -210,7 +211,7 @@ def test_a_step_is_under_way_while_the_tokens_of_the_last_are_read(text_base: Ba
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-@pytest.mark.parametrize("when", [2, 3, *slow(4, 5)])
+@pytest.mark.parametrize("when", [2, 3, *slow(4, 5)])  # later steps are as these
 def test_what_happens_between_steps_finds_one_under_way(family_base: Callable[[str], BaseModel], family: str, when: int) -> None:
     """A sample is cancelled, another stops at a token that nobody foresaw: the rest get their tokens."""
     base = family_base(family)

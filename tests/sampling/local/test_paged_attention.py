@@ -3,6 +3,7 @@
 On a CPU the kernel runs in Triton's interpreter, which knows no bfloat16; on CUDA it runs as it is.
 """
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.bases import DEVICE
+from tests.extent import slow
 from tinsmith.sampling.local.kv_cache import blocks_for
 from tinsmith.sampling.local.paged_attention import paged_attention, paged_reference
 from tinsmith.sampling.prefix import BLOCK
@@ -67,25 +69,28 @@ def test_the_reference_is_the_formula(lengths: list[int], window: int | None) ->
         torch.testing.assert_close(out, cached.exact(window), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("heads", SHAPES)
-@pytest.mark.parametrize("dtype", [HALF, torch.float32])
-def test_the_kernel_is_the_reference(dtype: torch.dtype, heads: tuple[int, int, int], window: int | None) -> None:
+USUAL = [(HALF, 0, None), (HALF, 1, 20), (HALF, 2, None), (HALF, 3, 20), (torch.float32, 0, 20), (torch.float32, 1, None)]
+"""Each shape once in half precision, with a window or without, and two in float32."""
+OTHERS = [case for case in itertools.product((HALF, torch.float32), range(len(SHAPES)), (None, 20)) if case not in USUAL]
+
+
+@pytest.mark.parametrize(("dtype", "heads", "window"), [*USUAL, *slow(*OTHERS)])
+def test_the_kernel_is_the_reference(dtype: torch.dtype, heads: int, window: int | None) -> None:
     pytest.importorskip("triton")
     from tinsmith.models.paged_kernels import paged_kernel
 
     if dtype == torch.float32 and DEVICE == "cuda":
         pytest.skip("its products of float32 are less exact there: `paged_attention` does not use it")
     splits = [[530, *[7] * others] for others in (0, 2, 39)]  # a row alone is shared by more programs than one among many
-    for lengths in [*LENGTHS, *(splits if (heads, dtype, window) == (SHAPES[0], HALF, None) else [])]:
-        cached = Cached(lengths, *heads, dtype)
+    for lengths in [*LENGTHS, *(splits if (dtype, heads, window) == USUAL[0] else [])]:
+        cached = Cached(lengths, *SHAPES[heads], dtype)
         query = torch.stack([cached.query, cached.query], 1)[:, 0]  # rows that do not lie next to each other
         out = paged_kernel(query, cached.keys, cached.values, cached.table, cached.lengths, SCALE, window)
         torch.testing.assert_close(out.double(), cached.exact(window), atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize("shape", [*SHAPES[:2], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[2:])])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], *slow(*((shape,) for shape in SHAPES[2:]))])  # read above, where nothing is stored
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_the_newest_token_is_stored_on_the_way(lengths: list[int], shape: tuple[int, int, int], window: int | None) -> None:
     """Its key and value lie in wider rows, as those of a joint projection, and in the cache is still a NaN in their place."""

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -74,19 +75,30 @@ def run(sampler: LocalSampler) -> dict[str, SampleResult]:
 
 def forward_logprobs(base: BaseModel, weights: Weights | None, rendered: RenderedInput, answer: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """The trainer's log-probabilities of the prompt after its first token, and of the answer."""
+    (found,) = forward_of_answers(base, weights, rendered, [answer])
+    return found
+
+
+def forward_of_answers(
+    base: BaseModel, weights: Weights | None, rendered: RenderedInput, answers: list[list[int]]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """`forward_logprobs` of each of several answers to a prompt, in one pass."""
     backend = LocalBackend(base, TrainingConfig())
     blank = random_adapter(base, b_scale=0.0)
     backend.optimizers["a"] = ModelOptimizer(weights or blank)
-    where = torch.arange(len(answer)) + rendered.next_position
-    whole = RenderedInput(
-        np.concatenate([rendered.token_ids, np.array(answer, np.int32)]),
-        rendered.spans,
-        rendered.pictures,
-        torch.cat([rendered.positions, where.expand(len(rendered.positions), -1)], dim=1),
-    )
-    (result,) = backend.run_pass([datum("a", whole)], backward=False).results
-    assert result is not None
-    return result.logprobs[: len(rendered) - 1], result.logprobs[len(rendered) - 1 : -1]
+    work = []
+    for answer in answers:
+        where = torch.arange(len(answer)) + rendered.next_position
+        whole = RenderedInput(
+            np.concatenate([rendered.token_ids, np.array(answer, np.int32)]),
+            rendered.spans,
+            rendered.pictures,
+            torch.cat([rendered.positions, where.expand(len(rendered.positions), -1)], dim=1),
+        )
+        work.append(datum("a", whole))
+    found = [result.logprobs for result in backend.run_pass(work, backward=False).results if result is not None]
+    assert len(found) == len(answers)
+    return [(logprobs[: len(rendered) - 1], logprobs[len(rendered) - 1 : -1]) for logprobs in found]
 
 
 def prompts(base: BaseModel) -> list[list[Chunk]]:
@@ -121,8 +133,8 @@ def tokens_of(result: SampleResult) -> list[list[int]]:
 
 def check(base: BaseModel, rendered: RenderedInput, weights: Weights | None, result: SampleResult, allowed: float = 1e-4) -> None:
     """All that was sampled, and asked about the prompt, has the trainer's log-probabilities."""
-    for sequence in result.sequences:
-        prompt, answer = forward_logprobs(base, weights, rendered, sequence.tokens)
+    expected = forward_of_answers(base, weights, rendered, tokens_of(result))
+    for sequence, (prompt, answer) in zip(result.sequences, expected, strict=True):
         np.testing.assert_allclose(sequence.logprobs, answer, atol=allowed)
         if (scored := result.answers.logprobs) is not None:
             assert (len(scored), np.isnan(scored[0])) == (len(rendered), True)
@@ -210,6 +222,32 @@ def test_without_a_seed_two_requests_differ(text_base: BaseModel) -> None:
     assert first != second
 
 
+PREEMPTED = {
+    str(i): (replace(of_session("ab"[i % 2], 40, 1 + i % 3, seed=i), questions=PromptQuestions(logprobs=True)), i) for i in range(5)
+}
+"""Requests of two sessions, and the number of the prompt of each."""
+
+
+def lengthening(base: BaseModel, number: int) -> RenderedInput:
+    """A prompt, longer than those before."""
+    return prompt_of(base, (number, 10 + 3 * number))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(family_base: Callable[[str], BaseModel]) -> Callable[[str], dict[str, list[list[int]]]]:
+    """What a family answers to PREEMPTED where all have room; it has the trainer's log-probabilities."""
+
+    @cache
+    def answers(family: str) -> dict[str, list[list[int]]]:
+        base = family_base(family)
+        sampler = sampler_of(base, runs_ahead=False)
+        for name, (request, number) in PREEMPTED.items():
+            sampler.add(name, request, lengthening(base, number), None)
+        return {name: tokens_of(result) for name, result in run(sampler).items()}
+
+    return answers
+
+
 @pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize(
     ("family", "blocks", "slots", "max_running"),
@@ -219,25 +257,28 @@ def test_without_a_seed_two_requests_differ(text_base: BaseModel) -> None:
         ("qwen3", 6, 40, 2),
         ("qwen3_5", 400, 1, 256),
         ("qwen3_5", 10, 3, 256),
+        # Between those above.
         *slow(("qwen3_5", 14, 40, 256), ("qwen3_5", 400, 2, 256)),
     ],
 )
 def test_a_small_cache_preempts_and_changes_nothing(
-    family_base: Callable[[str], BaseModel], family: str, blocks: int, slots: int, max_running: int, runs_ahead: bool
+    family_base: Callable[[str], BaseModel],
+    undisturbed: Callable[[str], dict[str, list[list[int]]]],
+    family: str,
+    blocks: int,
+    slots: int,
+    max_running: int,
+    runs_ahead: bool,
 ) -> None:
     """Nor do the turns of sessions."""
     base = family_base(family)
-    large = sampler_of(base, runs_ahead=False)
     small = sampler_of(base, blocks, slots, runs_ahead=runs_ahead, max_running=max_running, prefill_tokens=32)
-    asked = {str(i): prompt_of(base, (i, 10 + 3 * i)) for i in range(5)}
-    for i, (name, rendered) in enumerate(asked.items()):
-        request = replace(of_session("ab"[i % 2], 40, 1 + i % 3, seed=i), questions=PromptQuestions(logprobs=True))
-        for sampler in (large, small):
-            sampler.add(name, request, rendered, None)
-    expected = run(large)
-    for name, result in run(small).items():
-        check(base, asked[name], None, result)
-        assert tokens_of(result) == tokens_of(expected[name])
+    for name, (request, number) in PREEMPTED.items():
+        small.add(name, request, lengthening(base, number), None)
+    done = run(small)
+    for name, (_, number) in PREEMPTED.items():
+        check(base, lengthening(base, number), None, done[name])
+    assert {name: tokens_of(result) for name, result in done.items()} == undisturbed(family)
 
 
 def test_a_long_prompt_is_computed_in_pieces_while_others_run(text_base: BaseModel) -> None:

@@ -212,6 +212,7 @@ def failing_once(failure: Callable[[Instance], Awaitable[None]]) -> tuple[list[I
     [
         ("/die", "a vLLM server ended (exit code -9)"),
         ("/never", "was killed, because its engine has ended"),
+        # It waits for 20 s; a server that hangs when it is not tried out is above.
         *slow(("/busy?for_s=3600", "was killed, because it hangs: it answered nothing for 20 s")),
     ],
 )
