@@ -91,13 +91,13 @@ def rollout_settings(config: RlConfig, max_context: int, template: ChatTemplate)
 
 
 def _reserved_tokens(config: RlConfig, template: ChatTemplate) -> int:
-    """Tokens of the context that no answer may take: those put behind it, and one that the server samples when it scores a sequence.
+    """Tokens of the context that no answer may take: those put behind it, and one for vLLM.
 
-    The reference of a KL penalty scores all sequences, and vLLM those that were sampled with top_p or top_k.
+    It samples that one when it scores an answer of top_p or top_k.
     """
     section = config.generation
     tail = len(template.end_of_turn_ids) if section.stop and section.end_turn_after_stop_string else 0
-    scored = config.training.kl_coefficient > 0 or section.top_p < 1 or section.top_k > 0
+    scored = section.top_p < 1 or section.top_k > 0
     return tail + scored
 
 
