@@ -20,6 +20,7 @@ from tests.engine.here import LONG_S, PICTURE_TOKENS, Here
 from tinsmith.config import ImagesConfig, TrainingConfig
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.passes import PASS_S, ForwardOperation, next_pass
+from tinsmith.engine.shares import divide
 from tinsmith.models.base import BaseModel
 from tinsmith.models.pass_memory import Effort
 from tinsmith.models.pictures import PictureInput
@@ -178,7 +179,7 @@ def test_a_pass_is_given_ahead_where_the_device_would_wait_for_it_and_not_where_
 
 @dataclass
 class Device:
-    """In the place of a worker, for which a sequence of n tokens takes n + n² / 100 milliseconds."""
+    """In the place of the workers, for each of which a sequence of n tokens takes n + n² / 100 milliseconds."""
 
     forward: ForwardWork
     sent: list[Message]
@@ -205,7 +206,8 @@ class Device:
 
     def compute(self, asked: RunPass, most: int = 1000) -> float:
         """Say that a pass is done; returns the seconds that it took."""
-        seconds = sum(length + length**2 / 100 for length in asked.lengths) / 1000
+        shares = divide(asked, self.forward.workers, 1000)
+        seconds = max(sum(length + length**2 / 100 for length in share.lengths) for share in shares if share is not None) / 1000
         results = [(*piece, [0]) for piece in asked.pieces]
         zeros = np.zeros(len(results)).tobytes()
         self.forward.take(PassDone(asked.number, results, [], most, [[] for _ in results], zeros, seconds))
@@ -244,6 +246,18 @@ def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(de
         taken += map(device.compute, given)
     assert PASS_S / 3 < max(taken) <= PASS_S
     assert len(taken) < 10
+
+
+def test_of_several_workers_each_has_its_share_of_a_pass_that_is_cut(device: Device) -> None:
+    """Sequences that take longer by themselves go one to each worker; of short ones each gets about a second's work. At first nothing is known."""
+    device.forward.workers, device.forward.tokens_per_pass["tiny"] = 4, 4000
+    for length, count, passes in ((400, 24, [6.0, 2.0, 2.0, 2.0, 2.0]), (100, 80, [0.4, 0.8, 1.0, 1.0, 0.8])):
+        device.train("m", [length] * count)
+        taken = []
+        while given := device.given():
+            assert len(given) == 1
+            taken.append(device.compute(given[0], 4000))
+        assert taken == pytest.approx(passes)
 
 
 def test_nothing_is_cut_where_one_session_is_alone(device: Device) -> None:

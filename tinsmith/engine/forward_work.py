@@ -40,8 +40,9 @@ class ForwardWork:
         put_back: Callable[[list[Command], StoreUnavailableError], None],
         put_off: Callable[[str, StoreUnavailableError], None],
         is_shared: Callable[[], bool],
+        workers: int = 1,
     ) -> None:
-        """A pass has at most `tokens_per_pass` tokens, and decodes at most `max_pixels` pixels of pictures.
+        """A pass has at most `tokens_per_pass` tokens, of all `workers`, and decodes at most `max_pixels` pixels of pictures.
 
         `is_shared` says whether several sessions may wait for each other. What is alone is divided into passes in the same way each time.
         """
@@ -56,6 +57,7 @@ class ForwardWork:
         self.put_back = put_back
         self.put_off = put_off
         self.is_shared = is_shared
+        self.workers = workers
         self.operations: dict[str, deque[ForwardOperation]] = {}
         """Of each model, in order; a model without any is not in it."""
         self.passes: dict[int, list[Piece]] = {}
@@ -181,7 +183,7 @@ class ForwardWork:
         for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
             bases.setdefault(queue[0].base_model, []).append(queue)
         in_turn = sorted(bases, key=lambda name: self.served_bases.get(name, 0))
-        passes = (next_pass(bases[name], self._most_tokens(name), self.max_pixels, self.served) for name in in_turn)
+        passes = (next_pass(bases[name], self._most_tokens(name), self.max_pixels, self.served, self.workers) for name in in_turn)
         return next((pieces for pieces in passes if pieces and not self._is_others_turn(pieces, put_off)), [])
 
     def _most_tokens(self, base_model: str) -> dict[bool, int]:
@@ -265,12 +267,13 @@ class ForwardWork:
     def _learn(self, pieces: list[Piece], seconds: float) -> None:
         base_model, lengths = pieces[0].operation.base_model, [piece.tokens for piece in pieces]
         pace = self.paces[base_model, pieces[0].operation.backward]
-        pace.learn(lengths, seconds)
-        if len(pieces) == 1 and seconds > PASS_S and lengths[0] > pace.slow:
-            pace.slow = lengths[0]
+        pace.learn(lengths, seconds, self.workers)
+        longest = max(lengths)
+        if len(pieces) <= self.workers and seconds > PASS_S and longest > pace.slow:  # each worker has had one at most
+            pace.slow = longest
             log.warning(
                 "a sequence of %d tokens has kept the device for %.3g s (%s): none is cut, so all others wait for one as long",
-                *(*lengths, seconds, base_model),
+                *(longest, seconds, base_model),
             )
 
     def _pass_failed(self, operation: ForwardOperation) -> None:

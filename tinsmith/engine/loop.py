@@ -93,7 +93,8 @@ class Engine:
             config.images.max_image_pixels,
             self.recorder.record,
             self._to_worker,
-            cuts_passes=workers.count == 1,  # of several, each has a share: cut by the time of the slowest, a pass would be one worker's
+            workers=workers.count,
+            cuts_passes=not config.divides,  # every pass puts the layers together: in smaller ones that would take most of the time
         )
         self.status = StatusReporter(self.trainer, self.workers, link.send)
         self.filed: dict[str, set[int]] = {}

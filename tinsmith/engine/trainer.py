@@ -53,9 +53,10 @@ class Trainer:
         max_pixels: int,
         record: Callable[[list[Outcome]], None],
         send: Callable[[Message], None],
+        workers: int,
         cuts_passes: bool,
     ) -> None:
-        """With `cuts_passes` no pass is to keep other sessions waiting for long (`ForwardWork`)."""
+        """A pass is divided among `workers`. With `cuts_passes` none is to keep other sessions waiting for long (`ForwardWork`)."""
         self.cuts_passes = cuts_passes
         self.operations = operations
         self.queue = queue
@@ -68,7 +69,8 @@ class Trainer:
         self.sampling: set[str] = set()
         """Sessions that have sampled and have not ended."""
         self.forward = ForwardWork(
-            tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared
+            *(tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared),
+            workers=workers,
         )
         self.running: dict[str, Running] = {}
         """The operation of each model that runs and is no forward work."""
