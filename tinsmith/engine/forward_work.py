@@ -166,7 +166,7 @@ class ForwardWork:
             return True
         base_model = pieces[0].operation.base_model
         pace = self.paces[base_model, pieces[0].operation.backward]
-        return pace.tokens >= self.tokens_per_pass[base_model] and max(piece.tokens for piece in pieces) <= pace.quick
+        return self.workers * pace.tokens >= self.tokens_per_pass[base_model] and max(piece.tokens for piece in pieces) <= pace.quick
 
     def _next_pass(self, put_off: set[str], of_pictures: bool) -> list[Piece]:
         """A pass on the base model that was served longest ago; among those that never were, on that of the oldest operation.
@@ -189,7 +189,8 @@ class ForwardWork:
     def _most_tokens(self, base_model: str) -> dict[bool, int]:
         """Most tokens of a pass, forward and with backward."""
         most, is_shared = self.tokens_per_pass[base_model], self.is_shared()
-        return {each: int(min(most, self.paces[base_model, each].tokens)) if is_shared else most for each in (False, True)}
+        paces = {each: self.workers * self.paces[base_model, each].tokens for each in (False, True)}
+        return {each: int(min(most, tokens)) if is_shared else most for each, tokens in paces.items()}
 
     # ---- What the worker says
 
@@ -238,8 +239,8 @@ class ForwardWork:
     def _pass_done(self, message: PassDone) -> None:
         pieces = self.passes.pop(message.number, [])
         self.of_pictures.discard(message.number)
-        if message.seconds and pieces and not message.failures:
-            self._learn(pieces, message.seconds)
+        for took in message.took:
+            self._learn(*took)
         for piece in pieces:  # those of an operation with a broken picture have neither result nor failure
             piece.operation.in_pass.discard(piece.index)
         operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
@@ -264,16 +265,14 @@ class ForwardWork:
                 self._pass_failed(operation)
         self._collect_complete()
 
-    def _learn(self, pieces: list[Piece], seconds: float) -> None:
-        base_model, lengths = pieces[0].operation.base_model, [piece.tokens for piece in pieces]
-        pace = self.paces[base_model, pieces[0].operation.backward]
-        pace.learn(lengths, seconds, self.workers)
-        longest = max(lengths)
-        if len(pieces) <= self.workers and seconds > PASS_S and longest > pace.slow:  # each worker has had one at most
-            pace.slow = longest
+    def _learn(self, base_model: str, backward: bool, lengths: list[int], seconds: float) -> None:
+        pace = self.paces[base_model, backward]
+        pace.learn(lengths, seconds)
+        if len(lengths) == 1 and seconds > PASS_S and lengths[0] > pace.slow:
+            pace.slow = lengths[0]
             log.warning(
                 "a sequence of %d tokens has kept the device for %.3g s (%s): none is cut, so all others wait for one as long",
-                *(longest, seconds, base_model),
+                *(*lengths, seconds, base_model),
             )
 
     def _pass_failed(self, operation: ForwardOperation) -> None:

@@ -105,7 +105,7 @@ PASS_S = 1.0
 
 @dataclass
 class Pace:
-    """How long the passes of one direction on a base model take.
+    """How long the passes of one direction on a base model take, or the share that a worker has of them.
 
     Nothing is known before the first one, nor of sequences longer than those computed.
     """
@@ -117,13 +117,9 @@ class Pace:
     slow: int = 0
     """The longest sequence that took more than `PASS_S` by itself."""
 
-    def learn(self, lengths: Sequence[int], seconds: float, workers: int = 1) -> None:
-        """Take in what a pass of sequences of these lengths took, of which each of the `workers` had a share.
-
-        They are taken to have had as much as the one with the longest: those with less could have had more in that time.
-        """
-        total = max(sum(lengths), workers * max(lengths))
-        rate = total / seconds
+    def learn(self, lengths: Sequence[int], seconds: float) -> None:
+        """Take in what a pass of sequences of these lengths took."""
+        total, rate = sum(lengths), sum(lengths) / seconds
         if seconds > PASS_S:
             self.tokens = max(1, rate * PASS_S)
         else:

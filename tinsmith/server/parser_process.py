@@ -2,8 +2,8 @@
 
 Protobuf, JSON and base64 hold the interpreter's lock while they work on megabytes. In a thread of the server they would keep every other
 request waiting, heartbeats included; in a process of their own they do not. The server starts this process early and sends it one body at
-a time over a socket; clients take turns, and so do the sessions of each. The process ends when the server closes the socket or dies, and is started again if it dies
-itself.
+a time over a socket; clients take turns, and so do the sessions of each. The process ends when the server closes the socket or dies, and
+is started again if it dies itself.
 """
 
 import asyncio
