@@ -79,7 +79,7 @@ class Trainer:
         self.ending: dict[str, bool] = {}
         """Models to unload as soon as what they have begun has ended, and whether to save them first."""
         self.cancelled: defaultdict[str, list[Command]] = defaultdict(list)
-        """Operations of these models that are not run any more, and fail when the model has been unloaded."""
+        """Operations of these models that are not run any more, and fail when the model has been unloaded or cannot be saved."""
         self.unsaved: dict[str, float] = {}
         """Models to unload that could not be saved, and when that is tried again (monotonic time). Until then they stay loaded."""
         self.put_off: set[str] = set()
@@ -219,7 +219,8 @@ class Trainer:
                 self._go_on(running, None)
         if self.forward.passes:
             return
-        self.forward.operations.clear()  # what is computed in part stays in the log, and fails with what is queued there
+        for model_id in list(self.forward.operations):
+            self.cancelled[model_id] += self.forward.cancel(model_id, CANCELLED)
         without_database = set[str]()
         if give_up:
             unrecorded = [saving.model_id for saving in self.saves.unrecorded]
@@ -343,6 +344,7 @@ class Trainer:
         if running.command is not None:
             self._fail(running.command, error)
             return
+        self._fail_cancelled(running.model_id, TinsmithError(f"it was cancelled, and its model could not be saved: {error}"))
         self.unsaved[running.model_id] = time.monotonic() + SAVE_AGAIN_S
         log.error("model %s stays loaded until it can be saved, tried again in %.0f s: %s", running.model_id, SAVE_AGAIN_S, error)
 
@@ -417,13 +419,17 @@ class Trainer:
     def _unload(self, model_id: str) -> None:
         del self.ending[model_id]
         self.unsaved.pop(model_id, None)
-        cancelled = self.cancelled.pop(model_id, []) + self.queue.cancel(model_id)
-        if cancelled:
-            error = self._why_cancelled(model_id)
-            for command in cancelled:
-                self._fail(command, error, touches_step=False)
+        self._fail_cancelled(model_id)
         self.operations.unload(model_id)
         self._forget(model_id)
+
+    def _fail_cancelled(self, model_id: str, error: TinsmithError | None = None) -> None:
+        """Fail all that is not run any more of a model; by default with what became of the model."""
+        cancelled = self.cancelled.pop(model_id, []) + self.queue.cancel(model_id)
+        if cancelled:
+            error = error or self._why_cancelled(model_id)
+            for command in cancelled:
+                self._fail(command, error, touches_step=False)
 
     def _why_cancelled(self, model_id: str) -> UserError:
         """What became of a model that is unloaded, and the checkpoint to go on from."""
