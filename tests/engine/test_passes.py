@@ -25,7 +25,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.pass_memory import Effort
 from tinsmith.models.pictures import PictureInput
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Sample
+from tinsmith.protocol.serving import EndSession, Sample
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store.records import Command
@@ -175,6 +175,22 @@ def test_a_pass_is_given_ahead_where_the_device_would_wait_for_it_and_not_where_
     assert passes_ahead(here, operations=3) == 1
     passes = [(tokens, backward) for _, tokens, backward in here.process.computed]
     assert passes == [(3, True), (7, False), *6 * [(14, True)], (3, True), (3, False), (3, True)]
+
+
+def test_a_session_that_samples_counts_for_ten_minutes_also_after_its_end(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samplers outlive it. They would count for ever, each that there ever was."""
+    passed, now = 0.0, time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
+    trainer = here.engine.trainer
+    here.say(EndSession("other", save=False))
+    for session in ("other", "s", "third", "other"):
+        here.say(Sample(f"{session}:sample:0/0", 1, "nothing", None, 1, False, b""))
+        passed += 200
+    assert trainer._is_shared()
+    assert list(trainer.sampling) == ["third", "other"]
+    passed += 401
+    assert not trainer._is_shared()
+    assert trainer.sampling == {}
 
 
 @dataclass

@@ -155,7 +155,7 @@ class Engine:
                 self.reads_all |= not message.models
             case Sample() | CancelSample() | ForgetCheckpoint():
                 if isinstance(message, Sample):
-                    self.trainer.sampling.add(ids.session_of(message.request_id))
+                    self.trainer.sampled(ids.session_of(message.request_id))
                 self._to_worker(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
             case EndSession():
                 self._to_worker(message)

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 SAVE_AGAIN_S = 60.0
 """Time between two attempts to save a model whose session has ended: each writes until the disk is full."""
 
+SAMPLING_S = 600.0
+"""How long after a sample of a session another one may be expected, for whose sake no pass is to take long."""
 
 CANCELLED = GivenUpError("it was cancelled: its session ended before the operation was run")
 """Of an operation that nobody waits for any more. What its client is told is known when its model has been unloaded."""
@@ -66,8 +68,8 @@ class Trainer:
         """Tokens of the forward_backward operations of each loaded model so far."""
         self.trained_before = 0
         """The same of models that are unloaded, together."""
-        self.sampling: set[str] = set()
-        """Sessions that have sampled and have not ended."""
+        self.sampling: dict[str, float] = {}
+        """Sessions that sample, and when they last did (monotonic time), longest ago first. One that has ended may go on sampling."""
         self.forward = ForwardWork(
             *(tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared),
             workers=workers,
@@ -92,7 +94,14 @@ class Trainer:
 
     def _is_shared(self) -> bool:
         """Whether there are several sessions, of which one may wait for another, and passes are cut for their sake."""
-        return self.cuts_passes and len(self.sampling.union(map(ids.session_of, self.operations.models))) > 1
+        while self.sampling and next(iter(self.sampling.values())) < time.monotonic() - SAMPLING_S:
+            del self.sampling[next(iter(self.sampling))]
+        return self.cuts_passes and len({*self.sampling, *map(ids.session_of, self.operations.models)}) > 1
+
+    def sampled(self, session_id: str) -> None:
+        """Note that a session samples."""
+        self.sampling.pop(session_id, None)
+        self.sampling[session_id] = time.monotonic()
 
     def queued(self, model_id: str) -> int:
         """How many operations of a model have come and are not finished."""
@@ -145,7 +154,7 @@ class Trainer:
 
     def end_session(self, session_id: str, save: bool) -> None:
         """Cancel what the session's models have not finished and unload them; with `save` keep them as checkpoints."""
-        self.sampling.discard(session_id)
+        self.sampling.pop(session_id, None)
         models = [model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:")]
         for model_id in models:
             self.cancelled[model_id] += (*self.forward.cancel(model_id, CANCELLED), *self.queue.cancel(model_id))
