@@ -47,8 +47,8 @@ class ServerConfig:
     )
     connection_idle_s: float = setting(
         75.0,
-        "A connection is closed after this long without a request, and when the rest of a header or body does not come for this long; "
-        "longer than clients keep an idle one, so that none is closed while a request is on its way",
+        "A connection is closed after this long without a request, and when the rest of a header does not come for this long, or a body "
+        "at less than 4 KiB/s over it; longer than clients keep an idle one, so that none is closed while a request is on its way",
         "seconds",
         0.1,
     )

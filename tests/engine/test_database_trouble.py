@@ -62,6 +62,9 @@ def unreadable(here: Here) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+UNSAVED = "it was cancelled, and its model could not be saved: the checkpoint could not be written to "
+
+
 def steps_taken(here: Here) -> float:
     """What the optimizer has counted."""
     moments = here.backend().optimizers[MODEL].moments()
@@ -81,9 +84,11 @@ def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: He
 
     with monkeypatch.context() as patch:
         patch.setattr("tinsmith.training.checkpoint.save_file", counting)
+        here.optim("a", 1)
         here.say(EndSession("s", save=True))
         here.settle()
         assert attempts == 1
+        assert str(here.error("a", 1)).startswith(UNSAVED)
         assert SAVE_AGAIN_S - 30 < here.engine.trainer.wait_s <= SAVE_AGAIN_S  # not again and again
         passed += SAVE_AGAIN_S + 1
         here.process.is_stuck = True
@@ -222,6 +227,28 @@ def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_la
     assert here.engine.trainer.operations.models == {}
     assert here.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None
     assert f"go on from its newest checkpoint, tinker://{MODEL}/weights/session-end, with" in str(here.error("a", 1))
+
+
+def test_what_is_left_when_the_engine_stops_ends_with_an_error_also_if_its_model_cannot_be_saved(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed in part, and what is queued: nobody is left to wait for."""
+
+    def no_space(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tinsmith.training.checkpoint.save_file", no_space)
+    here.engine.trainer.forward.tokens_per_pass["tiny"] = here.backend().tokens_per_pass = 3
+    here.forward("a", 1, [3] * 8)
+    here.optim("a", 2)
+    here.until(lambda: any(operation.results for operation in here.engine.trainer.forward.operations.get(MODEL, ())))
+    said = run_to_the_end(here, monkeypatch, lambda said: None)
+    assert {message.request_id for message in said if isinstance(message, Done)} == {f"{MODEL}/1", f"{MODEL}/2"}
+    store = Store.open(Path(here.config.data_dir))
+    for seq in (1, 2):
+        outcome = store.outcome(f"{MODEL}/{seq}")
+        assert outcome is not None
+        assert str(outcome.error).startswith(UNSAVED)
 
 
 def run_to_the_end(here: Here, monkeypatch: pytest.MonkeyPatch, hear: Callable[[list[Message]], None]) -> list[Message]:

@@ -20,11 +20,12 @@ from tests.engine.here import LONG_S, PICTURE_TOKENS, Here
 from tinsmith.config import ImagesConfig, TrainingConfig
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.passes import PASS_S, ForwardOperation, next_pass
+from tinsmith.engine.shares import divide
 from tinsmith.models.base import BaseModel
 from tinsmith.models.pass_memory import Effort
 from tinsmith.models.pictures import PictureInput
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Sample
+from tinsmith.protocol.serving import EndSession, Sample
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store.records import Command
@@ -176,9 +177,25 @@ def test_a_pass_is_given_ahead_where_the_device_would_wait_for_it_and_not_where_
     assert passes == [(3, True), (7, False), *6 * [(14, True)], (3, True), (3, False), (3, True)]
 
 
+def test_a_session_that_samples_counts_for_ten_minutes_also_after_its_end(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samplers outlive it. They would count for ever, each that there ever was."""
+    passed, now = 0.0, time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
+    trainer = here.engine.trainer
+    here.say(EndSession("other", save=False))
+    for session in ("other", "s", "third", "other"):
+        here.say(Sample(f"{session}:sample:0/0", 1, "nothing", None, 1, False, b""))
+        passed += 200
+    assert trainer._is_shared()
+    assert list(trainer.sampling) == ["third", "other"]
+    passed += 401
+    assert not trainer._is_shared()
+    assert trainer.sampling == {}
+
+
 @dataclass
 class Device:
-    """In the place of a worker, for which a sequence of n tokens takes n + n² / 100 milliseconds."""
+    """In the place of the workers, for each of which a sequence of n tokens takes n + n² / 100 milliseconds."""
 
     forward: ForwardWork
     sent: list[Message]
@@ -205,11 +222,13 @@ class Device:
 
     def compute(self, asked: RunPass, most: int = 1000) -> float:
         """Say that a pass is done; returns the seconds that it took."""
-        seconds = sum(length + length**2 / 100 for length in asked.lengths) / 1000
+        shares = divide(asked, self.forward.workers, 1000)
+        lengths = [share.lengths for share in shares if share is not None]
+        took = [("tiny", True, each, sum(length + length**2 / 100 for length in each) / 1000) for each in lengths]
         results = [(*piece, [0]) for piece in asked.pieces]
         zeros = np.zeros(len(results)).tobytes()
-        self.forward.take(PassDone(asked.number, results, [], most, [[] for _ in results], zeros, seconds))
-        return seconds
+        self.forward.take(PassDone(asked.number, results, [], most, [[] for _ in results], took, zeros))
+        return max(seconds for *_, seconds in took)
 
 
 @pytest.fixture
@@ -244,6 +263,18 @@ def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(de
         taken += map(device.compute, given)
     assert PASS_S / 3 < max(taken) <= PASS_S
     assert len(taken) < 10
+
+
+def test_of_several_workers_each_has_its_share_of_a_pass_that_is_cut(device: Device) -> None:
+    """Sequences that take longer by themselves go one to each worker; of short ones each gets about a second's work."""
+    device.forward.workers, device.forward.tokens_per_pass["tiny"] = 4, 4000
+    for length, count, passes in ((400, 24, [6.0, 2.0, 2.0, 2.0, 2.0]), (100, 80, [0.4, 0.8, 1.0, 1.0, 0.8])):
+        device.train("m", [length] * count)
+        taken = []
+        while given := device.given():
+            assert len(given) == 1
+            taken.append(device.compute(given[0], 4000))
+        assert taken == pytest.approx(passes)
 
 
 def test_nothing_is_cut_where_one_session_is_alone(device: Device) -> None:

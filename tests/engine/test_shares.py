@@ -152,13 +152,14 @@ def computed(
         [],
         tokens,
         [list(each) for each in metrics],
+        [],
         b"".join([np.array(numbers, dtype=np.float64).tobytes(), *(each.tobytes() for each in logprobs)]),
     )
 
 
 def failed(*pieces: tuple[str, int]) -> PassDone:
     """What a worker says whose whole share has failed."""
-    return PassDone(7, [], [(*piece, "UserError", f"datum {piece[1]}") for piece in pieces], 10, [], b"")
+    return PassDone(7, [], [(*piece, "UserError", f"datum {piece[1]}") for piece in pieces], 10, [], [], b"")
 
 
 class Asked:

@@ -429,12 +429,12 @@ def computed(rank: int, asked: RunPass, tokens: int = 100) -> PassDone:
     """What a worker says of a pass: its rank is the loss of each datum, and the negative length its log-probability."""
     losses, logprobs = np.full(len(asked.pieces), float(rank)), -np.array(asked.lengths, np.float32)
     results = [(*piece, [1]) for piece in asked.pieces]
-    return PassDone(asked.number, results, [], tokens, [[] for _ in results], losses.tobytes() + logprobs.tobytes())
+    return PassDone(asked.number, results, [], tokens, [[] for _ in results], [], losses.tobytes() + logprobs.tobytes())
 
 
 def refused(rank: int, asked: RunPass) -> PassDone:
     """What a worker says of a pass of which it can compute nothing."""
-    return PassDone(asked.number, [], [(*piece, "UserError", f"worker {rank} cannot") for piece in asked.pieces], 100, [], b"")
+    return PassDone(asked.number, [], [(*piece, "UserError", f"worker {rank} cannot") for piece in asked.pieces], 100, [], [], b"")
 
 
 def shares_of(spoken: Spoken, asked: RunPass) -> list[Any]:

@@ -76,13 +76,14 @@ async def test_what_is_small_once_decompressed_does_not_wait_for_what_is_large(s
 
 
 async def test_a_large_body_waits_in_the_queue_of_its_session(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the SDK writes it, plain and compressed. Ids that nobody was given have one queue together."""
-    queues: list[str] = []
+    """As the SDK writes it, plain and compressed. Ids that nobody was given have one queue together, of each client."""
+    queues, clients = list[str](), set[str]()
     run = server.hub.bodies.parser.run
 
-    async def noted(*args: Any, session: str) -> Any:
+    async def noted(*args: Any, client: str, session: str) -> Any:
         queues.append(session)
-        return await run(*args, session=session)
+        clients.add(client)
+        return await run(*args, client=client, session=session)
 
     monkeypatch.setattr(server.hub.bodies.parser, "run", noted)
     session_id = await server.new_session()
@@ -102,7 +103,7 @@ async def test_a_large_body_waits_in_the_queue_of_its_session(server: Served, mo
     unknown = forward_backward_body(model_id.replace(session_id[:8], "0" * 8), 1) + b"\x2a\x00" * 100_000
     await server.client.post("/api/v1/forward_backward", content=unknown, headers=PROTOBUF)
     await server.client.post("/api/v1/forward_backward", content=unknown[:100] * 1000, headers=packed)
-    assert queues == [session_id, session_id, session_id, "", ""]
+    assert (queues, clients) == ([session_id, session_id, session_id, "", ""], {"127.0.0.1"})
 
 
 async def test_a_heartbeat_waits_for_nothing_that_is_written(server: Served) -> None:

@@ -107,6 +107,28 @@ async def test_a_header_that_comes_letter_by_letter_must_be_complete_in_that_tim
             assert closed.result() == b""
 
 
+@pytest.mark.parametrize(("part", "every_s", "is_read"), [(1, 74.0, False), (64 * 1024, 74.0, False), (5 * 10_240, 10.0, True)])
+async def test_a_body_must_come_at_some_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int, every_s: float, is_read: bool
+) -> None:
+    """Over the time that a connection may be idle, so that a pause of an uplink does no harm."""
+    loop, passed = asyncio.get_running_loop(), 0.0
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + passed)
+    async with listening(tmp_path) as (_, connect):
+        reader, writer = await connect()
+        writer.write(POST.replace(b"telemetry", b"asample") + b"content-length: %d\r\n\r\n" % (40 * part))
+        with contextlib.suppress(ConnectionError):  # it is closed while we send
+            for _ in range(40):
+                writer.write(b"x" * part)
+                await writer.drain()
+                for _ in range(3):  # it is read before time goes on
+                    await asyncio.sleep(0)
+                passed += every_s
+            assert b"HTTP/1.1 400" in await reader.readline() if is_read else not await reader.read()
+        writer.close()
+
+
 async def test_who_waits_for_our_reply_is_not_sent_away_and_neither_is_a_body_that_we_do_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,19 @@ async def test_sessions_take_turns_and_one_that_gives_up_takes_none() -> None:
         await ask("again")
 
 
+async def test_a_client_with_many_sessions_has_no_more_turns_than_one_with_a_single_session() -> None:
+    body, order = forward_backward_body("s:train:0", 1), list[str]()
+    with parser() as other:
+
+        async def ask(client: str, session: str) -> None:
+            await other.run(receive, body, "identity", 2**20, LIMITS, client=client, session=session)
+            order.append(session)
+
+        sessions = [("crowd", "a"), ("crowd", "b"), ("crowd", "c"), ("crowd", "c"), ("crowd", "d"), ("one", "x"), ("one", "x")]
+        await asyncio.gather(*(asyncio.create_task(ask(*each)) for each in sessions))
+        assert order == ["a", "b", "x", "c", "x", "d", "c"]
+
+
 async def test_after_its_death_it_is_started_again() -> None:
     body = forward_backward_body("s:train:0", 1)
 

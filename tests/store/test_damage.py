@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,7 @@ def test_no_checkpoint_goes_into_a_file_that_a_restart_would_not_find(tmp_path: 
         with store.reading(), store.reading():  # the second needs a connection of its own, which must make no new file
             pass
 
-    for attempt in (change, read, store.check, store.require_there):
+    for attempt in (change, read, store.check, store.require_there, partial(store.fail_unfinished, "before another engine starts")):
         with pytest.raises(StoreUnavailableError) as refused:
             attempt()
         assert named in str(refused.value)

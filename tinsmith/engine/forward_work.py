@@ -40,8 +40,9 @@ class ForwardWork:
         put_back: Callable[[list[Command], StoreUnavailableError], None],
         put_off: Callable[[str, StoreUnavailableError], None],
         is_shared: Callable[[], bool],
+        workers: int = 1,
     ) -> None:
-        """A pass has at most `tokens_per_pass` tokens, and decodes at most `max_pixels` pixels of pictures.
+        """A pass has at most `tokens_per_pass` tokens, of all `workers`, and decodes at most `max_pixels` pixels of pictures.
 
         `is_shared` says whether several sessions may wait for each other. What is alone is divided into passes in the same way each time.
         """
@@ -56,6 +57,7 @@ class ForwardWork:
         self.put_back = put_back
         self.put_off = put_off
         self.is_shared = is_shared
+        self.workers = workers
         self.operations: dict[str, deque[ForwardOperation]] = {}
         """Of each model, in order; a model without any is not in it."""
         self.passes: dict[int, list[Piece]] = {}
@@ -164,7 +166,7 @@ class ForwardWork:
             return True
         base_model = pieces[0].operation.base_model
         pace = self.paces[base_model, pieces[0].operation.backward]
-        return pace.tokens >= self.tokens_per_pass[base_model] and max(piece.tokens for piece in pieces) <= pace.quick
+        return self.workers * pace.tokens >= self.tokens_per_pass[base_model] and max(piece.tokens for piece in pieces) <= pace.quick
 
     def _next_pass(self, put_off: set[str], of_pictures: bool) -> list[Piece]:
         """A pass on the base model that was served longest ago; among those that never were, on that of the oldest operation.
@@ -181,13 +183,14 @@ class ForwardWork:
         for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
             bases.setdefault(queue[0].base_model, []).append(queue)
         in_turn = sorted(bases, key=lambda name: self.served_bases.get(name, 0))
-        passes = (next_pass(bases[name], self._most_tokens(name), self.max_pixels, self.served) for name in in_turn)
+        passes = (next_pass(bases[name], self._most_tokens(name), self.max_pixels, self.served, self.workers) for name in in_turn)
         return next((pieces for pieces in passes if pieces and not self._is_others_turn(pieces, put_off)), [])
 
     def _most_tokens(self, base_model: str) -> dict[bool, int]:
         """Most tokens of a pass, forward and with backward."""
         most, is_shared = self.tokens_per_pass[base_model], self.is_shared()
-        return {each: int(min(most, self.paces[base_model, each].tokens)) if is_shared else most for each in (False, True)}
+        paces = {each: self.workers * self.paces[base_model, each].tokens for each in (False, True)}
+        return {each: int(min(most, tokens)) if is_shared else most for each, tokens in paces.items()}
 
     # ---- What the worker says
 
@@ -236,8 +239,8 @@ class ForwardWork:
     def _pass_done(self, message: PassDone) -> None:
         pieces = self.passes.pop(message.number, [])
         self.of_pictures.discard(message.number)
-        if message.seconds and pieces and not message.failures:
-            self._learn(pieces, message.seconds)
+        for took in message.took:
+            self._learn(*took)
         for piece in pieces:  # those of an operation with a broken picture have neither result nor failure
             piece.operation.in_pass.discard(piece.index)
         operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
@@ -262,11 +265,10 @@ class ForwardWork:
                 self._pass_failed(operation)
         self._collect_complete()
 
-    def _learn(self, pieces: list[Piece], seconds: float) -> None:
-        base_model, lengths = pieces[0].operation.base_model, [piece.tokens for piece in pieces]
-        pace = self.paces[base_model, pieces[0].operation.backward]
+    def _learn(self, base_model: str, backward: bool, lengths: list[int], seconds: float) -> None:
+        pace = self.paces[base_model, backward]
         pace.learn(lengths, seconds)
-        if len(pieces) == 1 and seconds > PASS_S and lengths[0] > pace.slow:
+        if len(lengths) == 1 and seconds > PASS_S and lengths[0] > pace.slow:
             pace.slow = lengths[0]
             log.warning(
                 "a sequence of %d tokens has kept the device for %.3g s (%s): none is cut, so all others wait for one as long",

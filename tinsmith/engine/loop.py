@@ -93,7 +93,8 @@ class Engine:
             config.images.max_image_pixels,
             self.recorder.record,
             self._to_worker,
-            cuts_passes=workers.count == 1,  # of several, each has a share: cut by the time of the slowest, a pass would be one worker's
+            workers=workers.count,
+            cuts_passes=not config.divides,  # every pass puts the layers together: in smaller ones that would take most of the time
         )
         self.status = StatusReporter(self.trainer, self.workers, link.send)
         self.filed: dict[str, set[int]] = {}
@@ -154,7 +155,7 @@ class Engine:
                 self.reads_all |= not message.models
             case Sample() | CancelSample() | ForgetCheckpoint():
                 if isinstance(message, Sample):
-                    self.trainer.sampling.add(ids.session_of(message.request_id))
+                    self.trainer.sampled(ids.session_of(message.request_id))
                 self._to_worker(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
             case EndSession():
                 self._to_worker(message)

@@ -105,7 +105,7 @@ PASS_S = 1.0
 
 @dataclass
 class Pace:
-    """How long the passes of one direction on a base model take.
+    """How long the passes of one direction on a base model take, or the share that a worker has of them.
 
     Nothing is known before the first one, nor of sequences longer than those computed.
     """
@@ -157,20 +157,20 @@ class Piece:
 
 
 def next_pass(
-    queues: Sequence[deque[ForwardOperation]], most_tokens: Mapping[bool, int], max_pixels: int, served: Mapping[str, int]
+    queues: Sequence[deque[ForwardOperation]], most_tokens: Mapping[bool, int], max_pixels: int, served: Mapping[str, int], workers: int = 1
 ) -> list[Piece]:
     """What to compute next: work of the model that was served longest ago, and whatever fits beside it, all of one direction.
 
     `queues` hold the operations of one model each, in order, all on one base model; none is empty. `served` says in which pass a model was
     last served, by its id; among those that never were, the oldest operation goes first. `most_tokens` are those of a pass, forward and
-    (True) with backward. Nothing if none can be computed now.
+    (True) with backward, of all `workers` together. Nothing if none can be computed now.
     """
     ready = [(queue, operation) for queue in queues if (operation := _first_open(queue)) is not None]
     ready.sort(key=lambda pair: (served.get(pair[1].command.model_id, 0), pair[1].command.id))
     if not ready:
         return []
     backward = ready[0][1].backward
-    return list(_choose([_pieces(queue, backward) for queue, _ in ready], most_tokens[backward], max_pixels))
+    return list(_choose([_pieces(queue, backward) for queue, _ in ready], most_tokens[backward], max_pixels, workers))
 
 
 def _first_open(queue: deque[ForwardOperation]) -> ForwardOperation | None:
@@ -192,15 +192,17 @@ def _pieces(queue: deque[ForwardOperation], backward: bool) -> Iterator[Piece]:
         yield from (Piece(operation, index) for index in left)
 
 
-def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: int) -> Iterator[Piece]:
+def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: int, workers: int) -> Iterator[Piece]:
     """Half a pass of each source in turn; a source ends when its next datum no longer fits. The first datum always fits.
+
+    So do others that are no longer than it while there are `workers` that would have nothing to do beside it.
 
     A pass decodes no more pixels than one picture may have, because pixel values take a hundred times the memory of an encoded picture; a
     request may hold more, because a client cannot choose how many datums the SDK puts into it.
 
     A datum that all workers compute together has a pass of its own.
     """
-    tokens, pixels = 0, dict[str, int]()
+    tokens, pixels, first, count = 0, dict[str, int](), 0, 0
     waiting = deque((next(source, None), source) for source in sources)
     while waiting:
         piece, source = waiting.popleft()
@@ -208,11 +210,13 @@ def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: in
         while piece is not None:
             new = piece.pixels.items() - pixels.items()
             fits = not new or sum(pixels.values()) + sum(size for _, size in new) <= max_pixels
-            if tokens and (piece.together or not (tokens + piece.tokens <= tokens_per_pass and fits)):
+            has_room = tokens + piece.tokens <= tokens_per_pass or (count < workers and piece.tokens <= first)
+            if tokens and (piece.together or not (has_room and fits)):
                 break
             if turn and 2 * (turn + piece.tokens) > tokens_per_pass:
                 waiting.append((piece, source))
                 break
+            first, count = first or piece.tokens, count + 1
             tokens, turn = tokens + piece.tokens, turn + piece.tokens
             pixels.update(new)
             yield piece

@@ -100,6 +100,6 @@ def join(parts: Sequence[PassDone], tokens_per_pass: int) -> PassDone:
         [failure for part in parts for failure in part.failures],
         tokens_per_pass,
         [names for part in parts for names in part.metrics],
+        [took for part in parts for took in part.took],
         b"".join((*losses, *values, *logprobs)),
-        max(part.seconds for part in parts),
     )

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 SAVE_AGAIN_S = 60.0
 """Time between two attempts to save a model whose session has ended: each writes until the disk is full."""
 
+SAMPLING_S = 600.0
+"""How long after a sample of a session another one may be expected, for whose sake no pass is to take long."""
 
 CANCELLED = GivenUpError("it was cancelled: its session ended before the operation was run")
 """Of an operation that nobody waits for any more. What its client is told is known when its model has been unloaded."""
@@ -53,9 +55,10 @@ class Trainer:
         max_pixels: int,
         record: Callable[[list[Outcome]], None],
         send: Callable[[Message], None],
+        workers: int,
         cuts_passes: bool,
     ) -> None:
-        """With `cuts_passes` no pass is to keep other sessions waiting for long (`ForwardWork`)."""
+        """A pass is divided among `workers`. With `cuts_passes` none is to keep other sessions waiting for long (`ForwardWork`)."""
         self.cuts_passes = cuts_passes
         self.operations = operations
         self.queue = queue
@@ -65,10 +68,11 @@ class Trainer:
         """Tokens of the forward_backward operations of each loaded model so far."""
         self.trained_before = 0
         """The same of models that are unloaded, together."""
-        self.sampling: set[str] = set()
-        """Sessions that have sampled and have not ended."""
+        self.sampling: dict[str, float] = {}
+        """Sessions that sample, and when they last did (monotonic time), longest ago first. One that has ended may go on sampling."""
         self.forward = ForwardWork(
-            tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared
+            *(tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared),
+            workers=workers,
         )
         self.running: dict[str, Running] = {}
         """The operation of each model that runs and is no forward work."""
@@ -77,7 +81,7 @@ class Trainer:
         self.ending: dict[str, bool] = {}
         """Models to unload as soon as what they have begun has ended, and whether to save them first."""
         self.cancelled: defaultdict[str, list[Command]] = defaultdict(list)
-        """Operations of these models that are not run any more, and fail when the model has been unloaded."""
+        """Operations of these models that are not run any more, and fail when the model has been unloaded or cannot be saved."""
         self.unsaved: dict[str, float] = {}
         """Models to unload that could not be saved, and when that is tried again (monotonic time). Until then they stay loaded."""
         self.put_off: set[str] = set()
@@ -90,7 +94,14 @@ class Trainer:
 
     def _is_shared(self) -> bool:
         """Whether there are several sessions, of which one may wait for another, and passes are cut for their sake."""
-        return self.cuts_passes and len(self.sampling.union(map(ids.session_of, self.operations.models))) > 1
+        while self.sampling and next(iter(self.sampling.values())) < time.monotonic() - SAMPLING_S:
+            del self.sampling[next(iter(self.sampling))]
+        return self.cuts_passes and len({*self.sampling, *map(ids.session_of, self.operations.models)}) > 1
+
+    def sampled(self, session_id: str) -> None:
+        """Note that a session samples."""
+        self.sampling.pop(session_id, None)
+        self.sampling[session_id] = time.monotonic()
 
     def queued(self, model_id: str) -> int:
         """How many operations of a model have come and are not finished."""
@@ -143,7 +154,7 @@ class Trainer:
 
     def end_session(self, session_id: str, save: bool) -> None:
         """Cancel what the session's models have not finished and unload them; with `save` keep them as checkpoints."""
-        self.sampling.discard(session_id)
+        self.sampling.pop(session_id, None)
         models = [model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:")]
         for model_id in models:
             self.cancelled[model_id] += (*self.forward.cancel(model_id, CANCELLED), *self.queue.cancel(model_id))
@@ -217,7 +228,8 @@ class Trainer:
                 self._go_on(running, None)
         if self.forward.passes:
             return
-        self.forward.operations.clear()  # what is computed in part stays in the log, and fails with what is queued there
+        for model_id in list(self.forward.operations):
+            self.cancelled[model_id] += self.forward.cancel(model_id, CANCELLED)
         without_database = set[str]()
         if give_up:
             unrecorded = [saving.model_id for saving in self.saves.unrecorded]
@@ -341,6 +353,7 @@ class Trainer:
         if running.command is not None:
             self._fail(running.command, error)
             return
+        self._fail_cancelled(running.model_id, TinsmithError(f"it was cancelled, and its model could not be saved: {error}"))
         self.unsaved[running.model_id] = time.monotonic() + SAVE_AGAIN_S
         log.error("model %s stays loaded until it can be saved, tried again in %.0f s: %s", running.model_id, SAVE_AGAIN_S, error)
 
@@ -415,13 +428,17 @@ class Trainer:
     def _unload(self, model_id: str) -> None:
         del self.ending[model_id]
         self.unsaved.pop(model_id, None)
-        cancelled = self.cancelled.pop(model_id, []) + self.queue.cancel(model_id)
-        if cancelled:
-            error = self._why_cancelled(model_id)
-            for command in cancelled:
-                self._fail(command, error, touches_step=False)
+        self._fail_cancelled(model_id)
         self.operations.unload(model_id)
         self._forget(model_id)
+
+    def _fail_cancelled(self, model_id: str, error: TinsmithError | None = None) -> None:
+        """Fail all that is not run any more of a model; by default with what became of the model."""
+        cancelled = self.cancelled.pop(model_id, []) + self.queue.cancel(model_id)
+        if cancelled:
+            error = error or self._why_cancelled(model_id)
+            for command in cancelled:
+                self._fail(command, error, touches_step=False)
 
     def _why_cancelled(self, model_id: str) -> UserError:
         """What became of a model that is unloaded, and the checkpoint to go on from."""

@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import time
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -50,6 +51,33 @@ def reserve_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device)
 def has_triton() -> bool:
     """Whether Triton is installed: PyTorch's builds for CUDA bring it on Linux."""
     return find_spec("triton") is not None
+
+
+class Stopwatch:
+    """How long a device is at what it is given from now on until `stop`. Of a GPU, which goes on behind the host, that is known later."""
+
+    def __init__(self, device: torch.device) -> None:
+        """It runs."""
+        self._since, self._until = time.monotonic(), 0.0
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._stream = torch.cuda.current_stream(device) if self._events else None
+        self._record(0)
+
+    def _record(self, which: int) -> None:
+        if self._stream is not None:
+            self._events[which].record(self._stream)
+
+    def stop(self) -> None:
+        """Nothing more belongs to it."""
+        self._until = time.monotonic()
+        self._record(1)
+
+    @property
+    def seconds(self) -> float | None:
+        """The time, once the device has come to the end; never waits."""
+        if not self._events:
+            return self._until - self._since
+        return self._events[0].elapsed_time(self._events[1]) / 1000 if self._events[1].query() else None
 
 
 class Fetched:

@@ -112,10 +112,11 @@ class PassDone(Message):
     """Most tokens of later passes on this base model: fewer, after the worker ran out of memory."""
     metrics: list[list[str]]
     """Names of the metrics of each of `results`."""
+    took: list[tuple[str, bool, list[int], float]]
+    """Passes that are known to have ended since this was last told, because a GPU is at a backward pass for longer than the worker: base
+    model, whether with backward, lengths of the sequences, seconds of the device. Not those that failed or were given up, nor those that
+    all workers compute together: of them a smaller one would cost nearly as much."""
     payload: bytes
-    seconds: float = 0.0
-    """How long it has kept the device; 0 if it was given up, or if all workers have computed it together, which a smaller one would cost
-    nearly as much."""
 
 
 # ---- Calls, each answered once

@@ -62,7 +62,9 @@ class LargeBodies:
     async def read_parsed(
         self, request: Request, max_bytes: int, setting: str | None, media_type: str, parse: Callable[..., Result], *args: object
     ) -> Result:
-        """`parse(body, *args)` of the whole body, decompressed. What is not small is parsed by `ParserProcess.run`, sessions in turn.
+        """`parse(body, *args)` of the whole body, decompressed. What is not small is parsed by `ParserProcess.run`, clients in turn.
+
+        A client is an address. API keys are not checked, so anyone could have many.
 
         Raises as `read_body`, `parse` and `ParserProcess.run` do.
         """
@@ -72,7 +74,8 @@ class LargeBodies:
         if plain is not None:
             return parse(plain, *args)
         session = _session_of(body, encoding)
-        return await self.parser.run(parse, body, encoding, max_bytes, *args, session=session if self._is_session(session) else "")
+        known, client = session if self._is_session(session) else "", request.client.host if request.client else ""
+        return await self.parser.run(parse, body, encoding, max_bytes, *args, client=client, session=known)
 
     async def _turn(self) -> None:
         """Wait until it is this body's turn to read on."""

@@ -16,6 +16,9 @@ from tinsmith.server.replies import json_reply
 _PIECE_BYTES = 16 * 1024
 """Bytes that are parsed before the limit is checked again."""
 
+_BODY_BYTES_PER_S = 4096
+"""Least rate of a body, over each `idle_s`. Phones upload ten times as fast; at a byte a minute a body would stay open for ever."""
+
 _LINGER_S = 2.0
 """How long a refused connection stays open, in seconds. If it were closed at once, the client could not read the reason."""
 
@@ -26,7 +29,7 @@ class BoundedHttp(HttpToolsProtocol):
     max_header_kib = 64
     """Limit of request line and headers together, in KiB."""
     idle_s = 75.0
-    """How long the client may take for a whole header, and for each further part of a body, in seconds."""
+    """How long the client may take for a whole header, and for so much more of a body as `_BODY_BYTES_PER_S` makes it, in seconds."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Takes the arguments that uvicorn passes."""
@@ -34,6 +37,8 @@ class BoundedHttp(HttpToolsProtocol):
         self.outside_body = 0
         """Bytes since the last part of a body or the end of the last header."""
         self.in_body = False
+        self.came = 0
+        """Bytes of the body since `waiting_since`."""
         self.refused = False
         self.waiting_since = 0.0
         """Since when the client has owed us what comes next, if it does; in the loop's time."""
@@ -88,7 +93,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The header is complete, so counting starts again."""
         super().on_headers_complete()
-        self.outside_body = 0
+        self.outside_body = self.came = 0
         self.in_body = True
         self.waiting_since = self.loop.time()
 
@@ -96,7 +101,10 @@ class BoundedHttp(HttpToolsProtocol):
         """Bodies have a limit of their own."""
         super().on_body(body)
         self.outside_body = 0
-        self.waiting_since = self.loop.time()
+        self.came += len(body)
+        if self.flow.read_paused or self.came >= _BODY_BYTES_PER_S * self.idle_s:
+            self.came = 0
+            self.waiting_since = self.loop.time() + (self.idle_s if self.flow.read_paused else 0.0)  # or `_look` may miss a pause
 
     def on_message_complete(self) -> None:
         """The next request begins."""

@@ -2,8 +2,8 @@
 
 Protobuf, JSON and base64 hold the interpreter's lock while they work on megabytes. In a thread of the server they would keep every other
 request waiting, heartbeats included; in a process of their own they do not. The server starts this process early and sends it one body at
-a time over a socket; sessions take turns. The process ends when the server closes the socket or dies, and is started again if it dies
-itself.
+a time over a socket; clients take turns, and so do the sessions of each. The process ends when the server closes the socket or dies, and
+is started again if it dies itself.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class ParserProcess:
 
     def __init__(self) -> None:
         """Nothing runs yet: the process starts with `start`, or with the first body."""
-        self._waiting: Turns[asyncio.Future[None]] = Turns()
-        """Bodies whose turn has not come."""
+        self._waiting: dict[str, Turns[asyncio.Future[None]]] = {}
+        """Bodies whose turn has not come, by client; the first is the next to be served."""
         self._busy = False
         self._thread = ThreadPoolExecutor(1, "parser")
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,11 +55,11 @@ class ParserProcess:
         self._thread.submit(self._connected)
 
     async def run(
-        self, parse: Callable[..., Result], body: bytes, encoding: str, max_bytes: int, *args: object, session: str = ""
+        self, parse: Callable[..., Result], body: bytes, encoding: str, max_bytes: int, *args: object, client: str = "", session: str = ""
     ) -> Result:
         """`parse(body, *args)`, computed in the process. `parse` is a function of a module; arguments and result can be pickled.
 
-        The next body is of the session that was served longest ago.
+        The next body is of the client that was served longest ago, and of that one's session that was: many sessions get no more turns.
 
         With `encoding` "zstd" the body is decompressed first, to at most `max_bytes`. A result may refer to the body that `parse` got: if
         that is the body as it was sent, it is not copied back. Raises what `decompress` and `parse` raise, and EngineUnavailableError if
@@ -67,7 +67,7 @@ class ParserProcess:
         """
         job = pickle.dumps((parse, args, encoding, max_bytes))
         if self._busy:
-            await self._turn(session)
+            await self._turn(client, session)
         self._busy = True
         try:
             answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, job, body)
@@ -78,9 +78,9 @@ class ParserProcess:
         result: Result = answer
         return result
 
-    async def _turn(self, session: str) -> None:
+    async def _turn(self, client: str, session: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(session, turn)
+        self._waiting.setdefault(client, Turns()).add(session, turn)
         try:
             await turn
         except asyncio.CancelledError:
@@ -91,9 +91,12 @@ class ParserProcess:
     def _give_turn(self) -> None:
         """Let the next body be parsed."""
         while self._waiting:
-            session = self._waiting.sessions[0]
-            turn = self._waiting.first(session)
-            self._waiting.take(session, turn)
+            client = next(iter(self._waiting))
+            sessions = self._waiting.pop(client)
+            turn = next(iter(sessions))
+            sessions.take(sessions.sessions[0], turn)
+            if sessions:
+                self._waiting[client] = sessions
             if not turn.done():  # its request may have been given up
                 turn.set_result(None)
                 return

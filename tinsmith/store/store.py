@@ -249,8 +249,10 @@ class Store:
         """Give up what a dead engine left: queued commands fail (category server), models are lost, snapshots gone.
 
         Returns the request ids that failed. Called while no engine runs. What is kept of finished operations is brought under its limit,
-        which may be another since the last time, and images that nothing refers to are deleted.
+        which may be another since the last time, and images that nothing refers to are deleted. Raises StoreUnavailableError where a file of
+        the database is gone, for the next engine would make a new one beside the one that is open here.
         """
+        self.require_there()
         with self._write.begin() as connection:
             failed = commands.fail_unfinished(connection, reason, time.time(), keep=self._keep_bytes > 0)
         self._drop_kept()

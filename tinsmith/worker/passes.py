@@ -5,7 +5,7 @@ by a pool of threads, so that the device never waits for what a processor could 
 """
 
 import logging
-import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from tinsmith.errors import GivenUpError, TinsmithError, UserError
+from tinsmith.models.device import Stopwatch
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of
@@ -88,6 +89,8 @@ class Passes:
         """Their datums; None for one whose pictures are being decoded."""
         self.behind: dict[int, list[Callable[[], None]]] = {}
         """What the device is given behind one of these passes, by its number."""
+        self.timed: deque[tuple[RunPass, Stopwatch]] = deque()
+        """Computed passes of which the engine is to hear how long they took."""
 
     def prepare(self, message: Prepare) -> None:
         """Check an operation, here or in a thread, and answer."""
@@ -190,12 +193,14 @@ class Passes:
     def _compute(self, message: RunPass, rendered: "list[Rendered]") -> None:
         """Compute a pass and answer."""
         backend = self.bases[message.base_model].backend
-        started, exchanges = time.monotonic(), self._exchanges(message)
+        watch, exchanges = Stopwatch(backend.base.device), self._exchanges(message)
         if message.together:
             results, failures = _compute_together(backend, message, rendered)
         else:  # one that exchanges something is to be computed by all workers or by none
             results, failures = _compute_share(backend, message, rendered, None if exchanges else partial(self._look, message))
-        given_up = any(isinstance(error, GivenUpError) for error in failures.values())
+        watch.stop()
+        if not exchanges and not failures:
+            self.timed.append((message, watch))
         for piece in [piece for piece, result in results.items() if np.isnan(result.logprobs).any()]:
             del results[piece]
             failures[piece] = UserError(
@@ -212,10 +217,18 @@ class Passes:
                 [(*piece, type_of(error), str(error)) for piece, error in failures.items()],
                 backend.tokens_per_pass,
                 [list(result.metrics) for result in results.values()],
+                self._took(),
                 b"".join([np.array(numbers, dtype=np.float64).tobytes(), *(result.logprobs.tobytes() for result in results.values())]),
-                0.0 if exchanges or given_up else time.monotonic() - started,
             )
         )
+
+    def _took(self) -> list[tuple[str, bool, list[int], float]]:
+        """How long the passes took that the device has ended."""
+        took = []
+        while self.timed and (seconds := self.timed[0][1].seconds) is not None:
+            message, _ = self.timed.popleft()
+            took.append((message.base_model, message.backward, message.lengths, seconds))
+        return took
 
     def _look(self, message: RunPass) -> None:
         """Raise GivenUpError if all operations of a pass have been dropped, before it began or since."""
