@@ -55,7 +55,7 @@ from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
-LENGTHS = (40, 7, 25, 25)
+LENGTHS: tuple[int, ...] = (40, 7, 25, 25)
 """Tokens of the text sequences."""
 ANSWER = 12
 """Tokens sampled after each."""
