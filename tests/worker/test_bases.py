@@ -32,7 +32,7 @@ def start(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Call
         caplog.clear()
         settings = ModelsConfig(device=DEVICE, **models)  # type: ignore[arg-type]
         load_bases(Config([f"tiny={model}"], str(tmp_path / "data"), models=settings, sampling=SamplingConfig(sampler=sampler)))
-        return next(form for form in ("full", "quick") if f"tiny passes its {form} self-check" in caplog.text)
+        return next(form for form in ("full", "quick") if f"s, in its {form} form" in caplog.text)
 
     return load
 

@@ -116,7 +116,7 @@ def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: 
         with suppress(OSError):
             passed.unlink()
         raise
-    log.info("%s passes its %s self-check on %s, %.1f s", base.name, form, base.device, time.monotonic() - started)
+    log.info("%s passes its self-check on %s, %.1f s, in its %s form", base.name, base.device, time.monotonic() - started, form)
     if why and files:
         _remember(passed, known)
 
