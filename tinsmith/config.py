@@ -167,6 +167,12 @@ class ModelsConfig:
         "Compute samples and log-probabilities so that they depend on their own request alone, to the last bit, whatever is computed with "
         "them; slower, and not for models with gated delta nets",
     )
+    self_check: str = setting(
+        "quick",
+        "How a base model is checked before it is served: quick, in a second or two if it has passed the full check before with the same "
+        "files, versions, device and settings, and fully otherwise; full, fully at every start",
+        choices=("quick", "full"),
+    )
     compile_cache: str = setting(
         "", "Directory that keeps what is compiled for a GPU, so that the next start need not; empty is ~/.cache/tinsmith/compiled"
     )

@@ -19,7 +19,8 @@ from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import ParentLink, question_address
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.questions import Answered, Answering, Answers, CheckpointRow, FindCheckpoint, ForgetSequences, Questions
-from tinsmith.store.recorded_sequences import RecordedSequence, RecordedSequences
+from tinsmith.store.recorded_sequences import RecordedSequences
+from tinsmith.store.records import RecordedSequence
 from tinsmith.store.store import Store
 from tinsmith.worker.records import AskedRecords
 

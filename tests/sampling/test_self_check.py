@@ -22,7 +22,7 @@ from tinsmith.models.decoder import AttentionBlock, Decoder, Layer, Pass
 from tinsmith.models.fused import Normed
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.sampling.local.states import StateSlots, StateSteps
-from tinsmith.sampling.self_check import LENGTHS, check_base_model
+from tinsmith.sampling.self_check import LENGTHS, QUICK, check_base_model
 
 KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
@@ -30,12 +30,15 @@ KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen2_5_vl", "qw
 @pytest.mark.parametrize("family", families([*KNOWN, *OTHER_DECODERS]))
 def test_what_we_serve_passes(family_base: Callable[[str], BaseModel], family: str) -> None:
     check_base_model(family_base(family), samples=True)
+    check_base_model(family_base(family), samples=True, quick=True)
 
 
 # The layers of qwen3 are those of qwen3_vl, and what mistral adds, a window, is checked in float32 above.
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", *slow("qwen3", "mistral")])
 def test_rounding_to_bfloat16_passes(family_dir: Callable[[str], Path], family: str) -> None:
-    check_base_model(load(family_dir(family), dtype="bfloat16"), samples=True)
+    base = load(family_dir(family), dtype="bfloat16")
+    check_base_model(base, samples=True)
+    check_base_model(base, samples=True, quick=True)
 
 
 def test_a_network_whose_linears_see_no_batch_passes(tmp_path: Path) -> None:
@@ -43,10 +46,13 @@ def test_a_network_whose_linears_see_no_batch_passes(tmp_path: Path) -> None:
     check_base_model(load(tmp_path), samples=True)
 
 
-def refused(base: BaseModel, reason: str, samples: bool = True) -> None:
-    """The model must not be served, for that reason."""
+def refused(base: BaseModel, reason: str, samples: bool = True, quickly: str | None = None) -> None:
+    """The model must not be served, for that reason; `quickly` is the reason that the quick form gives, if it finds it too."""
     with pytest.raises(ConfigError, match=reason):
         check_base_model(base, samples=samples)
+    if quickly is not None:
+        with pytest.raises(ConfigError, match=quickly):
+            check_base_model(base, samples=samples, quick=True)
 
 
 @pytest.mark.parametrize("family", ["qwen3", *slow("qwen3_5")])  # what is allowed is found in the same way for both
@@ -104,12 +110,13 @@ def doctored(directory: Path, change: Callable[[Tensor], Tensor], dtype: str = "
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("qwen3", "bfloat16"), ("olmo", "float32")])
 def test_layers_that_carry_state_along_the_row_are_refused(family_dir: Callable[[str], Path], family: str, dtype: str) -> None:
     base = doctored(family_dir(family), lambda output: output + output.roll(1, dims=1), dtype)
-    refused(base, "a sequence depends on others in its packed row: they differ by")
+    refused(base, "a sequence depends on others in its packed row: they differ by", quickly="transformers computes other log-probabilities")
 
 
 def test_a_leak_below_the_rounding_is_refused(family_dir: Callable[[str], Path]) -> None:
     base = doctored(family_dir("qwen3"), lambda output: output + output.roll(1, dims=1) / 64, "bfloat16")
-    refused(base, "a sequence changes with the tokens of others in its packed row: by", samples=False)
+    reason = "a sequence changes with the tokens of others in its packed row: by"
+    refused(base, reason, samples=False, quickly=reason)
 
 
 class LeakingBackward(torch.autograd.Function):
@@ -153,7 +160,7 @@ def test_a_plan_that_ignores_where_sequences_begin_or_leaks_backward_is_refused(
     """Convolution and delta rule keep sequences apart each for itself: one of the two is not enough."""
     wrong, reason = LEAKS[leak]
     monkeypatch.setattr(PackedPlan, operation, partialmethod(partial(wrong, getattr(PackedPlan, operation))))
-    refused(load(family_dir("qwen3_5"), dtype=dtype), reason, samples=False)
+    refused(load(family_dir("qwen3_5"), dtype=dtype), reason, samples=False, quickly=f"{reason}|transformers computes other log-prob")
 
 
 def test_an_adapter_whose_gradients_miss_a_part_is_refused(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,13 +173,16 @@ def test_an_adapter_whose_gradients_miss_a_part_is_refused(family_dir: Callable[
 
     base = load(family_dir("qwen3_5"))
     monkeypatch.setattr(PackedPlan, "delta_rule", cut)
-    refused(base, "a sequence has other gradients in a packed row than alone: by", samples=False)
+    reason = "a sequence has other gradients in a packed row than alone: by"
+    refused(base, reason, samples=False, quickly=reason)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decoding_that_differs_is_refused(family_dir: Callable[[str], Path], dtype: str) -> None:
-    base = doctored(family_dir("qwen3"), lambda output: output * 1.5 if output.shape[1] == len(LENGTHS) else output, dtype)
-    refused(base, "decoding with a cache gives other log-probabilities than a full forward pass: they differ by")
+    decoded = {len(LENGTHS), len(LENGTHS[QUICK])}
+    base = doctored(family_dir("qwen3"), lambda output: output * 1.5 if output.shape[1] in decoded else output, dtype)
+    reason = "decoding with a cache gives other log-probabilities than a full forward pass: they differ by"
+    refused(base, reason, quickly=reason)
     check_base_model(base, samples=False)
 
 
@@ -184,9 +194,11 @@ def twice(steps: StateSteps) -> None:
         steps.states.memory[index, steps.slots] = 2 * steps.memory[layer] - before
 
 
+OF_PROMPTS = "the sampler computes other log-probabilities of a prompt"
+
 SPOILED = {
-    "steps that are lost": ("commit", lambda steps: None, "the sampler computes other log-probabilities of a prompt"),
-    "steps that are taken twice": ("commit", twice, "the sampler computes other log-probabilities of a prompt"),
+    "steps that are lost": ("commit", lambda steps: None, OF_PROMPTS),
+    "steps that are taken twice": ("commit", twice, OF_PROMPTS),
     "forks without a state": ("copy", lambda states, source, target: None, "what goes on from the prefix cache gives other"),
     "saved states that nobody finds": ("longest", lambda states, keys: 0, "the sampler finds nothing of a prompt that it has computed"),
 }
@@ -198,7 +210,7 @@ def test_states_that_are_not_those_of_the_tokens_are_refused(
 ) -> None:
     name, instead, reason = SPOILED[what]
     monkeypatch.setattr(StateSteps if name == "commit" else StateSlots, name, instead)
-    refused(family_base("qwen3_5"), reason)
+    refused(family_base("qwen3_5"), reason, quickly="decoding with a cache gives other" if reason == OF_PROMPTS else None)
 
 
 def spoil_first_layer(decoder: Decoder, **changes: Any) -> Decoder:
@@ -233,7 +245,8 @@ def test_a_decoder_of_ours_that_computes_something_else_is_refused(family_dir: C
     base = load(family_dir(family))
     assert base.decoder is not None
     base.decoder = spoil(base.decoder)
-    refused(base, "transformers computes other log-probabilities: they differ by", samples=False)
+    reason = "transformers computes other log-probabilities: they differ by"
+    refused(base, reason, samples=False, quickly=reason)
 
 
 def test_a_window_that_we_are_not_told_of_is_refused(family_dir: Callable[[str], Path]) -> None:
@@ -293,4 +306,4 @@ def test_a_tower_that_computes_otherwise_is_refused(
     own = getattr(vision_tower, part)
     monkeypatch.setattr(vision_tower, part, lambda *arguments, **settings: fault(own, *arguments, **settings))
     reason = r"cannot be served: transformers computes other features of pictures: they differ by \d"
-    refused(load(family_dir(family), dtype=dtype), reason, samples=False)
+    refused(load(family_dir(family), dtype=dtype), reason, samples=False, quickly=reason)

@@ -12,7 +12,8 @@ import pytest
 
 from tinsmith.errors import ConfigError, StoreUnavailableError, TinsmithError
 from tinsmith.store import recorded_sequences
-from tinsmith.store.recorded_sequences import FILE_NAME, LIFETIME_S, RecordedSequence, RecordedSequences
+from tinsmith.store.recorded_sequences import FILE_NAME, LIFETIME_S, RecordedSequences
+from tinsmith.store.records import RecordedSequence
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tinsmith.errors import UserError
-from tinsmith.store.recorded_sequences import RecordedSequence
+from tinsmith.store.records import RecordedSequence
 from tinsmith.wire.chunks import TextChunk
 from tinsmith.wire.forward_backward import Datum, ProvenanceSpan
 from tinsmith.worker.provenance import sequence_ids, with_recorded

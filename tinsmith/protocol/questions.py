@@ -20,8 +20,7 @@ from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import question_address
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import error_of, type_of
-from tinsmith.store.recorded_sequences import RecordedSequence
-from tinsmith.store.records import Checkpoint
+from tinsmith.store.records import Checkpoint, RecordedSequence
 from tinsmith.wire.paths import CheckpointKind
 
 PATIENCE_S = 120.0

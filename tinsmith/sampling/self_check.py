@@ -10,6 +10,9 @@ features are compared first (`tower_check.py`):
 
 A few hundred tokens in all. Sliding windows are shortened meanwhile, so that the sequences are longer than they are. What differs
 is refused with a ConfigError that says what and by how much.
+
+Its quick form is for what has passed the full one before. Two short texts, and a picture, go through one packed row against transformers,
+through the search for leaks once, and through a few steps of the sampler without a prefix cache.
 """
 
 import hashlib
@@ -52,10 +55,14 @@ from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
-LENGTHS = (40, 7, 25, 25)
+LENGTHS: tuple[int, ...] = (40, 7, 25, 25)
 """Tokens of the text sequences."""
 ANSWER = 12
 """Tokens sampled after each."""
+QUICK = slice(1, 3)
+"""Which texts the quick form takes: of two adapters, the longer one longer than a window."""
+QUICK_ANSWER = 3
+"""Tokens sampled after each in the quick form."""
 FURTHER = 9
 """Tokens of the text after each answer, behind which it is sampled again."""
 WINDOW = 16
@@ -68,22 +75,31 @@ PIXELS = 64
 """Width and height of the picture; the model's processor may enlarge it."""
 ROUNDED = 0.05
 """Mean difference over a sequence that is normal in bfloat16: logits between 16 and 32 are rounded to multiples of 0.125."""
+OTHERWISE = "transformers computes other log-probabilities"
+DECODING = "decoding with a cache gives other log-probabilities than a full forward pass"
+"""What is wrong with a model that fails, in either form."""
 HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Names in configurations of functions between the output projection and the logits."""
 
 
 @torch.no_grad()
-def check_base_model(base: BaseModel, samples: bool) -> None:
-    """Raise ConfigError unless `base` computes the same numbers in every way that we compute it; with `samples` the sampler's too."""
+def check_base_model(base: BaseModel, samples: bool, quick: bool = False) -> None:
+    """Raise ConfigError unless `base` computes the same numbers in every way that we compute it; with `samples` the sampler's too.
+
+    `quick` is for a model that has passed the full check in the same surroundings: kernels or weights that have gone wrong show.
+    """
     base = replace(base, max_context=max(base.max_context, ROOM))  # the network is shared; the configured context does not matter here
     try:
         with _short_windows(base):
             renderer = Renderer(base, ImagesConfig(), _no_blob)
             if renderer.local is not None:
-                check_tower(base, renderer.local)
+                check_tower(base, renderer.local, quick)
             probes = _probes(base, renderer)
             _compile(base, probes, samples)
-            _check(base, probes, samples)
+            if quick:
+                _check_quickly(base, [*probes[QUICK], *probes[len(LENGTHS) :]], samples)
+            else:
+                _check(base, probes, samples)
     except ConfigError as error:
         raise ConfigError(f"{base.name} ({base.family.model_type}) cannot be served: {error}") from error
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # the network's own code does not take a packed row
@@ -122,13 +138,24 @@ def _check(base: BaseModel, probes: list[Probe], samples: bool) -> None:
     _check_layers(base, probes[0])
     alone = [_logprobs(base, [probe])[0] for probe in probes]
     reference = [_transformers_logprobs(base, probe, "eager") for probe in probes]
-    bare = [_logprobs(base, [replace(probe, adapter=_without_head(probe.adapter))])[0] for probe in probes]
+    bare = [_logprobs(base, [probe])[0] for probe in _without_heads(probes)]
     allowed = _allowed(base, probes, reference, bare)
-    _compare(base, f"transformers computes other log-probabilities{_head_settings(base)}", bare, reference, allowed)
+    _compare(base, f"{OTHERWISE}{_head_settings(base)}", bare, reference, allowed)
     _compare(base, "a sequence depends on others in its packed row", _logprobs(base, probes), alone, allowed)
     check_leaks(base, probes)
     if samples:
         _check_sampler(base, probes, alone, allowed)
+
+
+def _check_quickly(base: BaseModel, probes: list[Probe], samples: bool) -> None:
+    reference = [_transformers_logprobs(base, probe, "eager") for probe in probes]
+    packed = _logprobs(base, _without_heads(probes))
+    allowed = _allowed(base, probes, reference, packed)
+    _compare(base, f"{OTHERWISE}{_head_settings(base)}", packed, reference, allowed)
+    check_leaks(base, probes, quick=True)
+    if samples:
+        results = _sampled(_sampler(base, probes), probes, _request(1, prompt_logprobs=False, max_tokens=QUICK_ANSWER))
+        _compare(base, DECODING, *_answers(base, probes, results), allowed)
 
 
 def _allowed(base: BaseModel, probes: list[Probe], reference: list[Tensor], ours: list[Tensor]) -> float:
@@ -283,6 +310,12 @@ def _transformers_logprobs(base: BaseModel, probe: Probe, implementation: str) -
     return logprobs.cpu()
 
 
+def _without_heads(probes: Sequence[Probe]) -> list[Probe]:
+    """The probes without their adapters' parts on the LM head; probes of one adapter keep sharing one."""
+    bare = {id(probe.adapter): _without_head(probe.adapter) for probe in probes}
+    return [replace(probe, adapter=bare[id(probe.adapter)]) for probe in probes]
+
+
 def _without_head(adapter: Adapter | None) -> Adapter | None:
     """The adapter without its part on the LM head."""
     if adapter is None:
@@ -307,7 +340,7 @@ def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], al
         prompts.append(torch.from_numpy(result.answers.logprobs[1:]))
     expected = [_as_sampler(probe, logprobs) for probe, logprobs in zip(probes, alone, strict=True)]
     _compare(base, "the sampler computes other log-probabilities of a prompt", prompts, expected, allowed)
-    _compare(base, "decoding with a cache gives other log-probabilities than a full forward pass", *_answers(base, probes, first), allowed)
+    _compare(base, DECODING, *_answers(base, probes, first), allowed)
     generator = np.random.default_rng(1)
     further = [
         Probe(_followed(base, probe.rendered, [*result.sequences[0].tokens, *_random_text(base, generator, FURTHER).tokens]), probe.adapter)
@@ -352,8 +385,8 @@ def _answers(base: BaseModel, probes: list[Probe], results: list[SampleResult]) 
     return sampled, again
 
 
-def _request(num_samples: int, prompt_logprobs: bool) -> SampleRequest:
-    params = SamplingParams(max_tokens=ANSWER, temperature=1.0, top_p=1.0, top_k=-1, seed=0, stop=StopRule(False, (), ()))
+def _request(num_samples: int, prompt_logprobs: bool, max_tokens: int = ANSWER) -> SampleRequest:
+    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, top_p=1.0, top_k=-1, seed=0, stop=StopRule(False, (), ()))
     return SampleRequest("", 0, num_samples, [], params, PromptQuestions(logprobs=prompt_logprobs))
 
 

@@ -12,18 +12,17 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.store import ids
 from tinsmith.store.database import check_available
 from tinsmith.store.lock import open_lock
+from tinsmith.store.records import RecordedSequence
 from tinsmith.store.retention import oldest_beyond
 
 log = logging.getLogger(__name__)
@@ -60,18 +59,6 @@ CREATE TABLE IF NOT EXISTS recorded (
 CREATE INDEX IF NOT EXISTS recorded_age ON recorded (expires_at, size);
 CREATE INDEX IF NOT EXISTS recorded_session ON recorded (session_id);
 """
-
-
-@dataclass(frozen=True, eq=False)
-class RecordedSequence:
-    """One sequence as it was sampled."""
-
-    prompt_length: int
-    """Tokens of its prompt, image tokens included."""
-    tokens: NDArray[np.int32]
-    """[n] what was sampled."""
-    logprobs: NDArray[np.float32]
-    """[n] of each token, by the weights that sampled it and at the temperature of the request."""
 
 
 class RecordedSequences:

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tinsmith.store import ids
 from tinsmith.wire.paths import CheckpointKind
 
@@ -179,3 +182,15 @@ class Outcome:
 
     load_weights and create_from_checkpoint: the directory of the checkpoint that the path meant. create_model: the seed, and the
     fingerprint of the base model. Saves: the directory that was written. None if the payload says everything."""
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedSequence:
+    """One sequence as it was sampled."""
+
+    prompt_length: int
+    """Tokens of its prompt, image tokens included."""
+    tokens: NDArray[np.int32]
+    """[n] what was sampled."""
+    logprobs: NDArray[np.float32]
+    """[n] of each token, by the weights that sampled it and at the temperature of the request."""

@@ -1,8 +1,14 @@
 """The base models of a worker: loaded, where they have room, and shown to compute what they should before anything is served."""
 
+import hashlib
+import json
 import logging
+import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -10,6 +16,9 @@ from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, load_base_model, loading_of, loading_to_compare, pick_device
 from tinsmith.models.budget import GIB
+from tinsmith.models.compiled_kernels import digest_of_sources
+from tinsmith.models.files import local_directory
+from tinsmith.models.fingerprint import state_of_files
 from tinsmith.models.machine import free_memory, limit_memory, size_text
 from tinsmith.models.sizing import size_of
 from tinsmith.sampling.self_check import check_base_model
@@ -17,6 +26,12 @@ from tinsmith.training.divided_decoder import require_divisible
 
 log = logging.getLogger(__name__)
 
+PASSED_DIR = "self_checks"
+"""Subdirectory of the data directory with a file for each self-check that was passed in full."""
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
+"""Packages whose versions may change what a base model computes, or what we compute with it."""
+VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "NVIDIA_TF32", "PYTORCH_", "TORCH_", "TRITON_")
+"""How names of environment variables begin that may do the same."""
 WHOLE_BASE = 1.1
 """How many times its size a base model takes of a device on which it lies as a whole while it is divided."""
 
@@ -45,15 +60,18 @@ def load_bases(config: Config) -> dict[str, BaseModel]:
     if config.only_compares:
         log.info("base models go into the host's memory: nothing is trained, and what vLLM servers compute is compared with them")
     bases: dict[str, BaseModel] = {}
+    files, on_host = dict[str, str](), dict[str, bool]()
     for name, source in base_model_sources(config).items():
         started = time.monotonic()
         log.info("loading %s from %s ...", name, source)
-        base = bases[name] = load_base_model(name, source, loading, features, stays_on_host(source, config))
+        files[name], on_host[name] = _state_of(source), stays_on_host(source, config)  # files that change now are not what has passed
+        base = bases[name] = load_base_model(name, source, loading, features, on_host[name])
+        files[name] = files[name] or _state_of(source)  # they may have been downloaded just now
         if config.divides:
             require_divisible(base)
         log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
-    for base in bases.values():
-        _check(base, samples=config.sampling.sampler == "local")
+    for name, base in bases.items():
+        _check(base, config, files[name], config.sampling.sampler == "local", on_host[name])
     return bases
 
 
@@ -76,14 +94,82 @@ def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, B
         )
     for name, source in sources.items():
         started = time.monotonic()
+        files = _state_of(source)
         base = compared[name] = load_base_model(name, source, loading, config.images.image_cache_mib * 2**19, layers_on_host=True)
         base.computed_fingerprint = bases[name].computed_fingerprint
         log.info("loaded %s once more into the host's memory, to compare vLLM servers with it, %.1f s", name, time.monotonic() - started)
-        _check(base, samples=False)
+        _check(base, config, files, samples=False, on_host=True)
     return compared
 
 
-def _check(base: BaseModel, samples: bool) -> None:
+def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: bool) -> None:
+    """Check a base model in full, or quickly if that was passed before in the same surroundings, and remember that it passes."""
     started = time.monotonic()
-    check_base_model(base, samples=samples)
-    log.info("%s passes its self-check on %s, %.1f s", base.name, base.device, time.monotonic() - started)
+    known = _surroundings(base, files, samples, on_host)
+    passed = Path(config.data_dir) / PASSED_DIR / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
+    why = "--self-check full" if config.models.self_check == "full" else _why_full(passed, known)
+    form = "full" if why else "quick"
+    log.info("%s: the %s self-check runs: %s", base.name, form, why or "the full one was passed with these files, versions and settings")
+    try:
+        check_base_model(base, samples=samples, quick=not why)
+    except ConfigError:
+        with suppress(OSError):
+            passed.unlink()
+        raise
+    log.info("%s passes its self-check on %s, %.1f s, in its %s form", base.name, base.device, time.monotonic() - started, form)
+    if why and files:
+        _remember(passed, known)
+
+
+def _why_full(passed: Path, known: str) -> str:
+    """Why the quick form does not suffice; empty if it does. A file that cannot be read, or says something else, counts for nothing."""
+    try:
+        return "" if passed.read_text() == known else f"{passed} is damaged"
+    except FileNotFoundError:
+        return "none was passed yet with these files, versions and settings"
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{passed} cannot be read: {error}"
+
+
+def _remember(passed: Path, known: str) -> None:
+    """Write down what has passed; other workers may do the same. Without it, the next start checks in full again."""
+    new = passed.with_suffix(f".{os.getpid()}.new")
+    try:
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        new.write_text(known)
+        new.replace(passed)
+    except OSError as error:
+        log.warning("the next start checks in full again, as %s cannot be written: %s", passed, error)
+
+
+def _state_of(source: str) -> str:
+    """`state_of_files` of a model; empty if it cannot be told, which is no state that anything is remembered of."""
+    directory = local_directory(source)
+    try:
+        return state_of_files(directory) if directory is not None else ""
+    except OSError:
+        return ""
+
+
+def _surroundings(base: BaseModel, files: str, samples: bool, on_host: bool) -> str:
+    """All that the numbers of a self-check depend on, as JSON."""
+    device = torch.cuda.get_device_name(base.device) if base.device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    facts = {
+        "files": files,
+        "code": digest_of_sources(),
+        "versions": {package: _version(package) for package in PACKAGES} | {"cuda": torch.version.cuda},
+        "device": f"{base.device.type} {device}",
+        "dtype": str(base.dtype),
+        "deterministic": base.deterministic,
+        "layers in host memory": on_host,
+        "samples": samples,
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
+    }
+    return json.dumps(facts, indent=1, sort_keys=True)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.rendering.renderer import Measured, Renderer, check_token_ids, position_of
-from tinsmith.store.recorded_sequences import RecordedSequence
+from tinsmith.store.records import RecordedSequence
 from tinsmith.training.backend import DatumWork
 from tinsmith.training.losses import CLIP_THRESHOLDS, COUNTED_BY, Loss, find_loss
 from tinsmith.wire.forward_backward import Datum, ForwardBackwardRequest

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tinsmith.errors import UserError, quoted
 from tinsmith.store import ids
-from tinsmith.store.recorded_sequences import RecordedSequence
+from tinsmith.store.records import RecordedSequence
 from tinsmith.wire.forward_backward import Datum, ProvenanceSpan
 
 _FIELDS = ("model_input", "loss_fn_inputs")

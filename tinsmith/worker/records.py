@@ -12,8 +12,7 @@ from tinsmith.protocol.questions import (
     KeepSequences,
     Sequences,
 )
-from tinsmith.store.recorded_sequences import RecordedSequence
-from tinsmith.store.records import Checkpoint
+from tinsmith.store.records import Checkpoint, RecordedSequence
 from tinsmith.wire.paths import CheckpointKind
 
 

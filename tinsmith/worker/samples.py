@@ -26,7 +26,7 @@ from tinsmith.rendering.renderer import Measured, Renderer
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, Sampler, SampleResult, TokensSampled
 from tinsmith.sampling.turns import Turns
 from tinsmith.store import ids
-from tinsmith.store.recorded_sequences import RecordedSequence
+from tinsmith.store.records import RecordedSequence
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, encode_sample_response, parse_sample_request
 from tinsmith.worker.background import Background

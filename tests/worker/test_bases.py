@@ -1,0 +1,94 @@
+"""Base models of a worker: which form of the self-check runs at a start, and what is remembered of it."""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bases import DEVICE
+from tinsmith.config import Config, ModelsConfig, SamplingConfig
+from tinsmith.errors import ConfigError
+from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.worker import bases
+from tinsmith.worker.bases import PASSED_DIR, load_bases
+
+
+@pytest.fixture
+def model(family_dir: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A tiny model whose files may be changed."""
+    return shutil.copytree(family_dir("qwen3"), tmp_path / "model")
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
+    """Load the model as a worker does, and say which form of the self-check passed."""
+    caplog.set_level(logging.INFO, "tinsmith.worker.bases")
+
+    def load(sampler: str = "none", **models: object) -> str:
+        caplog.clear()
+        settings = ModelsConfig(device=DEVICE, **models)  # type: ignore[arg-type]
+        load_bases(Config([f"tiny={model}"], str(tmp_path / "data"), models=settings, sampling=SamplingConfig(sampler=sampler)))
+        return next(form for form in ("full", "quick") if f"s, in its {form} form" in caplog.text)
+
+    return load
+
+
+def test_what_has_passed_in_full_is_checked_quickly(start: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
+    assert start() == "full"
+    assert "tiny: the full self-check runs: none was passed yet with these files, versions and settings" in caplog.text
+    assert start() == "quick"
+    assert start(self_check="full") == "full"
+    assert start() == "quick"
+    assert start(dtype="bfloat16" if DEVICE == "cpu" else "float32") == "full"
+    assert start("local") == "full", "the sampler was not checked"
+
+
+def test_other_files_versions_or_variables_are_checked_in_full(
+    start: Callable[..., str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert start() == "full"
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-2] ^= 1
+    kept = (model / "model.safetensors").stat()
+    (model / "model.safetensors").write_bytes(weights)
+    os.utime(model / "model.safetensors", ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    assert (start(), start()) == ("full", "quick")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert (start(), start()) == ("full", "quick")
+    monkeypatch.setattr(torch.version, "cuda", "another")
+    assert (start(), start()) == ("full", "quick")
+    monkeypatch.setattr(bases, "digest_of_sources", lambda: "of another version of Tinsmith")
+    assert (start(), start()) == ("full", "quick")
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"of another key"])
+def test_a_damaged_memory_counts_for_nothing(
+    start: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    start()
+    (file,) = (tmp_path / "data" / PASSED_DIR).iterdir()
+    right = file.read_bytes()
+    file.write_bytes(damage)
+    assert start() == "full"
+    assert str(file) in caplog.text
+    assert [found.read_bytes() for found in file.parent.iterdir()] == [right]
+
+
+def test_a_memory_that_cannot_be_kept_does_not_keep_from_serving(start: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("no directory")
+    assert (start(), start()) == ("full", "full")
+
+
+def test_a_check_that_fails_is_forgotten(start: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start() == "full"
+    with monkeypatch.context() as faulty:
+        own = PackedPlan.attend
+        faulty.setattr(PackedPlan, "attend", lambda *arguments: 1.1 * own(*arguments))
+        with pytest.raises(ConfigError, match="transformers computes other log-probabilities"):
+            start()
+    assert not list((tmp_path / "data" / PASSED_DIR).iterdir())
+    assert start() == "full"
