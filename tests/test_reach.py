@@ -16,11 +16,11 @@ import pytest
 
 from tests.running import tinsmith_here
 from tinsmith import reach
+from tinsmith.commands.status import fetch_status
 from tinsmith.errors import ConfigError
 from tinsmith.reach import keep_from_proxy, ping
 from tinsmith.rl.config import ServerSection
 from tinsmith.rl.reach import require_server
-from tinsmith.status import fetch_status
 
 NOBODY = "http://127.0.0.1:9"
 """Where no program listens: the port is set apart for one that none has any more."""

@@ -93,7 +93,7 @@ def serve(config: Path | None, **options: Any) -> None:
     # The engine asks again, and PyTorch too; here what it refuses is said before anything starts.
     workers = worker_count(configuration, usable=visible_gpus())
     require_vllm(configuration)  # before the next imports, which take a second
-    from tinsmith.shard_choice import chosen_shard
+    from tinsmith.memory.shard_choice import chosen_shard
 
     configuration.distributed.shard = chosen_shard(configuration, workers)
     from tinsmith.server.main import run_server
@@ -110,7 +110,7 @@ def doctor(config: Path | None, **options: Any) -> None:
     configuration = _configuration(config, options)
     from rich.console import Console
 
-    from tinsmith.doctor import run_doctor
+    from tinsmith.commands.doctor import run_doctor
 
     raise typer.Exit(run_doctor(configuration, Console(highlight=False)))
 
@@ -127,7 +127,7 @@ def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config:
     from tinsmith.models.files import require_usable
 
     require_usable(base_model_sources(configuration).values(), whole=False)
-    from tinsmith.plan import make_plan, print_plan, to_tree
+    from tinsmith.memory.plan import make_plan, print_plan, to_tree
 
     made = make_plan(configuration, rank, memory_gib)
     if as_json:
@@ -294,7 +294,7 @@ def status(
     """
     from rich.console import Console
 
-    from tinsmith.status import fetch_status, print_status
+    from tinsmith.commands.status import fetch_status, print_status
 
     print_status(fetch_status(url), Console(highlight=False))
 
@@ -391,7 +391,7 @@ def export_checkpoint(
     from tinsmith.store.store import require_saved
 
     require_saved(data_dir, path)  # before the next import, which takes seconds
-    from tinsmith.exchange import export_checkpoint
+    from tinsmith.commands.exchange import export_checkpoint
 
     export_checkpoint(data_dir, path, directory, merge, base_model)
     typer.echo(f"wrote {'a transformers model' if merge else 'a PEFT adapter'} to {directory}")
@@ -423,7 +423,7 @@ def import_adapter(
     from tinsmith.store.database import require_data
 
     require_data(data_dir)  # before the next import, which takes seconds
-    from tinsmith.exchange import import_adapter
+    from tinsmith.commands.exchange import import_adapter
 
     for path in import_adapter(data_dir, adapter, name, base_model):
         typer.echo(path)
@@ -441,7 +441,7 @@ def gc(
 
     It may run while the server runs. The server itself deletes the same files within a minute, except those of --unknown.
     """
-    from tinsmith.garbage import collect_garbage
+    from tinsmith.commands.gc import collect_garbage
 
     for line in collect_garbage(data_dir, dry_run, unknown):
         typer.echo(line)
@@ -459,7 +459,7 @@ def backup(
     The copy has all checkpoints; `tinsmith serve --data-dir DIR` serves it.
     """
     _end_in_order()
-    from tinsmith.backup import back_up
+    from tinsmith.commands.backup import back_up
 
     for line in back_up(data_dir, directory):
         typer.echo(line)
@@ -480,7 +480,7 @@ def recover(
 
     They may be missing after the database was restored from an older copy. Only complete ones are added.
     """
-    from tinsmith.recovery import recover
+    from tinsmith.commands.recover import recover
 
     for line in recover(data_dir, checkpoint_root):
         typer.echo(line)

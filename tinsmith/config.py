@@ -411,7 +411,7 @@ class Config:
 
     @property
     def divides(self) -> bool:
-        """Whether workers divide the layers of the base models. `shard_choice.py` says what `auto` means before workers start."""
+        """Whether workers divide the layers of the base models. `memory/shard_choice.py` says what `auto` means before workers start."""
         return self.distributed.shard == "weights"
 
     @property

@@ -10,12 +10,12 @@ import pytest
 from tests.bases import load
 from tests.models.published import SERVED
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
+from tinsmith.memory.modes import Share, plan_modes
+from tinsmith.memory.plan import make_plan
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE, ModelBytes, divide_memory, longest_trained
 from tinsmith.models.machine import Machine
 from tinsmith.models.sizing import beside_weights, size_of
-from tinsmith.modes import Share, plan_modes
-from tinsmith.plan import make_plan
 from tinsmith.protocol.facts import ModelFacts, advertised_context
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.prefix import BLOCK
@@ -35,7 +35,7 @@ def test_plan_and_server_agree(family_dir: Callable[[str], Path], monkeypatch: p
     base = load(family_dir(family), device="cpu", max_context=1024)
     weights = sum(parameter.nbytes for parameter in base.network.parameters())
     monkeypatch.setattr("tinsmith.worker.device_memory.free_memory", lambda device: mib * MIB)
-    monkeypatch.setattr("tinsmith.plan.look_around", partial(Machine, 1, 2**40, mib * MIB + weights, [], "there is none"))
+    monkeypatch.setattr("tinsmith.memory.plan.look_around", partial(Machine, 1, 2**40, mib * MIB + weights, [], "there is none"))
     planned = make_plan(config, training.planned_rank, None)
     memory = DeviceMemory({"tiny": base}, config)
     longest = memory.longest_trained("tiny")

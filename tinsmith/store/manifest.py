@@ -12,8 +12,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tinsmith.digests import BLOCK_BYTES, blocks_of, digests_of
 from tinsmith.errors import TinsmithError
+from tinsmith.store.digests import BLOCK_BYTES, blocks_of, digests_of
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.sync import sync
 

@@ -12,8 +12,8 @@ from rich.text import Text
 from tinsmith.config import Config, ModelsConfig, base_model_sources
 from tinsmith.engine.devices import gpus_needed, worker_count
 from tinsmith.errors import ConfigError
+from tinsmith.memory.modes import ModePlan, Share, can_be_divided, chosen, plan_modes
 from tinsmith.models.machine import look_around, size_text
-from tinsmith.modes import ModePlan, Share, can_be_divided, chosen, plan_modes
 from tinsmith.protocol.facts import advertised_context
 
 if TYPE_CHECKING:

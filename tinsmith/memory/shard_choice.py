@@ -1,7 +1,7 @@
 """Whether workers divide the layers of the base models where `--shard auto` leaves that open.
 
 The estimate is that of `tinsmith plan --workers N`, but with all base models on each worker. It needs PyTorch, which the server does not
-load, so a process of its own makes it: `python -m tinsmith.shard_choice`, with the configuration as JSON on standard input.
+load, so a process of its own makes it: `python -m tinsmith.memory.shard_choice`, with the configuration as JSON on standard input.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def chosen_shard(config: Config, workers: int) -> str:
         return asked
     if workers == 1 or config.distributed.ray_address or config.models.device == "cpu" or not visible_gpus():
         return "none"
-    program = [sys.executable, "-P", "-m", "tinsmith.shard_choice"]
+    program = [sys.executable, "-P", "-m", "tinsmith.memory.shard_choice"]
     try:
         done = subprocess.run(program, input=json.dumps(to_tree(config)), capture_output=True, text=True, check=True, timeout=ESTIMATE_S)
         fits = [Fit(**each) for each in json.loads(done.stdout.splitlines()[-1])]
@@ -83,10 +83,10 @@ def choose(fits: Sequence[Fit], config: Config) -> str:
 
 def estimated(config: Config) -> list[Fit]:
     """What fits into the GPUs of this machine, of each base model, on as many workers as the engine will start."""
+    from tinsmith.memory.modes import plan_modes
+    from tinsmith.memory.plan import share_here
     from tinsmith.models.sizing import beside_weights, size_of  # these import torch
     from tinsmith.models.usable_gpus import usable_gpus
-    from tinsmith.modes import plan_modes
-    from tinsmith.plan import share_here
 
     workers = worker_count(config, usable=usable_gpus())
     bases = {name: size_of(source, config.models) for name, source in base_model_sources(config).items()}

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.test_recover import saved
 from tests.preloaded import REAL_PYTHON
 from tests.running import tinsmith_here
 from tests.store.test_blobs import DIGEST, IMAGE, blobs_in, with_model
 from tests.store.test_commands import MODEL, done, step
 from tests.store.test_kept import kept
-from tests.test_recovery import saved
-from tinsmith.backup import back_up
+from tinsmith.commands.backup import back_up
 from tinsmith.errors import TinsmithError
 from tinsmith.store.catalog import delete_checkpoint, every_checkpoint
 from tinsmith.store.files import CheckpointFiles

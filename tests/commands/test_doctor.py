@@ -86,7 +86,7 @@ def test_it_says_how_many_workers_would_start(tmp_path: Path, monkeypatch: pytes
     assert re.search(r"^workers +ok +one \(--workers 0, the default\)", doctor(*options, "--device", "cpu")[1], re.M)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     gpus = [Gpu(index, "a GPU", 2**36, 2**35, (9, 0)) for index in range(2)]
-    monkeypatch.setattr("tinsmith.doctor.look_around", lambda: Machine(4, 2**36, 2**35, gpus, ""))
+    monkeypatch.setattr("tinsmith.commands.doctor.look_around", lambda: Machine(4, 2**36, 2**35, gpus, ""))
     own = r"^workers +ok +2 of the 2 GPUs, each with a worker of its own \(--workers 0, the default\)"
     assert re.search(own, doctor(*options)[1], re.M)
     assert re.search(r"^workers +ok +1 \(--workers\)", doctor(*options, "--workers", "1")[1], re.M)
@@ -98,7 +98,7 @@ def test_it_says_how_many_workers_would_start(tmp_path: Path, monkeypatch: pytes
 def test_gpus_that_pytorch_cannot_use_are_told_and_get_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--data-dir", str(tmp_path)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    monkeypatch.setattr("tinsmith.doctor.look_around", lambda: Machine(4, 2**36, 2**35, [], "torch 2 is built without CUDA"))
+    monkeypatch.setattr("tinsmith.commands.doctor.look_around", lambda: Machine(4, 2**36, 2**35, [], "torch 2 is built without CUDA"))
     code, report = doctor(*options)
     assert code == 0
     fewer = "PyTorch can use 0 of the 2 visible GPUs: torch 2 is built without CUDA"
@@ -155,7 +155,7 @@ def test_a_port_and_a_data_directory_in_use_are_missing(tmp_path: Path) -> None:
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:
-    wanted = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
     for library, (first, beyond) in SUPPORTED.items():
         assert f"{library}>={first[0]}.{first[1]},<{beyond[0]}.{beyond[1]}" in wanted
 
