@@ -23,7 +23,7 @@ RANKS = {
     "logs": 1,
     "config_values": 1,
     "config": 2,
-    "reach": 2,
+    "http_client": 2,
     "wire": 3,
     "store": 4,
     "protocol": 5,
@@ -44,7 +44,7 @@ RANKS = {
 
 MAY_IMPORT_TORCH = {"distributed", "models", "rendering", "training", "sampling", "worker"}
 
-RL_MAY_IMPORT = {"rl", "errors", "config_values", "reach"}
+RL_MAY_IMPORT = {"rl", "errors", "config_values", "http_client"}
 """The client side talks to any Tinker server through the SDK, and needs nothing else of the package."""
 
 ENGINE_MAY_IMPORT = {"engine", "errors", "logs", "config", "wire", "store", "protocol"}

@@ -312,7 +312,7 @@ def ping(
     In about a second it names what is wrong: scheme, host, port, TLS, path, proxy, key, readiness or base model. The SDK would repeat its
     requests for minutes without a word. Exits with code 0 if the server can be used, else 2.
     """
-    from tinsmith.reach import ping
+    from tinsmith.commands.ping import ping
 
     typer.echo(ping(url, api_key, base_model))
 
