@@ -115,7 +115,8 @@ def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config:
     from tinsmith.models.files import require_usable
 
     require_usable(base_model_sources(configuration).values(), whole=False)
-    from tinsmith.memory.plan import make_plan, print_plan, to_tree
+    from tinsmith.commands.plan import print_plan, to_tree
+    from tinsmith.memory.plan import make_plan
 
     made = make_plan(configuration, rank, memory_gib)
     if as_json:

@@ -120,6 +120,19 @@ def test_blocks_and_slots_of_a_hybrid_model_are_told(family_dir: Callable[[str],
     assert re.search(rf"a sequence's state +ok +{state}", report)
 
 
+def test_without_the_local_sampler_there_is_no_cache_and_workers_of_one_host_share_its_memory(
+    family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `tinsmith plan` and the workers count: a hybrid model is not refused for a cache that nobody makes."""
+    monkeypatch.setattr("tinsmith.commands.doctor.look_around", lambda: Machine(4, 2**36, 2**35, [], "there is none"))
+    options = ["--data-dir", str(tmp_path), "--device", "cpu", "--sampler", "none", "--workers", "2"]
+    code, report = doctor("--base-model", f"tiny={family_dir('qwen3_5')}", "--planned-rank", "8", *options)
+    assert code == 0
+    assert "cache" not in report
+    assert re.search(r"memory for all of it +ok +about [\d.]+ GiB needed, 16\.0 GiB free", report)
+    assert "one trained model of rank 8 " in report
+
+
 def test_what_does_not_fit_is_missing(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     options = ["--data-dir", str(tmp_path), "--device", "cpu", "--kv-cache-gib", "9000"]
     code, report = doctor("--base-model", f"tiny={family_dir('qwen3')}", *options)

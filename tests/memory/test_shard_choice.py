@@ -115,7 +115,7 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch, count: int, gib: float) -> None:
     """Let this machine have so many GPUs, all usable, of which no process holds anything."""
     gpus = [Gpu(index, "a GPU", int(gib * GIB), int(gib * GIB), (9, 0)) for index in range(count)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-    monkeypatch.setattr("tinsmith.memory.plan.look_around", lambda: Machine(8, 2**40, 2**40, gpus, ""))
+    monkeypatch.setattr("tinsmith.models.machine.look_around", lambda: Machine(8, 2**40, 2**40, gpus, ""))
     monkeypatch.setattr("tinsmith.models.usable_gpus.usable_gpus", lambda: count)
     monkeypatch.setattr("tinsmith.models.sizing.pick_device", lambda wanted: torch.device("cuda", 0))
 
@@ -143,7 +143,7 @@ def test_nothing_is_divided_if_one_of_the_base_models_cannot_be(
     monkeypatch: pytest.MonkeyPatch, family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """--shard is one setting for all."""
-    monkeypatch.setattr("tinsmith.models.decoder.KNOWN_TYPES", {"qwen3"})
+    monkeypatch.setattr("tinsmith.memory.modes.KNOWN_TYPES", {"qwen3"})
     config = of_8b(tmp_path, 1, sampler="none")
     config.base_models.append(f"other={family_dir('llama')}")
     gpus_here(monkeypatch, 4, 15)

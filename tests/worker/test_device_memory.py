@@ -10,7 +10,8 @@ import pytest
 from tests.bases import load
 from tests.models.published import SERVED
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
-from tinsmith.memory.modes import Share, plan_modes
+from tinsmith.memory.base_plan import DevicePlace
+from tinsmith.memory.modes import plan_modes
 from tinsmith.memory.plan import make_plan
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE, ModelBytes, divide_memory, longest_trained
@@ -61,8 +62,8 @@ def test_plan_and_server_agree_on_what_two_base_models_leave_each_other(
     monkeypatch.setattr("tinsmith.worker.device_memory.free_memory", lambda device: 25 * MIB)
     memory = DeviceMemory(bases, config)
     for family, other in (families, families[::-1]):
-        share = Share(25 * MIB + weights, 25 * MIB, on_gpu=False)
-        beside, alone = (plan_modes(sizes[family], share, config, 32, 1, others)[0] for others in ([sizes[other]], []))
+        place = DevicePlace("", on_gpu=False, free=25 * MIB + weights, total=2**40, host_free=25 * MIB)
+        beside, alone = (plan_modes(sizes[family], place, config, 32, 1, others)[0] for others in ([sizes[other]], []))
         assert beside.cache_bytes == memory.budgets[family].cache
         assert 0 < beside.longest_sequence == memory.longest_trained(family) < alone.longest_sequence
 
