@@ -31,8 +31,8 @@ from sklearn.datasets import load_digits
 from tinker import types
 from transformers import PreTrainedTokenizerBase
 
+from tinsmith.http_client import keep_from_proxy, open_url
 from tinsmith.models.tiny import write_tiny_model
-from tinsmith.reach import keep_from_proxy, open_url
 
 MODEL = "tiny"
 TRAINED, BATCH, LEARNING_RATE = 1500, 50, 3e-3

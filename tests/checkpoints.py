@@ -53,7 +53,7 @@ class Checkpoints:
     def opened(self, path: str, kind: CheckpointKind, optimizer: bool = False) -> Iterator[tuple[Checkpoint, Path]]:
         """A checkpoint and a directory of its files, to read while the body runs."""
         checkpoint = self.rows.find(path, kind)
-        with opened_files(self.files, path, checkpoint.directory, optimizer) as directory:
+        with opened_files(self.files, checkpoint.directory, optimizer) as directory:
             yield checkpoint, directory
 
 

@@ -23,8 +23,7 @@ RANKS = {
     "logs": 1,
     "config_values": 1,
     "config": 2,
-    "digests": 2,
-    "reach": 2,
+    "http_client": 2,
     "wire": 3,
     "store": 4,
     "protocol": 5,
@@ -36,23 +35,16 @@ RANKS = {
     "worker": 11,
     "engine": 11,
     "server": 12,
-    "modes": 12,
-    "doctor": 13,
-    "plan": 13,
-    "backup": 13,
-    "exchange": 13,
-    "garbage": 13,
-    "recovery": 13,
-    "status": 13,
-    "rl": 13,
-    "shard_choice": 14,
+    "memory": 13,
+    "commands": 14,
+    "rl": 14,
     "cli": 15,
 }
 """A room imports rooms of a lower rank only, or itself."""
 
 MAY_IMPORT_TORCH = {"distributed", "models", "rendering", "training", "sampling", "worker"}
 
-RL_MAY_IMPORT = {"rl", "errors", "config_values", "reach"}
+RL_MAY_IMPORT = {"rl", "errors", "config_values", "http_client"}
 """The client side talks to any Tinker server through the SDK, and needs nothing else of the package."""
 
 ENGINE_MAY_IMPORT = {"engine", "errors", "logs", "config", "wire", "store", "protocol"}

@@ -5,10 +5,8 @@ are declared there. Each command imports what it needs when it runs, and help is
 at once.
 """
 
-import importlib.util
 import inspect
 import json
-import os
 import signal
 import sys
 import typing
@@ -19,8 +17,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tinsmith import __version__
-from tinsmith.config import CONFIG_VARIABLE, Config, Setting, base_model_sources, load, require_place, settings
-from tinsmith.config_values import at_home, installer, require_empty
+from tinsmith.config import CONFIG_VARIABLE, Config, Setting, base_model_sources, require_place, settings
+from tinsmith.config_values import at_home, require_empty
 from tinsmith.errors import ConfigError, TinsmithError, printable
 
 app = typer.Typer(
@@ -82,23 +80,9 @@ def serve(config: Path | None, **options: Any) -> None:
     be repeated, the variable has the plural name and holds several words: TINSMITH_BASE_MODELS="tiny=/models/tiny Qwen/Qwen3-4B". The
     command line overrides the environment, and the environment overrides the file.
     """
-    configuration = _configuration(config, options)
-    sources = base_model_sources(configuration)
-    from tinsmith.models.files import require_usable
+    from tinsmith.commands.serve import configuration_of, serve
 
-    require_usable(sources.values(), whole=True)
-    from tinsmith.engine.devices import visible_gpus, worker_count
-    from tinsmith.sampling.vllm.options import require_vllm
-
-    # The engine asks again, and PyTorch too; here what it refuses is said before anything starts.
-    workers = worker_count(configuration, usable=visible_gpus())
-    require_vllm(configuration)  # before the next imports, which take a second
-    from tinsmith.shard_choice import chosen_shard
-
-    configuration.distributed.shard = chosen_shard(configuration, workers)
-    from tinsmith.server.main import run_server
-
-    run_server(configuration)
+    serve(configuration_of(config, options))
 
 
 def doctor(config: Path | None, **options: Any) -> None:
@@ -107,10 +91,12 @@ def doctor(config: Path | None, **options: Any) -> None:
     It takes the settings of `serve`. With --base-model it also estimates the memory that the model needs. Exits with code 1 if something is
     missing.
     """
-    configuration = _configuration(config, options)
+    from tinsmith.commands.serve import configuration_of
+
+    configuration = configuration_of(config, options)
     from rich.console import Console
 
-    from tinsmith.doctor import run_doctor
+    from tinsmith.commands.doctor import run_doctor
 
     raise typer.Exit(run_doctor(configuration, Console(highlight=False)))
 
@@ -120,14 +106,17 @@ def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config:
 
     No weights are read: a directory that holds nothing but config.json is enough. Exits with code 1 if not even one adapter fits.
     """
-    configuration = _configuration(config, options)
+    from tinsmith.commands.serve import configuration_of
+
+    configuration = configuration_of(config, options)
     configuration.base_models = [model]
     if not configuration.training.trains:
         raise ConfigError("train=none leaves nothing to plan: leave it out, or ask `tinsmith doctor` what fits for sampling")
     from tinsmith.models.files import require_usable
 
     require_usable(base_model_sources(configuration).values(), whole=False)
-    from tinsmith.plan import make_plan, print_plan, to_tree
+    from tinsmith.commands.plan import print_plan, to_tree
+    from tinsmith.memory.plan import make_plan
 
     made = make_plan(configuration, rank, memory_gib)
     if as_json:
@@ -137,71 +126,6 @@ def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config:
 
         print_plan(made, Console(highlight=False))
     raise typer.Exit(0 if made.fits else 1)
-
-
-def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
-    """The configuration of `serve`, `doctor` and `plan`. Raises ConfigError as `load` does, and for an option that would have no effect."""
-    given = {name: value for name, value in options.items() if value is not None}
-    config = load(file, given, os.environ)
-    sampler = config.sampling.sampler
-    unused = [each.option for each in settings() if each.path[0] == "vllm" and each.name in given]
-    if sampler != "vllm" and unused:
-        raise ConfigError(f"{', '.join(unused)} has no effect with sampler={sampler}; add --sampler vllm, or leave it out")
-    idle = [each.option for each in settings() if each.path[0] == "training" and each.name in given.keys() - {"train", "logits_chunk"}]
-    if not config.training.trains and idle:
-        raise ConfigError(f"{', '.join(idle)} has no effect with train=none; leave it out, or let the server train")
-    if not config.training.trains and sampler == "none":
-        raise ConfigError("train=none is not possible with sampler=none: nothing would be left to serve")
-    if config.only_compares and config.vllm.vllm_urls and config.models.memory_share != 1:
-        raise ConfigError(
-            f"memory_share={config.models.memory_share:g} has no effect with train=none and vllm_urls, with which this server uses no GPU; "
-            "leave it out"
-        )
-    if config.training.sequence_parallel_from:
-        if config.divides:
-            raise ConfigError(f"sequence_parallel_from is not possible with shard={config.distributed.shard}; leave one of them out")
-        if config.models.deterministic:
-            raise ConfigError("sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker")
-    if sampler == "vllm" and config.models.deterministic:
-        raise ConfigError(
-            "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local"
-        )
-    _check_turns(config)
-    _check_ray(config)
-    return config
-
-
-def _check_turns(config: Config) -> None:
-    turn_s = config.vllm.vllm_turn_s
-    if not turn_s:
-        return
-    if not config.training.trains:
-        raise ConfigError(
-            f"vllm_turn_s={turn_s:g} has no effect with train=none, where vLLM servers never wait for a trainer; leave it out"
-        )
-    if config.vllm.vllm_urls:
-        raise ConfigError(f"vllm_turn_s={turn_s:g} is possible only with vLLM servers that Tinsmith starts; leave it or vllm_urls out")
-    if config.vllm.vllm_tensor_parallel > 1:
-        raise ConfigError(
-            f"vllm_turn_s={turn_s:g} puts each vLLM server on the trainer's GPU, and vllm_tensor_parallel="
-            f"{config.vllm.vllm_tensor_parallel} divides it over several; leave one of them out"
-        )
-    if config.distributed.workers > 1:
-        raise ConfigError(f"vllm_turn_s={turn_s:g} is possible with one worker, not with workers={config.distributed.workers}")
-
-
-def _check_ray(config: Config) -> None:
-    address, device = config.distributed.ray_address, config.models.device
-    if not address:
-        return
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"ray_address={address} needs the package ray; install it with: {installer('ray')}")
-    if ":" in device:
-        raise ConfigError(
-            f"ray_address={address} and device={device} contradict each other: Ray gives each worker its GPU; use --device cuda"
-        )
-    if config.sampling.sampler == "vllm":
-        raise ConfigError(f"ray_address={address} is not possible with sampler=vllm: its servers would use GPUs that Ray has not reserved")
 
 
 def _option(setting: Setting) -> inspect.Parameter:
@@ -294,7 +218,7 @@ def status(
     """
     from rich.console import Console
 
-    from tinsmith.status import fetch_status, print_status
+    from tinsmith.commands.status import fetch_status, print_status
 
     print_status(fetch_status(url), Console(highlight=False))
 
@@ -312,7 +236,7 @@ def ping(
     In about a second it names what is wrong: scheme, host, port, TLS, path, proxy, key, readiness or base model. The SDK would repeat its
     requests for minutes without a word. Exits with code 0 if the server can be used, else 2.
     """
-    from tinsmith.reach import ping
+    from tinsmith.commands.ping import ping
 
     typer.echo(ping(url, api_key, base_model))
 
@@ -391,7 +315,7 @@ def export_checkpoint(
     from tinsmith.store.store import require_saved
 
     require_saved(data_dir, path)  # before the next import, which takes seconds
-    from tinsmith.exchange import export_checkpoint
+    from tinsmith.commands.exchange import export_checkpoint
 
     export_checkpoint(data_dir, path, directory, merge, base_model)
     typer.echo(f"wrote {'a transformers model' if merge else 'a PEFT adapter'} to {directory}")
@@ -423,7 +347,7 @@ def import_adapter(
     from tinsmith.store.database import require_data
 
     require_data(data_dir)  # before the next import, which takes seconds
-    from tinsmith.exchange import import_adapter
+    from tinsmith.commands.exchange import import_adapter
 
     for path in import_adapter(data_dir, adapter, name, base_model):
         typer.echo(path)
@@ -441,7 +365,7 @@ def gc(
 
     It may run while the server runs. The server itself deletes the same files within a minute, except those of --unknown.
     """
-    from tinsmith.garbage import collect_garbage
+    from tinsmith.commands.gc import collect_garbage
 
     for line in collect_garbage(data_dir, dry_run, unknown):
         typer.echo(line)
@@ -459,7 +383,7 @@ def backup(
     The copy has all checkpoints; `tinsmith serve --data-dir DIR` serves it.
     """
     _end_in_order()
-    from tinsmith.backup import back_up
+    from tinsmith.commands.backup import back_up
 
     for line in back_up(data_dir, directory):
         typer.echo(line)
@@ -480,7 +404,7 @@ def recover(
 
     They may be missing after the database was restored from an older copy. Only complete ones are added.
     """
-    from tinsmith.recovery import recover
+    from tinsmith.commands.recover import recover
 
     for line in recover(data_dir, checkpoint_root):
         typer.echo(line)

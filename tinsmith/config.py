@@ -345,8 +345,8 @@ class SamplingConfig:
     prefill_tokens: int = setting(4096, "Maximum number of prompt tokens computed in one step", "tokens", 1)
     eager: bool = setting(
         False,
-        "Compute decoding steps and small training passes launch by launch instead of as CUDA graphs: slower, but errors name the operation "
-        "that failed",
+        "Compute decoding steps and small training passes launch by launch instead of as CUDA graphs: slower, but errors name the "
+        "operation that failed",
     )
     prefill_tokens_beside: int = setting(
         2048, "Maximum number of prompt tokens computed in one step while sequences are decoded, which then take longer", "tokens", 1
@@ -418,7 +418,7 @@ class Config:
 
     @property
     def divides(self) -> bool:
-        """Whether workers divide the layers of the base models. `shard_choice.py` says what `auto` means before workers start."""
+        """Whether workers divide the layers of the base models. `memory/shard_choice.py` says what `auto` means before workers start."""
         return self.distributed.shard == "weights"
 
     @property

@@ -20,10 +20,10 @@ from tests.extent import slow
 from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.distributed.joint_work import JointWork
 from tinsmith.errors import DeviceLostError, TinsmithError
+from tinsmith.memory.plan import make_plan
 from tinsmith.models.full import new_compact_weights, new_full_weights
 from tinsmith.models.lora import Adapter, LoraPair
 from tinsmith.models.machine import Machine
-from tinsmith.plan import make_plan
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training import together
 from tinsmith.training.backend import LocalBackend
@@ -392,7 +392,7 @@ def test_a_step_of_a_model_that_is_not_on_all_ends_all_and_lets_none_wait(proces
 def test_each_trains_as_long_a_sequence_as_the_plan_says(processes: Processes, bases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its part of the host's memory, as the one counts that found least of it."""
     weights = sum(parameter.nbytes for parameter in load(bases / "text", device="cpu").network.parameters())
-    monkeypatch.setattr("tinsmith.plan.look_around", partial(Machine, 2, 2**40, FREE_BYTES + 2 * weights, [], "there is none"))
+    monkeypatch.setattr("tinsmith.memory.plan.look_around", partial(Machine, 2, 2**40, FREE_BYTES + 2 * weights, [], "there is none"))
     config = replace(LIMITED, base_models=[f"tiny={bases / 'text'}"], distributed=DistributedConfig(workers=2))
     planned = make_plan(config, 32, None)
     assert planned.cache is not None

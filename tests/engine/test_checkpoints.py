@@ -1,6 +1,5 @@
 """Checkpoints of a data directory: what replaces what, and what is deleted when."""
 
-import json
 import os
 import resource
 import shutil
@@ -201,38 +200,6 @@ def test_other_weights_of_the_base_are_refused_to_train_and_to_sample(
     snapshots = snapshots_of(checkpoints, other_base, tmp_path)
     with pytest.raises(UserError, match=refusal):
         find(snapshots, checkpoints.save(SAMPLER, backend))
-
-
-def make_old(directory: Path) -> None:
-    """Turn a checkpoint into what Tinsmith wrote before it knew of fingerprints and checksums."""
-    (directory / "manifest.json").unlink()
-    about = json.loads((directory / "checkpoint.json").read_text())
-    del about["base_fingerprint"]
-    (directory / "checkpoint.json").write_text(json.dumps(about | {"format_version": 1}))
-
-
-def test_a_checkpoint_of_before_loads_with_one_warning(
-    backend: LocalBackend, checkpoints: Checkpoints, other_base: BaseModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = checkpoints.save(TRAINING, backend)
-    load(backend, checkpoints, path)
-    assert caplog.messages == []
-    make_old(place(checkpoints, path))
-    load(LocalBackend(other_base, TrainingConfig()), checkpoints, path)
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert record.message.startswith("tinker://m/weights/a was saved by a Tinsmith that kept no checksums and no fingerprint")
-
-
-@pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors", "checkpoint.json"])
-@pytest.mark.parametrize("content", [b"", b"{}", b"garbage", b"\xff" * 1000])
-def test_a_damaged_file_of_before_is_named(backend: LocalBackend, checkpoints: Checkpoints, file: str, content: bytes) -> None:
-    advance(backend, "m", 0)
-    path = checkpoints.save(TRAINING, backend)
-    make_old(place(checkpoints, path))
-    (place(checkpoints, path) / file).write_bytes(content)
-    with pytest.raises(TinsmithError, match=rf"{file} is damaged \(.*\); put back a copy of its directory \w+, or use another checkpoint"):
-        load(backend, checkpoints, path)
 
 
 # ---- What was acknowledged is there after a power cut, and what was deleted does not come back without its files

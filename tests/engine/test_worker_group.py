@@ -17,10 +17,10 @@ from tests.engine.here import LONG_S, Wire
 from tests.engine.light_worker import COMPUTES_S, FACTS
 from tests.engine.test_worker_process import Watched, engine_with, light, link_of_an_engine
 from tinsmith.config import Config, DistributedConfig, SamplingConfig, ServerConfig
-from tinsmith.engine import worker_process
 from tinsmith.engine.watching import SETTLED, Signs, hanging
 from tinsmith.engine.worker_group import LOOK_FOR_HOSTS_S, WorkerGroup
 from tinsmith.engine.worker_process import WorkerProcess
+from tinsmith.protocol import child_process
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
@@ -753,7 +753,7 @@ def test_a_worker_that_hangs_while_it_starts_is_named_when_the_others_wait_for_i
 
 
 def test_the_server_is_told_once_that_workers_are_lost_and_once_that_all_are_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(child_process, "FIRST_DELAY_S", 0.0)
     told: list[Message] = []
     with engine_with("ready", tmp_path, 2) as (server, engine):
 

@@ -15,12 +15,13 @@ from tests.engine.here import LONG_S, Beat
 from tests.engine.light_worker import COMPUTES_S, FACTS, REASON
 from tests.preloaded import REAL_PYTHON
 from tinsmith.config import Config, ServerConfig
-from tinsmith.engine import launching, worker_process
+from tinsmith.engine import launching
 from tinsmith.engine.launching import Launcher
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.engine.worker_process import WorkerProcess
 from tinsmith.errors import ConfigError
+from tinsmith.protocol import child_process
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import ForgetCheckpoint
@@ -133,7 +134,7 @@ def test_a_worker_that_is_killed_is_reported_once_and_another_takes_its_place(wa
     worker.until(lambda: worker.ends)
     assert worker.ends == ["the worker process ended unexpectedly (signal 9)"]
     assert (worker.process.state, worker.process.pid, worker.process.busy_s) == ("down", None, 0.0)
-    assert 0.0 < worker.process.wait_s <= worker_process.FIRST_DELAY_S
+    assert 0.0 < worker.process.wait_s <= child_process.FIRST_DELAY_S
     worker.process.start_if_due()
     assert worker.process.pid is None  # not before it is due
     for _ in range(1000):
@@ -148,8 +149,8 @@ def test_a_worker_that_is_killed_is_reported_once_and_another_takes_its_place(wa
 def test_a_worker_that_cannot_start_is_tried_at_longer_and_longer_intervals(
     watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 1000.0)
-    monkeypatch.setattr(worker_process, "LONGEST_DELAY_S", 3000.0)
+    monkeypatch.setattr(child_process, "FIRST_DELAY_S", 1000.0)
+    monkeypatch.setattr(child_process, "LONGEST_DELAY_S", 3000.0)
     clock = Clock(monkeypatch)
     worker = watch("ready")
 
@@ -251,7 +252,7 @@ def spared(watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> It
 def test_a_worker_that_nothing_can_end_is_named_when_it_is_killed_and_left_behind(
     watch: Callable[..., Watched], spared: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(child_process, "FIRST_DELAY_S", 0.0)
     worker = watch("ready", worker_still_s=4.0)
     first = worker.start()
     worker.ask("hang")

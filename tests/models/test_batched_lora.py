@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.bases import DEVICE
-from tests.memory import CountedMemory
+from tests.counted_memory import CountedMemory
 from tinsmith.errors import UserError
 from tinsmith.models.batched_lora import FEWEST, BatchedAdapters, output_tiles
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.bases import datum, load, random_adapter, random_tokens, renderer, write_family
+from tests.counted_memory import CountedMemory
 from tests.extent import slow
-from tests.memory import CountedMemory
 from tests.models.published import SERVED
 from tests.training.test_backend import backend_with
 from tinsmith.config import ModelsConfig

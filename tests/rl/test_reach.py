@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.running import tinsmith_here
+from tinsmith.commands.ping import ping
 from tinsmith.errors import ConfigError
-from tinsmith.reach import ping
 from tinsmith.rl import reach
 from tinsmith.rl.config import ModelSection, ServerSection
 from tinsmith.rl.policy import connect, open_policy, open_training_client

@@ -93,7 +93,7 @@ async def no_outcome() -> None:
 
 async def replaced(watched: Watched, monkeypatch: pytest.MonkeyPatch, end: Callable[[int], Awaitable[None]]) -> str:
     """Why the engine was absent, after `end` has ended the process of that id: another runs then."""
-    monkeypatch.setattr("tinsmith.server.engine_process._FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("tinsmith.protocol.child_process.FIRST_DELAY_S", 0.0)
     async with running(watched.engine):
         await until(lambda: watched.engine.is_ready)
         pid = pid_of(watched.engine)

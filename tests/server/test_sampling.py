@@ -463,15 +463,6 @@ def test_a_damaged_journal_is_passed_over_with_one_warning(tmp_path: Path, garba
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize(("garbage", "damaged"), [(b"", 0), (b"\xff\x00\xfe\n", 1), (b"*s:sample:0/1\n", 1), (b"+s:sample:0/x\n", 1)])
-def test_the_journal_of_an_older_server_is_read(tmp_path: Path, garbage: bytes, damaged: int, caplog: pytest.LogCaptureFixture) -> None:
-    lines = b"+s:sample:0/1\n+s:sample:0/2\n" + garbage + b"-s:sample:0/1\n+s:sample:0/3\n-s:sample:0/3"
-    (tmp_path / "samples.journal").write_bytes(lines)
-    for _ in range(2):
-        assert list(SampleJournal(tmp_path).waiting) == ["s:sample:0/2", "s:sample:0/3"]
-    assert len(caplog.messages) == damaged
-
-
 def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "samples.journal").mkdir()
     with pytest.raises(ConfigError, match=r"samples\.journal cannot be used: .*; see to that, or delete it"):

@@ -14,11 +14,10 @@ import pytest
 
 from tests.preloaded import REAL_PYTHON
 from tests.store.test_commands import DESCRIPTION, MODEL, SESSION, create_command, done, step
-from tests.store.test_store import older
 from tinsmith.errors import StoreUnavailableError, TinsmithError
 from tinsmith.store.blobs import BlobFiles
 from tinsmith.store.database import FILE_NAME
-from tinsmith.store.records import NewCommand, Outcome
+from tinsmith.store.records import NewCommand
 from tinsmith.store.store import Store
 
 DATA = b"an encoded image"
@@ -180,25 +179,3 @@ def test_a_damaged_image_is_refused_and_can_be_sent_again(store: Store, tmp_path
     assert store.read_blob(DIGEST) is None
     store.append([step(2, images=IMAGE)])
     assert store.read_blob(DIGEST) == DATA
-
-
-def test_images_of_an_older_database_become_files(tmp_path: Path) -> None:
-    older(tmp_path, 3)
-    other = hashlib.sha256(b"other").digest()
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        connection.execute("INSERT INTO models VALUES ('m', 's', 'tiny', '{}', '{}', NULL, 'ready', 1)")
-        for seq_id in (1, 2):
-            row = (seq_id, "m", seq_id, "forward_backward", b"p", "queued", 1)
-            connection.execute(
-                "INSERT INTO commands (id, model_id, seq_id, kind, payload, status, created_at) VALUES (?, ?, ?, ?, ?, ?, ?)", row
-            )
-        connection.executemany("INSERT INTO blobs VALUES (?, ?)", [(DIGEST, DATA), (other, b"other")])
-        connection.executemany("INSERT INTO command_images VALUES (?, ?)", [(1, DIGEST), (2, DIGEST), (2, other)])
-        connection.commit()
-    store = Store.open(tmp_path)
-    assert (store.read_blob(DIGEST), store.read_blob(other)) == (DATA, b"other")
-    assert blobs_in(tmp_path) == sorted([DIGEST.hex(), other.hex()])
-    store.record([Outcome("m/2", b"{}", "json", None, None)])
-    assert blobs_in(tmp_path) == [DIGEST.hex()]
-    store.record([Outcome("m/1", b"{}", "json", None, None)])
-    assert blobs_in(tmp_path) == []

@@ -14,7 +14,7 @@ import pytest
 from tests.store.test_commands import DESCRIPTION
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store.catalog import Page
-from tinsmith.store.database import look_into
+from tinsmith.store.database import look_into, open_database
 from tinsmith.store.session_catalog import describe_session, list_sessions
 from tinsmith.store.store import Store
 
@@ -142,9 +142,7 @@ def test_a_check_reads_what_is_on_the_disk_and_not_what_is_in_memory(tmp_path: P
 def test_a_look_into_a_database_changes_nothing(tmp_path: Path) -> None:
     assert not look_into(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    with closing(sqlite3.connect(tmp_path / "tinsmith.db")) as connection:
-        connection.executescript((Path(__file__).parent / "schema_1.sql").read_text())
-        connection.execute("PRAGMA journal_mode=WAL")
+    open_database(tmp_path).dispose()
     before = (tmp_path / "tinsmith.db").read_bytes()
     assert look_into(tmp_path)
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"tinsmith.db": before}

@@ -1,26 +1,26 @@
 """Opening a store, and what two processes see of each other."""
 
+import shutil
 import sqlite3
 import subprocess
 import time
 from contextlib import closing
 from dataclasses import replace
-from importlib.resources import files
+from importlib.resources import as_file, files
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine, inspect, select
+from sqlalchemy import create_engine, inspect
 
 from tests.preloaded import REAL_PYTHON
 from tests.store.test_commands import MODEL, SESSION, create_command, done
 from tinsmith.errors import ConfigError, NotFoundError, StoreUnavailableError, UserError
-from tinsmith.store import ids, schema
+from tinsmith.store import database, ids, schema
 from tinsmith.store.catalog import publish_checkpoint
 from tinsmith.store.database import FILE_NAME
-from tinsmith.store.files import WRITING_S
 from tinsmith.store.records import Checkpoint, NewCommand, SamplingSession
 from tinsmith.store.store import Store
 from tinsmith.wire.paths import parse_path
@@ -37,24 +37,12 @@ def test_a_session_is_finished_once(store: Store) -> None:
     assert session.finished_at is not None
 
 
-def older(data_dir: Path, version: int) -> None:
-    """A database as that schema version made it, with a session in it, and with a checkpoint if it is of version 2."""
-    with closing(sqlite3.connect(data_dir / FILE_NAME)) as connection:
-        connection.executescript((Path(__file__).parent / f"schema_{version}.sql").read_text())
-        connection.execute("INSERT INTO sessions (session_id, tags, sdk_version, created_at, last_seen_at) VALUES ('s', '[]', '0', 1, 1)")
-        if version == 2:
-            row = "'tinker://m/weights/a', 'm', 'training', 'a', 'd', 'tiny', 'qwen3', '{}', 1, 10, NULL, 1.0, NULL"
-            connection.execute(f"INSERT INTO checkpoints VALUES ({row})")
-        connection.commit()
-
-
 def check_schema(data_dir: Path) -> None:
     """The database is exactly what `schema.py` and the newest revision say."""
     with create_engine(f"sqlite:///{data_dir / FILE_NAME}").connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, schema.metadata) == []
         assert context.get_current_revision() == schema.REVISION
-        assert connection.execute(select(schema.schema_version.c.version)).scalars().all() == [int(schema.REVISION)]
         indexes = {
             (index["name"], tuple(index["column_names"]))
             for name in schema.metadata.tables
@@ -65,29 +53,48 @@ def check_schema(data_dir: Path) -> None:
         }
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
-def test_a_database_of_yesterday_is_migrated(version: int, tmp_path: Path) -> None:
-    older(tmp_path, version)
+MADE_UP = """
+from alembic import op
+from sqlalchemy import Column, Text
+
+revision, down_revision = "6", "5"
+
+def upgrade():
+    op.add_column("sessions", Column("mood", Text, server_default="calm"))
+    op.create_index("ix_sessions_mood", "sessions", ["mood"])
+"""
+
+
+def next_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this Tinsmith one whose schema has a made-up revision more."""
+    with as_file(files("tinsmith.store") / "revisions") as revisions:
+        shutil.copytree(revisions, directory)
+    (directory / "versions" / "v6_made_up.py").write_text(MADE_UP)
+    monkeypatch.setattr(schema, "REVISION", "6")
+    monkeypatch.setattr(database, "REVISIONS", str(directory))
+
+
+def test_a_database_of_the_version_before_is_migrated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Store.open(tmp_path / "data")) as store:
+        store.create_session("s", DESCRIPTION)
+    next_version(tmp_path / "revisions", monkeypatch)
     for _ in range(2):
-        store = Store.open(tmp_path)
-        session = store.session("s")
-        assert session is not None
-        assert session.created_at == 1
-        if version == 2:
-            found = store.require_checkpoint("tinker://m/weights/a", "training")
-            assert (found.directory, found.public, found.has_optimizer) == ("d", False, True)
-        store.close()
-        check_schema(tmp_path)
+        with closing(Store.open(tmp_path / "data")) as store:
+            assert store.session("s") is not None
+        with closing(sqlite3.connect(tmp_path / "data" / FILE_NAME)) as connection:
+            assert connection.execute("SELECT session_id, mood FROM sessions").fetchall() == [("s", "calm")]
+            assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("6",)]
 
 
-def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
-    older(tmp_path, 2)
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        connection.execute("CREATE INDEX ix_sessions_created_at ON sessions (session_id)")  # the last thing that revision 3 wants to make
+def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store.open(tmp_path / "data").close()
+    next_version(tmp_path / "revisions", monkeypatch)
+    with closing(sqlite3.connect(tmp_path / "data" / FILE_NAME)) as connection:
+        connection.execute("CREATE INDEX ix_sessions_mood ON sessions (session_id)")  # the last thing that the revision wants to make
         connection.commit()
         before = list(connection.iterdump())
-        with pytest.raises(ConfigError, match="index ix_sessions_created_at already exists"):
-            Store.open(tmp_path)
+        with pytest.raises(ConfigError, match="index ix_sessions_mood already exists"):
+            Store.open(tmp_path / "data")
         assert list(connection.iterdump()) == before
 
 
@@ -97,7 +104,9 @@ def test_every_revision_leads_to_the_next_and_is_installed(store: Store, tmp_pat
     check_schema(tmp_path)
     directory = files("tinsmith.store") / "revisions"
     revisions = ScriptDirectory(str(directory))
-    assert [revision.revision for revision in revisions.walk_revisions()] == [str(n) for n in range(int(schema.REVISION), 1, -1)]
+    assert [revision.revision for revision in revisions.walk_revisions()] == [
+        str(n) for n in range(int(schema.REVISION), int(schema.BASELINE) - 1, -1)
+    ]
     # What is no package is not in the wheel.
     assert all((place / "__init__.py").is_file() for place in (directory, directory / "versions"))
 
@@ -113,6 +122,7 @@ def test_a_database_that_is_up_to_date_is_opened_without_alembic(tmp_path: Path)
         assert done.stdout == "False\n"
 
 
+UNRELEASED = "schema version 4, made before the first release; this Tinsmith migrates from 5 on: use another data_dir"
 UNKNOWN = r"tinsmith\.db is damaged: it has tables, and its schema version is (None|'x')\. Put back a copy"
 NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 5: use the newer one, or another data_dir"
 
@@ -121,16 +131,19 @@ NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 5: us
     ("change", "why"),
     [
         ("UPDATE alembic_version SET version_num = '99'", NEWER),
+        (
+            "UPDATE alembic_version SET version_num = '4'",
+            "schema version 4, made before the first release; this Tinsmith migrates from 5 on",
+        ),
         ("UPDATE alembic_version SET version_num = 'x'", UNKNOWN),
         ("DELETE FROM alembic_version", UNKNOWN),
         ("DROP TABLE alembic_version", UNKNOWN),
     ],
 )
-def test_a_database_of_tomorrow_or_of_no_version_is_refused(tmp_path: Path, change: str, why: str) -> None:
+def test_a_database_of_another_version_or_of_none_is_refused(tmp_path: Path, change: str, why: str) -> None:
     Store.open(tmp_path).close()
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
         connection.execute(change)
-        connection.execute("DELETE FROM schema_version")
     with pytest.raises(ConfigError, match=why):
         Store.open(tmp_path)
 
@@ -231,16 +244,3 @@ def test_a_checkpoint_whose_row_was_not_taken_is_added_again_with_the_same_files
     store.put_checkpoint(row)  # the answer to the former was lost
     assert store.require_checkpoint("tinker://m/weights/a") == replace(row, public=True)
     assert (store.known_directories(), store.discarded_directories()) == ({"d"}, [])
-
-
-def test_directories_of_an_older_database_are_told_apart(tmp_path: Path) -> None:
-    older(tmp_path, 3)
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        rows = [("deleted", time.time() - 60), ("begun", time.time() + WRITING_S - 60), ("left", time.time() + 0.001)]
-        connection.executemany("INSERT INTO discarded VALUES (?, ?)", rows)
-        connection.commit()
-    store = Store.open(tmp_path)
-    assert store.known_directories() == {"deleted", "begun", "left"}
-    assert store.discarded_directories() == ["deleted", "left"]
-    store.put_checkpoint(checkpoint("tinker://m/weights/a", directory="begun"))
-    assert store.discarded_directories() == ["deleted", "left"]

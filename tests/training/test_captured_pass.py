@@ -31,7 +31,7 @@ def work_of(base: BaseModel, model: str, *lengths: int, seed: int = 0) -> list[D
 
 @pytest.fixture(scope="module")
 def base(family_dir: Callable[[str], Path]) -> BaseModel:
-    """A text model, in half precision on a GPU, which captures nothing else. It has biases: tokens that fill a row are not zeros for ever."""
+    """A text model, in half precision on a GPU, which captures nothing else. Its biases make tokens that fill a row differ from 0."""
     base = load(family_dir("qwen2"), dtype="float32" if DEVICE == "cpu" else "bfloat16")
     for name, parameter in base.language_model.named_parameters():
         if name.endswith("bias"):

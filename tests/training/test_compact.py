@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.bases import DEVICE, datum, load, new_ref, random_tokens, renderer
+from tests.counted_memory import CountedMemory
 from tests.extent import amount, slow
-from tests.memory import CountedMemory
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.models.base import BaseModel

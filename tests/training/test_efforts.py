@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.bases import DEVICE, datum, load, random_tokens, renderer
-from tests.memory import CountedMemory
+from tests.counted_memory import CountedMemory
 from tests.training.test_backend import backend_with, gradients
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel

@@ -10,12 +10,13 @@ import pytest
 from tests.bases import load
 from tests.models.published import SERVED
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
+from tinsmith.memory.base_plan import DevicePlace
+from tinsmith.memory.modes import plan_modes
+from tinsmith.memory.plan import make_plan
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE, ModelBytes, divide_memory, longest_trained
 from tinsmith.models.machine import Machine
 from tinsmith.models.sizing import beside_weights, size_of
-from tinsmith.modes import Share, plan_modes
-from tinsmith.plan import make_plan
 from tinsmith.protocol.facts import ModelFacts, advertised_context
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.prefix import BLOCK
@@ -35,7 +36,7 @@ def test_plan_and_server_agree(family_dir: Callable[[str], Path], monkeypatch: p
     base = load(family_dir(family), device="cpu", max_context=1024)
     weights = sum(parameter.nbytes for parameter in base.network.parameters())
     monkeypatch.setattr("tinsmith.worker.device_memory.free_memory", lambda device: mib * MIB)
-    monkeypatch.setattr("tinsmith.plan.look_around", partial(Machine, 1, 2**40, mib * MIB + weights, [], "there is none"))
+    monkeypatch.setattr("tinsmith.memory.plan.look_around", partial(Machine, 1, 2**40, mib * MIB + weights, [], "there is none"))
     planned = make_plan(config, training.planned_rank, None)
     memory = DeviceMemory({"tiny": base}, config)
     longest = memory.longest_trained("tiny")
@@ -61,8 +62,8 @@ def test_plan_and_server_agree_on_what_two_base_models_leave_each_other(
     monkeypatch.setattr("tinsmith.worker.device_memory.free_memory", lambda device: 25 * MIB)
     memory = DeviceMemory(bases, config)
     for family, other in (families, families[::-1]):
-        share = Share(25 * MIB + weights, 25 * MIB, on_gpu=False)
-        beside, alone = (plan_modes(sizes[family], share, config, 32, 1, others)[0] for others in ([sizes[other]], []))
+        place = DevicePlace("", on_gpu=False, free=25 * MIB + weights, total=2**40, host_free=25 * MIB)
+        beside, alone = (plan_modes(sizes[family], place, config, 32, 1, others)[0] for others in ([sizes[other]], []))
         assert beside.cache_bytes == memory.budgets[family].cache
         assert 0 < beside.longest_sequence == memory.longest_trained(family) < alone.longest_sequence
 

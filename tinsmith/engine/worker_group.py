@@ -24,7 +24,8 @@ from tinsmith.engine.records import Records
 from tinsmith.engine.routing import Routing
 from tinsmith.engine.shares import divide, join, same_outcome
 from tinsmith.engine.watching import hanging
-from tinsmith.engine.worker_process import LAST_WORDS_S, WORKER, WorkerProcess
+from tinsmith.engine.worker_process import WORKER, WorkerProcess
+from tinsmith.protocol.child_process import LAST_WORDS_S
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message

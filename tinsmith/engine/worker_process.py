@@ -13,6 +13,7 @@ import psutil
 from tinsmith.config import Config
 from tinsmith.engine.launching import ChildProcesses, Launcher, WorkerProgram, WorkerStart
 from tinsmith.engine.watching import Signs
+from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, next_delay_s
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
@@ -22,16 +23,6 @@ from tinsmith.protocol.serving import Bye, Shutdown
 from tinsmith.protocol.work import WorkerReady, WorkerStatus
 
 log = logging.getLogger(__name__)
-
-FIRST_DELAY_S = 1.0
-LONGEST_DELAY_S = 30.0
-"""Between a worker's end and the start of the next, in seconds: doubled for each that was never ready."""
-
-WATCH_S = 1.0
-"""Seconds between two looks for heartbeats."""
-
-LAST_WORDS_S = 0.5
-"""How long the last messages of a worker that has ended may take to arrive, in seconds."""
 
 NO_STATUS = WorkerStatus(0, 0, 0, 0, 0, {}, {})
 """Of a worker that has told nothing."""
@@ -179,11 +170,11 @@ class WorkerProcess:
         while not self.fault and exit_code > 0 and time.monotonic() < deadline:  # of one that was killed there are no last words
             time.sleep(0.01)
             self.last_messages += self.receive()
-        reason = f"the worker process ended unexpectedly ({self.fault or self.process.fault or _describe(exit_code)})"
+        reason = f"the worker process ended unexpectedly ({self.fault or self.process.fault or exit_text(exit_code)})"
         self._close_link()
         self.state, self.signs = "down", Signs(self.config.server)
         self.sampled_before, self.status = self.sampled_tokens, NO_STATUS
-        self._delay_s = FIRST_DELAY_S if self._was_ready else min(max(FIRST_DELAY_S, 2 * self._delay_s), LONGEST_DELAY_S)
+        self._delay_s = next_delay_s(self._delay_s, self._was_ready)
         self._start_at = time.monotonic() + self._delay_s
         return reason
 
@@ -230,7 +221,3 @@ def _is_stopped(pid: int | None) -> bool:
     with suppress(psutil.Error):
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     return False
-
-
-def _describe(exit_code: int) -> str:
-    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

@@ -23,6 +23,7 @@ from tinsmith.models.layout import Layout, Projection
 from tinsmith.models.lora import LORA_ALPHA, Adapter
 from tinsmith.models.one_row import multiply
 from tinsmith.models.packed_lora import Before, project_behind
+from tinsmith.models.with_kernel import HALF
 
 FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""
@@ -143,7 +144,7 @@ class RowAdapters:
     def __init__(self, batched: BatchedAdapters, columns: Tensor) -> None:
         self.matrices = batched.matrices
         self.columns = columns
-        self._uses_kernels = columns.is_cuda and batched.dtype in (torch.bfloat16, torch.float16) and has_triton()
+        self._uses_kernels = columns.is_cuda and batched.dtype in HALF and has_triton()
         if not self._uses_kernels and self.matrices:
             column = torch.arange(batched.columns, device=columns.device)
             start, end = columns.unsqueeze(-1).unbind(1)  # [rows, 1] each

@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.digests import Block, blocks_of, digests_of
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.files import INDEX, PICKLED, WHOLE, local_directory, read_header, safetensors_files
+from tinsmith.store.digests import Block, blocks_of, digests_of
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,3 @@ class WeightsRef:
     def of_base(cls, base_model: str) -> "WeightsRef":
         """The weights that a base model was loaded with."""
         return cls(base_model, "", base_model)
-
-    @property
-    def is_base(self) -> bool:
-        """Whether these are the base model's own weights."""
-        return not self.key

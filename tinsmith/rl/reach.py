@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 from tinsmith.errors import ConfigError
-from tinsmith.reach import HEALTH, keep_from_proxy, one_line, open_url, why_unanswered, without_user
+from tinsmith.http_client import HEALTH, keep_from_proxy, one_line, open_url, why_unanswered, without_user
 from tinsmith.rl.config import ServerSection
 
 log = logging.getLogger(__name__)

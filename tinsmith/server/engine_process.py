@@ -13,21 +13,16 @@ import zmq
 
 from tinsmith.config import Config, to_tree
 from tinsmith.errors import ConfigError, EngineUnavailableError, StoreUnavailableError
+from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, next_delay_s
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, Ready, Recovering, Saving, Shutdown
 
 log = logging.getLogger(__name__)
 
-_FIRST_DELAY_S = 1.0
-_LONGEST_DELAY_S = 30.0
 _LOADING = "the engine is loading its models"
 _DATABASE_RETRY_S = 1.0
 """Time between two attempts to write down that an engine has ended."""
-_WATCH_S = 1.0
-"""Time between two looks for heartbeats."""
-_LAST_WORDS_S = 0.5
-"""How long the last message of an engine that has ended may take to be read."""
 
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """Threads of a pass that wait for each other sleep: where other processes need the cores, those that spin make it ten times slower."""
@@ -103,10 +98,10 @@ class EngineProcess:
             if self._stop.is_set():
                 return
             ever_ready |= was_ready
-            happened = f"the engine process ended unexpectedly ({self._fault or _describe(exit_code)})"
+            happened = f"the engine process ended unexpectedly ({self._fault or exit_text(exit_code)})"
             if not ever_ready:
                 raise ConfigError(f"{happened} before it could take work; its output above says why")
-            delay_s = _FIRST_DELAY_S if was_ready else min(2 * delay_s, _LONGEST_DELAY_S)
+            delay_s = next_delay_s(delay_s, was_ready)
             self.reason = f"{happened}; it is restarted in {delay_s:.0f} s"
             log.error(self.reason)
 
@@ -161,9 +156,9 @@ class EngineProcess:
             self._fault = f"the server could not listen to it any more: {failed.exception()!r}"
             process.kill()
         exit_code = await exited
-        self.state, self.reason, self.busy_s = "down", f"the engine process has ended ({_describe(exit_code)})", 0.0
+        self.state, self.reason, self.busy_s = "down", f"the engine process has ended ({exit_text(exit_code)})", 0.0
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(LAST_WORDS_S):
                 await self._bye.wait()
         return exit_code
 
@@ -210,8 +205,8 @@ class EngineProcess:
         silent_s = 0.0
         while True:
             self._beaten = False
-            await asyncio.sleep(_WATCH_S)
-            silent_s = 0.0 if self._beaten else silent_s + _WATCH_S
+            await asyncio.sleep(WATCH_S)
+            silent_s = 0.0 if self._beaten else silent_s + WATCH_S
             if silent_s >= self._config.server.engine_silent_s:
                 if self.state == "ready":
                     log.error("the engine has shown no sign of life for %.0f s; it is not given new work", silent_s)
@@ -266,7 +261,3 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         log.warning("the engine did not exit by itself and is killed")
         process.kill()
         await process.wait()
-
-
-def _describe(exit_code: int) -> str:
-    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

@@ -20,8 +20,6 @@ _SPARE_BYTES = 2**20
 """How much more than twice its records the file may hold before those that have been seen are taken out."""
 _MOST_BYTES = 64 * 2**20
 """Of samples that are waited for. Beyond it the oldest are forgotten; their clients are long gone."""
-_MARKS = {"+": "waits", "-": "seen"}
-"""How the lines of text began that older versions wrote instead of records."""
 
 
 class SampleJournal:
@@ -62,8 +60,7 @@ class SampleJournal:
             self._shorten()
 
     def _read(self) -> None:
-        data = self._path.read_bytes()
-        content = _read_lines(data) if data[:1] in (b"+", b"-") else append_file.read(data)
+        content = append_file.read(self._path.read_bytes())
         damaged = content.damaged
         for record in content.records:
             match record:
@@ -97,10 +94,3 @@ class SampleJournal:
 
 def _is_sample(request_id: str) -> bool:
     return ids.is_sample(request_id) and ids.parse_request_id(request_id) is not None
-
-
-def _read_lines(data: bytes) -> append_file.Content:
-    """The journal of an older version, which a server meets once, when it has been upgraded."""
-    *lines, _cut_off = data.decode(errors="replace").split("\n")
-    known = [line for line in lines if line[:1] in _MARKS]
-    return append_file.Content([{_MARKS[line[:1]]: line[1:]} for line in known], len(lines) - len(known))

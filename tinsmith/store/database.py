@@ -28,6 +28,8 @@ from tinsmith.store import schema
 from tinsmith.store.sync import make_directory, sync
 
 FILE_NAME = "tinsmith.db"
+REVISIONS = "tinsmith.store:revisions"
+"""Where Alembic finds the revisions."""
 
 _PRAGMAS = ("journal_mode=WAL", f"journal_size_limit={64 * 2**20}", "foreign_keys=ON")
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
@@ -109,8 +111,9 @@ class Database:
 def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
     """Open the database in `data_dir`; create both if they do not exist.
 
-    A database of an older version is migrated. Raises ConfigError: the directory or file cannot be used, is damaged, or is of a newer
-    version. Later, transactions raise StoreUnavailableError after waiting `busy_s` seconds for the lock, or if the disk is full or fails.
+    A database of an older version is migrated. Raises ConfigError: the directory or file cannot be used, is damaged, or of a version that
+    is not known. Later, transactions raise StoreUnavailableError after waiting `busy_s` seconds for the lock, or if the disk is full or
+    fails.
     """
     path = data_dir / FILE_NAME
     try:
@@ -151,7 +154,7 @@ def check(database: Database) -> None:
 def look_into(data_dir: Path) -> bool:
     """Read the whole database of a directory and change nothing; False if there is none. A server may use it meanwhile.
 
-    Raises ConfigError: it cannot be read, is damaged, or of a newer version.
+    Raises ConfigError: it cannot be read, is damaged, or of a version that is not known.
     """
     path = (data_dir / FILE_NAME).absolute()
     if not path.exists():
@@ -160,7 +163,7 @@ def look_into(data_dir: Path) -> bool:
     try:
         with reading.begin() as connection:
             _require_sound(connection, path)
-            _older_version(connection, path)
+            _is_older(connection, path)
     except (DatabaseError, StoreUnavailableError) as error:
         raise _unusable(path, error) from error
     finally:
@@ -180,7 +183,7 @@ def _unusable(path: Path, error: DatabaseError | StoreUnavailableError) -> Confi
 
 
 def give_back(database: Database, spare_pages: int, most_pages: int) -> None:
-    """Shorten the file by up to `most_pages` of those that are free, but for `spare_pages`. Files of older versions keep theirs."""
+    """Shorten the file by up to `most_pages` of those that are free, but for `spare_pages`."""
     with database.normal.connect() as connection:
         driver = connection.connection.driver_connection
         assert driver is not None
@@ -271,29 +274,26 @@ def _begin(connection: Connection) -> None:
 
 
 def _bring_to_our_version(connection: Connection, path: Path) -> None:
-    tables = set(inspect(connection).get_table_names())
-    if not tables:
+    if not inspect(connection).get_table_names():
         schema.metadata.create_all(connection)
         schema.alembic_version.create(connection)
-        connection.execute(schema.schema_version.insert().values(version=int(schema.REVISION)))
         connection.execute(schema.alembic_version.insert().values(version_num=schema.REVISION))
-        return
-    older = _older_version(connection, path)
-    if older is not None:
-        _upgrade(connection, older, is_stamped=schema.alembic_version.name in tables)
+    elif _is_older(connection, path):
+        _upgrade(connection)
 
 
-def _older_version(connection: Connection, path: Path) -> int | None:
-    """The version of a database that is to be migrated; None for one of ours. Raises ConfigError: damaged, or of a newer version."""
+def _is_older(connection: Connection, path: Path) -> bool:
+    """Whether a database is to be migrated. Raises ConfigError: damaged, or of a version that this Tinsmith does not know."""
     tables = set(inspect(connection).get_table_names())
     if not tables:
         raise damaged(path, "it is empty")
-    revision = _revision(connection, tables)
+    stamped = schema.alembic_version.name in tables
+    revision = connection.execute(select(schema.alembic_version.c.version_num)).scalar() if stamped else None
     if revision == schema.REVISION:
         missing = schema.metadata.tables.keys() - tables
         if missing:
             raise damaged(path, f"there is no table {', '.join(sorted(missing))}")
-        return None
+        return False
     if revision is None or not revision.isdecimal():
         raise damaged(path, f"it has tables, and its schema version is {revision!r}")
     if int(revision) > int(schema.REVISION):
@@ -301,29 +301,20 @@ def _older_version(connection: Connection, path: Path) -> int | None:
             f"{path} has schema version {revision}, made by a newer Tinsmith; this one knows up to {schema.REVISION}: "
             "use the newer one, or another data_dir"
         )
-    return int(revision)
+    if int(revision) < int(schema.BASELINE):
+        raise ConfigError(
+            f"{path} has schema version {revision}, made before the first release; this Tinsmith migrates from {schema.BASELINE} on: "
+            "use another data_dir"
+        )
+    return True
 
 
-def _revision(connection: Connection, tables: set[str]) -> str | None:
-    """The schema version of a database that has tables; None if it does not say one."""
-    if schema.alembic_version.name in tables:
-        return connection.execute(select(schema.alembic_version.c.version_num)).scalar()
-    if schema.schema_version.name in tables:
-        version = connection.execute(select(schema.schema_version.c.version)).scalar()
-        return None if version is None else str(version)
-    return None
-
-
-def _upgrade(connection: Connection, version: int, is_stamped: bool) -> None:
-    """Run the revisions above `version`, all in the transaction of `connection`: the database is migrated whole or stays as it was."""
+def _upgrade(connection: Connection) -> None:
+    """Run the revisions that are missing, all in the transaction of `connection`: the database is migrated whole or stays as it was."""
     from alembic import command  # only here: it takes a tenth of a second, and most databases need no migration
     from alembic.config import Config
 
-    if not is_stamped:  # versions 1 to 3 were noted in `schema_version` only; version 1 is the base, which Alembic notes as no row
-        schema.alembic_version.create(connection)
-        if version > 1:
-            connection.execute(schema.alembic_version.insert().values(version_num=str(version)))
     config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", "tinsmith.store:revisions")
+    config.set_main_option("script_location", REVISIONS)
     config.set_main_option("path_separator", "os")
     command.upgrade(config, "head")

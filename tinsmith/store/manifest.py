@@ -12,8 +12,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tinsmith.digests import BLOCK_BYTES, blocks_of, digests_of
 from tinsmith.errors import TinsmithError
+from tinsmith.store.digests import BLOCK_BYTES, blocks_of, digests_of
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.sync import sync
 
@@ -92,12 +92,12 @@ def parse_manifest(text: str | bytes, shown: str) -> Manifest:
     return Manifest(row, {name: FileDigests(**file) for name, file in content["files"].items()})
 
 
-def read_manifest(directory: Path, shown: str) -> Manifest | None:
-    """The manifest of a directory; None if it has none: older versions wrote none. Raises as `parse_manifest`."""
+def read_manifest(directory: Path, shown: str) -> Manifest:
+    """The manifest of a directory. Raises TinsmithError if there is none, and as `parse_manifest`."""
     try:
         text = (directory / NAME).read_bytes()
-    except FileNotFoundError:
-        return None
+    except FileNotFoundError as error:
+        raise TinsmithError(f"{shown}/{NAME} is missing; {REMEDY}") from error
     return parse_manifest(text, shown)
 
 

@@ -23,14 +23,13 @@ from sqlalchemy import (
 
 REVISION = "5"
 """The newest Alembic revision. Revisions are numbers, so that one which is not known here can be told to be newer."""
+BASELINE = "5"
+"""The oldest revision of which databases are migrated; those before were never released."""
 
 metadata = MetaData()
 
 # Alembic's own table. It is not part of `metadata`, which Alembic compares with what is there.
 alembic_version = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
-
-# Read by nobody but Tinsmiths of schema versions 1 to 3: that it holds a higher number than theirs makes them refuse the database.
-schema_version = Table("schema_version", metadata, Column("version", Integer, primary_key=True))
 
 sessions = Table(
     "sessions",

@@ -1,4 +1,4 @@
-"""Training on one base model: the `Backend` interface, and its implementation in one process (`LocalBackend`).
+"""Training on one base model in one process.
 
 It holds the models and their optimizers, and divides work into passes (`packed_pass.py`). A pass that finds too little memory recomputes
 more of itself (`efforts.py`), and one that fails in any other way, or still, is halved until the datum is found that fails.
@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ from tinsmith.training.sequence_parallel import SequenceParallel
 from tinsmith.training.state_part import StatePart
 from tinsmith.training.together import step_together
 
-__all__ = ["Backend", "DatumResult", "DatumWork", "LocalBackend", "PassError", "PassResult", "is_out_of_memory"]
+__all__ = ["DatumResult", "DatumWork", "LocalBackend", "PassError", "PassResult", "is_out_of_memory"]
 
 log = logging.getLogger(__name__)
 
@@ -63,88 +62,15 @@ class PassError:
     """Whether the same work may succeed in smaller passes for no other reason than their size."""
 
 
-class Backend(Protocol):
-    """What a worker needs of a trainer. Weights given out by `snapshot` stay as they are whatever happens later.
+class LocalBackend:
+    """Training on one base model, on its device. Weights given out by `snapshot` stay as they are whatever happens later.
 
-    What copies weights raises UserError, with both numbers, if the copy does not fit into the memory.
+    What copies weights raises UserError, with both numbers, if the copy does not fit into the memory. `DividedBackend` is the one of
+    workers that share the layers.
     """
 
-    tokens_per_pass: int
-    """Most tokens to give to one pass. It falls when memory runs out."""
-    needs_all: bool
-    """Whether each of several workers must be given every pass, be it one without a datum: they compute it together."""
-
-    def create_model(self, model_id: str, shape: LoraShape) -> None:
-        """A new model, of LoRA or of rank 0 with all its parameters, with gradient accumulators and a fresh optimizer."""
-        ...
-
-    def delete_model(self, model_id: str) -> None:
-        """Free what the model holds."""
-        ...
-
-    def run_pass(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
-        """Log-probabilities and losses of all datums; with `backward` their gradients are accumulated too.
-
-        `look` may be called between layers. What it raises ends the pass: GivenUpError, when nobody waits for any of its datums any more,
-        who may have left gradients then.
-        """
-        ...
-
-    def run_together(self, number: int, work: DatumWork | TinsmithError, backward: bool) -> DatumResult:
-        """One sequence, of which every worker computes a slice: to be called by all, for passes in one order (`sequence_parallel.py`).
-
-        `work` may be why it cannot be computed. Raises the same error on all workers, and leaves no gradient then.
-        """
-        ...
-
-    def optim_step(self, model_id: str, settings: AdamSettings) -> dict[str, float]:
-        """Apply and clear the accumulated gradients; returns metrics."""
-        ...
-
-    def clear_gradients(self, model_id: str) -> None:
-        """Forget the accumulated gradients. A model that is not there has none."""
-        ...
-
-    def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
-        """A frozen copy of the model's weights, to sample from under the identity `ref`."""
-        ...
-
-    def help_to_snapshot(self, model_id: str) -> None:
-        """Give the worker that samples what its `snapshot` needs of this one, which `needs_all`."""
-        ...
-
-    def agree_to_create(self, refusal: TinsmithError | None) -> None:
-        """Before `create_model`: raise `refusal`, if there is one, on all workers that would compute the model together."""
-        ...
-
-    def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
-        """A copy of the weights, and with `optimizer` of what AdamW remembers, for `checkpoint.write_state`.
-
-        An adapter's copy lies on the device as long as that has room, so that training goes on after a few operations. Accumulated
-        gradients are not part of it. Training may go on at once, while another thread writes the copy.
-        """
-        ...
-
-    def copy_part(self, model_id: str, optimizer: bool) -> StatePart | None:
-        """This worker's part of such a copy, in host memory; None if each worker has all of the model, which `copy_state` copies then.
-
-        To be called by all workers, which `needs_all`. If one cannot copy its part, the same error is raised on all.
-        """
-        ...
-
-    def restore(self, model_id: str, state: SavedState) -> None:
-        """Create the model from what `checkpoint.read_state` read, or replace it. Without moments the optimizer starts fresh.
-
-        A model of rank 0 that is replaced is freed before its memory is taken again: if the load fails after that, the model starts anew
-        from the base, or is gone if there is no memory for that either.
-        """
-        ...
-
-
-class LocalBackend:
-    """The `Backend` of one process, whose device is the base model's."""
-
     needs_all = False
+    """Whether each of several workers must be given every pass, be it one without a datum: they compute it together."""
 
     def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup | None = None, eager: bool = False) -> None:
         """With a `group` every worker of it holds the same models, and steps add up the gradients of all. `eager`: no pass is a graph."""
@@ -152,6 +78,7 @@ class LocalBackend:
         self.group = group
         self.config = config
         self.tokens_per_pass = config.tokens_per_pass
+        """Most tokens to give to one pass. It falls when memory runs out."""
         self.full_state = full_state(config)
         self.optimizers: dict[str, Optimizer] = {}
         memory = pass_memory_of(base.layout, base.text_config, base.dtype)
@@ -175,6 +102,7 @@ class LocalBackend:
         self.host_share, self.beside = share, beside
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
+        """A new model, of LoRA or of rank 0 with all its parameters, with gradient accumulators and a fresh optimizer."""
         base = self.base
         weights: Weights
         if shape.rank == 0:
@@ -189,9 +117,11 @@ class LocalBackend:
         self.optimizers[model_id] = ModelOptimizer(weights)
 
     def delete_model(self, model_id: str) -> None:
+        """Free what the model holds."""
         self.optimizers.pop(model_id, None)
 
     def optim_step(self, model_id: str, settings: AdamSettings) -> dict[str, float]:
+        """Apply and clear the accumulated gradients; returns metrics."""
         if self.group is not None:  # one that has no such model would let the others wait for its gradients
             self.group.agree(model_id in self.optimizers, f"whether model {model_id} is there")
         optimizer = self._optimizer(model_id)
@@ -210,10 +140,12 @@ class LocalBackend:
         return optimizer.step(settings) if self.group is None else step_together(optimizer, settings, self.group)
 
     def clear_gradients(self, model_id: str) -> None:
+        """Forget the accumulated gradients. A model that is not there has none."""
         if model_id in self.optimizers:
             self.optimizers[model_id].clear()
 
     def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
+        """A frozen copy of the model's weights, to sample from under the identity `ref`."""
         weights = self._optimizer(model_id).weights
         if isinstance(weights, FullWeights):
             size = snapshot_bytes(weights.parameter_count, weights.dtype)
@@ -221,17 +153,27 @@ class LocalBackend:
         return weights.snapshot(ref)
 
     def help_to_snapshot(self, model_id: str) -> None:
-        """Nothing: each worker that samples has all of it."""
+        """Give the worker that samples what its `snapshot` needs of this one: nothing, where each has all of it."""
 
     def agree_to_create(self, refusal: TinsmithError | None) -> None:
+        """Before `create_model`: raise `refusal`, if there is one, on all workers that would compute the model together."""
         if refusal is not None:
             raise refusal
 
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
+        """A copy of the weights, and with `optimizer` of what AdamW remembers, for `checkpoint.write_state`.
+
+        An adapter's copy lies on the device as long as that has room, so that training goes on after a few operations. Accumulated
+        gradients are not part of it. Training may go on at once, while another thread writes the copy.
+        """
         model = self._optimizer(model_id)
         return self.copied(model, About.of(self.base, model.weights.shape), optimizer)
 
     def copy_part(self, model_id: str, optimizer: bool) -> StatePart | None:
+        """This worker's part of such a copy, in host memory; None here, as each worker has all of the model, which `copy_state` copies.
+
+        To be called by all workers, which `needs_all`. If one cannot copy its part, the same error is raised on all.
+        """
         return None
 
     def copied(self, model: Optimizer, about: About, optimizer: bool) -> SavedState:
@@ -244,6 +186,11 @@ class LocalBackend:
         return copy_to_host(about, model.weights, moments)
 
     def restore(self, model_id: str, state: SavedState) -> None:
+        """Create the model from what `checkpoint.read_state` read, or replace it. Without moments the optimizer starts fresh.
+
+        A model of rank 0 that is replaced is freed before its memory is taken again: if the load fails after that, the model starts anew
+        from the base, or is gone if there is no memory for that either.
+        """
         if state.about.shape.rank > 0 or model_id not in self.optimizers:
             self._load(model_id, state)
             return
@@ -265,10 +212,11 @@ class LocalBackend:
         self.optimizers[model_id] = ModelOptimizer(weights_from(state, self.base), state.moments)
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
-        """Run the work in as many passes as it takes. `look` is called between layers.
+        """Log-probabilities and losses of all datums, in as many passes as it takes; with `backward` gradients are accumulated too.
 
-        Full weights have passes of their own. Work that fails is halved until what fails is a single datum: one that is bad, or that
-        needs more memory than there is. A datum of a model that is not there fails alone.
+        `look` is called between layers. What it raises ends the pass: GivenUpError, when nobody waits for any of its datums any more,
+        who may have left gradients then. Full weights have passes of their own. Work that fails is halved until what fails is a single
+        datum: one that is bad, or that needs more memory than there is. A datum of a model that is not there fails alone.
         """
         self._look = look
         results: list[DatumResult | None] = [None] * len(work)
@@ -296,6 +244,10 @@ class LocalBackend:
         return PassResult(results, failures)
 
     def run_together(self, number: int, work: DatumWork | TinsmithError, backward: bool) -> DatumResult:
+        """One sequence, of which every worker computes a slice: to be called by all, for passes in one order (`sequence_parallel.py`).
+
+        `work` may be why it cannot be computed. Raises the same error on all workers, and leaves no gradient then.
+        """
         if self.sequences is None:
             raise TinsmithError("this worker is alone: it computes no sequence together with others")
         return self.sequences.run(number, work, backward, self._optimizer)

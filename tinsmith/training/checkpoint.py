@@ -28,8 +28,6 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.update_check import MOMENTS
 
 FORMAT_VERSION = 2
-_READABLE = (1, 2)
-"""Version 1 has no fingerprint of the base."""
 
 ABOUT_FILE, WEIGHTS_FILE, OPTIMIZER_FILE = "checkpoint.json", "adapter.safetensors", "optimizer.safetensors"
 _HOST = torch.device("cpu")
@@ -151,18 +149,16 @@ def write_state(state: SavedState, directory: Path) -> None:
 def read_about(directory: Path) -> About:
     """What the checkpoint in `directory` is.
 
-    Raises UserError if its format is newer than ours, TinsmithError naming the file if it is damaged, FileNotFoundError if it is not there.
+    Raises UserError if its format is not ours, TinsmithError naming the file if it is damaged, FileNotFoundError if it is not there.
     """
     path = directory / ABOUT_FILE
     text = path.read_bytes()
     try:
         about = json.loads(text)
         version = about["format_version"]
-        if version not in _READABLE:
-            raise UserError(
-                f"the checkpoint has format version {version}; this Tinsmith reads up to {FORMAT_VERSION}, use the one that wrote it"
-            )
-        return About(**{"base_fingerprint": None} | about | {"shape": LoraShape(**about["shape"])})
+        if version != FORMAT_VERSION:
+            raise UserError(f"the checkpoint has format version {version}; this Tinsmith reads {FORMAT_VERSION}, use the one that wrote it")
+        return About(**about | {"shape": LoraShape(**about["shape"])})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
 

@@ -46,7 +46,7 @@ Outcome = list[DatumResult] | PassError
 
 
 class DividedBackend(LocalBackend):
-    """The `Backend` of one of several workers that share the layers of the base."""
+    """The backend of one of several workers that share the layers of the base."""
 
     needs_all = True
 
@@ -147,6 +147,7 @@ class DividedBackend(LocalBackend):
     # ---- What is saved
 
     def copy_part(self, model_id: str, optimizer: bool) -> StatePart | None:
+        """This worker's part of the weights; None of an adapter, of which each worker has all. To be called by all workers."""
         model = self._agreed(model_id)
         if model is None:
             return None

@@ -3,7 +3,6 @@
 The engine gives a directory that nobody else writes to, and makes the checkpoint exist with its row when the files are complete.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +12,9 @@ from safetensors import SafetensorError
 
 from tinsmith.errors import TinsmithError
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.manifest import NAME as MANIFEST
-from tinsmith.store.manifest import REMEDY, read_manifest, verify_files, write_manifest
+from tinsmith.store.manifest import read_manifest, verify_files, write_manifest
 from tinsmith.store.records import Checkpoint
 from tinsmith.training.checkpoint import OPTIMIZER_FILE, has_moments, read_about
-
-log = logging.getLogger(__name__)
 
 
 def write_files(files: CheckpointFiles, row: Mapping[str, Any], write: Callable[[Path], None], joint: bool = False) -> dict[str, Any]:
@@ -47,7 +43,7 @@ def refused_by_disk(tinker_path: str, who: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def opened_files(files: CheckpointFiles, tinker_path: str, place: str, optimizer: bool) -> Iterator[Path]:
+def opened_files(files: CheckpointFiles, place: str, optimizer: bool) -> Iterator[Path]:
     """A directory with the files of a checkpoint, to read while the body runs; they are what was written.
 
     Without `optimizer` the optimizer's file is not checked and must not be read. Raises TinsmithError naming a file that is damaged.
@@ -55,19 +51,5 @@ def opened_files(files: CheckpointFiles, tinker_path: str, place: str, optimizer
     with files.fetched(place) as directory:
         shown = files.shown(place)
         written = read_manifest(directory, shown)
-        if written is not None:
-            verify_files(written, directory, shown, [name for name in written.files if optimizer or name != OPTIMIZER_FILE])
-        else:
-            _pass_unverified(tinker_path, directory, shown)
+        verify_files(written, directory, shown, [name for name in written.files if optimizer or name != OPTIMIZER_FILE])
         yield directory
-
-
-def _pass_unverified(tinker_path: str, directory: Path, shown: str) -> None:
-    """Warn of a checkpoint that has no manifest, because it is an old one. Raises TinsmithError if it is not."""
-    if read_about(directory).format_version > 1:
-        raise TinsmithError(f"{shown}/{MANIFEST} is missing; {REMEDY}")
-    log.warning(
-        "%s was saved by a Tinsmith that kept no checksums and no fingerprint of the base model: neither can be checked; "
-        "save it again to have that",
-        tinker_path,
-    )

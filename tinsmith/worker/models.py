@@ -163,7 +163,7 @@ class Models:
 
     def _read(self, message: LoadModel) -> SavedState:
         backend = self.backends[message.base_model]
-        with opened_files(self.files, message.tinker_path, message.directory, message.optimizer) as directory:
+        with opened_files(self.files, message.directory, message.optimizer) as directory:
             return read_state(directory, backend.base, message.optimizer)
 
     def _loaded(self, message: LoadModel, ended: "Future[SavedState]") -> None:

@@ -20,7 +20,7 @@ from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store import ids
-from tinsmith.training.backend import Backend, DatumResult, DatumWork
+from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.wire.compression import unpacked_size
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.worker.background import Background
@@ -42,7 +42,7 @@ Rendered = tuple[Piece, DatumWork | TinsmithError]
 class Trained:
     """What trains on one base model."""
 
-    backend: Backend
+    backend: LocalBackend
     renderer: Renderer
     longest: int
     """Most tokens of a sequence that trains: in the memory of the device, or of those of all workers together."""
@@ -257,7 +257,7 @@ Outcome = tuple[dict[Piece, DatumResult], dict[Piece, TinsmithError]]
 """What a pass gives: datums with a result, and those that failed."""
 
 
-def _compute_share(backend: Backend, message: RunPass, rendered: "list[Rendered]", look: Callable[[], None] | None) -> Outcome:
+def _compute_share(backend: LocalBackend, message: RunPass, rendered: "list[Rendered]", look: Callable[[], None] | None) -> Outcome:
     """Compute a pass, or this worker's share of one. An operation with a broken picture contributes nothing more."""
     failures = {piece: type(work)(f"datum {piece[1]}: {work}") for piece, work in rendered if isinstance(work, TinsmithError)}
     broken = {operation for operation, _ in failures}
@@ -276,7 +276,7 @@ def _compute_share(backend: Backend, message: RunPass, rendered: "list[Rendered]
     return results, failures
 
 
-def _compute_together(backend: Backend, message: RunPass, rendered: "list[Rendered]") -> Outcome:
+def _compute_together(backend: LocalBackend, message: RunPass, rendered: "list[Rendered]") -> Outcome:
     """Compute a sequence with all workers. One whose pictures are broken here takes part too: the others must hear of it."""
     ((piece, work),) = rendered
     results: dict[Piece, DatumResult] = {}

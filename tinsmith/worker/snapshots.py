@@ -168,7 +168,7 @@ class Snapshots:
         checkpoint = require_sampled(self.rows, self.shared, path)
         ref = WeightsRef(key[0], checkpoint.directory, path)
         try:
-            with opened_files(self.files, path, checkpoint.directory, optimizer=False) as directory:
+            with opened_files(self.files, checkpoint.directory, optimizer=False) as directory:
                 return Held(self._read(key, directory, ref), checkpoint.expires_at)
         except TinsmithError:
             require_sampled(self.rows, self.shared, path)  # it may have been deleted while its files were read

@@ -17,6 +17,7 @@ from tinsmith.models.attention import continued_attention
 from tinsmith.models.device import upload
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.stable_attention import stable_attention
+from tinsmith.models.with_kernel import HALF
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.sampling.prefix import BLOCK
@@ -105,7 +106,7 @@ def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, 
 
 def _continued(windows: list[tuple[int, Window]], device: torch.device, dtype: torch.dtype) -> "Sequence[ContinuedWindows | CachedGroup]":
     """What computes the windows that continue their sequences, each given behind the row where it begins."""
-    if windows and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+    if windows and device.type == "cuda" and dtype in HALF:
         return [ContinuedWindows([start for start, _ in windows], [window for _, window in windows], device)]
     return [CachedGroup([start for start, _ in group], [window for _, window in group], device) for group in group_similar(windows)]
 

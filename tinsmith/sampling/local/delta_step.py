@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tinsmith.models.delta_rule import Lengths, convolve, gated_delta_rule
 from tinsmith.models.device import has_triton
+from tinsmith.models.with_kernel import HALF
 
 
 def convolve_step(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> Tensor:
@@ -54,4 +55,4 @@ def delta_step_reference(query: Tensor, key: Tensor, value: Tensor, decay: Tenso
 
 
 def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and has_triton()
+    return x.is_cuda and x.dtype in (*HALF, torch.float32) and has_triton()

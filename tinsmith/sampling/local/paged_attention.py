@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tinsmith.models.device import has_triton
+from tinsmith.models.with_kernel import HALF
 from tinsmith.sampling.local.kv_cache import blocks_for
 from tinsmith.sampling.prefix import BLOCK
 
@@ -83,5 +84,5 @@ def gathered_bytes(keys: Tensor, rows: int, blocks: int) -> int:
 
 def has_kernel(x: Tensor) -> bool:
     """Whether there is a kernel for queries or keys [..., head_dim] like these."""
-    half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    half = x.is_cuda and x.dtype in HALF
     return half and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and has_triton()

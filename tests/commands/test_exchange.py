@@ -13,9 +13,9 @@ import pytest
 
 from tests.bases import random_adapter
 from tests.running import tinsmith_here
+from tinsmith.commands.exchange import _whole, import_adapter
 from tinsmith.config_values import require_empty
 from tinsmith.errors import ConfigError
-from tinsmith.exchange import _whole, import_adapter
 from tinsmith.models.base import BaseModel
 from tinsmith.store.store import Store
 from tinsmith.training.peft_format import write_peft
@@ -77,7 +77,7 @@ ENDS_WHILE_IT_WRITES = """
 import os, signal, sys
 from pathlib import Path
 from tinsmith.cli import _end_in_order
-from tinsmith.exchange import _whole
+from tinsmith.commands.exchange import _whole
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
 _end_in_order()

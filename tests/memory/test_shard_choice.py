@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests.models.published import SERVED
-from tinsmith import shard_choice
 from tinsmith.config import Config, load, to_tree
 from tinsmith.engine.devices import worker_count
 from tinsmith.errors import ConfigError
+from tinsmith.memory import shard_choice
+from tinsmith.memory.shard_choice import Fit, choose, chosen_shard, estimated
 from tinsmith.models.machine import Gpu, Machine
-from tinsmith.shard_choice import Fit, choose, chosen_shard, estimated
 
 GIB = 2**30
 RUN = subprocess.run
@@ -80,7 +80,7 @@ def program(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """Let another program make the estimate, for four GPUs."""
 
     def running(command: Sequence[str], **keywords: Any) -> Any:
-        assert command == [sys.executable, "-P", "-m", "tinsmith.shard_choice"]
+        assert command == [sys.executable, "-P", "-m", "tinsmith.memory.shard_choice"]
         return RUN([sys.executable, "-c", source], **keywords)
 
     monkeypatch.setattr(shard_choice, "visible_gpus", lambda: 4)
@@ -105,7 +105,7 @@ def test_the_estimate_is_that_of_the_plan(family_dir: Callable[[str], Path]) -> 
     """In its own process, of this machine."""
     config = Config([f"small={family_dir('qwen3')}", f"other={family_dir('qwen3_vl')}"])
     config.models.device, config.distributed.workers = "cpu", 2
-    command = [sys.executable, "-P", "-m", "tinsmith.shard_choice"]
+    command = [sys.executable, "-P", "-m", "tinsmith.memory.shard_choice"]
     done = subprocess.run(command, input=json.dumps(to_tree(config)), capture_output=True, text=True, check=True)
     fits = [Fit(**each) for each in json.loads(done.stdout.splitlines()[-1])]
     assert fits == [Fit("small", True, True, True), Fit("other", True, True, True)]
@@ -115,7 +115,7 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch, count: int, gib: float) -> None:
     """Let this machine have so many GPUs, all usable, of which no process holds anything."""
     gpus = [Gpu(index, "a GPU", int(gib * GIB), int(gib * GIB), (9, 0)) for index in range(count)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-    monkeypatch.setattr("tinsmith.plan.look_around", lambda: Machine(8, 2**40, 2**40, gpus, ""))
+    monkeypatch.setattr("tinsmith.models.machine.look_around", lambda: Machine(8, 2**40, 2**40, gpus, ""))
     monkeypatch.setattr("tinsmith.models.usable_gpus.usable_gpus", lambda: count)
     monkeypatch.setattr("tinsmith.models.sizing.pick_device", lambda wanted: torch.device("cuda", 0))
 
@@ -143,7 +143,7 @@ def test_nothing_is_divided_if_one_of_the_base_models_cannot_be(
     monkeypatch: pytest.MonkeyPatch, family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """--shard is one setting for all."""
-    monkeypatch.setattr("tinsmith.models.decoder.KNOWN_TYPES", {"qwen3"})
+    monkeypatch.setattr("tinsmith.memory.modes.KNOWN_TYPES", {"qwen3"})
     config = of_8b(tmp_path, 1, sampler="none")
     config.base_models.append(f"other={family_dir('llama')}")
     gpus_here(monkeypatch, 4, 15)

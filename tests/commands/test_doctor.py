@@ -86,7 +86,7 @@ def test_it_says_how_many_workers_would_start(tmp_path: Path, monkeypatch: pytes
     assert re.search(r"^workers +ok +one \(--workers 0, the default\)", doctor(*options, "--device", "cpu")[1], re.M)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     gpus = [Gpu(index, "a GPU", 2**36, 2**35, (9, 0)) for index in range(2)]
-    monkeypatch.setattr("tinsmith.doctor.look_around", lambda: Machine(4, 2**36, 2**35, gpus, ""))
+    monkeypatch.setattr("tinsmith.commands.doctor.look_around", lambda: Machine(4, 2**36, 2**35, gpus, ""))
     own = r"^workers +ok +2 of the 2 GPUs, each with a worker of its own \(--workers 0, the default\)"
     assert re.search(own, doctor(*options)[1], re.M)
     assert re.search(r"^workers +ok +1 \(--workers\)", doctor(*options, "--workers", "1")[1], re.M)
@@ -98,7 +98,7 @@ def test_it_says_how_many_workers_would_start(tmp_path: Path, monkeypatch: pytes
 def test_gpus_that_pytorch_cannot_use_are_told_and_get_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--data-dir", str(tmp_path)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    monkeypatch.setattr("tinsmith.doctor.look_around", lambda: Machine(4, 2**36, 2**35, [], "torch 2 is built without CUDA"))
+    monkeypatch.setattr("tinsmith.commands.doctor.look_around", lambda: Machine(4, 2**36, 2**35, [], "torch 2 is built without CUDA"))
     code, report = doctor(*options)
     assert code == 0
     fewer = "PyTorch can use 0 of the 2 visible GPUs: torch 2 is built without CUDA"
@@ -118,6 +118,19 @@ def test_blocks_and_slots_of_a_hybrid_model_are_told(family_dir: Callable[[str],
     assert re.search(r"a cached token +ok +512 bytes; the cache holds 4,192 tokens", report)
     state = r"16.5 KiB; the cache holds 127 states, 112 of them for sequences that run at once, which take 1.8 MiB more during a pass"
     assert re.search(rf"a sequence's state +ok +{state}", report)
+
+
+def test_without_the_local_sampler_there_is_no_cache_and_workers_of_one_host_share_its_memory(
+    family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `tinsmith plan` and the workers count: a hybrid model is not refused for a cache that nobody makes."""
+    monkeypatch.setattr("tinsmith.commands.doctor.look_around", lambda: Machine(4, 2**36, 2**35, [], "there is none"))
+    options = ["--data-dir", str(tmp_path), "--device", "cpu", "--sampler", "none", "--workers", "2"]
+    code, report = doctor("--base-model", f"tiny={family_dir('qwen3_5')}", "--planned-rank", "8", *options)
+    assert code == 0
+    assert "cache" not in report
+    assert re.search(r"memory for all of it +ok +about [\d.]+ GiB needed, 16\.0 GiB free", report)
+    assert "one trained model of rank 8 " in report
 
 
 def test_what_does_not_fit_is_missing(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
@@ -155,7 +168,7 @@ def test_a_port_and_a_data_directory_in_use_are_missing(tmp_path: Path) -> None:
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:
-    wanted = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
     for library, (first, beyond) in SUPPORTED.items():
         assert f"{library}>={first[0]}.{first[1]},<{beyond[0]}.{beyond[1]}" in wanted
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinsmith.errors import ConfigError, printable
-from tinsmith.reach import open_url, why_unanswered, without_user
+from tinsmith.http_client import open_url, why_unanswered, without_user
 
 TIMEOUT_S = 10.0
 

@@ -25,11 +25,11 @@ from tinsmith.store.database import FILE_NAME, look_into
 from tinsmith.store.lock import is_used
 
 if TYPE_CHECKING:
-    from tinsmith.models.budget import Budget
+    from tinsmith.memory.base_plan import BasePlan
     from tinsmith.models.sizing import Sizes
 
 RANK = 32
-"""Rank of the adapters in the estimates."""
+"""Rank of the adapters in the estimates of a server that only samples."""
 GIB = 2**30
 EXTRAS = {"demo": ("tinker", "matplotlib", "sklearn"), "tests": ("tinker", "pytest", "peft", "httpx", "hypothesis")}
 """Modules that a part of the project needs beside what serving needs."""
@@ -143,14 +143,11 @@ def _address(config: Config) -> Finding:
 
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     """Sizes of each base model, and whether all of them fit together where they would run."""
-    from tinsmith.models.base import loading_of  # here, because these import transformers
-    from tinsmith.models.budget import divide_memory, full_state, reserve_of
-    from tinsmith.models.sizing import beside_weights, size_of
-    from tinsmith.sampling.local.cache_shape import CacheShape
-    from tinsmith.sampling.prefix import BLOCK
+    from tinsmith.memory.base_plan import place_here, plan_base  # here, because these import transformers
+    from tinsmith.models.base import loading_of
+    from tinsmith.models.sizing import size_of
 
-    state = full_state(config.training)
-    workers = _parts(config, machine)
+    workers = _count(config, machine)
     known: dict[str, Sizes] = {}
     for name, source in base_model_sources(config).items():
         wrong = list(problems(source, whole=True))
@@ -158,62 +155,71 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
             yield from (Finding(name, "missing", problem) for problem in wrong)
             continue
         try:
-            known[name] = replace(size_of(source, loading_of(config)), parts=workers)
+            known[name] = replace(size_of(source, loading_of(config)), parts=workers if config.divides else 1)
         except (ConfigError, OSError, ValueError) as error:  # transformers cannot read, or fetch, the configuration
             yield Finding(name, "missing", str(error).splitlines()[0])
     if not known:
         return
-    place, free, total, on_gpu = _place(next(iter(known.values())), machine, config)
-    beside = beside_weights(free - reserve_of(on_gpu, total), known.values())
-    needed = reserve_of(on_gpu, total)
+    place = place_here(next(iter(known.values())), machine, config, workers)
+    needed = place.reserve
     for name, sizes in known.items():
-        budget = divide_memory(beside, len(known), sizes.model(config.training.planned_rank, state), sizes.passes, config, on_gpu)
-        shape = CacheShape(sizes.layout.layers, sizes.dtype, sizes.device)
+        planned = plan_base(sizes, [each for other, each in known.items() if other != name], place, config, workers)
         try:
-            cache = shape.divide(budget.cache, config.sampling.max_running)
+            cached = list(_cache(planned))
         except ConfigError as error:
             yield Finding(name, "missing", str(error))
             continue
-        parts = {"weights": sizes.weight_bytes, "key/value cache (--kv-cache-gib)": budget.cache} | _to_train(sizes, budget, config)
+        parts = {"weights": sizes.weight_bytes}
+        if planned.cache is not None:
+            parts["key/value cache (--kv-cache-gib)"] = planned.budget.cache
+        parts |= _to_train(planned)
         needed += sum(parts.values())
         yield Finding(name, "ok", f"{sizes.parameters:,} parameters, {str(sizes.dtype).removeprefix('torch.')} on {sizes.device.type}")
         yield from (Finding(f"  {part}", "ok", size_text(size)) for part, size in parts.items())
-        yield Finding("  a cached token", "ok", f"{size_text(shape.block_bytes // BLOCK)}; the cache holds {cache.blocks * BLOCK:,} tokens")
-        if cache.slots:
-            running = min(cache.places, config.sampling.max_running)
-            holds = f"the cache holds {cache.slots:,} states, {running:,} of them for sequences that run at once"
-            detail = f"{size_text(shape.state_bytes)}; {holds}"
-            yield Finding("  a sequence's state", "ok", f"{detail}, which take {size_text(running * shape.state_bytes)} more during a pass")
-        adapter = sizes.model(RANK)
+        yield from cached
         if config.training.trains:
-            yield Finding("  one more trained model", "ok", f"{size_text(adapter.training)}; a snapshot {size_text(adapter.snapshot)}")
+            model = planned.model
+            yield Finding("  one more trained model", "ok", f"{size_text(model.training)}; a snapshot {size_text(model.snapshot)}")
         else:
-            yield Finding("  a sampled adapter", "ok", f"{size_text(adapter.snapshot)} at rank {RANK} (--snapshot-gib)")
-    fits: State = "ok" if needed <= free else "missing"
-    yield Finding(f"{place} for all of it", fits, f"about {_gib(needed)} needed, {_gib(free)} free")
-    yield from _full_training(known, free - needed, config)
+            yield Finding("  a sampled adapter", "ok", f"{size_text(sizes.model(RANK).snapshot)} at rank {RANK} (--snapshot-gib)")
+    fits: State = "ok" if needed <= place.free else "missing"
+    where = place.name.partition(",")[0] if place.on_gpu else "memory"
+    yield Finding(f"{where} for all of it", fits, f"about {_gib(needed)} needed, {_gib(place.free)} free")
+    yield from _full_training(known, place.free - needed, config)
 
 
-def _parts(config: Config, machine: Machine) -> int:
-    """Over how many workers each layer is divided."""
-    if not config.divides:
-        return 1
+def _count(config: Config, machine: Machine) -> int:
+    """How many workers start."""
     try:
         return worker_count(config, usable=len(machine.gpus))
     except ConfigError:  # which `_workers` says
         return max(1, config.distributed.workers)
 
 
-def _to_train(sizes: "Sizes", budget: "Budget", config: Config) -> dict[str, int]:
+def _cache(planned: "BasePlan") -> Iterator[Finding]:
+    """What the cache of the local sampler holds. Raises ConfigError if that is not one sequence."""
+    from tinsmith.sampling.prefix import BLOCK
+
+    cache, shape = planned.cache, planned.cache_shape
+    if cache is None:
+        return
+    yield Finding("  a cached token", "ok", f"{size_text(shape.block_bytes // BLOCK)}; the cache holds {cache.blocks * BLOCK:,} tokens")
+    if cache.slots:
+        running = min(cache.places, planned.config.sampling.max_running)
+        holds = f"the cache holds {cache.slots:,} states, {running:,} of them for sequences that run at once"
+        detail = f"{size_text(shape.state_bytes)}; {holds}"
+        yield Finding("  a sequence's state", "ok", f"{detail}, which take {size_text(running * shape.state_bytes)} more during a pass")
+
+
+def _to_train(planned: "BasePlan") -> dict[str, int]:
     """What training takes beside the weights, in bytes, by what it is."""
-    if not config.training.trains:
+    training = planned.config.training
+    if not training.trains:
         return {}
-    passes, tokens, chunk = sizes.passes, config.training.tokens_per_pass, config.training.logits_chunk
-    effort = passes.effort_for(tokens, chunk, budget.passes) or passes.smallest
-    again = f", {effort.recompute} layers of it recomputed" if effort.recompute else ""
+    again = f", {planned.effort.recompute} layers of it recomputed" if planned.effort.recompute else ""
     return {
-        f"one trained model of rank {RANK}": sizes.model(RANK).training,
-        f"a pass of {tokens:,} tokens (--tokens-per-pass), roughly{again}": passes.bytes(tokens, chunk, effort),
+        f"one trained model of rank {training.planned_rank}": planned.model.training,
+        f"a pass of {training.tokens_per_pass:,} tokens (--tokens-per-pass), roughly{again}": planned.pass_bytes,
     }
 
 
@@ -229,14 +235,6 @@ def _full_training(known: "dict[str, Sizes]", left: int, config: Config) -> Iter
         room: State = "ok" if full.training <= left else "note"
         detail = f"{size_text(full.training)} a model, a snapshot {size_text(full.snapshot)}; {_gib(max(left, 0))} left for it"
         yield Finding(f"{name}, all parameters (rank 0)", room, detail if room == "ok" else f"does not fit: {detail}")
-
-
-def _place(sizes: "Sizes", machine: Machine, config: Config) -> tuple[str, int, int, bool]:
-    """Where the models would run: its name, bytes that are free of it and in all, and whether it is a GPU."""
-    if sizes.device.type == "cpu":
-        return "memory", machine.memory_available, machine.memory_total, False
-    gpu = machine.gpus[sizes.device.index or 0]
-    return f"cuda:{gpu.index}", min(gpu.free, int(config.models.memory_share * gpu.total)), gpu.total, True
 
 
 def _features(machine: Machine) -> Iterator[Finding]:

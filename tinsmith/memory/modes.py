@@ -1,32 +1,21 @@
 """How several GPUs may train one model, and what each way leaves on every GPU. `tinsmith plan --workers N` prints it.
 
-All numbers come from the functions with which workers divide their memory (`models/budget.py`).
+All numbers come from the budget of `base_plan.py`.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tinsmith.config import Config
-
-if TYPE_CHECKING:
-    from tinsmith.models.full import FullState
-    from tinsmith.models.sizing import Sizes
+from tinsmith.memory.base_plan import DevicePlace, plan_base
+from tinsmith.models.decoder import KNOWN_TYPES
+from tinsmith.models.full import FullState
+from tinsmith.models.sizing import Sizes
 
 Mode = Literal["one GPU", "replicas", "divided"]
 """Of several workers each holds whole base models, or a part of every layer (--shard weights)."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one worker may take, in bytes."""
-
-    device: int
-    """Of its device, beside the reserve."""
-    host: int
-    """Of the host's memory."""
-    on_gpu: bool
 
 
 @dataclass(frozen=True)
@@ -52,32 +41,30 @@ class ModePlan:
     """Whether a full pass (--tokens-per-pass) of one sequence does, or one of the whole context, and what waits in host memory."""
 
 
-def plan_modes(sizes: "Sizes", share: Share, config: Config, rank: int, workers: int, others: "Sequence[Sizes]" = ()) -> list[ModePlan]:
+def plan_modes(sizes: Sizes, place: DevicePlace, config: Config, rank: int, workers: int, others: Sequence[Sizes] = ()) -> list[ModePlan]:
     """All that may be trained on so many workers, as the server would with these settings: an adapter of that rank, and all weights.
 
     `others` are the base models that the same workers hold beside this one, each with a cache of its own.
     """
     whole: Mode = "replicas" if workers > 1 else "one GPU"
     replicated = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, shard="none"))
-    modes = [_plan_mode(sizes, others, share, replicated, whole, workers, *training) for training in _trainings(rank, share.on_gpu)]
+    modes = [_plan_mode(sizes, others, place, replicated, whole, workers, *training) for training in _trainings(rank, place.on_gpu)]
     if workers > 1 and all(can_be_divided(each) for each in (sizes, *others)):  # --shard is one setting for all base models
         sampler = "vllm" if config.sampling.sampler == "vllm" else "none"  # no local one has all weights
         parts, *beside = (dataclasses.replace(each, parts=workers) for each in (sizes, *others))
         sampling = dataclasses.replace(config.sampling, sampler=sampler)
         settings = dataclasses.replace(config, sampling=sampling, distributed=dataclasses.replace(config.distributed, shard="weights"))
         ranks = (rank, 0) if rank else (0,)
-        modes += [_plan_mode(parts, beside, share, settings, "divided", workers, each, "float32") for each in ranks]
+        modes += [_plan_mode(parts, beside, place, settings, "divided", workers, each, "float32") for each in ranks]
     return modes
 
 
-def can_be_divided(sizes: "Sizes") -> bool:
+def can_be_divided(sizes: Sizes) -> bool:
     """Whether workers may divide the layers of the model (--shard weights)."""
-    from tinsmith.models.decoder import KNOWN_TYPES
-
     return sizes.layout.family.model_type in KNOWN_TYPES
 
 
-def _trainings(rank: int, on_gpu: bool) -> "Iterator[tuple[int, FullState]]":
+def _trainings(rank: int, on_gpu: bool) -> Iterator[tuple[int, FullState]]:
     if rank:
         yield rank, "float32"
     yield 0, "float32"
@@ -87,23 +74,13 @@ def _trainings(rank: int, on_gpu: bool) -> "Iterator[tuple[int, FullState]]":
 
 
 def _plan_mode(
-    sizes: "Sizes", others: "Sequence[Sizes]", share: Share, config: Config, mode: Mode, workers: int, rank: int, state: "FullState"
+    sizes: Sizes, others: Sequence[Sizes], place: DevicePlace, config: Config, mode: Mode, workers: int, rank: int, state: FullState
 ) -> ModePlan:
-    from tinsmith.models.budget import computes_together, divide_memory, longest_together, longest_trained  # they import transformers
-    from tinsmith.models.sizing import beside_weights
-
     training = dataclasses.replace(config.training, planned_rank=rank, full_state=state)
-    config = dataclasses.replace(config, training=training)
-    model, passes = sizes.model(rank, state), sizes.passes
-    bases = (sizes, *others)
-    budget = divide_memory(beside_weights(share.device, bases), len(bases), model, passes, config, share.on_gpu)
-    longest = longest_trained(budget, passes, config, sizes.max_context, share.host, share.on_gpu)
-    together = longest
-    if computes_together(config, workers):
-        slices = sizes.passes_of_slices(workers)
-        together = max(longest, longest_together(budget, slices, workers, config, sizes.max_context, share.host, share.on_gpu))
+    planned = plan_base(sizes, others, place, dataclasses.replace(config, training=training), workers)
+    longest = planned.longest
     trains = f"LoRA of rank {rank}" if rank else f"all weights, {state}"
-    host_has_room = bool(rank) or sizes.full(state).host <= share.host
+    host_has_room = bool(rank) or sizes.full(state).host <= place.host_free
     return ModePlan(
         mode=mode,
         trains=trains,
@@ -111,10 +88,10 @@ def _plan_mode(
         + ("" if rank else f" --full-state {state}")
         + (f" --shard weights --sampler {config.sampling.sampler}" if mode == "divided" else ""),
         weight_bytes=sizes.weight_bytes,
-        model_bytes=model.training,
-        cache_bytes=budget.cache,
+        model_bytes=planned.model.training,
+        cache_bytes=planned.budget.cache,
         longest_sequence=longest,
-        longest_together=together,
+        longest_together=planned.together,
         fits=host_has_room and longest >= min(training.tokens_per_pass, sizes.max_context),
     )
 

@@ -51,8 +51,6 @@ def _read(files: CheckpointFiles, place: str) -> Checkpoint | str:
     try:
         with files.fetched(place) as directory:
             manifest = read_manifest(directory, files.shown(place))
-            if manifest is None:
-                return "it has no manifest.json, which older versions did not write, so its path is unknown"
             verify_files(manifest, directory, files.shown(place))
             return manifest.row(place)
     except TinsmithError as error:

@@ -1,92 +1,26 @@
-"""Reaching a server from a client: opening its URLs, and `tinsmith ping`, which says what keeps a client from it.
+"""`tinsmith ping`: what keeps a client from a server.
 
 The SDK repeats what is not answered for minutes, without a word.
 """
 
-import ipaddress
 import json
 import os
-import re
 import socket
 import ssl
 import threading
-from base64 import b64encode
-from collections.abc import Mapping
 from contextlib import closing, suppress
-from http.client import HTTPException, HTTPResponse, InvalidURL
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import SplitResult, unquote, urlsplit
-from urllib.request import ProxyHandler, Request, build_opener, getproxies, proxy_bypass
+from urllib.parse import SplitResult, urlsplit
 
-from tinsmith.errors import ConfigError, printable, shortened
+from tinsmith.errors import ConfigError
+from tinsmith.http_client import HEALTH, is_local, misled_by, one_line, open_url, proxy_of, why_unanswered, without_user
 
-HEALTH = "/api/v1/healthz"
 _CAPABILITIES = "/api/v1/get_server_capabilities"
 _PATIENCE_S = 1.0
 """How long `ping` waits for a name, a connection or an answer."""
 _PORTS = {"http": 80, "https": 443}
-
-
-def is_local(url: str) -> bool:
-    """Whether a URL leads to this machine itself. Raises ValueError for what is no URL."""
-    host = urlsplit(url).hostname or ""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-    return address.is_loopback or address.is_unspecified
-
-
-def open_url(url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> HTTPResponse:
-    """The answer to a GET. A server on this machine is asked without a proxy, which would look for it elsewhere. Raises as `urlopen`.
-
-    User and password in the URL are sent as the SDK sends them.
-    """
-    opener = build_opener(ProxyHandler({})) if is_local(url) else build_opener()
-    sent = dict(headers or {})
-    user, at, _ = urlsplit(url).netloc.rpartition("@")
-    if at:
-        name, _, password = user.partition(":")
-        sent["Authorization"] = "Basic " + b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
-    reply: HTTPResponse = opener.open(Request(without_user(url) if at else url, headers=sent), timeout=timeout_s)
-    return reply
-
-
-def without_user(url: str) -> str:
-    """A URL as it may be shown: without user and password."""
-    return re.sub(r"^([a-z]+://)?.*@", lambda found: found[1] or "", url, flags=re.IGNORECASE | re.DOTALL)
-
-
-def why_unanswered(error: Exception) -> str:
-    """What an error of `open_url`, or of reading its answer, says in a line. Some errors quote URL or key: these are not quoted."""
-    reason = error.reason if isinstance(error, URLError) else error
-    if isinstance(reason, InvalidURL):
-        return "the URL, or that of a proxy, makes no sense"
-    return "the answer cannot be read" if isinstance(reason, ValueError) else one_line(str(reason))
-
-
-def one_line(text: str) -> str:
-    """What a server says, as part of one line."""
-    return printable(shortened(text.strip(), 500))
-
-
-def keep_from_proxy(url: str) -> None:
-    """Let the SDK, in this process, reach a server on this machine without a proxy that is set: it hangs otherwise."""
-    if _misled_by(url):
-        before = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-        host = urlsplit(url).hostname or ""
-        os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{before},{host}" if before else host
-
-
-def _misled_by(url: str) -> str:
-    """The proxy to which the SDK would send what is for a server on this machine; empty if it would not."""
-    return _proxy_of(urlsplit(url)) if is_local(url) else ""
-
-
-def _proxy_of(parts: SplitResult) -> str:
-    proxies = getproxies()
-    return "" if proxy_bypass(parts.hostname or "") else proxies.get(parts.scheme) or proxies.get("all") or ""
 
 
 def ping(url: str, key: str, base_model: str) -> str:
@@ -97,11 +31,11 @@ def ping(url: str, key: str, base_model: str) -> str:
     full = url.rstrip("/")
     parts, url = _checked(full), without_user(full)
     host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
-    direct = is_local(url) or not _proxy_of(parts)
+    direct = is_local(url) or not proxy_of(parts)
     if direct:
         _connect(host, port, secure=parts.scheme == "https")
     _require_ready(url, full, parts)
-    if proxy := _misled_by(url):
+    if proxy := misled_by(url):
         raise ConfigError(f"a proxy is set ({without_user(proxy)}), to which the SDK would send what is for {host}: export NO_PROXY={host}")
     if key and not key.startswith(("tml-", "eyJ")):
         raise ConfigError("the API key must begin with tml-, or the SDK refuses it; Tinsmith takes any that does, such as tml-anything")
@@ -201,7 +135,7 @@ def _require_ready(url: str, full: str, parts: SplitResult) -> None:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, TimeoutError):
             raise ConfigError(f"{url} does not answer within {_PATIENCE_S:g} s: it is very busy or hangs, see its log") from error
-        if proxy := "" if is_local(url) else _proxy_of(parts):
+        if proxy := "" if is_local(url) else proxy_of(parts):
             raise ConfigError(
                 f"{url} cannot be reached through the proxy {without_user(proxy)} ({why_unanswered(error)}); correct it, or set NO_PROXY"
             ) from error

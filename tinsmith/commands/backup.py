@@ -18,7 +18,6 @@ from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
 from tinsmith.store import catalog, lock, recorded_sequences
 from tinsmith.store.database import FILE_NAME, require_data
 from tinsmith.store.files import CheckpointFiles, whole_directory
-from tinsmith.store.manifest import NAME as MANIFEST
 from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
@@ -104,8 +103,7 @@ def _copy_checkpoints(original: _Side, copy: _Side, problems: list[str]) -> Iter
         paths = ", ".join(row.tinker_path for row in rows)
         problem = _copy_directory(original, copy, directory)
         now = [row for row in (original.store.checkpoint(row.tinker_path) for row in rows) if row is not None]
-        is_sure = problem is None and (_copied(copy, directory) / MANIFEST).is_file()  # else a part may look complete
-        if is_sure or [row.directory for row in now] == [directory] * len(rows):
+        if problem is None or [row.directory for row in now] == [directory] * len(rows):
             problems += [] if problem is None else [f"{paths}: {problem}"]
             yield from _keep_rows(copy, directory, paths)
         else:
@@ -145,14 +143,13 @@ def _copied(copy: _Side, directory: str) -> Path:
 
 
 def _copy_directory(original: _Side, copy: _Side, directory: str) -> str | None:
-    """Copy the files of a checkpoint; returns what is wrong with them, if anything. Older versions wrote no checksums to compare."""
+    """Copy the files of a checkpoint; returns what is wrong with them, if anything."""
     shown = original.files.shown(directory)
     try:
         with original.files.fetched(directory) as found, copy.files.written(_name(directory)) as files:
             _copy_tree(found, files)
         manifest = read_manifest(_copied(copy, directory), shown)
-        if manifest is not None:
-            verify_files(manifest, _copied(copy, directory), shown)
+        verify_files(manifest, _copied(copy, directory), shown)
     except NotFoundError:
         return f"{shown} does not exist"
     except TinsmithError as error:

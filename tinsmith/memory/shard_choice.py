@@ -1,7 +1,7 @@
 """Whether workers divide the layers of the base models where `--shard auto` leaves that open.
 
 The estimate is that of `tinsmith plan --workers N`, but with all base models on each worker. It needs PyTorch, which the server does not
-load, so a process of its own makes it: `python -m tinsmith.shard_choice`, with the configuration as JSON on standard input.
+load, so a process of its own makes it: `python -m tinsmith.memory.shard_choice`, with the configuration as JSON on standard input.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def chosen_shard(config: Config, workers: int) -> str:
         return asked
     if workers == 1 or config.distributed.ray_address or config.models.device == "cpu" or not visible_gpus():
         return "none"
-    program = [sys.executable, "-P", "-m", "tinsmith.shard_choice"]
+    program = [sys.executable, "-P", "-m", "tinsmith.memory.shard_choice"]
     try:
         done = subprocess.run(program, input=json.dumps(to_tree(config)), capture_output=True, text=True, check=True, timeout=ESTIMATE_S)
         fits = [Fit(**each) for each in json.loads(done.stdout.splitlines()[-1])]
@@ -83,20 +83,21 @@ def choose(fits: Sequence[Fit], config: Config) -> str:
 
 def estimated(config: Config) -> list[Fit]:
     """What fits into the GPUs of this machine, of each base model, on as many workers as the engine will start."""
-    from tinsmith.models.sizing import beside_weights, size_of  # these import torch
+    from tinsmith.memory.base_plan import place_here  # these import torch
+    from tinsmith.memory.modes import plan_modes
+    from tinsmith.models.machine import look_around
+    from tinsmith.models.sizing import beside_weights, size_of
     from tinsmith.models.usable_gpus import usable_gpus
-    from tinsmith.modes import plan_modes
-    from tinsmith.plan import share_here
 
     workers = worker_count(config, usable=usable_gpus())
     bases = {name: size_of(source, config.models) for name, source in base_model_sources(config).items()}
-    share = share_here(next(iter(bases.values())), config, workers)
-    loads = beside_weights(share.device, bases.values()) > 0
+    place = place_here(next(iter(bases.values())), look_around(), config, workers)
+    loads = beside_weights(place.free - place.reserve, bases.values()) > 0
     rank, found = config.training.planned_rank, []
     trains = f"LoRA of rank {rank}" if rank else "all weights, float32"
     for name, sizes in bases.items():
         others = [other for each, other in bases.items() if each != name]
-        modes = {each.mode: each.fits for each in plan_modes(sizes, share, config, rank, workers, others) if each.trains == trains}
+        modes = {each.mode: each.fits for each in plan_modes(sizes, place, config, rank, workers, others) if each.trains == trains}
         found.append(Fit(name, loads, whole=modes.get("replicas", True), divided=modes.get("divided", False)))
     return found
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from tests.running import tinsmith_here
-from tinsmith import reach
+from tinsmith.commands.ping import ping
+from tinsmith.commands.status import fetch_status
 from tinsmith.errors import ConfigError
-from tinsmith.reach import keep_from_proxy, ping
+from tinsmith.http_client import keep_from_proxy
 from tinsmith.rl.config import ServerSection
 from tinsmith.rl.reach import require_server
-from tinsmith.status import fetch_status
 
 NOBODY = "http://127.0.0.1:9"
 """Where no program listens: the port is set apart for one that none has any more."""
@@ -168,7 +168,7 @@ def test_a_server_that_can_be_used_is_described_with_what_scripts_lack(monkeypat
 
 
 def test_one_that_listens_and_never_answers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr("tinsmith.commands.ping._PATIENCE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "does not answer within 0.1 s: it is very busy or hangs" in refusal(f"http://127.0.0.1:{silent.getsockname()[1]}")
 

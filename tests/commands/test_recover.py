@@ -92,12 +92,11 @@ def test_what_is_damaged_nameless_expired_deleted_or_being_written_is_not_regist
     begun = saved(files, "tinker://m/weights/d")
     store.announce_checkpoint(begun.directory)
     shown = files.shown(damaged.directory)
-    no_manifest = "it has no manifest.json, which older versions did not write, so its path is unknown"
     lines = recover(tmp_path)
     assert lines.pop() == "0 checkpoints added"
     assert {line.partition("; ")[0] for line in lines} == {
         f"not added: {shown}: {shown}/adapter.safetensors is damaged: it has 5 bytes, and 10 were written",
-        f"not added: {files.shown(nameless)}: {no_manifest}",
+        f"not added: {files.shown(nameless)}: {files.shown(nameless)}/manifest.json is missing",
         f"not added: {files.shown(expired.directory)}: tinker://m/weights/b has expired",
     }
     assert every_checkpoint(store) == []

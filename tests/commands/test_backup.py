@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.test_recover import saved
 from tests.preloaded import REAL_PYTHON
 from tests.running import tinsmith_here
 from tests.store.test_blobs import DIGEST, IMAGE, blobs_in, with_model
 from tests.store.test_commands import MODEL, done, step
 from tests.store.test_kept import kept
-from tests.test_recovery import saved
-from tinsmith.backup import back_up
+from tinsmith.commands.backup import back_up
 from tinsmith.errors import TinsmithError
 from tinsmith.store.catalog import delete_checkpoint, every_checkpoint
 from tinsmith.store.files import CheckpointFiles
@@ -161,21 +161,6 @@ def test_checkpoints_that_are_deleted_or_replaced_while_they_are_copied(
     ]
     disturbed(monkeypatch, "adapter.safetensors", delete)
     assert next(iter(back_up(data, tmp_path / "deleted"))) == "tinker://m/weights/0: deleted meanwhile; not copied"
-
-
-def test_a_part_of_an_old_checkpoint_is_not_taken_for_the_whole(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, files = Store.open(data), CheckpointFiles(data)
-    (old,) = [row for row in every_checkpoint(store) if row.tinker_path == "tinker://m/weights/0"]
-    (Path(files.shown(old.directory)) / "manifest.json").unlink()
-    backup(data, tmp_path / "whole")
-    assert len(every_checkpoint(Store.open(tmp_path / "whole"))) == 3
-
-    def delete_and_begin_to_sweep(directory: Path) -> None:
-        delete_checkpoint(store, "tinker://m/weights/0")
-
-    disturbed(monkeypatch, "adapter.safetensors", delete_and_begin_to_sweep)
-    list(back_up(data, tmp_path / "part"))
-    assert [row.tinker_path for row in every_checkpoint(Store.open(tmp_path / "part"))] == ["tinker://m/weights/1", "tinker://m/weights/2"]
 
 
 def test_files_that_are_gone_from_an_object_store_are_no_copy(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.gpu.shapes import configuration
 from tinsmith.config import Config, DistributedConfig
-from tinsmith.plan import Plan, make_plan
+from tinsmith.memory.plan import Plan, make_plan
 
-PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 SHAPES = {"Qwen3-1.7B": "1.7B", "Qwen3-4B": "4B", "Qwen3-8B": "8B", "Qwen3.6-27B": "Qwen3.6-27B"}
 """Names in the table, and what `benchmarks/gpu/shapes.py` calls them."""
 CARDS = {"80 GB": 79.0, "141 GB": 139.0}

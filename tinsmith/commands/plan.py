@@ -1,0 +1,104 @@
+"""`tinsmith plan`: prints what fits into the memory of a device."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tinsmith.memory.modes import chosen
+from tinsmith.memory.plan import FullPlan, Plan
+from tinsmith.models.machine import size_text
+
+_LIMITS = {"memory": "the memory", "context": "the model's context"}
+
+
+def to_tree(plan: Plan) -> dict[str, object]:
+    """The plan as plain values, with what follows from them."""
+    tree: dict[str, object] = dataclasses.asdict(plan)
+    sums = {"needed_bytes": plan.full_parameters.needed_bytes, "fits": plan.full_parameters.fits}
+    full = dataclasses.asdict(plan.full_parameters) | sums
+    return tree | {"full_parameters": full, "fits": plan.fits}
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the plan for a person."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for subject, detail in _lines(plan):
+        table.add_row(Text(subject), Text(detail))
+    console.print(Text(f"{plan.model} ({plan.architecture}, {plan.parameters:,} parameters in {plan.dtype}) on {plan.device}", "bold"))
+    console.print(table)
+    if plan.workers > 1:
+        console.print()
+        _print_modes(plan, console)
+
+
+def _print_modes(plan: Plan, console: Console) -> None:
+    """A row for each way of using several GPUs, and the mode that is chosen."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for head in (f"on each of {plan.workers}", "trains", "base model", "trained model", "cache", "longest sequence"):
+        table.add_column(Text(head))
+    for each in plan.modes:
+        sizes = (each.weight_bytes, each.model_bytes, each.cache_bytes)
+        longest = f"{each.longest_sequence:,} tokens" if each.fits else "does not fit"
+        if each.fits and each.longest_together > each.longest_sequence:
+            longest += f"; {each.longest_together:,} on all together"
+        table.add_row(*map(Text, (each.mode, each.trains, *map(size_text, sizes), longest)))
+    console.print(table)
+    for trains, mode, why in chosen(plan.modes):
+        console.print(Text(f"{trains}: {mode}, {why}"))
+
+
+def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Subject and detail of each line."""
+    longest = plan.longest_sequence
+    groups = " + ".join(f"{group} {count:,}" for group, count in plan.lora_parameters.items())
+    if plan.rank:
+        yield f"LoRA of rank {plan.rank}", f"{groups} = {sum(plan.lora_parameters.values()):,} parameters"
+    yield "memory", size_text(plan.memory_bytes)
+    yield "frozen weights", size_text(plan.weight_bytes)
+    if plan.reserve_bytes:
+        yield "reserve", f"{size_text(plan.reserve_bytes)} for libraries, captured graphs and steps of the sampler"
+    if plan.cache is not None:
+        holds = f"{plan.cache.blocks:,} blocks, {plan.cache.tokens:,} tokens"
+        if plan.cache.state_slots:
+            holds += f"; {plan.cache.state_slots:,} states of {size_text(plan.cache.state_bytes)} of sequences"
+        yield "cache (--kv-cache-gib)", f"{size_text(plan.cache.bytes)}: {holds}"
+    again = f", {plan.recomputed_layers} layers of it recomputed" if plan.recomputed_layers else ""
+    yield f"a pass of {plan.pass_tokens:,} tokens", f"{size_text(plan.pass_bytes)}, roughly (--tokens-per-pass){again}"
+    adapters = plan.adapters
+    each = f"{size_text(adapters.bytes_each)} each, a snapshot to sample {size_text(adapters.snapshot_bytes)}"
+    none = "none fits beside all of that" + (
+        f", one does with --tokens-per-pass {largest}" if (largest := plan.largest_pass_tokens) else ""
+    )
+    yield (
+        "adapters" if plan.rank else "models of rank 0",
+        f"{f'{adapters.fit:,} train at once beside all of that' if adapters.fit else none}; {each}",
+    )
+    yield from _full_lines(plan.full_parameters)
+    yield "longest sequence", f"{longest.tokens:,} tokens train, then {_LIMITS[longest.limit]} ends"
+    if longest.together > longest.tokens:
+        yield "", f"{longest.together:,} tokens train on {plan.workers} workers together, each of which computes a slice"
+    if plan.advertised_context is not None:
+        why = ""
+        if longest.together == 0:
+            why = ", to sample alone"
+        elif plan.advertised_context < longest.together:
+            why = ": the cache holds no more (--kv-cache-gib)"
+        yield "told to clients", f"up to {plan.advertised_context:,} tokens{why}"
+
+
+def _full_lines(full: FullPlan) -> Iterator[tuple[str, str]]:
+    """Those of training all parameters."""
+    fits = "fits" if full.fits else "does not fit"
+    yield "all parameters (rank 0)", f"{fits}: {size_text(full.needed_bytes)} needed, {size_text(full.free_bytes)} left beside all of that"
+    named = {
+        "weights": full.parts.weights,
+        "masters" if full.state == "float32" else "rests of masters": full.parts.masters,
+        "moments": full.parts.moments,
+        "gradients": full.parts.gradients,
+        "those of a pass": full.parts.pass_gradients,
+    }
+    total = " + ".join(f"{part} {size_text(size)}" for part, size in named.items() if size)
+    yield "", total + (f"; in host memory {size_text(full.parts.host)}" if full.parts.host else "") + f" (--full-state {full.state})"

@@ -1,0 +1,95 @@
+"""`tinsmith serve`: the configuration that a person asks for, checked as a whole, and the server that runs with it."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from tinsmith.config import Config, base_model_sources, load, settings
+from tinsmith.config_values import installer
+from tinsmith.errors import ConfigError
+
+
+def serve(config: Config) -> None:
+    """Serve until Ctrl-C. Raises ConfigError for what cannot work, before anything slow is imported."""
+    sources = base_model_sources(config)
+    from tinsmith.models.files import require_usable
+
+    require_usable(sources.values(), whole=True)
+    from tinsmith.engine.devices import visible_gpus, worker_count
+    from tinsmith.sampling.vllm.options import require_vllm
+
+    # The engine asks again, and PyTorch too; here what it refuses is said before anything starts.
+    workers = worker_count(config, usable=visible_gpus())
+    require_vllm(config)  # before the next imports, which take a second
+    from tinsmith.memory.shard_choice import chosen_shard
+
+    config.distributed.shard = chosen_shard(config, workers)
+    from tinsmith.server.main import run_server
+
+    run_server(config)
+
+
+def configuration_of(file: Path | None, options: dict[str, Any]) -> Config:
+    """The configuration of `serve`, `doctor` and `plan`. Raises ConfigError as `load` does, and for an option that would have no effect."""
+    given = {name: value for name, value in options.items() if value is not None}
+    config = load(file, given, os.environ)
+    sampler = config.sampling.sampler
+    unused = [each.option for each in settings() if each.path[0] == "vllm" and each.name in given]
+    if sampler != "vllm" and unused:
+        raise ConfigError(f"{', '.join(unused)} has no effect with sampler={sampler}; add --sampler vllm, or leave it out")
+    idle = [each.option for each in settings() if each.path[0] == "training" and each.name in given.keys() - {"train", "logits_chunk"}]
+    if not config.training.trains and idle:
+        raise ConfigError(f"{', '.join(idle)} has no effect with train=none; leave it out, or let the server train")
+    if not config.training.trains and sampler == "none":
+        raise ConfigError("train=none is not possible with sampler=none: nothing would be left to serve")
+    if config.only_compares and config.vllm.vllm_urls and config.models.memory_share != 1:
+        raise ConfigError(
+            f"memory_share={config.models.memory_share:g} has no effect with train=none and vllm_urls, with which this server uses no GPU; "
+            "leave it out"
+        )
+    if config.training.sequence_parallel_from:
+        if config.divides:
+            raise ConfigError(f"sequence_parallel_from is not possible with shard={config.distributed.shard}; leave one of them out")
+        if config.models.deterministic:
+            raise ConfigError("sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker")
+    if sampler == "vllm" and config.models.deterministic:
+        raise ConfigError(
+            "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local"
+        )
+    _check_turns(config)
+    _check_ray(config)
+    return config
+
+
+def _check_turns(config: Config) -> None:
+    turn_s = config.vllm.vllm_turn_s
+    if not turn_s:
+        return
+    if not config.training.trains:
+        raise ConfigError(
+            f"vllm_turn_s={turn_s:g} has no effect with train=none, where vLLM servers never wait for a trainer; leave it out"
+        )
+    if config.vllm.vllm_urls:
+        raise ConfigError(f"vllm_turn_s={turn_s:g} is possible only with vLLM servers that Tinsmith starts; leave it or vllm_urls out")
+    if config.vllm.vllm_tensor_parallel > 1:
+        raise ConfigError(
+            f"vllm_turn_s={turn_s:g} puts each vLLM server on the trainer's GPU, and vllm_tensor_parallel="
+            f"{config.vllm.vllm_tensor_parallel} divides it over several; leave one of them out"
+        )
+    if config.distributed.workers > 1:
+        raise ConfigError(f"vllm_turn_s={turn_s:g} is possible with one worker, not with workers={config.distributed.workers}")
+
+
+def _check_ray(config: Config) -> None:
+    address, device = config.distributed.ray_address, config.models.device
+    if not address:
+        return
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"ray_address={address} needs the package ray; install it with: {installer('ray')}")
+    if ":" in device:
+        raise ConfigError(
+            f"ray_address={address} and device={device} contradict each other: Ray gives each worker its GPU; use --device cuda"
+        )
+    if config.sampling.sampler == "vllm":
+        raise ConfigError(f"ray_address={address} is not possible with sampler=vllm: its servers would use GPUs that Ray has not reserved")

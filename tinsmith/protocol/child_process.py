@@ -1,0 +1,21 @@
+"""When a child process is looked at and started again, and how its end is told: for the engine below the server, and workers below it."""
+
+FIRST_DELAY_S = 1.0
+LONGEST_DELAY_S = 30.0
+"""Between the end of a process and the start of the next, in seconds: doubled for each that was never ready."""
+
+WATCH_S = 1.0
+"""Seconds between two looks for heartbeats."""
+
+LAST_WORDS_S = 0.5
+"""How long the last messages of a process that has ended may take to arrive, in seconds."""
+
+
+def next_delay_s(last_s: float, was_ready: bool) -> float:
+    """Seconds until the next process is started, after a delay of `last_s` before the one that has ended."""
+    return FIRST_DELAY_S if was_ready else min(max(FIRST_DELAY_S, 2 * last_s), LONGEST_DELAY_S)
+
+
+def exit_text(exit_code: int) -> str:
+    """How a process ended, from its exit code as `subprocess` gives it."""
+    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
