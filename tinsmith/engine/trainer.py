@@ -230,12 +230,22 @@ class Trainer:
             return
         for model_id in list(self.forward.operations):
             self.cancelled[model_id] += self.forward.cancel(model_id, CANCELLED)
-        without_database = set[str]()
-        if give_up:
-            unrecorded = [saving.model_id for saving in self.saves.unrecorded]
-            for model_id in unrecorded:  # its model may be lost already
-                self.saves.forget(model_id)
-            without_database = waiting.union(self.put_off, unrecorded) & self.operations.models.keys()
+        self._lose_unsaved(self._forget_unrecorded(waiting) if give_up else set())
+        for model_id in self._to_unload():
+            if not self.ending[model_id]:
+                self._unload(model_id)
+            elif not self.running:
+                self._begin_saving(model_id)
+
+    def _forget_unrecorded(self, waiting: set[str]) -> set[str]:
+        """Give up the saves that wait for the database. Returns the models that are lost with them, and those of `waiting`."""
+        unrecorded = [saving.model_id for saving in self.saves.unrecorded]
+        for model_id in unrecorded:  # its model may be lost already
+            self.saves.forget(model_id)
+        return waiting.union(self.put_off, unrecorded) & self.operations.models.keys()
+
+    def _lose_unsaved(self, without_database: set[str]) -> None:
+        """Let go of models that could not be saved: they are unloaded as they are."""
         for model_id in {*self.unsaved, *without_database}:
             log.error("model %s could not be saved and is lost", model_id)
             self.running.pop(model_id, None)
@@ -243,11 +253,6 @@ class Trainer:
             self.ending[model_id] = False
         self.unsaved.clear()
         self.put_off -= {model_id for model_id in self.put_off if not self.ending.get(model_id, True)}
-        for model_id in self._to_unload():
-            if not self.ending[model_id]:
-                self._unload(model_id)
-            elif not self.running:
-                self._begin_saving(model_id)
 
     def _advance(self, model_id: str) -> None:
         """Take this model's commands in order: forward work until a pass is full, others only when nothing is before them."""

@@ -249,8 +249,8 @@ class Store:
         """Give up what a dead engine left: queued commands fail (category server), models are lost, snapshots gone.
 
         Returns the request ids that failed. Called while no engine runs. What is kept of finished operations is brought under its limit,
-        which may be another since the last time, and images that nothing refers to are deleted. Raises StoreUnavailableError where a file of
-        the database is gone, for the next engine would make a new one beside the one that is open here.
+        which may be another since the last time, and images that nothing refers to are deleted. Raises StoreUnavailableError where a file
+        of the database is gone: the next engine would make a new one beside the one that is open here.
         """
         self.require_there()
         with self._write.begin() as connection:
