@@ -202,14 +202,15 @@ class CapturedPasses:
         return held
 
     def _has_room(self, tokens: int) -> bool:
-        if self.base.device.type != "cuda":
-            return True
+        """Whether a graph can be captured. Graphs of fewer tokens are dropped for it if there is not room for both."""
+        if self.base.device.type != "cuda" or tokens <= max((kind.tokens for kind in self.passes), default=0):
+            return True  # a pass finds in the memory of a longer one what it needs
         free, total = torch.cuda.mem_get_info(self.base.device)
         reserved, allocated = torch.cuda.memory_reserved(self.base.device), torch.cuda.memory_allocated(self.base.device)
         most = min(MEMORY_SHARE * total, (free + reserved - allocated - self.held) / 2)
         needed = self.memory.bytes(tokens, self.logits_chunk, KEEP_ALL)
-        if self.held and self.held + needed > most:  # graphs of other sizes came first, whose memory fits none of this one's tensors
-            self.drop()
+        if self.held + needed > most:
+            self.drop()  # what smaller graphs hold may lie in pieces that are too small
         return needed <= most
 
     def _make(self, kind: Kind, adapter: Adapter) -> CapturedPass | None:
