@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal
 
 from tinsmith.store import ids
 from tinsmith.wire.paths import CheckpointKind
+
+if TYPE_CHECKING:  # commands that only ask for a checkpoint need no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 CommandKind = Literal[
     "create_model",
@@ -190,7 +191,7 @@ class RecordedSequence:
 
     prompt_length: int
     """Tokens of its prompt, image tokens included."""
-    tokens: NDArray[np.int32]
+    tokens: "NDArray[np.int32]"
     """[n] what was sampled."""
-    logprobs: NDArray[np.float32]
+    logprobs: "NDArray[np.float32]"
     """[n] of each token, by the weights that sampled it and at the temperature of the request."""

@@ -8,7 +8,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,6 +127,7 @@ class LocalBackend:
         optimizer = self._optimizer(model_id)
         try:
             with threads_for_step(optimizer.weights.parameter_count):
+                self._claim_moments(optimizer)
                 return self._stepped(optimizer, settings)
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -135,6 +136,15 @@ class LocalBackend:
                 f"the step was refused, the gradients are cleared and the weights stay as they were: it needs more memory than "
                 f"{self.base.device} has left; end other models or their sampling: {error}"
             ) from error
+
+    def _claim_moments(self, optimizer: Optimizer) -> None:
+        """Take what a first step takes, for which graphs give way: a step that lacks memory has lost its gradients."""
+        if not self.captured.passes or not isinstance(optimizer, ModelOptimizer) or optimizer.totals is None:
+            return
+        with suppress(torch.OutOfMemoryError):
+            optimizer.claim_moments()
+            return
+        self._give_back()
 
     def _stepped(self, optimizer: Optimizer, settings: AdamSettings) -> dict[str, float]:
         return optimizer.step(settings) if self.group is None else step_together(optimizer, settings, self.group)
@@ -256,8 +266,7 @@ class LocalBackend:
         """One pass, with as much recomputation as it takes to fit into the memory."""
         tokens = sum(len(datum.rendered) for datum in work)
         effort = self.efforts.first(tokens, backward)
-        if effort != KEEP_ALL and self.captured.drop():
-            self._give_back()
+        if effort != KEEP_ALL and self._give_back():
             effort = self.efforts.first(tokens, backward)
         while True:
             outcome = self._attempt(work, backward, effort)
@@ -266,7 +275,8 @@ class LocalBackend:
                 return outcome
             if not outcome.out_of_memory:
                 return outcome
-            self._give_back()
+            if self._give_back():
+                continue
             more = self.efforts.more(effort, tokens, alone=len(work) == 1) if backward else None
             if more is None:
                 return outcome
@@ -308,11 +318,12 @@ class LocalBackend:
         self.tokens_per_pass = max(1, min(self.tokens_per_pass, total // 2))
         log.warning("out of memory in a pass of %d tokens: it goes on in two, later ones take %d tokens", total, self.tokens_per_pass)
 
-    def _give_back(self) -> None:
-        """Let the next pass have the memory of a failed one in pieces of other sizes, and that of graphs."""
-        self.captured.drop()
+    def _give_back(self) -> bool:
+        """Let what comes have free memory in pieces of other sizes, and that of graphs. Returns whether there were graphs."""
+        gave_way = self.captured.give_way()
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
+        return gave_way
 
     def _optimizer(self, model_id: str) -> Optimizer:
         if model_id not in self.optimizers:

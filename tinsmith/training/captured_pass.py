@@ -33,8 +33,8 @@ SEQUENCES = (8, 64)
 """Numbers of sequences, likewise."""
 PATIENCE = 2
 """A graph is captured when it is needed for this time."""
-RETRY = 1024
-"""Passes after which a graph is tried again for which there was no memory."""
+PAUSE = 256
+"""Passes after which graphs are captured again when memory was short."""
 MOST = 12
 """So many graphs are kept."""
 MEMORY_SHARE = 0.1
@@ -47,7 +47,7 @@ Recorder = Callable[[Callable[[], None]], Replay]
 """Makes something that repeats a function, which reads and writes the same tensors every time."""
 
 
-class Kind(NamedTuple):
+class PassKind(NamedTuple):
     """What distinguishes graphs."""
 
     tokens: int
@@ -94,7 +94,7 @@ class PaddedPlan:
 class CapturedPass:
     """The layers of one pass, forward and backward."""
 
-    kind: Kind
+    kind: PassKind
     frame: Frame
     forward: Replay
     backward: Replay
@@ -150,10 +150,12 @@ class CapturedPasses:
         """The memory that all graphs share: only one of them runs at a time."""
         self.held = 0
         """Bytes of it, which no other pass can use."""
-        self.passes: OrderedDict[Kind, CapturedPass] = OrderedDict()
+        self.passes: OrderedDict[PassKind, CapturedPass] = OrderedDict()
         """The last one used last."""
         self.frames: dict[tuple[Any, ...], Frame] = {}
-        self.seen = Counter[Kind]()
+        self.seen = Counter[PassKind]()
+        self.paused = 0
+        """So many passes are not captured, because others needed the memory."""
         self.record = record or self._capture
         on_gpu = base.device.type == "cuda" and base.dtype in (torch.bfloat16, torch.float16)
         self.possible = (on_gpu or record is not None) and not base.deterministic and _can_be_captured(base.decoder)
@@ -179,11 +181,14 @@ class CapturedPasses:
         sequences = next((size for size in SEQUENCES if size >= len(row.lengths)), None)
         if adapter is None or tokens is None or sequences is None:
             return None
-        kind = Kind(tokens, sequences, adapter.form)
+        kind = PassKind(tokens, sequences, adapter.form)
         if found := self.passes.get(kind):
             self.passes.move_to_end(kind)
             return found
         self.seen[kind] += 1
+        if self.paused:
+            self.paused -= 1
+            return None
         if self.seen[kind] < PATIENCE or not self._has_room(tokens):
             return None
         return self._make(kind, adapter)
@@ -192,14 +197,20 @@ class CapturedPasses:
         """Whether there may be a graph for a pass of so many tokens."""
         return self.possible and tokens <= TOKENS[-1]
 
-    def drop(self) -> bool:
-        """Let other passes have the memory. Returns whether there was any."""
-        held = bool(self.passes)
+    def give_way(self) -> bool:
+        """Let others have the memory for a while. Returns whether there was any."""
+        if not self.passes:
+            return False
+        log.info("%d graphs of small passes give their %.1f GiB to what needs it", len(self.passes), self.held / 2**30)
+        self._drop()
+        self.paused = PAUSE
+        return True
+
+    def _drop(self) -> None:
         self.passes.clear()
         self.frames.clear()
         self.seen.clear()
         self.pool, self.held = None, 0
-        return held
 
     def _has_room(self, tokens: int) -> bool:
         """Whether a graph can be captured. Graphs of fewer tokens are dropped for it if there is not room for both."""
@@ -210,19 +221,18 @@ class CapturedPasses:
         most = min(MEMORY_SHARE * total, (free + reserved - allocated - self.held) / 2)
         needed = self.memory.bytes(tokens, self.logits_chunk, KEEP_ALL)
         if self.held + needed > most:
-            self.drop()  # what smaller graphs hold may lie in pieces that are too small
+            self._drop()  # what smaller graphs hold may lie in pieces that are too small
         return needed <= most
 
-    def _make(self, kind: Kind, adapter: Adapter) -> CapturedPass | None:
+    def _make(self, kind: PassKind, adapter: Adapter) -> CapturedPass | None:
         """The graph, tried out; None if it cannot be captured. It is tried again later if only memory was short."""
         try:
             made = self._captured(kind, adapter)
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             log.warning("passes of %d tokens run without a CUDA graph, which is slower: %s", kind.tokens, reason)
-            self.drop()
-            self.possible = isinstance(error, torch.OutOfMemoryError)
-            self.seen[kind] = -RETRY
+            self._drop()
+            self.possible, self.paused = isinstance(error, torch.OutOfMemoryError), PAUSE
             if self.base.device.type == "cuda":
                 torch.cuda.empty_cache()
             return None
@@ -232,7 +242,7 @@ class CapturedPasses:
         log.info("captured passes of up to %d tokens and %d sequences; all graphs hold %.1f GiB", *kind[:2], self.held / 2**30)
         return made
 
-    def _captured(self, kind: Kind, adapter: Adapter) -> CapturedPass:
+    def _captured(self, kind: PassKind, adapter: Adapter) -> CapturedPass:
         decoder, frame = self.base.decoder, self.frames.get(kind.adapter)
         assert decoder is not None
         if frame is None:
