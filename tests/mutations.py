@@ -81,6 +81,7 @@ FULL = "tests/training/test_full.py"
 LOSSES = "tests/training/test_losses.py"
 CHECKPOINT = "tests/training/test_checkpoint.py"
 EXPORT = "tests/training/test_peft_format.py"
+CAPTURED = "tests/training/test_captured_pass.py"
 BACKEND = "tests/training/test_backend.py"
 CHOOSE = "tests/sampling/test_choose.py"
 SAMPLER = "tests/sampling/local/test_sampler.py"
@@ -94,6 +95,27 @@ MUTATIONS = (
         "targets = upload(np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places]), base.device)",
         "targets = upload(np.roll(np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places]), -1, 0), base.device)",
         (PEFT,),
+    ),
+    Mutation(
+        "a captured pass computes with the adapter of the pass before",
+        "tinsmith/training/captured_pass.py",
+        "        frame.adapter.flat_working.copy_(adapter.flat_working)\n        frame.embeddings[:tokens].copy_(embeddings)",
+        "        frame.embeddings[:tokens].copy_(embeddings)",
+        (CAPTURED,),
+    ),
+    Mutation(
+        "sequences of a captured pass begin where those of the pass before began",
+        "tinsmith/training/captured_pass.py",
+        "frame.cu_seqlens[: len(begins)].copy_(upload(begins, embeddings.device))",
+        "pass",
+        (CAPTURED,),
+    ),
+    Mutation(
+        "what fills a captured row gets the gradient of the row before",
+        "tinsmith/training/captured_pass.py",
+        "self.frame.d_hidden[tokens : self.kind.tokens].zero_()",
+        "pass",
+        (CAPTURED,),
     ),
     Mutation(
         "a position's weight is dropped: it counts as 1",

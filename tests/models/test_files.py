@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_what_cannot_be_used_is_one_line_with_file_and_remedy(kind: str, model: Path) -> None:
     damage, message = DAMAGES[kind]
+    if "sentencepiece" in message and find_spec("sentencepiece"):
+        pytest.skip("sentencepiece is installed, which reads it")
     damage(model)
     (found,) = problems(str(model), whole=True)
     assert message in found
