@@ -320,7 +320,8 @@ def test_no_text_waits_for_pictures_large_or_small(vision_base: BaseModel, tmp_p
         texts = [large(sample(f"text:sample:0/{number}")) for number in range(3)] + [sample("text:sample:0/3")]
         for message in texts:
             bench.samples.add(message)
-        bench.until(lambda: sum(bench.samples.rendering_bytes.values()) > samples.STARTED_BYTES and len(bench.sent) == 4)
+        bench.until(lambda: len(bench.sent) == 4 and bench.samples.decoding["tiny"]["s"] >= 4)
+        assert sum(bench.samples.rendering_bytes.values()) > samples.STARTED_BYTES
         assert bench.answers().keys() == {message.request_id for message in texts}
         assert (bench.samples.load()[0], bench.samples.decoding["tiny"]["s"]) == (0, 4)  # the others wait for their session's bytes
         assert not any(started.message.payload for started in bench.samples.started.values())
