@@ -10,9 +10,10 @@ import torch
 from tests.bases import DEVICE, datum, load, picture_chunks, random_tokens, renderer
 from tests.training.test_backend import STEP, assert_same, backend_with, compute, gradients
 from tinsmith.models.base import BaseModel
+from tinsmith.models.lora import Adapter
 from tinsmith.training import captured_pass
 from tinsmith.training.backend import DatumWork, LocalBackend
-from tinsmith.training.captured_pass import PATIENCE, CapturedPasses
+from tinsmith.training.captured_pass import PATIENCE, CapturedPass, CapturedPasses, Frame
 
 
 def replaying(base: BaseModel, **ranks: int) -> LocalBackend:
@@ -69,7 +70,7 @@ def test_gradients_of_passes_and_heads_add_up(base: BaseModel) -> None:
 
 def test_other_passes_are_computed_as_they_are(base: BaseModel, vision_base: BaseModel) -> None:
     backend = replaying(base, a=4, b=8, full=0)
-    mixed = [*work_of(base, "a", 20), *work_of(base, "b", 20)]
+    mixed = [*work_of(base, "a", 20), *work_of(base, "b", captured_pass.TOKENS[-1] // 2, captured_pass.TOKENS[-1] // 2, 1)]
     long = work_of(base, "a", *[captured_pass.TOKENS[-1] // 4] * 4, 1)
     for work in (mixed, long, work_of(base, "full", 20)):
         for _ in range(PATIENCE):
@@ -83,6 +84,50 @@ def test_other_passes_are_computed_as_they_are(base: BaseModel, vision_base: Bas
         for _ in range(PATIENCE):
             compute(seeing, pictures)
         assert not seeing.captured.passes
+
+
+def test_small_texts_of_several_adapters_are_replayed_one_by_one(base: BaseModel) -> None:
+    """From the second time on, each as its own graph, where that takes no longer than all in one row."""
+    backend, plain = replaying(base, a=4, b=8), backend_with(base, a=4, b=8)
+    for seed in range(PATIENCE + 1):
+        work = [*work_of(base, "a", 20, 30, seed=seed), *work_of(base, "b", 40, seed=seed + 5), *work_of(base, "a", 9, seed=seed + 7)]
+        for found, wanted in zip(compute(backend, work), compute(plain, work), strict=True):
+            np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=BOUND, atol=BOUND)
+    for model in ("a", "b"):
+        assert_same(gradients(backend, model), gradients(plain, model), BOUND)
+    assert len(backend.captured.passes) == 2
+
+
+def test_several_adapters_share_a_row_where_that_is_faster(base: BaseModel) -> None:
+    captured = replaying(base, a=4, b=8).captured
+    backend = backend_with(base, a=4, b=8)
+    texts: list[tuple[list[int], Adapter]] = []
+    for model in ("a", "b"):
+        weights = backend.optimizers[model].weights
+        assert isinstance(weights, Adapter)
+        texts.append(([200], weights))
+    assert not captured.are_faster_apart(texts)  # for the first time, nothing is known
+    assert captured.are_faster_apart(texts)  # now they are captured
+    for (lengths, adapter), seconds in zip(texts, (0.02, 0.03), strict=True):
+        kind = captured._kind(lengths, adapter)
+        assert kind is not None
+        captured.passes[kind] = CapturedPass(kind, Frame(base, adapter), int, int, torch.zeros(()), (), launched_s=0.1, seconds=seconds)
+    assert captured.are_faster_apart(texts)  # one row would take the 0.1 s that Python needs to launch it
+    for graph in captured.passes.values():
+        graph.launched_s = 0.03
+    assert not captured.are_faster_apart(texts)  # one row takes 400 tokens at the rate of the faster graph: 0.03 s
+    assert not captured.are_faster_apart([*texts, ([captured_pass.TOKENS[-1] + 1], texts[0][1])])
+
+
+def test_a_graph_that_gave_its_place_away_is_not_captured_again_at_once(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_pass, "MOST", 1)
+    backend, made = replaying(base, a=4, b=8), []
+    capture = backend.captured._captured
+    monkeypatch.setattr(backend.captured, "_captured", lambda kind, adapter: made.append(kind) or capture(kind, adapter))
+    for _ in range(3 * PATIENCE):
+        compute(backend, work_of(base, "a", 30))
+        compute(backend, work_of(base, "b", 30))
+    assert len(made) == 2
 
 
 def test_models_with_delta_nets_are_not_captured(hybrid_base: BaseModel) -> None:

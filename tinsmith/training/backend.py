@@ -232,8 +232,7 @@ class LocalBackend:
         results: list[DatumResult | None] = [None] * len(work)
         failures = {i: _not_loaded(datum.model_id) for i, datum in enumerate(work) if datum.model_id not in self.optimizers}
         there = [i for i in range(len(work)) if i not in failures]
-        rows = shared_rows([self._optimizer(work[i].model_id).weights for i in there])
-        passes = deque([there[place] for place in row] for row in rows)
+        passes = deque(self._rows(work, there, backward))
         while passes:
             chosen = passes.popleft()
             part = [work[i] for i in chosen]
@@ -252,6 +251,24 @@ class LocalBackend:
             self.tokens_per_pass = min(2 * self.tokens_per_pass, self.config.tokens_per_pass)
             log.info("no pass ran out of memory for a while: they take up to %d tokens again", self.tokens_per_pass)
         return PassResult(results, failures)
+
+    def _rows(self, work: Sequence[DatumWork], there: Sequence[int], backward: bool) -> list[list[int]]:
+        """What is computed in one row each, as indices: models that may share one, unless graphs of each alone take less time."""
+        rows = [[there[place] for place in row] for row in shared_rows([self._optimizer(work[i].model_id).weights for i in there])]
+        return [part for row in rows for part in (self._apart(work, row) if backward else [row])]
+
+    def _apart(self, work: Sequence[DatumWork], row: list[int]) -> list[list[int]]:
+        models: dict[str, list[int]] = {}
+        for i in row:
+            models.setdefault(work[i].model_id, []).append(i)
+        if len(models) == 1 or any(work[i].rendered.pictures for i in row):
+            return [row]
+        texts: list[tuple[list[int], Adapter]] = []
+        for model, own in models.items():
+            weights = self._optimizer(model).weights
+            if isinstance(weights, Adapter):
+                texts.append(([len(work[i].rendered) for i in own], weights))
+        return list(models.values()) if len(texts) == len(models) and self.captured.are_faster_apart(texts) else [row]
 
     def run_together(self, number: int, work: DatumWork | TinsmithError, backward: bool) -> DatumResult:
         """One sequence, of which every worker computes a slice: to be called by all, for passes in one order (`sequence_parallel.py`).

@@ -19,7 +19,7 @@ from torch import Tensor
 from tinsmith.models.attention import varlen_attention
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.decoder import AttentionBlock, Decoder
-from tinsmith.models.device import upload
+from tinsmith.models.device import Stopwatch, upload
 from tinsmith.models.lora import Adapter, Segment
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.models.pass_memory import KEEP_ALL, PassMemory
@@ -36,9 +36,11 @@ PATIENCE = 2
 PAUSE = 256
 """Passes after which graphs are captured again when memory was short."""
 MOST = 12
-"""So many graphs are kept."""
+"""So many graphs are kept. One that gives its place to another is not captured again before it was needed `PAUSE` times more."""
 MEMORY_SHARE = 0.1
 """All graphs together may hold so much of the device's memory."""
+APART = 1.1
+"""So much longer may graphs of several adapters take than one row: the first results come sooner."""
 TOLERANCE = 0.02
 """How far, relative to their norm, results of a graph may be from those of the same computation without it: sums in another order."""
 
@@ -102,6 +104,10 @@ class CapturedPass:
     """[kind.tokens, hidden]: what `forward` leaves."""
     reached: Sequence[bool]
     """Which leaves of the adapter get a gradient from the layers."""
+    launched_s: float = 0.0
+    """Seconds of the layers launch by launch."""
+    seconds: float = 0.0
+    """Seconds of a replay."""
 
     def replay_forward(self, embeddings: Tensor, row: PackedRow, adapter: Adapter) -> Tensor:
         """Copy the row and the adapter into the frame and compute: [tokens, hidden]."""
@@ -174,14 +180,12 @@ class CapturedPasses:
 
     def _find(self, row: PackedRow) -> CapturedPass | None:
         """The graph for a row, captured now if it is time."""
-        if not self.possible or row.full is not None or row.pictures or len(row.segments) != 1:
+        if row.full is not None or row.pictures or len(row.segments) != 1:
             return None
         adapter = row.segments[0].adapter
-        tokens = next((size for size in TOKENS if size >= sum(row.lengths)), None)
-        sequences = next((size for size in SEQUENCES if size >= len(row.lengths)), None)
-        if adapter is None or tokens is None or sequences is None:
+        kind = self._kind(row.lengths, adapter)
+        if kind is None or adapter is None:
             return None
-        kind = PassKind(tokens, sequences, adapter.form)
         if found := self.passes.get(kind):
             self.passes.move_to_end(kind)
             return found
@@ -189,9 +193,35 @@ class CapturedPasses:
         if self.paused:
             self.paused -= 1
             return None
-        if self.seen[kind] < PATIENCE or not self._has_room(tokens):
+        if self.seen[kind] < PATIENCE or not self._make_room(kind.tokens):
             return None
         return self._make(kind, adapter)
+
+    def _kind(self, lengths: Sequence[int], adapter: Adapter | None) -> PassKind | None:
+        """Of which kind a graph for text of these lengths would be; None if there cannot be one."""
+        tokens = next((size for size in TOKENS if size >= sum(lengths)), None)
+        sequences = next((size for size in SEQUENCES if size >= len(lengths)), None)
+        if not self.possible or adapter is None or tokens is None or sequences is None:
+            return None
+        return PassKind(tokens, sequences, adapter.form)
+
+    def are_faster_apart(self, rows: Sequence[tuple[Sequence[int], Adapter]]) -> bool:
+        """Whether texts of several adapters, given as lengths and adapter, are computed sooner by a graph each than in one row.
+
+        Graphs that are not there yet are captured when they are needed for the second time, as any other. Then their seconds are known.
+        """
+        kinds = [self._kind(*row) for row in rows]
+        if any(kind is None or (kind not in self.passes and (self.paused or not self._has_room(kind.tokens))) for kind in kinds):
+            return False
+        missing = {kind for kind in kinds if kind is not None and kind not in self.passes}
+        if missing:
+            self.seen.update(missing)
+            return all(self.seen[kind] >= PATIENCE for kind in missing)
+        graphs = [self.passes[kind] for kind in kinds if kind is not None]
+        per_token = min(graph.seconds / graph.kind.tokens for graph in graphs)
+        tokens = sum(sum(lengths) for lengths, _ in rows)
+        together = max(tokens * per_token, *(graph.launched_s for graph in graphs))
+        return sum(graph.seconds for graph in graphs) <= APART * together
 
     def may_have(self, tokens: int) -> bool:
         """Whether there may be a graph for a pass of so many tokens."""
@@ -213,16 +243,30 @@ class CapturedPasses:
         self.pool, self.held = None, 0
 
     def _has_room(self, tokens: int) -> bool:
+        """Whether a graph of so many tokens can be captured, be it in the place of others."""
+        return self._is_within_another(tokens) or self._needed(tokens) <= self._most()
+
+    def _make_room(self, tokens: int) -> bool:
         """Whether a graph can be captured. Graphs of fewer tokens are dropped for it if there is not room for both."""
-        if self.base.device.type != "cuda" or tokens <= max((kind.tokens for kind in self.passes), default=0):
-            return True  # a pass finds in the memory of a longer one what it needs
-        free, total = torch.cuda.mem_get_info(self.base.device)
-        reserved, allocated = torch.cuda.memory_reserved(self.base.device), torch.cuda.memory_allocated(self.base.device)
-        most = min(MEMORY_SHARE * total, (free + reserved - allocated - self.held) / 2)
-        needed = self.memory.bytes(tokens, self.logits_chunk, KEEP_ALL)
+        if self._is_within_another(tokens):
+            return True
+        needed, most = self._needed(tokens), self._most()
         if self.held + needed > most:
             self._drop()  # what smaller graphs hold may lie in pieces that are too small
         return needed <= most
+
+    def _is_within_another(self, tokens: int) -> bool:
+        """Whether the pass finds what it needs in the memory of a longer one."""
+        return self.base.device.type != "cuda" or tokens <= max((kind.tokens for kind in self.passes), default=0)
+
+    def _needed(self, tokens: int) -> int:
+        return self.memory.bytes(tokens, self.logits_chunk, KEEP_ALL)
+
+    def _most(self) -> float:
+        """Bytes that all graphs may hold now."""
+        free, total = torch.cuda.mem_get_info(self.base.device)
+        reserved, allocated = torch.cuda.memory_reserved(self.base.device), torch.cuda.memory_allocated(self.base.device)
+        return min(MEMORY_SHARE * total, (free + reserved - allocated - self.held) / 2)
 
     def _make(self, kind: PassKind, adapter: Adapter) -> CapturedPass | None:
         """The graph, tried out; None if it cannot be captured. It is tried again later if only memory was short."""
@@ -238,7 +282,8 @@ class CapturedPasses:
             return None
         self.passes[kind] = made
         while len(self.passes) > MOST:
-            self.passes.popitem(last=False)
+            former, _ = self.passes.popitem(last=False)
+            self.seen[former] = -PAUSE
         log.info("captured passes of up to %d tokens and %d sequences; all graphs hold %.1f GiB", *kind[:2], self.held / 2**30)
         return made
 
@@ -271,20 +316,30 @@ class CapturedPasses:
         torch.nn.init.normal_(frame.d_hidden[:tokens], std=0.02)
         frame.adapter.flat_working.copy_(adapter.flat_working)
         for _ in range(2):  # kernels are compiled and chosen outside of the capture
-            forward()
-            backward()
+            made.launched_s = self._seconds(forward, backward)
         expected = made.hidden.clone(), frame.gradient.clone()
         made.forward = self.record(forward)
         made.backward = self.record(backward)
         made.hidden.zero_()
         frame.gradient.zero_()
-        made.forward()
-        made.backward()
+        made.seconds = self._seconds(made.forward, made.backward)
         for found, wanted in zip((made.hidden, frame.gradient), expected, strict=True):
             error, norm = float((found.float() - wanted.float()).norm()), float(wanted.float().norm())
             if not error <= TOLERANCE * norm:
                 raise RuntimeError(f"the graph computes something else: an error of {error:.3g} beside {norm:.3g}")
         return made
+
+    def _seconds(self, forward: Callable[[], None], backward: Callable[[], None]) -> float:
+        """How long a pass takes the device, launching included."""
+        watch = Stopwatch(self.base.device)
+        forward()
+        backward()
+        watch.stop()
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize(self.base.device)
+        seconds = watch.seconds
+        assert seconds is not None
+        return seconds
 
     def _capture(self, function: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()

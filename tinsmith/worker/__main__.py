@@ -7,6 +7,10 @@ import gc
 import logging
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import cast
 
 from tinsmith.errors import ConfigError, DeviceLostError, EngineUnavailableError, WorkersLostError
 from tinsmith.logs import start_logging
@@ -35,12 +39,13 @@ def main() -> int:
     heartbeat = Heartbeat(sys.argv[1], int(sys.argv[2]), keys)
     heartbeat.start()
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
-    from tinsmith.distributed.process_group import ProcessGroup
-    from tinsmith.worker.bases import load_bases, load_compared
-    from tinsmith.worker.device_lock import lock_devices
-    from tinsmith.worker.loop import Worker
-    from tinsmith.worker.records import AskedRecords
-    from tinsmith.worker.sameness import require_same
+    with _absent("sklearn"):  # transformers imports it where it is installed, for a way to generate that is not ours: a second or two
+        from tinsmith.distributed.process_group import ProcessGroup
+        from tinsmith.worker.bases import load_bases, load_compared
+        from tinsmith.worker.device_lock import lock_devices
+        from tinsmith.worker.loop import Worker
+        from tinsmith.worker.records import AskedRecords
+        from tinsmith.worker.sameness import require_same
 
     gc.freeze()  # nor does a later collection look through them
     gc.enable()
@@ -72,6 +77,16 @@ def main() -> int:
     finally:
         link.close()
     return 0
+
+
+@contextmanager
+def _absent(package: str) -> Iterator[None]:
+    """Let what is imported meanwhile find that a package is not installed."""
+    sys.modules[package] = cast("ModuleType", None)  # Python's own way to say so
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 if __name__ == "__main__":
