@@ -7,10 +7,11 @@ import gc
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 from tinsmith.errors import ConfigError, DeviceLostError, EngineUnavailableError, WorkersLostError
 from tinsmith.logs import start_logging
@@ -39,7 +40,11 @@ def main() -> int:
     heartbeat = Heartbeat(sys.argv[1], int(sys.argv[2]), keys)
     heartbeat.start()
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
-    with _absent("sklearn"):  # transformers imports it where it is installed, for a way to generate that is not ours: a second or two
+    import torch
+
+    if not config.only_compares:
+        threading.Thread(target=_wake, args=(torch, config.models.device), daemon=True).start()
+    with _absent("scipy", "sklearn"):  # transformers imports them where they are installed, for what we do not use: a second or two
         from tinsmith.distributed.process_group import ProcessGroup
         from tinsmith.worker.bases import load_bases, load_compared
         from tinsmith.worker.device_lock import lock_devices
@@ -80,13 +85,21 @@ def main() -> int:
 
 
 @contextmanager
-def _absent(package: str) -> Iterator[None]:
-    """Let what is imported meanwhile find that a package is not installed."""
-    sys.modules[package] = cast("ModuleType", None)  # Python's own way to say so
+def _absent(*packages: str) -> Iterator[None]:
+    """Let what is imported meanwhile find that packages are not installed."""
+    sys.modules.update(dict.fromkeys(packages, cast("ModuleType", None)))  # Python's own way to say so
     try:
         yield
     finally:
-        del sys.modules[package]
+        for package in packages:
+            del sys.modules[package]
+
+
+def _wake(torch: Any, device: str) -> None:
+    """Let a GPU get ready while this process imports libraries. Whatever is wrong with it is told when the base models are loaded."""
+    with suppress(RuntimeError, AssertionError):
+        if device != "cpu" and torch.cuda.is_available():
+            torch.zeros(1, device="cuda" if device == "auto" else device)
 
 
 if __name__ == "__main__":
