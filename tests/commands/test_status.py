@@ -34,7 +34,7 @@ def test_names_are_no_markup_and_no_emoji() -> None:
     }
     print_status(status, console)
     assert [line.rstrip() for line in console.export_text().splitlines()] == [
-        "Tinsmith 0.1, engine starting: loading org/[bold]x:car:, busy with one task for 72 s",
+        "Tinsmith 0.1, loading org/[bold]x:car:",
         "workers",
         "process  device  state  tokens of passes",
         "4711     cuda:0  ready  54,321",

@@ -70,7 +70,7 @@ async def test_a_frozen_engine_is_not_ready_until_it_goes_on(tmp_path: Path) -> 
     async with served(tmp_path, config) as server:
         hub = server.hub
         hub.engine = EngineProcess(config, hub.take, hub.engine_ready, hub.engine_absent, LIGHT_ENGINE)
-        assert await health(server) == (200, 503, 503, "the engine is loading its models")
+        assert await health(server) == (200, 503, 503, "the engine is starting")
         async with running(hub.engine):
             await until(lambda: hub.engine.is_ready)
             assert await health(server) == (200, 200, 200, "")

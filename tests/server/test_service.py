@@ -20,7 +20,7 @@ async def test_a_server_without_an_engine_is_not_healthy(tmp_path: Path) -> None
     async with served(tmp_path, facts=None) as server:
         reply = await server.client.get("/api/v1/healthz")
         assert reply.status_code == 503
-        assert reply.json()["detail"] == "the engine is loading its models"
+        assert reply.json()["detail"] == "the engine is starting"
         assert (await server.client.get("/api/v1/get_server_capabilities")).status_code == 503
 
 

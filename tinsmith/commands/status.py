@@ -48,7 +48,8 @@ def print_status(status: dict[str, Any], console: Console) -> None:
     engine, samples, rates = status["engine"], status["samples"], status["tokens_per_second"]
     reason = f": {engine['reason']}" if engine["reason"] else ""
     busy = f", busy with one task for {engine['busy_s']:,.0f} s" if engine["busy_s"] >= 1 else ""
-    console.print(Text(f"Tinsmith {status['version']}, engine {engine['state']}{reason}{busy}"))
+    state = engine["reason"] if engine["state"] == "starting" else f"engine {engine['state']}{reason}{busy}"
+    console.print(Text(f"Tinsmith {status['version']}, {state}"))
     if workers := status.get("workers"):  # an engine that has not reported yet names none
         processes = [(str(worker["pid"]), worker["device"], worker["state"], f"{worker.get('pass_tokens', 0):,}") for worker in workers]
         console.print(_table("workers", ("process", "device", "state", "tokens of passes"), processes))

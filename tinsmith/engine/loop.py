@@ -38,6 +38,7 @@ from tinsmith.protocol.serving import (
     SampleFailed,
     Saving,
     Shutdown,
+    Starting,
     Wake,
 )
 from tinsmith.protocol.work import WorkerReady
@@ -166,7 +167,7 @@ class Engine:
     def handle_worker(self, message: Message) -> None:
         """Take in one message of the worker."""
         match message:
-            case SampleDone() | SampleFailed() | SampleEvents():
+            case SampleDone() | SampleFailed() | SampleEvents() | Starting():
                 self.link.send(message)
             case WorkerReady():
                 self._tell_ready()

@@ -32,7 +32,7 @@ from tinsmith.protocol.messages import Message
 from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.place import Place, meeting_at, writer_of
 from tinsmith.protocol.questions import Answered, FindMeeting, MeetingPort, OpenMeeting
-from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone, SampleFailed
+from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone, SampleFailed, Starting
 from tinsmith.protocol.work import (
     Answer,
     Call,
@@ -366,6 +366,8 @@ class WorkerGroup:
                 for worker in self.workers:
                     worker.signs.another_went_on()
                 return self._ready()
+            case Starting():
+                return [message] if rank == 0 else []
             case SampleFailed(gone=True) if (other := self._routing.elsewhere(message.request_id, message.run)) is not None:
                 self.workers[other[0]].send(other[1])
                 return []

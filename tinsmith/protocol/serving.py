@@ -1,7 +1,7 @@
 """What server and engine say to each other.
 
 Server to engine: Wake, Sample, CancelSample, EndSession, ForgetCheckpoint, Shutdown.
-Engine to server: Ready, Recovering, Alive, Done, SampleEvents, SampleDone, SampleFailed, Status, Saving, Bye.
+Engine to server: Starting, Ready, Recovering, Alive, Done, SampleEvents, SampleDone, SampleFailed, Status, Saving, Bye.
 Nothing here is needed to recover data: what must last is in the store.
 """
 
@@ -64,6 +64,16 @@ class ForgetCheckpoint(Message):
 @dataclass(frozen=True)
 class Shutdown(Message):
     """Finish the pass that is running, record it, save all models, answer Bye and exit."""
+
+
+@dataclass(frozen=True)
+class Starting(Message):
+    """A step of the start begins. It comes from the first worker, whose steps stand for those of all."""
+
+    step: str
+    """A predicate: "loads tiny"."""
+    to_come: list[str]
+    """The steps behind it, in order."""
 
 
 @dataclass(frozen=True)

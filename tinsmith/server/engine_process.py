@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import orjson
@@ -16,11 +17,11 @@ from tinsmith.errors import ConfigError, EngineUnavailableError, StoreUnavailabl
 from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, next_delay_s
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Bye, Ready, Recovering, Saving, Shutdown
+from tinsmith.protocol.serving import Bye, Ready, Recovering, Saving, Shutdown, Starting
+from tinsmith.server.start_progress import StartProgress
 
 log = logging.getLogger(__name__)
 
-_LOADING = "the engine is loading its models"
 _DATABASE_RETRY_S = 1.0
 """Time between two attempts to write down that an engine has ended."""
 
@@ -68,7 +69,8 @@ class EngineProcess:
         self.state: Literal["starting", "ready", "recovering", "silent", "down"] = "starting"
         """One that recovers has lost its worker and starts another. A silent one was ready, and has shown no sign of life for
         `engine_silent_s`."""
-        self.reason = _LOADING
+        self._progress = StartProgress(Path(config.data_dir))
+        self.reason = self._progress.text
         """Why the engine is not ready, if it is not."""
         self.busy_s = 0.0
         """How long its loop had been in its current turn at the last heartbeat; 0 while it waits for work."""
@@ -130,7 +132,8 @@ class EngineProcess:
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, env={**_ENVIRONMENT, **os.environ})
         self._link, self._process = link, process
         self._bye, self._fault, self._was_ready = asyncio.Event(), "", False
-        self.state, self.reason = "starting", _LOADING
+        self._progress.begin()
+        self.state, self.reason = "starting", self._progress.text
         log.info("the engine starts: it imports its libraries and loads %s ...", ", ".join(self._config.base_models))
         watchers = [asyncio.create_task(watch) for watch in (self._read(link), self._listen(link), self._watch(process))]
         try:
@@ -179,10 +182,17 @@ class EngineProcess:
             self._fault = message.reason
             self._bye.set()
         self._on_message(message)
+        if isinstance(message, Starting):
+            self._progress.take(message)
+            if self.state == "starting":
+                self.reason = self._progress.text
+                log.info(self.reason)
         if isinstance(message, Recovering) and self.takes_messages:
+            self._progress.begin()
             self.state, self.reason = "recovering", f"{message.reason}; the engine starts another"
         if isinstance(message, Ready) and self.state in ("starting", "recovering"):
             self.state, self.reason, self._was_ready = "ready", "", True
+            self._progress.finish()
             log.info("the engine is ready: %s", ", ".join(model["name"] for model in message.models))
             await self._on_ready()
 
@@ -191,7 +201,7 @@ class EngineProcess:
             self.busy_s = (await link.receive_heartbeat()).busy_s
             self._beaten = True
             if self.state == "starting":
-                self.reason = _LOADING
+                self.reason = self._progress.text
             elif self.state == "silent":
                 self.state, self.reason = "ready", ""
                 log.info("the engine shows signs of life again")

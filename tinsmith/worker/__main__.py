@@ -8,18 +8,19 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any, cast
 
+from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError, DeviceLostError, EngineUnavailableError, WorkersLostError
 from tinsmith.logs import start_logging
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.questions import Questions
-from tinsmith.protocol.serving import Bye
+from tinsmith.protocol.serving import Bye, Starting
 from tinsmith.protocol.started import read_start
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ def main() -> int:
     link = ChildLink(sys.argv[1], keys)
     heartbeat = Heartbeat(sys.argv[1], int(sys.argv[2]), keys)
     heartbeat.start()
+    steps = Steps(config, link.send)
+    steps.begin()
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
     import torch
 
@@ -57,7 +60,8 @@ def main() -> int:
     try:
         start_logging(name, config.log_level)
         lock_devices(config)  # nobody closes them: the process holds them to its end
-        bases = load_bases(config)
+        bases = load_bases(config, steps.begin)
+        steps.begin()
         compared = load_compared(config, bases)
         questions = Questions(sys.argv[1], keys)
         device = next(iter(bases.values())).device
@@ -82,6 +86,25 @@ def main() -> int:
     finally:
         link.close()
     return 0
+
+
+class Steps:
+    """The steps of the start, told to the engine as they begin: somebody waits for it."""
+
+    def __init__(self, config: Config, send: Callable[[Starting], None]) -> None:
+        names = list(base_model_sources(config))
+        self._to_come = [
+            "imports its libraries",
+            *(f"loads {name}" for name in names),
+            *(f"checks {name}" for name in names),
+            "makes room for training and sampling",
+        ]
+        self._send = send
+
+    def begin(self) -> None:
+        """The next one begins."""
+        step, *self._to_come = self._to_come
+        self._send(Starting(step, list(self._to_come)))
 
 
 @contextmanager

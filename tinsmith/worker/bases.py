@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,9 +50,10 @@ def stays_on_host(source: str, config: Config) -> bool:
     return free_memory(device) < WHOLE_BASE * size_of(source, config.models).weight_bytes + GIB
 
 
-def load_bases(config: Config) -> dict[str, BaseModel]:
+def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict[str, BaseModel]:
     """Every base model of the configuration, by name, once it has passed its self-check.
 
+    `begin` is called before each is loaded, and before each is checked.
     Raises ConfigError as `load_base_model` and `check_base_model` do.
     """
     features = config.images.image_cache_mib * 2**19  # the other half is for pixel values
@@ -62,6 +63,7 @@ def load_bases(config: Config) -> dict[str, BaseModel]:
     bases: dict[str, BaseModel] = {}
     files, on_host = dict[str, str](), dict[str, bool]()
     for name, source in base_model_sources(config).items():
+        begin()
         started = time.monotonic()
         log.info("loading %s from %s ...", name, source)
         files[name], on_host[name] = _state_of(source), stays_on_host(source, config)  # files that change now are not what has passed
@@ -71,6 +73,7 @@ def load_bases(config: Config) -> dict[str, BaseModel]:
             require_divisible(base)
         log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
     for name, base in bases.items():
+        begin()
         _check(base, config, files[name], config.sampling.sampler == "local", on_host[name])
     return bases
 

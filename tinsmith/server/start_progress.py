@@ -1,0 +1,83 @@
+"""How far an engine has come with its start, and how many seconds are left: each step is expected to take what it took the last time."""
+
+import json
+import logging
+import time
+from pathlib import Path
+
+from tinsmith.protocol.serving import Starting
+
+log = logging.getLogger(__name__)
+
+FILE = "start_times.json"
+"""In the data directory: seconds of each step of the last start that took it, by step."""
+
+
+class StartProgress:
+    """One start after the other."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._file = data_dir / FILE
+        self._last = _read(self._file)
+        self._taken: dict[str, float] = {}
+        """Seconds of the steps of this start that are done."""
+        self._current = Starting("", [])
+        self._since = time.monotonic()
+
+    def begin(self) -> None:
+        """A process starts, and has told nothing yet."""
+        self._taken, self._current, self._since = {}, Starting("", []), time.monotonic()
+
+    def take(self, message: Starting) -> None:
+        """The next step begins."""
+        self._close_step()
+        self._current = message
+
+    def finish(self) -> None:
+        """The start is complete. What it took is written down, for the next one."""
+        self._close_step()
+        self._current = Starting("", [])
+        self._last |= self._taken
+        new = self._file.with_suffix(".new")
+        try:
+            new.write_text(json.dumps(self._last, indent=1))
+            new.replace(self._file)
+        except OSError as error:
+            log.warning("the next start cannot say how long it takes: %s", error)
+
+    def _close_step(self) -> None:
+        now = time.monotonic()
+        if self._current.step:
+            self._taken[self._current.step] = now - self._since
+        self._since = now
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the end of the start; None if one of its steps was never taken before, or nothing is known of them yet."""
+        steps = [self._current.step, *self._current.to_come]
+        if not all(step in self._last for step in steps):
+            return None
+        current, *later = (self._last[step] for step in steps)
+        return max(0.0, current - (time.monotonic() - self._since)) + sum(later)
+
+    @property
+    def text(self) -> str:
+        """What the engine does, and how long it takes."""
+        if not self._current.step:
+            return "the engine is starting"
+        done, count, left_s = len(self._taken), len(self._taken) + 1 + len(self._current.to_come), self.left_s
+        left = "" if left_s is None else f"; about {left_s:.0f} s are left"
+        return f"the engine is starting: it {self._current.step} (step {done + 1} of {count}){left}"
+
+
+def _read(file: Path) -> dict[str, float]:
+    """What the file says; nothing if there is none, or if it is damaged: it is only a guess."""
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("%s is passed over: %s", file, error)
+        return {}
+    known = content if isinstance(content, dict) else {}
+    return {str(step): float(seconds) for step, seconds in known.items() if isinstance(seconds, int | float)}
