@@ -2,7 +2,7 @@
 
     python -m tests.recipes.draw_classifier recipes-output docs/vlm_classifier.svg
 
-takes the metrics that `make test-recipes` has left behind.
+takes the metrics that `make test-all`, which trains longer than `make test-recipes`, has left behind.
 """
 
 import json

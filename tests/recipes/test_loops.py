@@ -17,7 +17,7 @@ def test_sl_loop_learns_the_form_of_an_answer(sl_loop: Outcome) -> None:
     assert [checkpoint["name"] for checkpoint in sl_loop.checkpoints] == ["000010", "000020", "000030", "final"]
 
 
-@pytest.mark.parametrize("loss", ["", "importance_sampling", *slow("cispo", "gspo")])  # the recipe is the same, and the losses have tests
+@pytest.mark.parametrize("loss", ["", *slow("importance_sampling", "cispo", "gspo")])  # the recipe is the same, and the losses have tests
 def test_rl_loop_finds_the_price(taught_model: Workshop, loss: str) -> None:
     """Without an option it takes stable_reinforce.
 

@@ -4,9 +4,15 @@ import re
 
 import pytest
 
+from tests.extent import amount
 from tests.recipes.workshop import CHAT_MODEL, Outcome, Workshop
 
 SCANS_TO_TEST = 297
+EPOCHS = amount(4, 12)
+RIGHT = amount(0.55, 0.9)
+"""The share of held-out scans that it names then: about 0.75 and 0.92 in runs that were looked at."""
+LEFT = amount(0.2, 0.05)
+"""Nats a token, likewise: 0.05 and 0.02."""
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +20,7 @@ def training(random_models: Workshop) -> Outcome:
     """A random vision-language model learns to name handwritten digits; the recipe mirrors every second scan that it trains on."""
     return random_models.completed(
         *("vlm_classifier.train", "experiment_dir=vlm_classifier", f"model_name={CHAT_MODEL}"),
-        *("num_epochs=12", "batch_size=50", "learning_rate=3e-3", "max_tokens=16"),
+        *(f"num_epochs={EPOCHS}", "batch_size=50", "learning_rate=3e-3", "max_tokens=16"),
         *("save_every=0", "eval_every=70", f"n_eval={SCANS_TO_TEST}"),
     )
 
@@ -23,11 +29,11 @@ def test_curves(training: Outcome) -> None:
     train_nll, test_nll, accuracy = (training.curve(metric) for metric in ("train_mean_nll", "test/nll", "accuracy"))
 
     assert train_nll[0] > 5
-    assert train_nll[-1] < 0.05
+    assert train_nll[-1] < LEFT
     assert test_nll[0] > 5
-    assert test_nll[-1] < 0.05
+    assert test_nll[-1] < LEFT
     assert accuracy[0] < 0.2
-    assert accuracy[-1] >= 0.9
+    assert accuracy[-1] >= RIGHT
 
 
 def test_evaluation_by_path(random_models: Workshop, training: Outcome) -> None:
@@ -36,4 +42,4 @@ def test_evaluation_by_path(random_models: Workshop, training: Outcome) -> None:
 
     found = re.search(r"Metrics = \{'accuracy': ([\d.]+)\}", evaluation.output)
     assert found is not None, evaluation.output[-3000:]
-    assert float(found[1]) >= 0.9
+    assert float(found[1]) >= RIGHT

@@ -19,12 +19,14 @@ import tinker
 from tinker import types
 
 from tests.acceptance.talking import image_input, numbers, text_input, train
+from tests.extent import amount
 from tests.running import Server
 from tests.with_vllm.serving import ON_GPU, sampling_with_vllm, vllm_pids, wait_for_vllm
 from tests.with_vllm.talking import learn, sample, snapshot, trainers_logprobs, worst_difference
 from tests.with_vllm.test_bfloat16 import FARTHEST
 
-LONG = types.SamplingParams(max_tokens=900, stop=[], seed=3)
+LONG = types.SamplingParams(max_tokens=amount(300, 900), stop=[], seed=3)
+"""On a CPU that takes some twenty turns of a second, or sixty."""
 ASLEEP, AWAKE = "the GPU is the trainer's now", "the GPU is the vLLM servers' now"
 
 
