@@ -14,7 +14,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "digits.py"
     ("options", "bound"),
     [
         (("--epochs", "2"), 0.6),  # twelve epochs, the default, end above 0.90
-        (("--kind", "qwen3-5", "--epochs", "6"), 0.9),
+        (("--kind", "qwen3-5", "--epochs", "2"), 0.6),  # 0.83 in a run that was looked at
     ],
 )
 @pytest.mark.slow  # CI runs `make demo`

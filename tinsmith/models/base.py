@@ -24,6 +24,7 @@ from tinsmith.models.decoder import KNOWN_TYPES, Decoder, Deepstack, read_decode
 from tinsmith.models.delta_kernels import announce
 from tinsmith.models.delta_net import follow_plans
 from tinsmith.models.deterministic import require_attention_only, stable_hidden_states
+from tinsmith.models.device import move_weights
 from tinsmith.models.families import Family, context_length, family_of, load_network, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
@@ -270,7 +271,7 @@ def base_model_of(
     if layers_on_host:
         move_all_but_layers(network, language_model, device)
     else:
-        network.to(device)
+        move_weights(network, device)
     use_attention(network, family, ATTENTION)
     fuse_norms(language_model)
     follow_plans(language_model)

@@ -4,8 +4,10 @@ import math
 import mmap
 import time
 from collections.abc import Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from importlib.util import find_spec
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinsmith.errors import DeviceLostError
+
+STAGES = 4
+"""So many threads copy weights to a GPU."""
+STAGE_BYTES = 32 * 2**20
+"""Pinned memory of each."""
 
 
 def require_device(device: torch.device) -> None:
@@ -36,6 +43,31 @@ def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
     """A tensor of these numbers on `device`. The host does not wait for a GPU to have taken them; on a CPU they are not copied."""
     tensor = torch.from_numpy(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def move_weights(network: Any, device: torch.device) -> None:
+    """Move a network to a device. To a GPU, threads copy its weights through pinned memory: one alone waits for each page of a mapped file."""
+    if device.type == "cuda":
+        stages = SimpleQueue[Tensor]()
+        for _ in range(STAGES):
+            stages.put(torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True))
+        with ThreadPoolExecutor(STAGES) as threads:
+            list(threads.map(partial(_copy_staged, device=device, stages=stages), network.parameters()))
+    network.to(device)  # what is left: buffers
+
+
+def _copy_staged(parameter: Tensor, device: torch.device, stages: SimpleQueue[Tensor]) -> None:
+    source = parameter.data.contiguous()
+    copied = torch.empty_like(source, device=device)
+    torch.cuda.current_stream(device).synchronize()  # nothing that was given to the device before writes into that memory
+    stage, stream = stages.get(), torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        pieces = [tensor.view(-1).view(torch.uint8).split(STAGE_BYTES) for tensor in (source, copied)]
+        for read, written in zip(*pieces, strict=True):
+            written.copy_(stage[: len(read)].copy_(read), non_blocking=True)
+            stream.synchronize()
+    stages.put(stage)
+    parameter.data = copied
 
 
 def reserve_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
