@@ -1,6 +1,7 @@
 """Passes that are replayed: rows of other lengths, other adapters and newer weights, and nothing of the row before."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter
 from tinsmith.training import captured_pass
 from tinsmith.training.backend import DatumWork, LocalBackend
-from tinsmith.training.captured_pass import PATIENCE, CapturedPass, CapturedPasses, Frame
+from tinsmith.training.captured_pass import PATIENCE, CapturedPass, CapturedPasses, PassKind
 
 
 def replaying(base: BaseModel, **ranks: int) -> LocalBackend:
@@ -99,31 +100,39 @@ def test_small_texts_of_several_adapters_are_replayed_one_by_one(base: BaseModel
 
 
 def test_several_adapters_share_a_row_where_that_is_faster(base: BaseModel) -> None:
-    captured = replaying(base, a=4, b=8).captured
-    backend = backend_with(base, a=4, b=8)
+    backend = replaying(base, a=4, b=8)
+    captured = backend.captured
+    for _ in range(PATIENCE):
+        compute(backend, work_of(base, "a", 9))
+    (graph,) = captured.passes.values()
     texts: list[tuple[list[int], Adapter]] = []
     for model in ("a", "b"):
         weights = backend.optimizers[model].weights
         assert isinstance(weights, Adapter)
-        texts.append(([200], weights))
+        texts.append(([400], weights))
     assert not captured.are_faster_apart(texts)  # for the first time, nothing is known
     assert captured.are_faster_apart(texts)  # now they are captured
     for (lengths, adapter), seconds in zip(texts, (0.02, 0.03), strict=True):
         kind = captured._kind(lengths, adapter)
         assert kind is not None
-        captured.passes[kind] = CapturedPass(kind, Frame(base, adapter), int, int, torch.zeros(()), (), launched_s=0.1, seconds=seconds)
+        captured.passes[kind] = replace(graph, kind=kind, launched_s=0.1, seconds=seconds)
     assert captured.are_faster_apart(texts)  # one row would take the 0.1 s that Python needs to launch it
     for graph in captured.passes.values():
         graph.launched_s = 0.03
-    assert not captured.are_faster_apart(texts)  # one row takes 400 tokens at the rate of the faster graph: 0.03 s
+    assert not captured.are_faster_apart(texts)  # one row takes 800 tokens at the rate of the faster graph: 0.03 s
     assert not captured.are_faster_apart([*texts, ([captured_pass.TOKENS[-1] + 1], texts[0][1])])
 
 
 def test_a_graph_that_gave_its_place_away_is_not_captured_again_at_once(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_pass, "MOST", 1)
-    backend, made = replaying(base, a=4, b=8), []
+    backend, made = replaying(base, a=4, b=8), list[PassKind]()
     capture = backend.captured._captured
-    monkeypatch.setattr(backend.captured, "_captured", lambda kind, adapter: made.append(kind) or capture(kind, adapter))
+
+    def counted(kind: PassKind, adapter: Adapter) -> CapturedPass:
+        made.append(kind)
+        return capture(kind, adapter)
+
+    monkeypatch.setattr(backend.captured, "_captured", counted)
     for _ in range(3 * PATIENCE):
         compute(backend, work_of(base, "a", 30))
         compute(backend, work_of(base, "b", 30))

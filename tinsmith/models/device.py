@@ -46,7 +46,7 @@ def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def move_weights(network: Any, device: torch.device) -> None:
-    """Move a network to a device. To a GPU, threads copy its weights through pinned memory: one alone waits for each page of a mapped file."""
+    """Move a network to a device. Threads copy weights to a GPU through pinned memory: one alone waits for each page of a file."""
     if device.type == "cuda":
         stages = SimpleQueue[Tensor]()
         for _ in range(STAGES):
