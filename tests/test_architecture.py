@@ -1,4 +1,8 @@
-"""The house keeps its shape: rooms import one way, torch stays in its rooms, and what we touch of transformers' inside is known."""
+"""The house keeps its shape: rooms import one way, torch stays in its rooms, and what we touch of transformers' inside is known.
+
+Invariant: Rooms import one way; torch stays in its rooms; what we touch inside transformers and inside vLLM is listed.
+Also: `tests/with_vllm/test_inside_vllm.py`.
+"""
 
 import ast
 import operator

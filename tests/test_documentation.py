@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 import typer.main
 
+from tests.invariants import invariants
 from tinsmith.cli import app
 from tinsmith.config import CONFIG_VARIABLE, Config, settings
 from tinsmith.config_values import SettingInfo
@@ -165,6 +166,13 @@ def test_files_that_the_pages_name_exist() -> None:
             if not any(any(root.glob(pattern)) for root in [page.parent, *roots]):
                 missing.append(f"{page.name}: {path}")
     assert not missing, "\n".join(missing)
+
+
+def test_the_invariants_name_tests_that_exist() -> None:
+    found = list(invariants())
+    assert len(found) > 100
+    assert [invariant for invariant in found if not invariant.promise.endswith(".")] == []
+    assert [path for invariant in found for path in invariant.also if not (ROOT / path).is_file()] == []
 
 
 def test_options_and_variables_that_the_readme_names_exist() -> None:
