@@ -31,7 +31,8 @@ PAGES = [
 
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 MOST_WORDS = {ARCHITECTURE: 2500} | dict.fromkeys((ROOT / "docs" / "design").glob("*.md"), 1200)
-"""How long a page may get: one that nobody reads in a sitting is not kept true either."""
+MOST_WORDS_OF_ALL = 20_000
+"""How long a page, and all of docs/ together, may get: one that nobody reads in a sitting is not kept true either."""
 
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
 """Text, path and anchor of a link of Markdown."""
@@ -208,6 +209,7 @@ def test_the_page_of_the_architecture_names_the_rooms_in_their_order() -> None:
 def test_no_page_is_longer_than_can_be_read() -> None:
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
     assert {page.name: words[page] for page, most in MOST_WORDS.items() if words[page] > most} == {}
+    assert sum(count for page, count in words.items() if page.is_relative_to(ROOT / "docs")) <= MOST_WORDS_OF_ALL
 
 
 def test_the_invariants_name_tests_that_exist() -> None:
