@@ -1,4 +1,4 @@
-"""What a device computes with, whether it still computes, and how numbers get there and back."""
+"""Detects errors of a device, measures its time, and moves numbers to and from it."""
 
 import math
 import mmap
@@ -54,7 +54,7 @@ def has_triton() -> bool:
 
 
 class Stopwatch:
-    """How long a device is at what it is given from now on until `stop`. Of a GPU, which goes on behind the host, that is known later."""
+    """Measures how long a device needs for what it is given until `stop`. A GPU's time is known later."""
 
     def __init__(self, device: torch.device) -> None:
         """It runs."""

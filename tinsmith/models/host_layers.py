@@ -89,7 +89,7 @@ class HostLayers:
 
 
 def read_host_decoder(model_type: str, language_model: nn.Module, layout: Layout, device: torch.device) -> StreamedDecoder | None:
-    """As `read_decoder`, with layers that stay in the host's memory. Nothing is joined there."""
+    """Read a decoder whose layers stay in the host's memory, where nothing is joined. Returns None as `read_decoder` does."""
     parts = read_parts(model_type, language_model, layout)
     if parts is None:
         return None

@@ -98,7 +98,7 @@ def rms_norm_weight_gradient(x: Tensor, d_normed: Tensor, eps: float) -> Tensor:
 
 
 def stripes(tokens: int) -> int:
-    """How many sums are made of so many tokens."""
+    """Return the number of partial sums for so many tokens."""
     return max(1, min(STRIPES, tokens))
 
 
