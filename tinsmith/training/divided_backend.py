@@ -40,7 +40,7 @@ from tinsmith.training.state_part import ENTRIES, StatePart
 log = logging.getLogger(__name__)
 
 NOTHING, FROZEN = 0, 1
-"""What a worker may want to compute beside models with weights of their own, each of which has a larger number."""
+"""Numbers that workers exchange for no work and for the base's layers; each model with weights of its own has a larger one."""
 
 Outcome = list[DatumResult] | PassError
 
@@ -62,7 +62,7 @@ class DividedBackend(LocalBackend):
         self.together = group
         self.layers = base.decoder.divided
         self.neighbours = workers_beside(group)[group.place.rank]
-        """How many workers are on this host."""
+        """Number of workers on this host."""
         self.efforts.memory = pass_memory_of(base.layout, base.text_config, base.dtype, divided=True)
 
     # ---- Models
@@ -71,7 +71,7 @@ class DividedBackend(LocalBackend):
         refuse_together(self.together, refusal)
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
-        """As `LocalBackend.create_model`. To be called by all workers; with rank 0 at the same place among passes and other calls."""
+        """Create a model. To be called by all workers; with rank 0 at the same place among passes and other calls."""
         if shape.rank > 0:
             super().create_model(model_id, shape)
             return
@@ -85,7 +85,7 @@ class DividedBackend(LocalBackend):
         self.optimizers[model_id] = optimizer
 
     def restore(self, model_id: str, state: SavedState) -> None:
-        """As `LocalBackend.restore`, but a model of rank 0 is gone if the load fails. Exchanges nothing: files are read at any time."""
+        """Restore a model; one of rank 0 is gone if the load fails. Exchanges nothing: files are read at any time."""
         if state.about.shape.rank == 0:
             self.optimizers.pop(model_id, None)
         self._load(model_id, state)
@@ -115,7 +115,7 @@ class DividedBackend(LocalBackend):
     # ---- Copies that are sampled
 
     def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
-        """As `LocalBackend.snapshot`, while all other workers call `help_to_snapshot`. All weights come to the host's memory.
+        """Take a snapshot while all other workers call `help_to_snapshot`. All weights come to the host's memory.
 
         Where nothing samples nobody helps: it raises UserError for a model that is divided.
         """
@@ -190,7 +190,7 @@ class DividedBackend(LocalBackend):
     # ---- Passes
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
-        """As `LocalBackend.run_pass`. To be called by all workers, also by those that have no work; nobody looks up in between."""
+        """Compute a pass. To be called by all workers, also by those that have no work; `look` is never called."""
         what = zlib.crc32(f"{'forward_backward' if backward else 'forward'} on {self.base.name}".encode())
         self.together.agree(what, "the pass that comes next")
         try:
@@ -259,7 +259,7 @@ class DividedBackend(LocalBackend):
 
 
 def _number_of(model_id: str) -> int:
-    """What a worker says that is to compute this model: the same on all of them, and neither NOTHING nor FROZEN."""
+    """Return the number that workers exchange for this model: the same on all, and neither NOTHING nor FROZEN."""
     return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7]) + 2
 
 

@@ -16,7 +16,7 @@ from tinsmith.models.lora import Adapter
 from tinsmith.training.peft_format import write_adapter, write_peft
 
 _STORED_PREFIX = "model.language_model."
-"""How names begin in the files of a base model for which the tools rename."""
+"""Prefix of names in base models for which the download tools rename tensors."""
 
 
 def write_download(adapter: Adapter, base: Layout, source: str, label: str, directory: Path) -> None:

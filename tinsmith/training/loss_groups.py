@@ -28,18 +28,18 @@ class DatumWork:
     """[N] or [N, K], N the length of `rendered`."""
     loss: Loss
     loss_inputs: Mapping[str, NDArray[np.float32]]
-    """What the loss reads besides target_tokens, each of the shape of `target_tokens`."""
+    """Inputs of the loss besides target_tokens, each of the shape of `target_tokens`."""
 
 
 @dataclass(frozen=True, eq=False)
 class DatumResult:
-    """What a pass gives for one datum."""
+    """Result of a pass for one datum."""
 
     logprobs: NDArray[np.float32]
-    """Of the target tokens, in their shape."""
+    """Log-probabilities of the target tokens, in their shape."""
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the loss says of the datum beside its value, by name."""
+    """Metrics of the loss for the datum, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Scored:
     """Datums that have the same loss and number K of targets a position, one behind the other."""
 
     places: list[int]
-    """Of the datums in the row: 0 for the first."""
+    """Indices of the datums in the row: 0 for the first."""
     logprobs: Tensor
     """[positions, K] of their targets."""
     losses: Tensor
@@ -62,7 +62,7 @@ class LossGroup:
 
     loss: Loss
     places: list[int]
-    """Of the datums in the row: 0 for the first."""
+    """Indices of the datums in the row: 0 for the first."""
     lengths: list[int]
     """Positions of each datum."""
     inputs: dict[str, NDArray[np.float32]]
@@ -109,7 +109,7 @@ def trained_positions(groups: Sequence[LossGroup]) -> NDArray[np.bool_]:
 def results_of(
     group: Scored, work: Sequence[DatumWork], logprobs: NDArray[np.float32], losses: NDArray[np.float32], metrics: NDArray[np.float32]
 ) -> Iterator[DatumResult]:
-    """What the pass gives for the datums of a group."""
+    """Split the pass's results of a group into results of its datums."""
     start = 0
     for place, of_datum in zip(group.places, metrics.T, strict=True):
         datum = work[place]

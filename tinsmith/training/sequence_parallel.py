@@ -86,7 +86,7 @@ class SequenceParallel:
     # ---- Memory
 
     def _more(self, effort: Effort, tokens: int, backward: bool) -> Effort | None:
-        """What to try after an out-of-memory on any worker; None if nothing helps."""
+        """Return the recomputation to try after an out-of-memory on any worker; None if nothing helps."""
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
         if not backward:
