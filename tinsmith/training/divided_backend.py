@@ -1,4 +1,4 @@
-"""Training on a base model whose layers are divided over the workers: every worker takes part in every pass of any of them.
+"""Training on a base model whose layers are sharded over the workers: every worker takes part in every pass.
 
 A pass of all workers is a number of attempts, in each of which layers are put together: those of the base, with LoRA, or those of one model
 that trains all of its weights. Before each, every worker says what it is to compute: nothing, when its share is empty, or was

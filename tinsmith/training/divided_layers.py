@@ -1,4 +1,4 @@
-"""The layers of a decoder divided over the workers: each keeps a part of every layer, and all put a layer together when it is computed.
+"""The sharded layers of a decoder: each worker keeps a slice of every layer, and all gather it when it is computed.
 
 The tensors of a layer lie end to end in a row of bytes, of which worker R of N keeps the part number R. A pass needs the layers in an order
 that all workers know before it begins:

@@ -1,4 +1,4 @@
-"""All weights of a model, divided over the workers (`--shard weights`, rank 0).
+"""All weights of a model, sharded over the workers (`--shard weights`, rank 0).
 
 Each layer, and each tensor before the first and behind the last of them (embedding, last norm, LM head), is a flat row of numbers, of
 which every worker keeps a part: of the float32 masters, of what AdamW remembers, of the gradients, and of what passes read in the precision

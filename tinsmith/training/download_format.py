@@ -1,4 +1,4 @@
-"""Adapters in the files that clients download, named so that the Tinker cookbook's `weights` tools turn them into what PEFT loads.
+"""Writes adapters as clients download them, with names that the cookbook's `weights` tools turn into PEFT's.
 
 The tools look at the names in the files of the base model. Where those begin with `model.language_model.`, as in Qwen3-VL and Qwen3.5, the
 tools put `language_model.` behind every `model.`, so an adapter must leave it out. There queries, keys and values of a gated delta net are

@@ -1,4 +1,4 @@
-"""Datums and their losses: what a pass is given, datums grouped by what their loss is, and results of each datum.
+"""The work and results of a pass, datum by datum, grouped by loss.
 
 Whatever computes log-probabilities, one worker or several together, hands them to these groups.
 """

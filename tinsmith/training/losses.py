@@ -199,8 +199,8 @@ LOSSES: Mapping[str, Loss] = {
         ),
     )
 }
-"""The losses that clients can name, with default settings. Those of ppo and cispo are documented. For dro, the documented example is the default here,
-and for gspo the bounds of ppo: what the hosted service takes is not public. Neither is its default for kl_coeff; ours is 0."""
+"""Losses that clients can name, with default settings. Those of ppo and cispo are documented. For dro the documented example is the default
+here, for gspo the bounds of ppo: the hosted service's defaults are not public. Neither is its default for kl_coeff; ours is 0."""
 
 NOT_BUILT = {
     "custom": "losses are not uploaded here; pass the function itself to forward_backward_custom, and the SDK computes it in the client",

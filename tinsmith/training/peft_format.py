@@ -1,4 +1,4 @@
-"""Adapters as PEFT keeps them, and adapters and full weights merged into their base model.
+"""Reads and writes adapters in PEFT's format, and merges weights into their base model.
 
 A PEFT adapter holds lora_A and lora_B of each layer under the name that transformers gives it, and nothing of the base. Our names begin
 inside the language model; the `Layout` of the base translates, and is made without reading a weight.

@@ -1,4 +1,4 @@
-"""Whether an AdamW step leaves every number finite, found out before anything is changed.
+"""Finds out before a step whether AdamW leaves every number finite.
 
 Bounds on the sizes of weights and moments are carried from step to step as three numbers: they prove nearly every step finite without a
 look at a tensor. A step that they do not prove is computed ahead, piece by piece, on copies.
