@@ -1,4 +1,4 @@
-"""When to try again what failed for a reason that goes away by itself: soon at first, then at longer and longer intervals."""
+"""Back-off for failures that go away by themselves: retries soon at first, then at growing intervals."""
 
 import time
 

@@ -22,8 +22,7 @@ from types import FrameType
 import psutil
 
 SIGN = 0.02
-"""Part of a processor that has to be used between two looks to be a sign, beside what threads use that are no sign. Less is no work: the
-threads of gloo look for messages a hundred times a second, and use nearly a hundredth while they wait."""
+"""CPU share above which a process counts as working, beside that of threads that do not count."""
 
 APART = ("heartbeat", "vllm")
 """Threads whose use of a processor is no sign: the one that looks, and the one that talks to vLLM servers, for which nobody waits."""
