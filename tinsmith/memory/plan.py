@@ -74,7 +74,7 @@ class SequencePlan:
 
     tokens: int
     limit: Literal["memory", "context"]
-    """What limits the length: memory, or the model's context (--max-context)."""
+    """Limit of the length: memory, or the model's context (--max-context)."""
     together: int
     """The longest that all workers compute together, each a slice of it; where that is never done, it is `tokens`."""
 

@@ -1,4 +1,4 @@
-"""Where a worker stands among those that hold the same models."""
+"""Place of a worker among those that hold the same models."""
 
 import zlib
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As messages name it."""
+        """Name of the worker in messages."""
         there = f" on {self.host}" if self.host else ""
         return f"worker {self.rank} of {self.count}{there}" if self.count > 1 else f"the worker{there}"
 

@@ -189,6 +189,6 @@ def check_token_ids(ids: "np.ndarray[Any, Any]", vocab_size: int, what: str) -> 
 
 
 def position_of(index: int, shape: tuple[int, ...]) -> int | tuple[int, ...]:
-    """Where a flat index lies in an array of that shape, for people: a number, or one for each dimension."""
+    """Return the place of a flat index in an array of that shape, for people: a number, or one for each dimension."""
     place = tuple(int(i) for i in np.unravel_index(index, shape))
     return place[0] if len(place) == 1 else place

@@ -1,13 +1,12 @@
 """Training on a base model whose layers are sharded over the workers: every worker takes part in every pass.
 
-A pass of all workers is a number of attempts, in each of which layers are put together: those of the base, with LoRA, or those of one model
-that trains all of its weights. Before each, every worker says what it is to compute: nothing, when its share is empty, or was
-computed while that of another ran out of memory and goes on in halves. All put the layers together that the first worker wants
-that wants any; those who want the same compute, the others help. So it goes on until nobody wants any.
+Gathering is a collective, so a pass is a number of attempts in which all take part. The lowest rank with work decides which layers come
+next: the base's, with LoRA, or those of one full-parameter model. Ranks that need the same ones compute, the others only contribute
+their slices. The pass ends when no rank has work left. A rank is without work if its share is empty or done, while another repeats
+its share in halves after it ran out of memory.
 
-What one computes with LoRA, and what fails there, is its own: others need its part of the layers alone. The gradients of all weights are
-added up over all workers while the backward is computed (`trained_layers.py`). Where such an attempt fails on one worker, all of them
-drop what they have added up, and those that did not fail compute the same again.
+A LoRA attempt that fails concerns its own worker alone. Gradients of all weights are summed over all workers during the backward
+(`trained_layers.py`), so if such an attempt fails on one, all drop their sums, and those that did not fail compute it again.
 """
 
 import hashlib
@@ -218,7 +217,7 @@ class DividedBackend(LocalBackend):
         return found
 
     def _help_until(self, wanted: int, backward: bool) -> None:
-        """Help others until it is the turn of what this worker wants."""
+        """Contribute to others' attempts until the layers of this worker's work come next."""
         while (chosen := next(filter(None, self.together.gather(wanted)), NOTHING)) != wanted:
             if chosen == FROZEN:
                 self.layers.begin(backward)
