@@ -11,7 +11,7 @@ class Backoff:
     """The next attempt at one thing that may fail."""
 
     def __init__(self) -> None:
-        """Due at once."""
+        """Begin with a try that is due at once."""
         self._interval_s = 0.0
         self._due_at = 0.0
 

@@ -155,4 +155,4 @@ class ChildProcesses:
         return process
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; a process starter holds no resources."""

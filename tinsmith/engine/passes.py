@@ -47,7 +47,7 @@ class ForwardOperation:
     failures: list[TinsmithError] = field(default_factory=list)
     """Why datums failed. Then no more of the operation is computed, and it ends when none of it is in a pass any more."""
     started_at: float = field(default_factory=time.monotonic)
-    """Monotonic time."""
+    """Monotonic time of its start."""
 
     @property
     def backward(self) -> bool:
@@ -139,7 +139,7 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """Its length."""
+        """Number of tokens of the datum."""
         assert self.operation.prepared is not None
         return self.operation.prepared.lengths[self.index]
 

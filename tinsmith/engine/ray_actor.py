@@ -30,7 +30,7 @@ PARENT = "PARENT"
 
 
 class WorkerActor:
-    """Runs one program."""
+    """Runs one worker's program in an actor of Ray."""
 
     def run(
         self, command: list[str], standard_input: bytes, environment: dict[str, str], directory: str, node: str, shared: dict[str, str]

@@ -20,7 +20,7 @@ class Running:
     command: Command | None
     """None if the server saves a model that it is going to unload."""
     started_at: float = field(default_factory=time.monotonic)
-    """Monotonic time."""
+    """Monotonic time of its start."""
     in_call: int | None = None
     """The number of the call that it waits for; None if it waits for the database."""
     has_begun: bool = False

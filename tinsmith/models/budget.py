@@ -58,7 +58,7 @@ class Budget:
 
 
 def full_state(config: TrainingConfig) -> FullState:
-    """The setting `full_state`."""
+    """State that full-parameter training keeps (--full-state)."""
     state: FullState = config.full_state  # type: ignore[assignment]  # one of its choices
     return state
 

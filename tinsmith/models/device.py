@@ -57,7 +57,7 @@ class Stopwatch:
     """Measures how long a device needs for what it is given until `stop`. A GPU's time is known later."""
 
     def __init__(self, device: torch.device) -> None:
-        """It runs."""
+        """Start the clock."""
         self._since, self._until = time.monotonic(), 0.0
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self._stream = torch.cuda.current_stream(device) if self._events else None

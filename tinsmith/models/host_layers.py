@@ -44,7 +44,7 @@ class _Visit:
             tensor.data = data.to(self.device)
 
     def end(self, module: nn.Module, inputs: object, output: object) -> None:
-        """Behind it."""
+        """Return the tensors to the host's memory when the module has computed."""
         for tensor, data in self.at_home:
             tensor.data = data
         self.at_home = []

@@ -43,7 +43,7 @@ class TargetGroup(NamedTuple):
     start: int
     """The first output of the first of them."""
     width: int
-    """Outputs of each."""
+    """Number of outputs of each target."""
     first: int
     """The number of the first of them among the targets that the adapter covers."""
     targets: int

@@ -34,7 +34,7 @@ class Effort:
 
 
 KEEP_ALL = Effort()
-"""Nothing is recomputed."""
+"""No recomputation."""
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def _norm(
     ADDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """One row."""
+    """Normalize one row."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -234,7 +234,7 @@ def _layer_norm(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """One row."""
+    """Normalize one row."""
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
@@ -264,7 +264,7 @@ def _norm_backward(
     ZERO_CENTRED: tl.constexpr,
     ADDS: tl.constexpr,
 ) -> None:
-    """One row."""
+    """Compute the norm's backward for one row."""
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column

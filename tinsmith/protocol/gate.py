@@ -47,7 +47,7 @@ class Gate:
         of_child, secret_of_child = zmq.curve_keypair()
         self._public_of_child = z85.decode(of_child)
         self.keys = ChildKeys(public.decode(), of_child.decode(), secret_of_child.decode())
-        """For the child."""
+        """Keys that the child is given."""
         self._domains: list[str] = []
 
     def guard(self, socket: "zmq.Socket[bytes]", once: bool) -> None:

@@ -94,7 +94,7 @@ class Sequences(_CarriesSequences):
 
 @dataclass(frozen=True)
 class KeepSequences(_CarriesSequences):
-    """Record sequences."""
+    """Asks the engine to record sequences."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class MeetingPort(Message):
 
 @dataclass(frozen=True)
 class Answered(Message):
-    """It is done."""
+    """Answer without a value: the question's work is done."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Questions:
         return answer
 
     def close(self) -> None:
-        """Ask nothing more."""
+        """End the connection; no more questions may follow."""
         self._socket.close()
         self._context.term()
 

@@ -36,7 +36,7 @@ class Prepare(Message):
     number: int
     """Comes back with the answer: an operation may be dropped and asked for again, and an earlier answer be on its way."""
     operation: str
-    """Its request id."""
+    """Request id of the operation."""
     model_id: str
     base_model: str
     image_digests: list[str]

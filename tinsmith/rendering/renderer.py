@@ -56,7 +56,7 @@ class _NewPicture:
     """A picture that is still to be decoded."""
 
     chunk: ImageChunk
-    """With its bytes."""
+    """The chunk, which holds the image's bytes."""
     tokens: int
     pixels: int
 

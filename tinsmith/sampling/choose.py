@@ -101,7 +101,7 @@ def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[
 
 
 def choose_reference(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[Tensor, Tensor]:
-    """`choose_next` in PyTorch."""
+    """Compute `choose_next` in plain PyTorch."""
     greedy = choice.temperature == 0
     logprobs = _logprobs(logits, choice)
     u = uniforms(choice.seed, choice.sample, choice.position, draws_needed(logits.shape[1]))

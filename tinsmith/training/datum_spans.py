@@ -22,7 +22,7 @@ class DatumSpans:
 
     @cached_property
     def _counts(self) -> Tensor:
-        """[datums] the lengths."""
+        """Return the lengths [datums]."""
         return upload(np.array(self.lengths, dtype=np.int64), self.device)
 
     def sums(self, values: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class _Rows:
     chunk: int
     """Number of other rows whose logits are in memory at a time."""
     parts: list[HeadPart]
-    """In this order."""
+    """Parts of the LM head in this order."""
 
     def take(self, values: Tensor) -> Tensor:
         """Rows [tokens, ...] of the pass in this order."""

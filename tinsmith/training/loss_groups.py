@@ -121,5 +121,5 @@ def results_of(
 
 
 def targets_per_position(datum: DatumWork) -> int:
-    """K."""
+    """Return the number K of targets of each position."""
     return datum.target_tokens.shape[1] if datum.target_tokens.ndim == 2 else 1

@@ -257,7 +257,7 @@ class Worker:
                 self.snapshots.forget(message.path)
 
     def send(self, message: Message) -> None:
-        """Tell the engine."""
+        """Send a message to the engine."""
         match message:
             case SampleFailed(category="server"):
                 self.suspicious = True

@@ -59,7 +59,7 @@ class Started:
     message: Sample
     """Without the payload, which is needed no more."""
     started_at: float
-    """Monotonic time."""
+    """Monotonic time of its start."""
     in_sampler: bool = False
     """Its sampler has it. Until then it is rendered, or its weights are read."""
     is_decoded: bool = False

@@ -37,7 +37,7 @@ _LOOK_S = 60.0
 
 @dataclass(frozen=True)
 class Held:
-    """Weights in memory."""
+    """Weights in memory that can be sampled."""
 
     weights: Weights
     expires_at: float | None = None

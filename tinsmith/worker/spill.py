@@ -21,7 +21,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Written:
-    """Weights on disk."""
+    """Weights that were written to disk."""
 
     directory: Path
     ref: WeightsRef
