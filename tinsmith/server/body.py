@@ -22,7 +22,7 @@ _PARTS_AT_A_TIME = 2
 arrive at once were all read from, an iteration would take a tenth of a second, and a small request takes several."""
 
 _END_BYTES = 2048
-"""How much of a body is searched for its session, at its beginning and at its end."""
+"""Number of bytes at the beginning and the end of a body that are searched for its session."""
 _OWNED_ID = re.compile(rb"([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}):(?:train|sample):[0-9]")
 """The id of a model or of a sampling session."""
 

@@ -41,7 +41,7 @@ _BLOCK_BYTES = 2**20
 
 
 def kept_copies(data_dir: Path, model_id: str) -> Path:
-    """Where the kept copies of a model are. The name is a digest: clients choose parts of a model id."""
+    """Return the place of a model's kept copies. The name is a digest: clients choose parts of a model id."""
     return data_dir.resolve() / KEPT_DIR / hashlib.sha256(model_id.encode()).hexdigest()[:32]
 
 

@@ -56,7 +56,7 @@ class Model:
     model_id: str
     session_id: str
     base_model: str
-    """As the client asked for it, with a ":suffix" if it sent one."""
+    """Name that the client asked for, with its ":suffix" if it sent one."""
     lora_config: dict[str, Any]
     optimizer_config: dict[str, Any]
     user_metadata: dict[str, Any] | None
@@ -165,13 +165,13 @@ class Command:
 
     @property
     def request_id(self) -> str:
-        """What the client polls for."""
+        """Id that the client polls for."""
         return ids.request_id(self.model_id, self.seq_id)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an operation ended: with a result or with an error."""
+    """Outcome of an operation: a result or an error."""
 
     request_id: str
     result: bytes | None

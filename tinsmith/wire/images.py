@@ -30,7 +30,7 @@ _SCAN = b"\xff\xda"
 """The marker that begins a scan. It cannot occur inside compressed pixels."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError)
-"""What Pillow raises for damaged files: truncated data, bad chunks and checksums, impossible values."""
+"""Exceptions of Pillow for damaged files: truncated data, bad chunks and checksums, impossible values."""
 
 
 @dataclass(frozen=True)
