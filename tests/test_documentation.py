@@ -40,6 +40,10 @@ LINK = re.compile(r"\[([^\]]+)\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
 SAYS_NOTHING = re.compile(r"(See|As) `?[\w.]+`?( \(`?[\w./]+`?\))?\.?|Nothing to do\.?")
 """A docstring that only sends the reader elsewhere."""
 
+RIDDLE = re.compile(r"(What|How|Of|Where|As|By)\b")
+MOST_RIDDLES = 120
+"""Docstrings that begin with such a word and neither with a verb nor with what the thing is. May only fall."""
+
 UNFINISHED = ("tinsmith/sampling/",)
 """Where words and docstrings are still being rewritten. Nothing may be added."""
 NAMED_TWICE = {"Sizes"}
@@ -118,6 +122,11 @@ def docstrings() -> Iterator[tuple[str, str]]:
 def test_a_docstring_says_something_itself() -> None:
     empty = [f"{place}: {text}" for place, text in docstrings() if SAYS_NOTHING.fullmatch(text) and not place.startswith(UNFINISHED)]
     assert not empty, "\n".join(empty)
+
+
+def test_docstrings_begin_with_a_verb_or_with_what_the_thing_is() -> None:
+    riddles = [f"{place}: {text.splitlines()[0]}" for place, text in docstrings() if RIDDLE.match(text)]
+    assert len(riddles) <= MOST_RIDDLES, "\n".join(riddles)
 
 
 def test_a_class_name_stands_once_in_the_package() -> None:

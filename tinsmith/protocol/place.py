@@ -19,7 +19,7 @@ class Place:
     """From 0 to `count` - 1."""
     count: int = 1
     meeting: str = ""
-    """How the workers of a group find each other: `file://` and a path if all are on the server's host, otherwise `tcp://` and the
+    """Address at which the workers of a group meet: `file://` and a path if all are on the server's host, otherwise `tcp://` and the
     address by which others reach the host of this one (`distributed/meeting.py`). Empty for a worker alone on the server's host."""
 
     @property

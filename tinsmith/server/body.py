@@ -18,7 +18,7 @@ _SMALL_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop: it takes milliseconds at worst."""
 
 _PARTS_AT_A_TIME = 2
-"""How many large bodies are read from in one iteration of the event loop, some 256 KiB each, which takes a millisecond. If dozens that
+"""Large bodies that are read from in one iteration of the event loop, some 256 KiB each, which takes a millisecond. If dozens that
 arrive at once were all read from, an iteration would take a tenth of a second, and a small request takes several."""
 
 _END_BYTES = 2048

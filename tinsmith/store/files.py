@@ -169,7 +169,7 @@ class CheckpointFiles:
 
     @contextmanager
     def joined(self, place: str) -> Iterator[Path]:
-        """What several processes have written to `joint`, and do not write to any more. As `written`, but for its being filled already."""
+        """Complete what several processes have written to `joint`, and no longer write to. Otherwise as `written`."""
         system, path = self._resolve(place)
         with deleted_at_last(self.joint(place)) as directory:
             yield directory

@@ -105,7 +105,7 @@ class Sequence:
     slot: int = -1
     """Slot of its state, in a model with gated delta nets; -1 while it waits."""
     stored: int = 0
-    """How many of its tokens are computed: their keys and values lie in `blocks`, and the state after them in `slot`. What the device has
+    """Number of its computed tokens: their keys and values lie in `blocks`, and the state after them in `slot`. What the device has
     been told to compute counts: whatever it is told later comes after that."""
     seat: Seat | None = None
     """Its row of the batch on the device, while it runs."""
