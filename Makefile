@@ -6,6 +6,7 @@
 # make test-all run everything there is: slow tests, long random runs, recipes, real vLLM servers
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make mutations        put faults into a copy of the product, one after the other, each of which a test must find (about 6 minutes)
+# make invariants       print what Tinsmith promises, and which test guards it
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
 # make test-distributed  run the tests of several workers alone; they are part of `make test`
 # make test-gpu         run the numerical tests on this machine's GPU, and keep their output in benchmarks/results/
@@ -31,7 +32,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev demo test test-slow test-all mutations test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
+.PHONY: setup dev demo test test-slow test-all mutations invariants test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
 
 # $(call install,EXTRAS): this project with some of its optional groups. Wheels only and exact versions: nothing is built, and no newer torch
 # is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -79,6 +80,10 @@ test-all: $(DEV_STAMP)
 # Two at a time; those whose names contain a word: make mutations NAMES="ppo AdamW"
 mutations: $(DEV_STAMP)
 	$(PYTHON) -m tests.mutations $(NAMES)
+
+# Needs no environment: it only reads the tests' docstrings.
+invariants:
+	@python3 -m tests.invariants
 
 test-distributed: $(DEV_STAMP)
 	$(PYTHON) -m pytest tests/distributed --durations 0 --durations-min 1

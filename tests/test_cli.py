@@ -1,4 +1,8 @@
-"""The command line, as a person types it."""
+"""The command line, as a person types it.
+
+Invariant: No process imports what lies in the working directory.
+Also: `tests/test_architecture.py`, `tests/distributed/test_ray.py`.
+"""
 
 import os
 import re

@@ -1,4 +1,8 @@
-"""The configuration tree: every setting once, the order in which sources override each other, and wrong values refused with a reason."""
+"""The configuration tree: every setting once, the order in which sources override each other, and wrong values refused with a reason.
+
+Invariant: Command line, environment, file and default override each other in this order; what names no setting is refused.
+Also: `tests/test_cli.py`.
+"""
 
 from pathlib import Path
 from typing import Any

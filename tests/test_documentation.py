@@ -12,6 +12,8 @@ from typing import Any, get_type_hints
 
 import typer.main
 
+from tests.invariants import invariants
+from tests.test_architecture import RANKS
 from tinsmith.cli import app
 from tinsmith.config import CONFIG_VARIABLE, Config, settings
 from tinsmith.config_values import SettingInfo
@@ -24,11 +26,23 @@ SHORT = 5
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+MOST_WORDS = {ARCHITECTURE: 2500} | dict.fromkeys((ROOT / "docs" / "design").glob("*.md"), 1200)
+MOST_WORDS_OF_ALL = 20_000
+"""How long a page, and all of docs/ together, may get: one that nobody reads in a sitting is not kept true either."""
+
+LINK = re.compile(r"\[([^\]]+)\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
+"""Text, path and anchor of a link of Markdown."""
 
 SAYS_NOTHING = re.compile(r"(See|As) `?[\w.]+`?( \(`?[\w./]+`?\))?\.?|Nothing to do\.?")
 """A docstring that only sends the reader elsewhere."""
+
+RIDDLE = re.compile(r"(What|How|Of|Where|As|By)\b")
+MOST_RIDDLES = 120
+"""Docstrings that begin with such a word and neither with a verb nor with what the thing is. May only fall."""
 
 UNFINISHED = ("tinsmith/sampling/",)
 """Where words and docstrings are still being rewritten. Nothing may be added."""
@@ -110,6 +124,11 @@ def test_a_docstring_says_something_itself() -> None:
     assert not empty, "\n".join(empty)
 
 
+def test_docstrings_begin_with_a_verb_or_with_what_the_thing_is() -> None:
+    riddles = [f"{place}: {text.splitlines()[0]}" for place, text in docstrings() if RIDDLE.match(text)]
+    assert len(riddles) <= MOST_RIDDLES, "\n".join(riddles)
+
+
 def test_a_class_name_stands_once_in_the_package() -> None:
     places = defaultdict(list)
     for path, module in modules():
@@ -165,6 +184,48 @@ def test_files_that_the_pages_name_exist() -> None:
             if not any(any(root.glob(pattern)) for root in [page.parent, *roots]):
                 missing.append(f"{page.name}: {path}")
     assert not missing, "\n".join(missing)
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    """Also to the heading that follows a `#`. The text of a link to a module, if it is a name, is defined there."""
+    links = [(page, *link) for page in PAGES for link in LINK.findall(page.read_text(encoding="utf-8")) if not link[1].startswith("http")]
+    assert len(links) > 100
+    assert [(page.name, text, path, anchor) for page, text, path, anchor in links if not leads_somewhere(page, text, path, anchor)] == []
+
+
+def leads_somewhere(page: Path, text: str, path: str, anchor: str) -> bool:
+    target = page.parent / path if path else page
+    if not target.exists() or (anchor and anchor not in anchors(target)):
+        return False
+    name = re.fullmatch(r"`(?:\w+\.)*(\w+)`", text)
+    if target.suffix != ".py" or not name:
+        return True
+    return re.search(rf"^ *(?:async )?(?:def|class) {name[1]}\b", target.read_text(encoding="utf-8"), re.MULTILINE) is not None
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_page_of_the_architecture_names_the_rooms_in_their_order() -> None:
+    named = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(named) == RANKS.keys()
+    assert [RANKS[room] for room in named] == sorted(RANKS.values())
+
+
+def test_no_page_is_longer_than_can_be_read() -> None:
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    assert {page.name: words[page] for page, most in MOST_WORDS.items() if words[page] > most} == {}
+    assert sum(count for page, count in words.items() if page.is_relative_to(ROOT / "docs")) <= MOST_WORDS_OF_ALL
+
+
+def test_the_invariants_name_tests_that_exist() -> None:
+    found = list(invariants())
+    assert len(found) > 100
+    assert [invariant for invariant in found if not invariant.promise.endswith(".")] == []
+    assert [path for invariant in found for path in invariant.also if not (ROOT / path).is_file()] == []
 
 
 def test_options_and_variables_that_the_readme_names_exist() -> None:

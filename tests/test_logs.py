@@ -1,4 +1,8 @@
-"""What clients say cannot pass for lines of the log, nor for commands to the terminal that shows it."""
+"""What clients say cannot pass for lines of the log, nor for commands to the terminal that shows it.
+
+Invariant: No text of a client begins a line of the log, and no reply holds a directory of the server.
+Also: `tests/server/test_service.py`.
+"""
 
 import io
 import logging

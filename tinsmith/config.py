@@ -29,7 +29,7 @@ _TESTS_PREFIX = "TINSMITH_TEST_"
 
 @dataclass
 class ServerConfig:
-    """The HTTP side."""
+    """Settings of the HTTP server."""
 
     host: str = setting("127.0.0.1", "Network address to listen on; 0.0.0.0 listens on all")
     port: int = setting(8000, "TCP port to listen on; 0 chooses a free port, which is printed", low=0, high=65535)
@@ -47,8 +47,8 @@ class ServerConfig:
     )
     connection_idle_s: float = setting(
         75.0,
-        "A connection is closed after this long without a request, and when the rest of a header does not come for this long, or a body "
-        "at less than 4 KiB/s over it; longer than clients keep an idle one, so that none is closed while a request is on its way",
+        "Close a connection after this long without a request, without the rest of a header, or with a body slower than 4 KiB/s; must "
+        "exceed the time for which clients keep idle connections",
         "seconds",
         0.1,
     )
@@ -79,7 +79,7 @@ class ServerConfig:
         16384, "Maximum total size of all queued training operations, which are kept on disk; further ones get HTTP 429", "MiB", 1
     )
     session_idle_s: float = setting(
-        600.0, "A session that sends neither heartbeat nor request for this long ends, and its models are saved", "seconds", 0.1
+        600.0, "End a session that sends neither heartbeat nor request for this long, and save its models", "seconds", 0.1
     )
     result_ttl_s: float = setting(
         86400.0, "How long the result of a training operation is kept for its client to fetch, while its session lives", "seconds", 1
@@ -99,23 +99,23 @@ class ServerConfig:
     download_ttl_s: int = setting(3600, "How long a download URL is valid", "seconds", 60, 604800)
     engine_silent_s: float = setting(
         10.0,
-        "After this long without a heartbeat of the engine process, which sends two a second, the server reports that it is not ready",
+        "Report that the server is not ready after this long without a heartbeat of the engine process, which sends two a second",
         "seconds",
         2,
     )
-    engine_hung_s: float = setting(120.0, "After this long without a heartbeat, the engine process is killed and restarted", "seconds", 2)
-    worker_hung_s: float = setting(120.0, "After this long without a heartbeat, a worker process is killed and restarted", "seconds", 2)
+    engine_hung_s: float = setting(120.0, "Kill and restart the engine process after this long without a heartbeat", "seconds", 2)
+    worker_hung_s: float = setting(120.0, "Kill and restart a worker process after this long without a heartbeat", "seconds", 2)
     worker_still_s: float = setting(
         50.0,
-        "After this long without a heartbeat, or busy without progress (it uses no processor, waits for no disk and no other worker), a "
-        "worker that was ready for work is killed and restarted",
+        "Kill and restart a worker that was ready for work after this long without a heartbeat, or busy without progress (it uses no "
+        "processor, and waits for no disk and no other worker)",
         "seconds",
         2,
     )
     worker_stuck_s: float = setting(
         1800.0,
-        "After this long in one and the same call, whatever it uses of processors and disks, a worker that was ready for work is killed "
-        "and restarted; must be longer than the longest wait for a GPU",
+        "Kill and restart a worker that was ready for work after this long in one call, even if it uses a processor or a disk; must exceed "
+        "the longest wait for a GPU",
         "seconds",
         2,
     )
@@ -126,7 +126,7 @@ class ServerConfig:
 
 @dataclass
 class RequestsConfig:
-    """How much one request may hold. It is counted before anything is built from the request."""
+    """Limits of one request. They are checked before anything is built from it."""
 
     max_json_kib: int = setting(128, "Maximum size of the JSON body of a request that is not a sample", "KiB", 64, 65536)
     max_sample_mib: int = setting(64, "Maximum size of the JSON body of a sample request, with its images in base64", "MiB", 1, 1024)
@@ -139,7 +139,7 @@ class RequestsConfig:
 
 @dataclass
 class ModelsConfig:
-    """How base models are loaded."""
+    """Settings for loading base models."""
 
     device: str = setting(
         "auto",
@@ -180,27 +180,26 @@ class ModelsConfig:
 
 @dataclass
 class DistributedConfig:
-    """Several workers."""
+    """Settings for several workers."""
 
     workers: int = setting(
         0,
-        "Number of processes that train and sample together, each on its own GPU or share of a CPU; 0 is one for each visible GPU that no "
-        "vLLM server of this server takes, and one on a CPU",
+        "Number of processes that train and sample together, each on its own GPU or share of a CPU; 0 is one for each visible GPU that "
+        "the vLLM servers leave, or one on a CPU",
         "workers",
         0,
         1024,
     )
     shard: str = setting(
         "auto",
-        "What is divided over the workers: none, nothing, each holds whole base models; weights, the layers of the base models, of which "
-        "each worker keeps a part, and of models that train all weights: with --sampler vllm or none; auto, weights where several GPUs "
-        "train a base model in no other way, else none",
+        "How models are spread over GPUs: none, each GPU holds all of them; weights, each holds a slice of every layer (needs --sampler "
+        "vllm or none); auto, weights only if a model does not fit otherwise",
         choices=("auto", "none", "weights"),
     )
     ray_address: str = setting(
         "",
-        "Address of the Ray that gives the workers their GPUs and runs them as actors, on this host or on others too: auto for the one "
-        "that runs here, or HOST:PORT of its head; empty starts them without Ray",
+        "Ray cluster that runs the workers, on this host or several: auto for the one that runs here, or HOST:PORT of its head; empty "
+        "starts them without Ray",
         choices=("auto", "HOST:PORT of Ray's head"),
         pattern=r"|auto|[^:/\s]+:[0-9]+",
     )
@@ -231,12 +230,12 @@ class ImagesConfig:
 
 @dataclass
 class TrainingConfig:
-    """The training side of engine and worker."""
+    """Settings for training, in the engine and the workers."""
 
     train: str = setting(
         "any",
-        "What clients may train: any, adapters and all weights; none, nothing: the server samples base models and checkpoints, also those "
-        "that another server writes to --checkpoint-root, and its memory holds nothing for training",
+        "What clients may train: any, adapters and all weights; none, nothing: the server only samples base models and checkpoints, also "
+        "those that another server writes to --checkpoint-root, and plans no memory for training",
         choices=("any", "none"),
     )
     tokens_per_pass: int = setting(8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1)
@@ -245,19 +244,19 @@ class TrainingConfig:
     )
     sequence_parallel_from: int = setting(
         0,
-        "Length of sequences from which all workers compute one together, each a slice of it; 0 is only those that are too long for one "
+        "Length from which a sequence is computed by all workers together, each a slice of it; 0 does so only if it is too long for one "
         "worker. Needs --workers 2 or more",
         "tokens",
         0,
     )
     planned_models: int = setting(
         0,
-        "Number of models for whose training a cache of automatic size (--kv-cache-gib 0) leaves room; 0 is four with LoRA, and one that "
+        "Number of models in training for which an automatic cache (--kv-cache-gib 0) leaves room; 0 is four with LoRA, or one that "
         "trains all parameters",
         "models",
         0,
     )
-    planned_rank: int = setting(32, "LoRA rank of these models; 0 is training of all parameters", "", 0)
+    planned_rank: int = setting(32, "LoRA rank of the planned models; 0 trains all parameters", "", 0)
     full_state: str = setting(
         "float32",
         "What training of all parameters (rank 0) keeps beside the weights: float32, exact; compact, in half of the memory, with moments "
@@ -272,15 +271,15 @@ class TrainingConfig:
     )
     kept_copies_gib: float = setting(
         32.0,
-        "Disk space for copies of LoRA models and their optimizers, one or two each, from which models come back when a worker has died; a "
-        "model for whose copy there is no room is lost then, unless it was just saved. All workers share it. 0 keeps none",
+        "Disk space for copies of LoRA models and their optimizers, one or two each, which restore the models after a worker has died. All "
+        "workers share it. A model without a copy is lost then, unless it was just saved. 0 keeps none",
         "GiB",
         0,
     )
     kept_copies_share: float = setting(
         0.05,
-        "Share of a model's time that its copies may take: a step is answered when its copy is written, and after a copy no other is made "
-        "until it has paid off. A model that has stepped since its last copy is lost with its worker. 1 copies after every step",
+        "Maximum share of a model's time that is spent on its copies, for which its steps wait. A model that has stepped since its last "
+        "copy is lost if a worker dies. 1 copies after every step",
         "",
         0.001,
         1,
@@ -303,31 +302,31 @@ class TrainingConfig:
 
 @dataclass
 class SamplingConfig:
-    """The sampling side of the worker."""
+    """Settings for sampling."""
 
     sampler: str = setting(
         "local",
-        "What samples: local, the trainer's own weights; vllm, vLLM servers; none, nothing: sample requests are refused",
+        "What samples: local, the worker itself with the weights it trains; vllm, vLLM servers; none, sample requests are refused",
         choices=("local", "vllm", "none"),
     )
     kv_cache_gib: float = setting(
         0.0,
-        "Memory for what each base model keeps of sequences while it samples: keys and values, states of gated delta nets; 0 is what "
-        "planned training leaves of a GPU, and 2 GiB on a CPU",
+        "Memory of the local sampler's cache for each base model (keys, values, states of gated delta nets); 0 is what planned training "
+        "leaves of a GPU, and 2 GiB on a CPU",
         "GiB",
         0,
     )
     snapshot_gib: float = setting(
         4.0,
-        "Memory for the weights that are sampled, of each worker that samples; when it is full, those not sampled for longest are moved to "
+        "Memory for the weights that are sampled, in each worker that samples; when it is full, the least recently sampled are moved to "
         "disk",
         "GiB",
         0,
     )
     snapshot_disk_gib: float = setting(
         32.0,
-        "Disk space for snapshots, of which each worker that samples has an equal part; when it is full, those not sampled for longest are "
-        "deleted, except each model's newest and those in use",
+        "Disk space for snapshots, shared equally by the workers that sample; when it is full, the least recently sampled are deleted, "
+        "except each model's newest and those in use",
         "GiB",
         0,
     )
@@ -336,8 +335,8 @@ class SamplingConfig:
     )
     recorded_sequences_gib: float = setting(
         4.0,
-        "Disk space for what samples with record_stability_info leave for the loss stable_reinforce; when it is full, the least recently "
-        "used are deleted",
+        "Disk space for the sequences that samples with record_stability_info record for the loss stable_reinforce; when it is full, the "
+        "least recently used are deleted",
         "GiB",
         0.0001,
     )
@@ -355,7 +354,7 @@ class SamplingConfig:
 
 @dataclass
 class VLLMConfig:
-    """vLLM servers, with sampler=vllm."""
+    """Settings for vLLM servers, with sampler=vllm."""
 
     vllm_servers: int = setting(1, "Number of vLLM servers to start for each base model; not used with --vllm-url", "servers", 1, 64)
     vllm_tensor_parallel: int = setting(
@@ -379,8 +378,8 @@ class VLLMConfig:
     )
     vllm_turn_s: float = setting(
         0.0,
-        "Let trainer and vLLM servers have one GPU in turns of this length, instead of a part each all the time: the servers sleep while "
-        "the trainer computes, and it waits while they do. A turn without work ends earlier. 0 is no turns",
+        "Let the trainer and the vLLM servers share one GPU in turns of this length, each with nearly all of its memory. A turn without "
+        "work ends earlier. 0 gives each a part of the memory all the time",
         "seconds",
         0,
     )
@@ -397,7 +396,7 @@ class VLLMConfig:
 
 @dataclass
 class Config:
-    """A whole server."""
+    """All settings of a server."""
 
     base_models: list[str] = setting([], "Base model to serve, as [NAME=]PATH_OR_HUB_ID; repeat for several")
     data_dir: str = setting("tinsmith-data", "Directory of the database, the checkpoints and everything else that must survive a restart")
@@ -433,7 +432,7 @@ class Config:
 
     @property
     def vllm_gpus(self) -> int:
-        """How many GPUs vLLM servers take for themselves where there are enough: those of all base models, as far as they are started."""
+        """Number of GPUs that only vLLM servers use, over all base models."""
         if self.sampling.sampler != "vllm" or self.vllm.vllm_urls or self.vllm.vllm_turn_s:
             return 0
         return max(1, len(self.base_models)) * self.vllm.vllm_servers * self.vllm.vllm_tensor_parallel

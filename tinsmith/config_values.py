@@ -1,4 +1,4 @@
-"""How settings are declared, and how their values are read and checked.
+"""Declares settings, and reads and checks their values.
 
 A setting is a field of a dataclass, made with `setting`. A section is such a dataclass, and may hold other sections. `fill` puts the values
 of a YAML file, of environment variables or of the command line into a section. Pydantic checks types and limits; it is imported when the
@@ -25,7 +25,7 @@ _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 WRITTEN_BESIDE = ".writing-export-"
-"""How the name of the directory begins that an export fills, beside its target or in one that is there."""
+"""Prefix of the directory that an export fills before it is renamed to its target."""
 
 
 def require_empty(directory: Path) -> None:
@@ -44,7 +44,7 @@ def installer(extra: str) -> str:
 
 @dataclass(frozen=True)
 class SettingInfo:
-    """What is known of a setting beside its name, type and default.
+    """Description of a setting beside its name, type and default.
 
     `low` and `high` are the limits of a number, both included. `choices` are the values that a text may take. Where there are too many to
     list, `pattern` is a regular expression for all of them, and `choices` only describes them in messages.
@@ -198,7 +198,7 @@ def _in_unit(text: str, unit: str, kind: type[int] | type[float]) -> str | float
 
 
 def _accepted(kind: Any, info: SettingInfo) -> str:
-    """What a setting accepts, in words, such as "a whole number of MiB from 1 to 4096, such as 2, 2MiB or 500MiB"."""
+    """Describe the values that a setting accepts: "a whole number of MiB from 1 to 4096, such as 2, 2MiB or 500MiB"."""
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else info.choices
     if choices:
         return f"one of {', '.join(choices)}"

@@ -46,7 +46,7 @@ def without_user(url: str) -> str:
 
 
 def why_unanswered(error: Exception) -> str:
-    """What an error of `open_url`, or of reading its answer, says in a line. Some errors quote URL or key: these are not quoted."""
+    """Describe an error of `open_url`, or of reading its answer, in a line, without URL and key, which some errors quote."""
     reason = error.reason if isinstance(error, URLError) else error
     if isinstance(reason, InvalidURL):
         return "the URL, or that of a proxy, makes no sense"
@@ -54,7 +54,7 @@ def why_unanswered(error: Exception) -> str:
 
 
 def one_line(text: str) -> str:
-    """What a server says, as part of one line."""
+    """Return a server's text as a part of one line."""
     return printable(shortened(text.strip(), 500))
 
 

@@ -1,4 +1,8 @@
-"""`tinsmith backup` beside a server that saves meanwhile, and a server on the copy."""
+"""`tinsmith backup` beside a server that saves meanwhile, and a server on the copy.
+
+Invariant: A backup beside a server that saves holds all that was acknowledged before; complete files without a row are registered again.
+Also: `tests/commands/test_backup.py`, `tests/commands/test_recover.py`.
+"""
 
 import threading
 from pathlib import Path

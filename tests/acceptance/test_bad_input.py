@@ -3,6 +3,8 @@
 A row is a `Case`: how to send the request, and what the refusal must say. All rows share a server and two models, which must
 compute the same after each row as before it. The rows lie in the tables of `bad_training.py`,
 `bad_requests.py` and `bad_names.py`.
+
+Invariant: A bad request is refused with field, place and value, and leaves weights, gradients and later results as they were.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,8 @@
-"""Runs, checkpoints and sessions through the SDK's RestClient."""
+"""Runs, checkpoints and sessions through the SDK's RestClient.
+
+Invariant: The SDK, the `tinker` command line and the cookbook understand runs, checkpoints and sessions.
+Also: `tests/acceptance/test_tinker_cli.py`, `tests/recipes/test_weights_download.py`.
+"""
 
 import json
 import time

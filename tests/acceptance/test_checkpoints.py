@@ -1,4 +1,8 @@
-"""Checkpoints through the SDK: resumed runs, saved weights to sample from, a new server on the same data."""
+"""Checkpoints through the SDK: resumed runs, saved weights to sample from, a new server on the same data.
+
+Invariant: A resumed run gives the losses of an uninterrupted one, also on a new server; a checkpoint never changes.
+Also: `tests/training/test_checkpoint.py`.
+"""
 
 from pathlib import Path
 

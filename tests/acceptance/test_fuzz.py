@@ -3,6 +3,8 @@
 None is answered 5xx, none fails by an internal error, and a model that was trained before computes the same to the bit.
 
 `TINSMITH_TEST_FUZZ_REQUESTS=200000 pytest tests/acceptance/test_fuzz.py` runs longer, with other requests each time.
+
+Invariant: Nothing that is sent to any route is answered 5xx or changes what a trained model computes.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""What dies in the middle: servers, engines and workers while they save, clients while they send or wait; and disks without room."""
+"""What dies in the middle: servers, engines and workers while they save, clients while they send or wait; and disks without room.
+
+Invariant: A checkpoint is complete or absent, whichever process is killed while it is written; clients that go away leave nothing behind.
+"""
 
 import asyncio
 import json

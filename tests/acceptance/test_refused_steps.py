@@ -1,4 +1,7 @@
-"""A step that cannot be taken is refused through the SDK, and reaches nothing: no weights, no next step, no neighbour."""
+"""A step that cannot be taken is refused through the SDK, and reaches nothing: no weights, no next step, no neighbour.
+
+Invariant: A spoiled step reaches no weights, no later step, no neighbour, not the base.
+"""
 
 from collections.abc import Callable
 

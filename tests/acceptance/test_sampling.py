@@ -1,4 +1,7 @@
-"""Samples through the SDK: the trainer's numbers, frozen snapshots, stop rules, seeds."""
+"""Samples through the SDK: the trainer's numbers, frozen snapshots, stop rules, seeds.
+
+Invariant: A snapshot stays frozen while training goes on.
+"""
 
 import asyncio
 import pickle

@@ -1,4 +1,7 @@
-"""Both ends of the range of SDK versions: the newest is installed with the tests, the oldest beside it, without its dependencies."""
+"""Both ends of the range of SDK versions: the newest is installed with the tests, the oldest beside it, without its dependencies.
+
+Invariant: The oldest and the newest supported SDK come to the same numbers.
+"""
 
 import json
 import os

@@ -1,4 +1,9 @@
-"""What survives what: models when the server is stopped, their engine is killed, or their client ends its session."""
+"""What survives what: models when the server is stopped, their engine is killed, or their client ends its session.
+
+Invariant: Ctrl-C saves live models and says where; finished, unloaded and lost models are told apart, and errors name the newest
+checkpoint.
+Also: `tests/store/test_endings.py`, `tests/engine/test_database_trouble.py`.
+"""
 
 import os
 import re

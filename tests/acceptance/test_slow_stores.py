@@ -1,4 +1,9 @@
-"""A checkpoint store that takes its time: what one client saves must not stall the training and sampling of others."""
+"""A checkpoint store that takes its time: what one client saves must not stall the training and sampling of others.
+
+Invariant: A save or a load that takes its time keeps nobody from training and sampling; the model that is saved goes on when its copy is
+there, and what is saved is what it was.
+Also: `tests/engine/test_saves.py`, `tests/worker/test_samples.py`.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator

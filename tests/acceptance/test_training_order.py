@@ -1,4 +1,7 @@
-"""However a client splits, reorders, retries or mixes its requests, the gradients are the same."""
+"""However a client splits, reorders, retries or mixes its requests, the gradients are the same.
+
+Invariant: However a call is split, cut, retried or reordered, gradients are the same.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,8 @@
-"""A worker that is killed: its models come back, the engine goes on, and every client only waits or learns how it stands."""
+"""A worker that is killed: its models come back, the engine goes on, and every client only waits or learns how it stands.
+
+Invariant: A worker that dies takes no engine along: samples of the base come out, and the next worker is started.
+Also: `tests/engine/test_worker_process.py`.
+"""
 
 import os
 import signal

@@ -1,6 +1,22 @@
 """Processes that divide the weights of models, or are replicas, train as one that has all of them, and each keeps its part alone.
 
 Each is `python -m tests.distributed.test_divided RANK COUNT DIRECTORY`; tiny models lie below DIRECTORY/bases.
+
+Invariant: Workers that divide the weights train what one trains, each keeps its part alone, and one that has nothing or fails lets no
+other wait.
+Also: `tests/distributed/test_replicas.py`.
+
+Invariant: Workers that share all weights write the files of one worker, byte for byte, each its part; when one cannot write, or dies,
+there is no checkpoint and nothing is left of it.
+Also: `tests/distributed/test_saving_together.py`, `tests/worker/test_joint_saves.py`, `tests/store/test_pieces.py`,
+`tests/training/test_checkpoint.py`, `tests/engine/test_worker_group.py`.
+
+Invariant: All weights, divided, train as on one worker; an attempt that fails on one alone counts no gradient twice and loses none; what
+one lacks memory for is refused on all.
+Also: `tests/distributed/test_replicas.py`.
+
+Invariant: A snapshot of divided weights is of one step, to the last bit, and stays; one that fails on a worker is refused on all.
+Also: `tests/engine/test_worker_group.py`.
 """
 
 import gc

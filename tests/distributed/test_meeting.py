@@ -2,6 +2,10 @@
 
 Each is `python -m tests.distributed.test_meeting RANK COUNT HOST ADDRESS`. Its keys, and which weights it has, are JSON on its standard
 input. It writes the sum of all ranks and counts, or why it would not compute.
+
+Invariant: Workers of several hosts meet at the port of their own group, refuse different weights or programs, and a host that lacks what
+they share.
+Also: `tests/engine/test_worker_group.py`, `tests/distributed/test_ray.py`.
 """
 
 import json

@@ -1,4 +1,8 @@
-"""Workers as actors of a real Ray: they are started, watched and ended as child processes are, and train as one does, also on two hosts."""
+"""Workers as actors of a real Ray: they are started, watched and ended as child processes are, and train as one does, also on two hosts.
+
+Invariant: Two workers in actors of a real Ray train as one does, also on two hosts; one that dies, hangs or loses its actor, and a host
+that vanishes, is named and replaced, and none outlives the server.
+"""
 
 import os
 import signal

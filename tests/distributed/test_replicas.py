@@ -1,4 +1,14 @@
-"""Two workers train and sample as one does, also after they have ended, in peace or not: real servers, through the SDK."""
+"""Two workers train and sample as one does, also after they have ended, in peace or not: real servers, through the SDK.
+
+Invariant: Several workers train, sample, save and learn by reinforcement as one does: weights to 1e-5 (of hybrid models to 1e-4), and the
+same tokens.
+Also: `tests/distributed/test_together.py`.
+
+Invariant: On several GPUs: workers that exchange over NCCL train as one does, in float32, to the same bounds or, after several steps
+through a server, five times these, with replicas, divided weights and sequences of all workers (gradients of hybrid models to 5e-3); full
+weights get from GPU to GPU, and an end that is lost is given up (`make test-gpus`).
+Also: `tests/sampling/vllm/test_transfers.py`, `tests/sampling/inside_vllm/test_transfer_group.py`.
+"""
 
 import os
 import re

@@ -1,6 +1,10 @@
 """Processes that compute a sequence together give and learn what one does; what fails on one of them leaves nothing on any.
 
 Each is `python -m tests.distributed.test_sequences RANK COUNT DIRECTORY`; tiny models lie below DIRECTORY/bases.
+
+Invariant: A sequence that several workers compute together has the log-probabilities, losses, gradients and weights of one worker; a
+failure on one fails it on all.
+Also: `tests/distributed/test_replicas.py`.
 """
 
 import os

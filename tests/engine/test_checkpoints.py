@@ -1,4 +1,10 @@
-"""Checkpoints of a data directory: what replaces what, and what is deleted when."""
+"""Checkpoints of a data directory: what replaces what, and what is deleted when.
+
+Invariant: An acknowledged checkpoint survives a power cut; a deleted one does not come back without its files.
+
+Invariant: A checkpoint never loads onto other weights of its base model, and no changed byte of its files loads.
+Also: `tests/models/test_fingerprint.py`, `tests/acceptance/test_exchange.py`.
+"""
 
 import os
 import resource

@@ -1,4 +1,8 @@
-"""The engine beside a database that is locked or full for a while: nothing that happened is lost, repeated or called a failure."""
+"""The engine beside a database that is locked or full for a while: nothing that happened is lost, repeated or called a failure.
+
+Invariant: A step that was applied is reported as applied, once, however long the database refuses writes.
+Also: `tests/server/test_database_trouble.py`, `tests/acceptance/test_database_trouble.py`.
+"""
 
 import errno
 import os

@@ -1,4 +1,8 @@
-"""What is computed together, and when: pictures pass by pass, and a second pass ahead where that helps. What of it fails, and with whom."""
+"""What is computed together, and when: pictures pass by pass, and a second pass ahead where that helps. What of it fails, and with whom.
+
+Invariant: A datum that fails fails its operation only, and every result is its own datum's.
+Also: `tests/training/test_pass_failures.py`.
+"""
 
 import itertools
 import threading

@@ -1,4 +1,7 @@
-"""The training half of the engine with a real worker: order, budgets, failures."""
+"""The training half of the engine with a real worker: order, budgets, failures.
+
+Invariant: Commands run in order and once; failures leave no partial gradients behind.
+"""
 
 import time
 from pathlib import Path

@@ -1,4 +1,9 @@
-"""bfloat16 on a GPU, on models as wide as published ones: the figures of `benchmarks/gpu/exactness.py`, held to their limits."""
+"""bfloat16 on a GPU, on models as wide as published ones: the figures of `benchmarks/gpu/exactness.py`, held to their limits.
+
+Invariant: On a GPU: float32 keeps its bounds; bfloat16 is as exact as that of transformers, layer by layer and in the first 30 steps of a
+training curve, and at most twice as far off after 200; sampler and trainer agree on a model that has learned (`make test-gpu`, which runs
+the numerical tests of all rooms).
+"""
 
 import pytest
 

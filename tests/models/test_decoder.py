@@ -1,4 +1,9 @@
-"""Our walk through the layers against the transformers modules: hidden states and gradients, and what is not taken apart."""
+"""Our walk through the layers against the transformers modules: hidden states and gradients, and what is not taken apart.
+
+Invariant: Our decoder computes what the transformers modules compute, in float64, with adapters and full weights; each piece equals its
+formula.
+Also: `tests/models/test_fused.py`.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

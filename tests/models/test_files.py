@@ -1,4 +1,10 @@
-"""What is wrong with the files of a model is said in a line with file and remedy, before anything slow is imported."""
+"""What is wrong with the files of a model is said in a line with file and remedy, before anything slow is imported.
+
+Invariant: Every command reports what cannot work in one line, before it loads anything slow; the same holds for damaged or missing model
+files.
+Also: `tests/test_cli.py`, `tests/test_config.py`, `tests/commands/test_status.py`, `tests/rl/test_reach.py`,
+`tests/sampling/vllm/test_options.py`.
+"""
 
 import json
 import os

@@ -1,4 +1,9 @@
-"""Kernels that start before the kernels ahead have ended: what they touch before they wait for them."""
+"""Kernels that start before the kernels ahead have ended: what they touch before they wait for them.
+
+Invariant: A kernel that starts before the ones ahead have ended touches nothing but weights of a base model until it has waited for them;
+in a captured step it gets what they compute.
+Also: `tests/models/test_one_row.py`.
+"""
 
 import importlib
 import inspect

@@ -1,4 +1,8 @@
-"""Layers that are computed again, and inputs that wait in host memory: the same bits, and less is kept."""
+"""Layers that are computed again, and inputs that wait in host memory: the same bits, and less is kept.
+
+Invariant: Recomputed layers and inputs in host memory change no bit of a gradient; estimates are close to the bytes that passes take.
+Also: `tests/models/test_pass_memory.py`, `tests/training/test_efforts.py`.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

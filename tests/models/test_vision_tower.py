@@ -1,4 +1,8 @@
-"""Our way through the vision tower: transformers' numbers, for pictures of many sizes in one call, in every family and precision."""
+"""Our way through the vision tower: transformers' numbers, for pictures of many sizes in one call, in every family and precision.
+
+Invariant: Images of all sizes in one call have the features that each has alone, and that transformers computes.
+Also: `tests/sampling/test_self_check.py`.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

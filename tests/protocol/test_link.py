@@ -1,4 +1,7 @@
-"""Messages between a process and its child over real sockets."""
+"""Messages between a process and its child over real sockets.
+
+Invariant: Nobody but its child connects to a port of a process, whatever keys it has, and a child that is refused ends.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,8 @@
-"""Directories of weights: those of processes that have certainly ended are deleted, those of others are left alone."""
+"""Directories of weights: those of processes that have certainly ended are deleted, those of others are left alone.
+
+Invariant: Sockets and weights left behind are deleted only if their process has certainly ended, also where several machines share the
+directory.
+"""
 
 import contextlib
 import fcntl

@@ -1,4 +1,9 @@
-"""What workers ask of databases that only the engine opens, over real sockets."""
+"""What workers ask of databases that only the engine opens, over real sockets.
+
+Invariant: No worker opens a database: it gets rows and recorded sequences from the engine, with all their bits, and nobody else may ask
+for them.
+Also: `tests/test_architecture.py`, `tests/distributed/test_ray.py`.
+"""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,8 @@
-"""The two recipes without abstractions: a loop of supervised fine-tuning, a loop of reinforcement learning."""
+"""The two recipes without abstractions: a loop of supervised fine-tuning, a loop of reinforcement learning.
+
+Invariant: The cookbook's recipes run unmodified, two of them on two workers too, and what should fall or rise in their curves does.
+Also: `tests/recipes/test_two_workers.py`.
+"""
 
 import pytest
 

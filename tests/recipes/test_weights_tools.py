@@ -2,6 +2,9 @@
 
 A base model for each of the ways in which the tools name things: an output projection of its own, one that is the embedding, a vision
 model, a vision model whose files have other names than transformers, and one with gated delta nets, whose fused layer has three adapters.
+
+Invariant: What the cookbook's `weights` tools build from a download has the model's logprobs, or is refused by them.
+Also: `tests/training/test_peft_format.py`.
 """
 
 import json

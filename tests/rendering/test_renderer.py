@@ -1,4 +1,8 @@
-"""Token ids and pixel values are the Hugging Face processor's, also in a packed row; what does not fit is refused."""
+"""Token ids and pixel values are the Hugging Face processor's, also in a packed row; what does not fit is refused.
+
+Invariant: Token ids and pixel values equal the HF processor's; a placeholder that arrives as text stays text.
+Also: `tests/rendering/test_processor.py`.
+"""
 
 import io
 import itertools

@@ -1,4 +1,7 @@
-"""What an environment raises or wrongly returns is an error that names class, method and value; too many failures end the run."""
+"""What an environment raises or wrongly returns is an error that names class, method and value; too many failures end the run.
+
+Invariant: A wrong value of an RL environment is named by class, method and value; too many failures end the run.
+"""
 
 import base64
 import logging

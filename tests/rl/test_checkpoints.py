@@ -1,4 +1,7 @@
-"""What of a run stays on the server: the newest checkpoints and the best, and nothing that state.json does not name."""
+"""What of a run stays on the server: the newest checkpoints and the best, and nothing that state.json does not name.
+
+Invariant: An RL run deletes only checkpoints that it saved itself.
+"""
 
 import asyncio
 import json

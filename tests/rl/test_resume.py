@@ -1,4 +1,8 @@
-"""A run that is killed and started again loses nothing, and a directory takes no other run than the one that it holds."""
+"""A run that is killed and started again loses nothing, and a directory takes no other run than the one that it holds.
+
+Invariant: A killed RL run that is started again keeps metrics and best weights, and goes on with no other settings; a run outlives its
+server and its workers.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Every way in which an episode runs and ends, on a plain and a thinking template: the exact tokens, mask, rewards and logprobs."""
+"""Every way in which an episode runs and ends, on a plain and a thinking template: the exact tokens, mask, rewards and logprobs.
+
+Invariant: Every ending of an episode gives the exact tokens, mask, rewards and logprobs, on plain and thinking templates.
+"""
 
 import asyncio
 import base64

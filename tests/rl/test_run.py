@@ -1,4 +1,8 @@
-"""Short runs against a real server process: what is logged and written, resuming, evaluation, corrections, schedules."""
+"""Short runs against a real server process: what is logged and written, resuming, evaluation, corrections, schedules.
+
+Invariant: A resumed RL run is the undisturbed one; schedules keep their bound on staleness.
+Also: `tests/rl/test_groups.py`.
+"""
 
 import json
 from pathlib import Path

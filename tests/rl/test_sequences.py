@@ -1,4 +1,8 @@
-"""Pictures as environments give them become files that keep their pixels."""
+"""Pictures as environments give them become files that keep their pixels.
+
+Invariant: What an RL environment shows becomes the pixels that its file would give, or ends its own episode; its control tokens are text.
+Also: `tests/rl/test_rollouts.py`.
+"""
 
 import base64
 import io

@@ -1,4 +1,7 @@
-"""Deterministic numbers: the same bits alone and in any company, and the trainer's are the sampler's."""
+"""Deterministic numbers: the same bits alone and in any company, and the trainer's are the sampler's.
+
+Invariant: With `--deterministic` a request has the same bits alone and in any company, and sampler and trainer agree to 1e-6.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

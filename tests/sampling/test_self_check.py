@@ -1,4 +1,10 @@
-"""The self-check on decoders of many kinds, and on networks that were made to compute something else."""
+"""The self-check on decoders of many kinds, and on networks that were made to compute something else.
+
+Invariant: Sequences of a packed row that reach each other, forward or backward, are found before the model is served.
+
+Invariant: A base model that would compute other numbers than transformers, packed or cached, is not served.
+Also: `tests/acceptance/test_other_decoders.py`.
+"""
 
 import copy
 import itertools

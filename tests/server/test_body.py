@@ -1,4 +1,9 @@
-"""Bodies of megabytes that arrive together."""
+"""Bodies of megabytes that arrive together.
+
+Invariant: Small requests are answered while large ones arrive; the process that parses these is replaced when it dies and ends with the
+server.
+Also: `tests/server/test_parser_process.py`.
+"""
 
 import asyncio
 import pkgutil

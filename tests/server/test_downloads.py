@@ -1,4 +1,7 @@
-"""Signed addresses of files: external weights and traces."""
+"""Signed addresses of files: external weights and traces.
+
+Invariant: A download URL is valid for its file, its checkpoint and its time only.
+"""
 
 import json
 import stat

@@ -1,4 +1,8 @@
-"""What the server does with its engine process, on an engine without models: silence, unreadable messages, a device that is lost."""
+"""What the server does with its engine process, on an engine without models: silence, unreadable messages, a device that is lost.
+
+Invariant: An engine that is frozen, unreadable or has lost its device is not ready, and is replaced.
+Also: `tests/engine/test_loop.py`.
+"""
 
 import asyncio
 import os

@@ -1,4 +1,7 @@
-"""Limits on what a connection may send outside of bodies, on the real uvicorn protocol."""
+"""Limits on what a connection may send outside of bodies, on the real uvicorn protocol.
+
+Invariant: Connections that send nothing, or a part of a request, are closed; those that wait for a reply stay open.
+"""
 
 import asyncio
 import contextlib

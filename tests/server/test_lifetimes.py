@@ -1,4 +1,11 @@
-"""Sessions and results end by themselves."""
+"""Sessions and results end by themselves.
+
+Invariant: Sessions that go away leave their models as checkpoints; results live as long as promised.
+Also: `tests/acceptance/test_checkpoints.py`.
+
+Invariant: A clock that is set ends no session and keeps no sample waiting.
+Also: `tests/server/test_sampling.py`.
+"""
 
 import asyncio
 import time

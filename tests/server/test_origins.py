@@ -1,4 +1,7 @@
-"""Requests that a web page of another site could send are refused."""
+"""Requests that a web page of another site could send are refused.
+
+Invariant: A web page of another site, or a host name rebound to this server, reaches no route; a body must state its type.
+"""
 
 import socket
 from pathlib import Path

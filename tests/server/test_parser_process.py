@@ -1,4 +1,8 @@
-"""The process that parses large bodies, as a process."""
+"""The process that parses large bodies, as a process.
+
+Invariant: No session delays another by what it sends: bodies are parsed, images decoded and texts sampled in turn.
+Also: `tests/worker/test_background.py`, `tests/worker/test_samples.py`.
+"""
 
 import asyncio
 import os

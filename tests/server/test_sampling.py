@@ -1,4 +1,11 @@
-"""Sampling routes as far as they need no engine, and the book of samples."""
+"""Sampling routes as far as they need no engine, and the book of samples.
+
+Invariant: A session that ends cancels its samples; limits hold for all and for each session; an answer reaches its own run only.
+Also: `tests/worker/test_samples.py`.
+
+Invariant: A streamed sample's tokens reach each reader once, in order and from the first; results that nobody fetches stay within their
+limit.
+"""
 
 import asyncio
 import gc

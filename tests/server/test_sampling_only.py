@@ -1,4 +1,9 @@
-"""A server that was started with --train none refuses to train at submit time, and says so wherever it is asked."""
+"""A server that was started with --train none refuses to train at submit time, and says so wherever it is asked.
+
+Invariant: A server that only samples refuses to train when it is asked to, plans no memory for it, has the trainer's numbers for what
+another server saves, and changes nothing of that.
+Also: `tests/store/test_shared.py`, `tests/worker/test_device_memory.py`, `tests/acceptance/test_sampling_only.py`.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""A real server with a real engine: ready, killed, restarted, stopped."""
+"""A real server with a real engine: ready, killed, restarted, stopped.
+
+Invariant: A dead engine's work ends in clear errors; Ctrl-C ends all processes.
+"""
 
 import os
 import resource

@@ -1,4 +1,8 @@
-"""Training routes: keys, repeats, order, and what is refused at once."""
+"""Training routes: keys, repeats, order, and what is refused at once.
+
+Invariant: A key belongs to one operation or sample; a repeat is recognised, whichever sampling session its snapshot gets.
+Also: `tests/server/test_sampling.py`.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,8 @@
-"""Records that are appended to a file, and what is read of it after something went wrong."""
+"""Records that are appended to a file, and what is read of it after something went wrong.
+
+Invariant: Damage to one record of a journal costs no other.
+Also: `tests/server/test_sampling.py`.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,7 @@
-"""Images as files: there as long as a command needs them, whoever dies or deletes when."""
+"""Images as files: there as long as a command needs them, whoever dies or deletes when.
+
+Invariant: No image that a command needs is deleted, whichever process deletes images; files left by a crash are swept.
+"""
 
 import hashlib
 import os

@@ -1,4 +1,10 @@
-"""The command log: keys, order, outcomes, images."""
+"""The command log: keys, order, outcomes, images.
+
+Invariant: Queued operations take no memory; one that is refused with 429 is sent again, keeps its place and runs once.
+Also: `tests/server/test_queued_operations.py`, `tests/acceptance/test_backpressure.py`.
+
+Invariant: Outcome and applied operation are recorded together; commands are found whatever order they are committed in.
+"""
 
 import hashlib
 import sqlite3

@@ -1,4 +1,9 @@
-"""A database whose content makes no sense: said with file and remedy, whatever was hit."""
+"""A database whose content makes no sense: said with file and remedy, whatever was hit.
+
+Invariant: A damaged database or journal is named with its remedy; no save is acknowledged whose row goes into a file which a restart
+would not find.
+Also: `tests/server/test_database_trouble.py`.
+"""
 
 import os
 import random

@@ -1,4 +1,7 @@
-"""What finished operations were sent with stays, up to a limit, if it is asked for."""
+"""What finished operations were sent with stays, up to a limit, if it is asked for.
+
+Invariant: Payloads and images of finished operations go by default, or stay up to their limit, the oldest going first.
+"""
 
 import hashlib
 import logging

@@ -1,4 +1,8 @@
-"""What is left in the database of sessions that ended long ago."""
+"""What is left in the database of sessions that ended long ago.
+
+Invariant: The rows of an ended session go after their time, its checkpoints and their run stay; the database's file becomes shorter
+again.
+"""
 
 import time
 from pathlib import Path

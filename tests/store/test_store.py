@@ -1,4 +1,7 @@
-"""Opening a store, and what two processes see of each other."""
+"""Opening a store, and what two processes see of each other.
+
+Invariant: A database of an older schema is migrated or left as it was; one of a newer or unreleased schema is refused.
+"""
 
 import shutil
 import sqlite3

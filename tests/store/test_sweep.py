@@ -1,4 +1,8 @@
-"""What is deleted by itself, what on request, and what is left alone."""
+"""What is deleted by itself, what on request, and what is left alone.
+
+Invariant: Files go with their last row, are never forgotten, and nothing that is in use is swept, on a disk or in an object store.
+Also: `tests/acceptance/test_object_store.py`.
+"""
 
 import signal
 import subprocess

@@ -1,4 +1,7 @@
-"""Log-probabilities and gradients against transformers + PEFT, LM head in the adapter and B far from zero."""
+"""Log-probabilities and gradients against transformers + PEFT, LM head in the adapter and B far from zero.
+
+Invariant: Logprobs and gradients equal transformers + PEFT, LM head included, for every family and sixteen other decoders.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

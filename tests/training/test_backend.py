@@ -1,4 +1,8 @@
-"""Passes: packing, mixing and merging change nothing; what one model does reaches no other."""
+"""Passes: packing, mixing and merging change nothing; what one model does reaches no other.
+
+Invariant: Packed sequences equal sequences one by one; text and images mix; two models in one pass equal each alone; a NaN stays with its
+model.
+"""
 
 import gc
 import tracemalloc

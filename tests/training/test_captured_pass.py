@@ -1,4 +1,8 @@
-"""Passes that are replayed: rows of other lengths, other adapters and newer weights, and nothing of the row before."""
+"""Passes that are replayed: rows of other lengths, other adapters and newer weights, and nothing of the row before.
+
+Invariant: A pass that is replayed as a CUDA graph gives the log-probabilities and gradients of one that is not, whatever row, adapter and
+weights came before.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,6 +1,8 @@
 """Full-parameter training in little memory: close to the float32 state, and resumed, refused and measured like it.
 
 Its moments have 8 bits: how far a code is from its number, that chance is fair, and that codes survive being written out.
+
+Invariant: A compact state of full-parameter training follows the float32 state, and each reads the other's checkpoints.
 """
 
 import itertools

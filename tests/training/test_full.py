@@ -1,4 +1,9 @@
-"""Full-parameter training (rank 0): the same numbers as transformers trained with torch's AdamW, and nothing of it reaches anyone else."""
+"""Full-parameter training (rank 0): the same numbers as transformers trained with torch's AdamW, and nothing of it reaches anyone else.
+
+Invariant: Full-parameter training equals transformers with torch's AdamW, step for step; base, neighbours and snapshots stay as they are,
+bit for bit.
+Also: `tests/acceptance/test_full_parameters.py`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,9 @@
-"""Losses against a few lines of plain torch: value and gradient, ordinary numbers and the edges of float32; and what is refused."""
+"""Losses against a few lines of plain torch: value and gradient, ordinary numbers and the edges of float32; and what is refused.
+
+Invariant: Every loss has the value and gradient of its formula, however a call is split; a position that does not count contributes
+exactly 0.
+Also: `tests/acceptance/test_losses.py`.
+"""
 
 import itertools
 import math

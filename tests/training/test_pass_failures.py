@@ -1,4 +1,8 @@
-"""A pass that fails: only the datum whose fault it is, and no gradient counts twice."""
+"""A pass that fails: only the datum whose fault it is, and no gradient counts twice.
+
+Invariant: Memory that runs out anywhere in a pass counts no gradient twice.
+Also: `tests/training/test_out_of_memory.py`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

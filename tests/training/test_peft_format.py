@@ -1,6 +1,11 @@
 """Adapters leave for PEFT and as downloads and come back; transformers and PEFT load them, and merged models, to the same logprobs.
 
 What the cookbook makes of downloads: tests/recipes.
+
+Invariant: Transformers and PEFT load an exported checkpoint to the same logprobs, and it comes back; an export is complete or absent.
+Also: `tests/commands/test_exchange.py`, `tests/acceptance/test_exchange.py`.
+
+Invariant: What is wrong in the files of an adapter is named, and nothing in them computes for ever.
 """
 
 import json

@@ -1,6 +1,8 @@
 """The vLLM sampler in this process, at the server of another engine, with a proxy in between that sees what vLLM is asked.
 
 These tests run before full weights are transferred to that server.
+
+Invariant: Each image is processed once and sent to a vLLM server once; one sample fails alone; sequences under way are bounded.
 """
 
 import os

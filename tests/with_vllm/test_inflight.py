@@ -1,4 +1,9 @@
-"""Samples that run while their model is trained and saved again (`kind="inflight"`): every token is one of the version that it names."""
+"""Samples that run while their model is trained and saved again (`kind="inflight"`): every token is one of the version that it names.
+
+Invariant: Each token of an inflight sample is its version's, with adapters and full weights, locally and with vLLM, whatever server is
+lost.
+Also: `tests/with_vllm/test_a_sampler.py`, `tests/sampling/local/test_sampler.py`.
+"""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,4 +1,9 @@
-"""Adapters that a vLLM server applies in part: it shows so itself when it starts, and then gets them merged into the base's weights."""
+"""Adapters that a vLLM server applies in part: it shows so itself when it starts, and then gets them merged into the base's weights.
+
+Invariant: The parts of an adapter that a vLLM server does not apply are merged into the weights, or the model is refused; probes detect
+them.
+Also: `tests/sampling/vllm/test_probes.py`.
+"""
 
 import itertools
 import re

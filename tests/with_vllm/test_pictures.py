@@ -1,4 +1,7 @@
-"""Pictures of both families that have to be resized: vLLM computes with our pixel values, whatever its own processor makes of them."""
+"""Pictures of both families that have to be resized: vLLM computes with our pixel values, whatever its own processor makes of them.
+
+Invariant: The pixel values that vLLM computes with are the trainer's, for PNG and JPEG of any size.
+"""
 
 import io
 from collections.abc import Iterator

@@ -1,4 +1,9 @@
-"""A server that only samples (--train none) and does so with vLLM: it has the numbers of the server that trains, or gives none."""
+"""A server that only samples (--train none) and does so with vLLM: it has the numbers of the server that trains, or gives none.
+
+Invariant: A server that only samples, with vLLM, has the trainer's numbers for base, adapters and full weights, and gives none where vLLM
+computes over other weights.
+Also: `tests/sampling/vllm/test_launch.py`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""vLLM servers that die, and adapters that come and go."""
+"""vLLM servers that die, and adapters that come and go.
+
+Invariant: A killed vLLM server's samples are sent again, to the weights they began with; adapters come back and leave.
+"""
 
 import os
 import signal

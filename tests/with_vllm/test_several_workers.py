@@ -2,6 +2,15 @@
 
 They are replicas, or divide all weights among them. Then the first has a whole copy of the base alone, and a snapshot of all weights is put
 together by all of them. Beside replicas the vLLM server divides its model over two processes (tensor parallel), and each gets its share.
+
+Invariant: A vLLM server samples exactly what several workers have trained, whole or sharded, each snapshot its own; workers and servers
+share no GPU.
+Also: `tests/sampling/vllm/test_launch.py`, `tests/engine/test_devices.py`.
+
+Invariant: The processes of a vLLM server that divide a model hold the trainer's weights, each its share; an error of one is told at once
+and lets none wait, and one that dies ends the server.
+Also: `tests/sampling/inside_vllm/test_shares.py`, `tests/sampling/inside_vllm/test_transfer_group.py`,
+`tests/sampling/vllm/test_launch.py`.
 """
 
 import os

@@ -1,4 +1,8 @@
-"""Base models of a worker: which form of the self-check runs at a start, and what is remembered of it."""
+"""Base models of a worker: which form of the self-check runs at a start, and what is remembered of it.
+
+Invariant: The quick form of the self-check runs only where the full one was passed with the same files, code, versions, device and
+settings.
+"""
 
 import logging
 import os

@@ -1,4 +1,8 @@
-"""Which servers may use one GPU at the same time: real processes, and a GPU that does not exist."""
+"""Which servers may use one GPU at the same time: real processes, and a GPU that does not exist.
+
+Invariant: A GPU that a server uses, or gives to its vLLM servers, is refused to another one, unless both were given a share; the lock
+ends with its process, and lies where nobody else can write.
+"""
 
 import os
 import re

@@ -1,4 +1,9 @@
-"""What the worker makes of the memory of its device, and that `tinsmith plan` says the same."""
+"""What the worker makes of the memory of its device, and that `tinsmith plan` says the same.
+
+Invariant: Plan and server say the same of how long a sequence trains and what the cache holds, on one worker and on several that share a
+host.
+Also: `tests/distributed/test_together.py`, `tests/commands/test_plan.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

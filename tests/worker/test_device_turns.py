@@ -1,4 +1,9 @@
-"""Trainer and vLLM servers take turns: who has much to do keeps the GPU for a turn, and never longer while the other waits."""
+"""Trainer and vLLM servers take turns: who has much to do keeps the GPU for a turn, and never longer while the other waits.
+
+Invariant: Trainer and vLLM servers that take turns on a device both go on, however much the other has to do; kept samples have right
+numbers; what sleeps is not written to, and a server that does not obey is ended.
+Also: `tests/sampling/vllm/test_nap.py`, `tests/with_vllm/test_turns.py`.
+"""
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field

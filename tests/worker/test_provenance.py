@@ -1,4 +1,9 @@
-"""What was recorded of sampled tokens, laid over the positions of a datum; and whatever a client may say wrong of where they come from."""
+"""What was recorded of sampled tokens, laid over the positions of a datum; and whatever a client may say wrong of where they come from.
+
+Invariant: What was recorded when tokens were sampled is what they are trained with, also by another server; provenance that does not fit
+it is refused.
+Also: `tests/store/test_recorded_sequences.py`, `tests/acceptance/test_stable_reinforce.py`.
+"""
 
 from typing import Any
 

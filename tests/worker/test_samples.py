@@ -1,4 +1,8 @@
-"""The sampling half of a worker on a real sampler: what fails, what that leaves behind, and who waits for whom."""
+"""The sampling half of a worker on a real sampler: what fails, what that leaves behind, and who waits for whom.
+
+Invariant: Sampled tokens and scores are finite, or their request fails.
+Also: `tests/worker/test_passes.py`, `tests/training/test_peft_format.py`.
+"""
 
 import base64
 import time

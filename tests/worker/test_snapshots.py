@@ -1,4 +1,12 @@
-"""Frozen weights in memory and on disk."""
+"""Frozen weights in memory and on disk.
+
+Invariant: Two hundred steps' snapshots stay under the cap; the newest, what is being sampled and what is sampled now and then stay.
+
+Invariant: Snapshots that do not fit into memory come back from disk unchanged.
+
+Invariant: A sample uses the newest weights although older ones are being read from disk.
+Also: `tests/worker/test_samples.py`.
+"""
 
 import contextlib
 import time

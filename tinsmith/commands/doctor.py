@@ -34,7 +34,7 @@ GIB = 2**30
 EXTRAS = {"demo": ("tinker", "matplotlib", "sklearn"), "tests": ("tinker", "pytest", "peft", "httpx", "hypothesis")}
 """Modules that a part of the project needs beside what serving needs."""
 INSTALLERS = {"demo": "make demo", "tests": "make dev"}
-"""What installs them."""
+"""Commands that install these groups of dependencies."""
 
 State = Literal["ok", "note", "missing"]
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
@@ -86,7 +86,7 @@ def _machine(machine: Machine) -> Iterator[Finding]:
 
 
 def _workers(config: Config, machine: Machine) -> Finding:
-    """How many workers a server would start here, and whether PyTorch can use a GPU for each."""
+    """Report how many workers a server would start here, and whether PyTorch can use a GPU for each."""
     usable, visible = len(machine.gpus), visible_gpus()
     try:
         count = worker_count(config, usable=usable)
@@ -189,7 +189,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _count(config: Config, machine: Machine) -> int:
-    """How many workers start."""
+    """Return the number of workers that would start."""
     try:
         return worker_count(config, usable=len(machine.gpus))
     except ConfigError:  # which `_workers` says
@@ -197,7 +197,7 @@ def _count(config: Config, machine: Machine) -> int:
 
 
 def _cache(planned: "BasePlan") -> Iterator[Finding]:
-    """What the cache of the local sampler holds. Raises ConfigError if that is not one sequence."""
+    """Report the size of the local sampler's cache. Raises ConfigError if it is too small for one sequence."""
     from tinsmith.sampling.prefix import BLOCK
 
     cache, shape = planned.cache, planned.cache_shape
@@ -212,7 +212,7 @@ def _cache(planned: "BasePlan") -> Iterator[Finding]:
 
 
 def _to_train(planned: "BasePlan") -> dict[str, int]:
-    """What training takes beside the weights, in bytes, by what it is."""
+    """Return the bytes that training takes beside the weights, by purpose."""
     training = planned.config.training
     if not training.trains:
         return {}

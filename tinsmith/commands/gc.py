@@ -42,7 +42,7 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
 
 
 def _images(store: Store) -> list[Garbage]:
-    """What a process that died while it took an operation left of its images."""
+    """Delete images left by a process that died before it had written its operation."""
     unused = store.unused_blobs()
     size = sum(file.size for file in unused)
     return [Garbage(f"{len(unused)} images of operations", "no operation needs them", size)] if unused else []

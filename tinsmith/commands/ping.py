@@ -19,12 +19,12 @@ from tinsmith.http_client import HEALTH, is_local, misled_by, one_line, open_url
 
 _CAPABILITIES = "/api/v1/get_server_capabilities"
 _PATIENCE_S = 1.0
-"""How long `ping` waits for a name, a connection or an answer."""
+"""Maximum wait of `ping` for a name, a connection or an answer."""
 _PORTS = {"http": 80, "https": 443}
 
 
 def ping(url: str, key: str, base_model: str) -> str:
-    """What answers at a URL, in a line. `key` and `base_model` may be empty.
+    """Return a line that describes the server at a URL. `key` and `base_model` may be empty.
 
     Raises ConfigError that says which of scheme, path, port, host, TLS, proxy, readiness, key or base model is wrong, and what to do.
     """

@@ -1,4 +1,4 @@
-"""What several workers compute as one, with exchanges in between that none of them may leave.
+"""Computations of several workers with exchanges in between, which either all finish or all leave at the same place.
 
 A worker that fails alone, as where its memory ends, would let the others wait in the next exchange for ever. So all agree before each of
 them that everybody has come to it, with a number that the processors exchange while the devices compute. One that has failed says so in
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GOES_ON, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
-"""What a worker says when all agree."""
+"""States that workers exchange when all agree."""
 
 
 class OthersFailedError(Exception):
@@ -58,7 +58,7 @@ class JointWork:
         self.is_out_of_memory = is_out_of_memory
 
     def attempt(self, compute: Callable[[], T]) -> T | JointFailure:
-        """What `compute` returns, if it does so on all workers. It may exchange with the methods below.
+        """Return the result of `compute` if it succeeds on all workers. It may exchange with the methods below.
 
         Raises DeviceLostError if this worker does: nobody can go on then.
         """

@@ -1,4 +1,4 @@
-"""How workers of several hosts find each other: the first opens a port, and tells the engine, which tells the others.
+"""Lets workers of several hosts find each other: the first opens a port, and tells the engine, which tells the others.
 
 Nobody has to choose a port that is still free when it is opened, and the engine's messages are private. What the workers say to each other
 afterwards is not: neither to the store of this port nor over gloo and NCCL is anything encrypted or anybody asked who it is.
@@ -21,7 +21,7 @@ _LOOK_S = 0.1
 """Seconds between two questions whether the first worker has opened its port."""
 
 CONNECT = timedelta(minutes=5)
-"""How long it may take to connect to a port that is open."""
+"""Maximum time for connecting to an open port."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -57,7 +57,7 @@ def interface_of(host: str) -> str:
 
 
 def meet(place: Place, ask: Answers) -> dist.Store:
-    """Where all workers of a group that spans hosts find what the others have put there. Raises ConfigError for a host that is not this."""
+    """Return the store through which all workers of a group on several hosts meet. Raises ConfigError for a host that is not this."""
     named = all(variable in os.environ for variable in _INTERFACES)  # then they need not be found, and stay what they are
     set_communication_variables(LOOPBACK if named else interface_of(place.host))
     if place.rank == 0:

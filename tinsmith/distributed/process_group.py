@@ -1,4 +1,4 @@
-"""What workers tell each other while they compute: sums and parts of tensors, and small numbers. Over NCCL between GPUs, gloo between CPUs.
+"""Collectives of workers: sums and parts of tensors, and small numbers, over NCCL between GPUs and gloo between CPUs.
 
 All workers must call the same methods in the same order. One that never comes lets the others wait; the engine watches its workers, and
 ends all of them when one has ended.
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 LONGEST_WAIT = timedelta(hours=2)
 """For a worker that still computes. One that has ended, and all that wait for each other, are noticed by the engine, long before."""
 _join = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-"""Of one tensor of each worker. torch 2.13 has given it another name."""
+"""Gathers one tensor of each worker. torch 2.13 has given it another name."""
 _sum_parts = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 """The sum of one tensor of each worker, of which each gets its part. It has another name there too."""
 _FIRST_SIZES = {"cuda": (64, 2**22), "cpu": (64,)}
@@ -77,7 +77,7 @@ class ProcessGroup:
 
     @property
     def count(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return self.place.count
 
     def sum(self, tensor: Tensor) -> None:
@@ -138,7 +138,7 @@ class ProcessGroup:
             raise DeviceLostError(f"the workers are not the same any more: {what} is {numbers}, by rank")
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the group."""
         dist.destroy_process_group()
 
     @contextmanager

@@ -1,1 +1,1 @@
-"""The process that owns the weights: takes commands from the log in order, merges them, and samples in between."""
+"""Orders the operations of the command log and gives them to workers. Holds no tensors."""

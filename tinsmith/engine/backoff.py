@@ -1,4 +1,4 @@
-"""When to try again what failed for a reason that goes away by itself: soon at first, then at longer and longer intervals."""
+"""Back-off for failures that go away by themselves: retries soon at first, then at growing intervals."""
 
 import time
 
@@ -11,7 +11,7 @@ class Backoff:
     """The next attempt at one thing that may fail."""
 
     def __init__(self) -> None:
-        """Due at once."""
+        """Begin with a try that is due at once."""
         self._interval_s = 0.0
         self._due_at = 0.0
 

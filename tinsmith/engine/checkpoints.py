@@ -1,4 +1,4 @@
-"""The rows of checkpoints, and what a client may ask of them.
+"""Rows of checkpoints for the operations that write and read them.
 
 The files of a checkpoint lie in a directory of their own that no client chose; a worker writes them once, and nobody changes them. The row
 points to them, so a checkpoint is replaced by new files and a new row. A save is acknowledged when first the files and then the row are

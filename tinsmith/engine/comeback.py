@@ -1,4 +1,4 @@
-"""Models that come back after the workers have ended, each exactly as its last finished step left it.
+"""Crash recovery: restores every model on new workers, exactly as its last finished step left it.
 
     workers end -> what holds its state?  nothing: the model is lost, and errors say so
                                           a checkpoint, a kept copy, its seed: it waits

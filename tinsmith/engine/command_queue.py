@@ -1,4 +1,4 @@
-"""The order of commands: per model strictly by seq_id, whatever order they arrive in.
+"""Queues of commands, one per model: strictly by seq_id, whatever order they arrive in.
 
 `create_model` is seq_id 0. A command whose predecessor is missing is held; after `held_s` it fails, naming what is missing, and the
 sequence goes on behind it.

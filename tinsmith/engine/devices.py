@@ -1,4 +1,4 @@
-"""How many workers an engine starts, and on what.
+"""Chooses how many workers an engine starts, and their devices.
 
 It has no torch to ask, so it counts the devices that the system shows. Where it is to say itself how many of several GPUs get a worker, a
 process of its own asks PyTorch: it may be able to use fewer.
@@ -18,11 +18,11 @@ _DEVICES = Path("/dev")
 _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-.+)\s*")
 """A GPU in CUDA_VISIBLE_DEVICES: its number or its UUID."""
 COUNTING_S = 120.0
-"""How long PyTorch may take to say how many GPUs it can use: seconds, unless its files come from a slow disk."""
+"""Seconds that PyTorch may take to count usable GPUs; its files may come from a slow disk."""
 
 
 def worker_count(config: Config, gpus: int | None = None, usable: int | None = None) -> int:
-    """How many workers start: as many as are configured, or with --workers 0 as many as have a GPU of their own.
+    """Return the number of workers: as configured, or with --workers 0 the number of GPUs that vLLM servers leave.
 
     Raises ConfigError if these need more GPUs than there are, are to divide what they cannot, or would have nothing to do. `gpus` is how
     many there are; None means those of this machine. `usable` is how many of them PyTorch can use; None means all that are given, and of
@@ -93,7 +93,7 @@ def _check_servers(config: Config, count: int, gpus: int) -> None:
 
 
 def gpus_needed(config: Config) -> int:
-    """How many GPUs the workers and vLLM servers of a configuration take, each one of its own; one worker, unless more are asked for."""
+    """Return the number of GPUs that workers and vLLM servers take, each one of its own; one worker, unless more are asked for."""
     return max(1, config.distributed.workers) + config.vllm_gpus
 
 
@@ -141,7 +141,7 @@ def threads_of(config: Config, count: int) -> dict[str, str]:
 
 
 def visible_gpus() -> int:
-    """How many GPUs the system shows to this process."""
+    """Count the GPUs that the system shows to this process."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:  # CUDA shows those before the first that is none
         return len(list(takewhile(_GPU.fullmatch, named.split(","))))
@@ -149,7 +149,7 @@ def visible_gpus() -> int:
 
 
 def usable_gpus() -> int:
-    """How many GPUs PyTorch can use. Takes seconds. Raises ConfigError if that cannot be found out."""
+    """Count the GPUs that PyTorch can use. Takes seconds. Raises ConfigError if that fails."""
     command = [sys.executable, "-P", "-m", "tinsmith.models.usable_gpus"]
     try:
         ran = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=COUNTING_S)

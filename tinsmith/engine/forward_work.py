@@ -1,4 +1,4 @@
-"""Forward and forward_backward operations at the worker: prepared, composed into passes, and put together again from what passes give."""
+"""Forward and forward_backward operations under way: prepared, composed into passes, and completed from the passes' results."""
 
 import logging
 import time
@@ -49,7 +49,7 @@ class ForwardWork:
         self.tokens_per_pass: defaultdict[str, int] = defaultdict(lambda: tokens_per_pass)
         """Most tokens of a pass on each base model: fewer than configured, after its worker ran out of memory."""
         self.paces: defaultdict[tuple[str, bool], Pace] = defaultdict(Pace)
-        """Of each base model, forward and (True) with backward."""
+        """Pace of each base model, forward and (True) with backward."""
         self.max_pixels = max_pixels
         self.next_number = next_number
         self.send = send
@@ -59,9 +59,9 @@ class ForwardWork:
         self.is_shared = is_shared
         self.workers = workers
         self.operations: dict[str, deque[ForwardOperation]] = {}
-        """Of each model, in order; a model without any is not in it."""
+        """Operations of each model, in order; a model without any is absent."""
         self.passes: dict[int, list[Piece]] = {}
-        """What the worker computes or is going to, by the number of the pass."""
+        """Datums of each pass that the worker has or computes, by the number of the pass."""
         self.of_pictures: set[int] = set()
         """The passes of models that have pictures to decode, by number."""
         self.served: dict[str, int] = {}
@@ -276,7 +276,7 @@ class ForwardWork:
             )
 
     def _pass_failed(self, operation: ForwardOperation) -> None:
-        """What an operation has contributed is only a part of what its client asked for: the step that it belongs to fails too.
+        """Fail an operation, and the step that it belongs to, which lacks a part of its gradients.
 
         Nothing of it is left to be computed, so that its gradients are all there when that step clears them.
         """

@@ -1,4 +1,4 @@
-"""How the program of a worker is started: as a child process of the engine. `ray_workers.py` has the other way, by the same interface."""
+"""Starts a worker's program as a child process of the engine. `ray_workers.py` does so in Ray, with the same interface."""
 
 import contextlib
 import logging
@@ -20,21 +20,21 @@ from tinsmith.protocol.place import Place
 log = logging.getLogger(__name__)
 
 KILL_S = 30.0
-"""How long a process may take to end that is killed. To give back a GPU and hundreds of gigabytes takes it seconds."""
+"""Seconds that a killed process may take to end. Giving back a GPU and hundreds of gigabytes takes some."""
 
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker is started with."""
+    """Arguments for the start of a worker."""
 
     program: Sequence[str]
     place: Place
     address: str
-    """Of the engine's end of its link."""
+    """Address of the engine's end of its link."""
     keys: ChildKeys | None
     config: Config
     variables: Mapping[str, str]
-    """Of the environment, beside those of the engine."""
+    """Environment variables beside those of the engine."""
 
     def command(self, parent_pid: str) -> list[str]:
         """The program and its arguments, to be started by the process `parent_pid`."""
@@ -42,7 +42,7 @@ class WorkerStart:
 
     @property
     def standard_input(self) -> bytes:
-        """What it reads first, and other users of its host do not see: `protocol/started.py`."""
+        """Bytes for its standard input, which other users of its host do not see: `protocol/started.py`."""
         return orjson.dumps({"config": to_tree(self.config), "keys": None if self.keys is None else asdict(self.keys)})
 
 
@@ -54,7 +54,7 @@ class WorkerProgram(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Of its process, once that is known."""
+        """Id of its process, once that is known."""
         ...
 
     def poll(self) -> int | None:
@@ -66,7 +66,7 @@ class WorkerProgram(Protocol):
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """As `poll`, when it has ended. Raises subprocess.TimeoutExpired if that takes longer than `timeout` seconds."""
+        """Wait for its end and return as `poll`. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         ...
 
 
@@ -104,17 +104,17 @@ class ChildProcess(subprocess.Popen[bytes]):
     _was_given_up = False
 
     def kill(self) -> None:
-        """As Popen's; the time that it may take begins."""
+        """Kill the process; its time to end begins."""
         self._given_up_at = min(self._given_up_at, time.monotonic() + KILL_S)
         super().kill()
 
     def poll(self) -> int | None:
-        """As Popen's, or as if it had ended if it was killed and does not."""
+        """Return the exit status; one too if it was killed and does not end in its time."""
         code = super().poll()
         return self._give_up() if code is None and time.monotonic() >= self._given_up_at else code
 
     def wait(self, timeout: float | None = None) -> int:
-        """As Popen's, and no longer than until it is given up."""
+        """Wait for its end, but no longer than until it is given up."""
         left_s = max(0.0, self._given_up_at - time.monotonic())
         if left_s > (math.inf if timeout is None else timeout) or left_s == math.inf:
             return super().wait(timeout)
@@ -155,4 +155,4 @@ class ChildProcesses:
         return process
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; a process starter holds no resources."""

@@ -1,4 +1,4 @@
-"""The engine process: it puts the operations of all models in order, gives them to its worker, and records what they came to.
+"""The engine process: orders the operations of all models, gives them to its workers, and records the outcomes.
 
 It knows models, operations, lengths and versions, never a tensor, and it outlives its worker. It never waits for a device or a file: it
 sleeps on its sockets, and whatever arrives is handled at once.
@@ -54,13 +54,13 @@ READ_AT_ONCE = 1000
 """Commands taken from the log in one read."""
 
 IDLE_S = 1.0
-"""How long an idle engine sleeps before it looks whether its server and its worker still live."""
+"""Seconds that an idle engine sleeps before it looks whether its server and its worker still live."""
 
 DATABASE_BUSY_S = 0.5
-"""How long the engine waits for the lock of the database before it goes on with other work and tries again later."""
+"""Seconds that the engine waits for the database's lock before it goes on with other work."""
 
 WORKER_EXIT_S = 60.0
-"""How long a worker that was told to end may take, in seconds. Its last pass was waited for before; vLLM servers may need a while."""
+"""Seconds that a worker may take to end when told to. Its last pass was waited for before; vLLM servers may need a while."""
 
 
 class Engine:
@@ -111,7 +111,7 @@ class Engine:
         self.returning: dict[str, str] = {}
         """Models whose snapshots ended with a worker, and why, until that is in the log. They come back themselves."""
         self.reading = Backoff()
-        """Of reading the log, and of recording what was lost."""
+        """Back-off for reading the log, and for recording lost models."""
         self.stopping = False
 
     def run(self, server_pid: int) -> None:

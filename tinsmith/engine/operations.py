@@ -1,4 +1,4 @@
-"""The operations that are not forward work: creating, stepping, saving and loading models. Each is a story of steps (`steps.py`)."""
+"""Operations other than forward work: create, step, save and load. Each is a generator of steps (`steps.py`)."""
 
 import hashlib
 import logging
@@ -53,7 +53,7 @@ class LoadedModel:
     spoiled: str | None = None
     """Why the gradients since the last optim_step are not what the client asked for."""
     origin: Origin | None = None
-    """What holds the state that the last finished step left; None if nothing does, and the model ends with its workers."""
+    """Place of the state that the last finished step left; None if there is none, and the model ends with its workers."""
     added_seq: int = -1
     """seq_id of the newest operation that is finished and has added gradients."""
     stepped_seq: int = -1
@@ -71,12 +71,12 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class Ended:
-    """What an operation came to."""
+    """Result of an operation."""
 
     result: dict[str, Any]
-    """As the client gets it."""
+    """The reply to the client."""
     resolved: dict[str, Any] | None = None
-    """What it read or wrote outside of its payload (`Outcome.resolved`)."""
+    """Values that it read or wrote outside of its payload (`Outcome.resolved`)."""
 
 
 class Operations:
@@ -117,7 +117,7 @@ class Operations:
         return next(self._numbers)
 
     def read(self, command: Command) -> BaseModel:
-        """What a command asks for. Raises TinsmithError."""
+        """Parse the request of a command. Raises TinsmithError."""
         payload = self.read_payload(command)
         if command.kind == REJECTED:
             raise UserError(payload.decode())
@@ -216,7 +216,7 @@ class Operations:
         return Ended({"metrics": metrics})
 
     def _without_gradients(self, model: LoadedModel, command: Command) -> dict[str, float]:
-        """What a step says that had no gradients, and so has moved nothing: the client may have forgotten its forward_backward."""
+        """Return the metrics of a step without gradients, which moved nothing: the client may have forgotten its forward_backward."""
         if not model.told_of_empty_step:
             model.told_of_empty_step = True
             log.warning(
@@ -227,7 +227,7 @@ class Operations:
         return {"without_gradients": 1.0}
 
     def _copy_after(self, model: LoadedModel, seq_id: int) -> tuple[str, str]:
-        """Where a copy of what a step leaves goes, and where the one before is. Full weights are too large."""
+        """Return where a step's copy goes, and where the one before is; none for full weights, which are too large."""
         if self.copies is None or model.shape.rank == 0:
             return "", ""
         return str(self.copies(model.model_id) / str(seq_id)), model.origin.directory if isinstance(model.origin, Saved) else ""

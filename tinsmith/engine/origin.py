@@ -1,4 +1,4 @@
-"""What holds the state that a model's last finished step left: weights and optimizer, as a new worker can have them again."""
+"""Places from which a new worker can restore a model's weights and optimizer as its last finished step left them."""
 
 from dataclasses import asdict, dataclass
 
@@ -14,7 +14,7 @@ class Fresh:
     lasts: bool = True
 
     def call(self, number: int, base_model: str, model_id: str) -> CreateModel:
-        """What a new worker is to do."""
+        """Return the call that restores the model on a new worker."""
         return CreateModel(number, base_model, model_id, asdict(self.shape))
 
 
@@ -31,7 +31,7 @@ class Saved:
     """Whether no client can delete or replace it, as with a kept copy."""
 
     def call(self, number: int, base_model: str, model_id: str) -> LoadModel:
-        """What a new worker is to do."""
+        """Return the call that restores the model on a new worker."""
         return LoadModel(number, base_model, model_id, self.name, self.directory, self.optimizer)
 
 

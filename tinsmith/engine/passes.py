@@ -1,4 +1,4 @@
-"""Forward and forward_backward operations of many models -> passes under a token budget.
+"""Composes forward and forward_backward operations of many models into passes under a token budget.
 
 An operation may need several passes and a pass may serve several operations. Models take turns of half a pass, and those go first that were
 served longest ago, so a long operation of one model does not hold up a short one of another. A turn is not a single datum: each adapter of
@@ -21,13 +21,13 @@ from tinsmith.store.records import Command
 
 @dataclass(frozen=True, eq=False)
 class DatumOutput:
-    """What a pass gives for one datum."""
+    """Result of a pass for one datum."""
 
     logprobs: NDArray[np.float32]
-    """Of the target tokens, in their shape."""
+    """Log-probabilities of the target tokens, in their shape."""
     loss: float
     metrics: Mapping[str, float]
-    """What its loss says of it beside its value, by name."""
+    """Metrics of its loss, by name."""
 
 
 @dataclass(eq=False)
@@ -39,15 +39,15 @@ class ForwardOperation:
     number: int
     """Under which the worker was asked to prepare it."""
     prepared: Prepared | None = None
-    """What the worker has measured; None while it prepares the operation."""
+    """The worker's measurements; None while it prepares the operation."""
     in_pass: set[int] = field(default_factory=set)
     """Indices of the datums that are in a pass now."""
     results: dict[int, DatumOutput] = field(default_factory=dict)
-    """Of the datums that are computed, by index."""
+    """Results of the datums that are computed, by index."""
     failures: list[TinsmithError] = field(default_factory=list)
     """Why datums failed. Then no more of the operation is computed, and it ends when none of it is in a pass any more."""
     started_at: float = field(default_factory=time.monotonic)
-    """Monotonic time."""
+    """Monotonic time of its start."""
 
     @property
     def backward(self) -> bool:
@@ -93,7 +93,7 @@ class ForwardOperation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the reply says of it beside its log-probabilities, once it is complete: the loss, and means over its datums."""
+        """Metrics of the reply, once it is complete: the loss, and means over its datums."""
         results = self.in_order
         means = {f"{name}:mean": sum(result.metrics[name] for result in results) / len(results) for name in results[0].metrics}
         return {"loss:sum": self.loss} | means
@@ -105,7 +105,7 @@ PASS_S = 1.0
 
 @dataclass
 class Pace:
-    """How long the passes of one direction on a base model take, or the share that a worker has of them.
+    """Estimates how long passes of one direction on a base model take, or a worker's share of them.
 
     Nothing is known before the first one, nor of sequences longer than those computed.
     """
@@ -139,7 +139,7 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """Its length."""
+        """Number of tokens of the datum."""
         assert self.operation.prepared is not None
         return self.operation.prepared.lengths[self.index]
 
@@ -159,7 +159,7 @@ class Piece:
 def next_pass(
     queues: Sequence[deque[ForwardOperation]], most_tokens: Mapping[bool, int], max_pixels: int, served: Mapping[str, int], workers: int = 1
 ) -> list[Piece]:
-    """What to compute next: work of the model that was served longest ago, and whatever fits beside it, all of one direction.
+    """Choose the datums of the next pass: of the model that was served longest ago, and others that fit beside, in one direction.
 
     `queues` hold the operations of one model each, in order, all on one base model; none is empty. `served` says in which pass a model was
     last served, by its id; among those that never were, the oldest operation goes first. `most_tokens` are those of a pass, forward and
@@ -184,7 +184,7 @@ def _first_open(queue: deque[ForwardOperation]) -> ForwardOperation | None:
 
 
 def _pieces(queue: deque[ForwardOperation], backward: bool) -> Iterator[Piece]:
-    """What is next of one model: datums of the operations of that direction that lead those with something to compute."""
+    """Yield a model's next datums: those of its leading operations of that direction."""
     for operation in queue:
         left = operation.open
         if operation.prepared is None or (left and operation.backward is not backward):

@@ -1,4 +1,4 @@
-"""What runs inside an actor of Ray: it starts the program of a worker as its child process, and tells what becomes of it.
+"""Runs inside a Ray actor: starts a worker's program as its child process, and reports its end.
 
 The program is the one that the engine would start itself. It ends when its parent, the actor, is gone, and Ray ends the actors of an
 engine that is gone.
@@ -30,7 +30,7 @@ PARENT = "PARENT"
 
 
 class WorkerActor:
-    """Runs one program."""
+    """Runs one worker's program in an actor of Ray."""
 
     def run(
         self, command: list[str], standard_input: bytes, environment: dict[str, str], directory: str, node: str, shared: dict[str, str]

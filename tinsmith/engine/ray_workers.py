@@ -1,4 +1,4 @@
-"""Workers in actors of Ray: each gets the GPU, or on a CPU the core, that Ray reserves for it, on the server's host or on others too.
+"""Runs workers as actors of Ray, each with the GPU (or core) that Ray reserves for it, on one host or several.
 
 The engine is a client of a Ray that runs already. It reserves what all workers need in one placement group, for as long as it lives, and
 starts every worker in an actor of its own (`ray_actor.py`), which ends with the engine. What a worker writes comes back and goes where
@@ -37,19 +37,19 @@ from tinsmith.errors import ConfigError
 log = logging.getLogger(__name__)
 
 ANSWER_S = 10.0
-"""How long Ray may take to accept a connection, in seconds."""
+"""Seconds that Ray may take to accept a connection."""
 
 RESERVE_S = 60.0
-"""How long Ray may take to reserve what the workers need: what an engine before this one had may just be given back."""
+"""Seconds that Ray may take to reserve what the workers need: an earlier engine may just be giving it back."""
 
 RESERVE_HERE_S = 10.0
-"""How long it may take on the server's host alone, if other hosts have enough too."""
+"""Seconds for a reservation on the server's host alone, if other hosts have enough too."""
 
 KILL_S = 5.0
-"""How long an actor may take to end that is killed. One that takes longer is taken to be on a host that has vanished."""
+"""Seconds that a killed actor may take to end. After that its host counts as vanished."""
 
 _MARK = ".seen-by-workers-"
-"""How the names of files begin that show workers which directories they share with the engine."""
+"""Prefix of files that show workers which directories they share with the engine."""
 
 
 class RayActors:
@@ -82,7 +82,7 @@ class RayActors:
         self.host: str | None = nodes[self._own_node]["NodeManagerAddress"]
         gpus = sum(_has(node, "GPU") for node in nodes.values())
         self.device = "cuda" if config.models.device != "cpu" and (gpus or config.models.device != "auto") else "cpu"
-        """Of every worker; each sees its own GPU only."""
+        """Device of every worker; each sees its own GPU only."""
         kind = "GPU" if self.device == "cuda" else "CPU"
         here, there = _has(nodes[self._own_node], kind), sum(_has(node, kind) for node in nodes.values())
         if count > there:
@@ -238,7 +238,7 @@ def _connect(address: str) -> None:
 
 
 def _has(node: dict[str, Any], kind: str) -> int:
-    """How many GPUs or cores Ray has of a host."""
+    """Return the number of GPUs or cores that Ray has on a host."""
     return int(node["Resources"].get(kind, 0))
 
 

@@ -1,4 +1,4 @@
-"""How operations ended -> the log, then the server.
+"""Records the outcomes of operations in the log, then tells the server.
 
 An operation that had its effect has ended, whatever the database says: an outcome that the database does not take is kept in memory and
 tried again until it does. It is never replaced by a failure, because a client that repeats a step that was applied applies it twice.

@@ -1,4 +1,4 @@
-"""What workers ask of databases, answered by the engine: these files are opened on the server's host alone.
+"""Answers workers' questions about the databases, which are opened on the server's host alone.
 
 SQLite in WAL mode keeps a part of each database in memory that all its processes share, which those of another host do not.
 """

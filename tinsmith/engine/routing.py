@@ -1,4 +1,4 @@
-"""Which worker samples a request: one that has computed the beginning of its prompt, unless others have much less to do."""
+"""Chooses the worker of a sample: the one that has computed most of its prompt, unless others have much less to do."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,16 +16,16 @@ BLOCK = 64
 REMEMBERED = 2**16
 """Pieces that are remembered of each worker, the last ones used."""
 PICTURE_TOKENS = 256
-"""What a picture counts for: how many it has is known to the worker alone."""
+"""Tokens that an image counts for; only the worker knows its real number."""
 LARGEST = 2**20
 """Bytes of a request that is read: the engine does nothing else meanwhile."""
 DECODE = 8
-"""What a sampled token costs, in tokens of a prompt."""
+"""Cost of a sampled token, in tokens of a prompt."""
 
 
 @dataclass
 class _Worker:
-    """What one worker has been given."""
+    """Prompts and samples of one worker."""
 
     load: float = 0.0
     """Cost of what it has not finished."""
@@ -33,7 +33,7 @@ class _Worker:
     """Hashes of beginnings of prompts, the least recently used first."""
 
     def matched(self, beginnings: list[int]) -> int:
-        """How many pieces of a prompt it has computed before."""
+        """Return how many of a prompt's beginnings, shortest first, it has computed before."""
         count = 0
         while count < len(beginnings) and beginnings[count] in self.known:
             count += 1
@@ -64,7 +64,7 @@ class Routing:
     def __init__(self, count: int) -> None:
         self.workers = [_Worker() for _ in range(count)]
         self.running: dict[tuple[str, int], _Running] = {}
-        """By request id and run; nothing where there is one worker."""
+        """Running samples by request id and run; empty with one worker."""
 
     def choose(self, message: Sample) -> int:
         """The worker for a sample, which is its until `ended`."""

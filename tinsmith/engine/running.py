@@ -1,4 +1,4 @@
-"""Operations that have begun, and the line that the log gets of each when it has ended."""
+"""Operations that have begun, and the log line of each when it has ended."""
 
 import logging
 import time
@@ -20,13 +20,13 @@ class Running:
     command: Command | None
     """None if the server saves a model that it is going to unload."""
     started_at: float = field(default_factory=time.monotonic)
-    """Monotonic time."""
+    """Monotonic time of its start."""
     in_call: int | None = None
     """The number of the call that it waits for; None if it waits for the database."""
     has_begun: bool = False
     """Whether it has come to its first call: before that nothing of it has happened."""
     copied_state: int | None = None
-    """Of a save whose copy is there: which state of its model (`LoadedModel.state`) that is. The model goes on meanwhile."""
+    """State of the model (`LoadedModel.state`) that a save has copied. The model goes on meanwhile."""
 
 
 def log_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:

@@ -1,4 +1,4 @@
-"""Saves whose copies are there: each is written and recorded while its model goes on.
+"""Saves that are written and recorded while their model goes on, because its state is already copied.
 
     Copied -> the worker writes the files -> Answer -> the row, once the database takes it -> the save has ended
 
@@ -17,7 +17,7 @@ class Saves:
 
     def __init__(self) -> None:
         self.writing: dict[str, Running] = {}
-        """By model."""
+        """Saves that are being written, by model."""
         self.next: set[str] = set()
         """Models whose next command is a save too, and waits."""
 

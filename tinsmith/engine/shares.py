@@ -1,4 +1,4 @@
-"""A pass divided among workers, and the parts of its result put together again."""
+"""Divides a pass among workers by cost, and joins their results."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ PIXELS_OF_A_TOKEN = 32 * 32
 """Pixels of a picture that become one token: 4 patches of 16x16. Qwen2.5-VL has 28x28, which is near enough to compare costs."""
 
 TOWER_COST = 0.2
-"""What the vision tower computes of a token's pixels, in tokens that the language model trains on.
+"""Cost of the vision tower for a token's pixels, in tokens that the language model trains on.
 
 Of Qwen3-VL: a tower of 24 layers 1,024 wide (27 of 1,152 for the 8B) takes each of a token's 4 patches through 0.3 (0.4) billion weights,
 and the mergers, forward alone: 2.6 (3.6) GFLOP. LoRA takes a token through the weights of the language model, and back to its inputs:
@@ -25,12 +25,12 @@ QUADRATIC_PIXELS = 1_600_000
 
 
 def cost(tokens: int) -> float:
-    """What a sequence costs, in tokens of a short one."""
+    """Return the cost of a sequence, in tokens of a short one."""
     return tokens * (1 + tokens / QUADRATIC_TOKENS)
 
 
 def picture_cost(pixels: int, tokens: int) -> float:
-    """What a picture costs that the vision tower has not computed, in tokens of a short sequence.
+    """Return the cost of an image that the vision tower has not computed, in tokens of a short sequence.
 
     It stands in a sequence of so many `tokens`, and models make pictures smaller that are larger than they take: it has no more tokens.
     """
@@ -64,7 +64,7 @@ def divide(message: RunPass, count: int, most: int, everyone: bool = False) -> l
 
 
 def _costs_of_pictures(message: RunPass) -> list[Mapping[str, float]]:
-    """What each datum's new pictures cost, by digest."""
+    """Return the cost of each datum's new images, by digest."""
     if not message.pixels:
         return [{} for _ in message.lengths]
     pairs = zip(message.lengths, message.pixels, strict=True)

@@ -1,4 +1,4 @@
-"""Telling the server what engine and worker do, for `tinsmith status`: at most once a second, and only when something changed."""
+"""Reports the work of engine and workers for `tinsmith status`: at most once a second, and only on changes."""
 
 import time
 from collections.abc import Callable

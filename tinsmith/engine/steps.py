@@ -1,4 +1,4 @@
-"""How an operation is told that waits for its worker: as a generator that yields what it waits for.
+"""Operations are generators: each `yield` is a call to a worker and returns its reply.
 
     steps = operations.start(command, ...)  # nothing has happened yet
     next(steps)  -> a call                  # the engine sends it to the worker, and goes on with other work

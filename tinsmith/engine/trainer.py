@@ -38,10 +38,10 @@ SAVE_AGAIN_S = 60.0
 """Time between two attempts to save a model whose session has ended: each writes until the disk is full."""
 
 SAMPLING_S = 600.0
-"""How long after a sample of a session another one may be expected, for whose sake no pass is to take long."""
+"""Seconds after a session's sample in which another is expected, so that passes are kept short."""
 
 CANCELLED = GivenUpError("it was cancelled: its session ended before the operation was run")
-"""Of an operation that nobody waits for any more. What its client is told is known when its model has been unloaded."""
+"""Error of a cancelled operation. Its client is told more when the model has been unloaded."""
 
 
 class Trainer:
@@ -104,7 +104,7 @@ class Trainer:
         self.sampling[session_id] = time.monotonic()
 
     def queued(self, model_id: str) -> int:
-        """How many operations of a model have come and are not finished."""
+        """Return the number of a model's operations that are not finished."""
         queue = self.queue.models.get(model_id)
         running = self.running.get(model_id)
         here = len(self.forward.operations.get(model_id, ())) + (running is not None and running.command is not None)
@@ -446,7 +446,7 @@ class Trainer:
                 self._fail(command, error, touches_step=False)
 
     def _why_cancelled(self, model_id: str) -> UserError:
-        """What became of a model that is unloaded, and the checkpoint to go on from."""
+        """Describe the end of an unloaded model, and name the checkpoint to go on from."""
         try:
             refusal = self.operations.checkpoints.store.refusal(model_id)
         except TinsmithError:  # the database cannot be read, or does not know the session any more

@@ -1,4 +1,4 @@
-"""Whether a worker hangs: judged by the heartbeats that come from it, and by those that do not."""
+"""Decides from a worker's heartbeats, and from their absence, whether it hangs."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ class Signs:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        """Of a worker that has just been started."""
+        """Start watching a worker that has just been started."""
         self._config = config
         self._last = Alive(0.0)
         self._silent_s = 0.0
@@ -32,7 +32,7 @@ class Signs:
 
     @property
     def busy_s(self) -> float:
-        """How long it had been in its current turn at the last heartbeat; 0 while it waits for work."""
+        """Seconds that it had been in its current turn at the last heartbeat; 0 while it waits for work."""
         return self._last.busy_s
 
     @property
@@ -73,7 +73,7 @@ class Signs:
 
     @property
     def stuck_s(self) -> float:
-        """How long it had been in one and the same call at the last heartbeat."""
+        """Seconds that it had been in one and the same call at the last heartbeat."""
         return self._last.stuck_s
 
     @property

@@ -1,4 +1,4 @@
-"""The workers as one: they hold the same models, divide what is computed among them, and end together.
+"""The workers as one: they hold the same models, share the work, and end together.
 
 Every worker has every base model, every model and its optimizer. A pass is divided by what its datums cost, so that each worker accumulates
 gradients of its share. A step adds these up over all workers (`training/together.py`), and each takes it for itself, with the same numbers
@@ -71,7 +71,7 @@ R = TypeVar("R")
 
 
 class Awaited:
-    """What some workers were asked for under one number, and what they have answered."""
+    """A question to some workers under one number, and their answers."""
 
     def __init__(self, message: Asked, ranks: Sequence[int]) -> None:
         self.message = message
@@ -91,14 +91,14 @@ class Awaited:
 
 
 class GroupAnswers:
-    """What one group after the other gets answered, by threads: what workers before it have said is of no use to it."""
+    """Answers questions of the current group of workers, in threads; those of an earlier group do not count."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self._meeting = MeetingPort("", 0)
 
     def answer(self, question: Message) -> Message:
-        """Answer a worker."""
+        """Answer a worker's question."""
         match question:
             case OpenMeeting():
                 self._meeting = MeetingPort(question.host, question.port)
@@ -123,9 +123,9 @@ class WorkerGroup:
         self.samplers = range(count if config.sampling.sampler == "local" else 1)
         """The workers that sample, and keep what is sampled. vLLM servers are the first one's."""
         self.models: dict[str, ModelFacts] = {}
-        """What all serve, once the first group is ready."""
+        """Base models that all serve, once the first group is ready."""
         self.last_messages: list[Message] = []
-        """What a group that has ended had brought about and `receive` did not return."""
+        """Messages of a group that has ended which `receive` did not return."""
         self._awaited: dict[int, Awaited] = {}
         self._passes_of: dict[tuple[str, int], int] = {}
         """Most tokens of a pass on a base model that a worker has told, by name and rank."""
@@ -135,17 +135,17 @@ class WorkerGroup:
         """Models that all workers have."""
         self._routing = Routing(len(self.samplers))
         self._meeting: OwnDirectory | None = None
-        """Where workers on this host find each other."""
+        """Directory in which workers on this host find each other."""
         self._look_at = 0.0
         """When to look again on which hosts workers can start (monotonic time)."""
         self._left: list[str] = []
-        """Where saves wrote that ended with the workers before."""
+        """Directories of saves that ended with the workers before."""
         self._told = False
         """Whether the engine knows that they are ready."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of workers."""
         return len(self.workers)
 
     @property
@@ -165,7 +165,7 @@ class WorkerGroup:
 
     @property
     def busy_s(self) -> float:
-        """How long the busiest had been in its current turn at its last heartbeat; 0 while all wait for work."""
+        """Seconds that the busiest had been in its current turn at its last heartbeat; 0 while all wait for work."""
         return max(worker.busy_s for worker in self.workers)
 
     @property
@@ -182,7 +182,7 @@ class WorkerGroup:
 
     @property
     def status(self) -> WorkerStatus:
-        """What they do together."""
+        """Status of all workers together."""
         of_workers = [worker.status for worker in self.workers]
         return WorkerStatus(
             done=sum(each.done for each in of_workers),
@@ -356,7 +356,7 @@ class WorkerGroup:
     # ---- What the workers say
 
     def receive(self) -> list[Message]:
-        """What the workers have said, put together: each answer once, when all whom it was asked for have answered."""
+        """Return the workers' messages, joined: each answer once, when all that were asked have answered."""
         said = [(rank, message) for rank, worker in enumerate(self.workers) for message in worker.receive()]
         return [kept for rank, message in said for kept in self._take(rank, message)]
 
@@ -514,7 +514,7 @@ def _device_of(worker: WorkerProcess) -> str:
 
 
 def _common(facts: Sequence[ModelFacts]) -> ModelFacts:
-    """What all workers can do with a base model."""
+    """Return the facts of a base model that hold on all workers."""
     trained, sampled = min(each.max_trained for each in facts), min(each.max_sampled for each in facts)
     return replace(facts[0], max_trained=trained, max_sampled=sampled)
 

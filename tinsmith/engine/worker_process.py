@@ -1,4 +1,4 @@
-"""The process of a worker: started, watched, and started again when it has ended."""
+"""A worker's process: started, watched, and restarted when it has ended."""
 
 import logging
 import subprocess
@@ -25,7 +25,7 @@ from tinsmith.protocol.work import WorkerReady, WorkerStatus
 log = logging.getLogger(__name__)
 
 NO_STATUS = WorkerStatus(0, 0, 0, 0, 0, {}, {})
-"""Of a worker that has told nothing."""
+"""Status of a worker that has not reported yet."""
 
 WORKER = (sys.executable, "-P", "-m", "tinsmith.worker")
 """The program that a worker is."""
@@ -44,12 +44,12 @@ class WorkerProcess:
         """Nothing runs yet. `engine` is woken up by what the worker says. Without a `launcher` it is a child of this process."""
         self.config = config
         self.answers: Answers | None = None
-        """What the next worker that is started asks, in a thread. None leaves its questions without an answer."""
+        """Answers the next worker's questions, in a thread. None leaves them without an answer."""
         self.answering: Answering | None = None
         self.launcher: Launcher = launcher or ChildProcesses()
         self.program = program
         self.place = Place()
-        """Where the next worker that is started stands."""
+        """Place of the next worker in its group."""
         self.environment: Mapping[str, str] = {}
         """Variables that it gets beside those of this process."""
         self.engine = engine
@@ -58,19 +58,19 @@ class WorkerProcess:
         self.state: Literal["starting", "ready", "down"] = "down"
         self.device = ""
         self.models: dict[str, ModelFacts] = {}
-        """What it serves, once the first worker is ready."""
+        """Base models that it serves, once the first worker is ready."""
         self.status = NO_STATUS
         self.sampled_before = 0
         """Tokens that its predecessors have sampled."""
         self.signs = Signs(config.server)
-        """What the heartbeats of the worker that runs have told."""
+        """Heartbeats of the current worker."""
         self.was_ever_ready = False
         self.fault = ""
         """Why the worker that runs, or has just ended, was to end; empty if nobody knows."""
         self.follows = False
         """Whether the worker that has just ended did so because another had."""
         self.last_messages: list[Message] = []
-        """What a worker that has ended had said and `receive` did not return: results of what it had computed."""
+        """Messages of a worker that has ended which `receive` did not return: results of what it had computed."""
         self._was_ready = False
         self._delay_s = 0.0
         self._start_at = 0.0
@@ -83,12 +83,12 @@ class WorkerProcess:
 
     @property
     def busy_s(self) -> float:
-        """How long it had been in its current turn at the last heartbeat; 0 while it waits for work."""
+        """Seconds that it had been in its current turn at the last heartbeat; 0 while it waits for work."""
         return self.signs.busy_s
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs."""
+        """Id of the current process."""
         return None if self.process is None else self.process.pid
 
     @property
@@ -120,7 +120,7 @@ class WorkerProcess:
             self.link.send(message)
 
     def receive(self) -> list[Message]:
-        """What the worker has said, but for what concerns its process."""
+        """Return the worker's messages, except those about its process."""
         if self.link is None:
             return []
         for beat in self.link.heartbeats():
@@ -195,7 +195,7 @@ class WorkerProcess:
             self.link.send(Shutdown())
 
     def stop(self, timeout_s: float) -> None:
-        """As `begin_to_stop`, and wait for its end; kill it if that takes longer than `timeout_s`."""
+        """Tell it to stop and wait for its end; kill it after `timeout_s`."""
         if self.process is None or self.link is None:
             return
         self.begin_to_stop()

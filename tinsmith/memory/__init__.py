@@ -1,1 +1,1 @@
-"""What fits into the memory of a device: asked by `tinsmith plan`, `doctor` and `serve` before weights are loaded."""
+"""The memory budget of a device: `tinsmith plan`, `doctor` and `serve` read it before weights are loaded."""

@@ -30,14 +30,14 @@ class DevicePlace:
     name: str
     on_gpu: bool
     free: int
-    """What a server may take of the device (--memory-share)."""
+    """Bytes of the device that the server may use (--memory-share)."""
     total: int
     host_free: int
     """This worker's part of the host's memory."""
 
     @property
     def reserve(self) -> int:
-        """What nothing is planned into."""
+        """Bytes that are left free of any plan."""
         return reserve_of(self.on_gpu, self.total)
 
 
@@ -53,7 +53,7 @@ def place_here(sizes: Sizes, machine: Machine, config: Config, workers: int) -> 
 
 @dataclass(frozen=True)
 class BasePlan:
-    """What one base model takes of a worker, and what is left to train on it."""
+    """Memory that one base model takes of a worker, and what remains for training."""
 
     sizes: Sizes
     place: DevicePlace
@@ -66,25 +66,25 @@ class BasePlan:
 
     @property
     def cache_shape(self) -> CacheShape:
-        """What the local sampler keeps of each token and sequence."""
+        """Bytes that the local sampler keeps for each token and each sequence."""
         return CacheShape(self.sizes.layout.layers, self.sizes.dtype, self.sizes.device)
 
     @property
     def cache(self) -> CacheSizes | None:
-        """What the cache of the local sampler holds; None without it. Raises ConfigError if that is not one sequence."""
+        """Size of the local sampler's cache; None without it. Raises ConfigError if it is too small for one sequence."""
         if self.config.sampling.sampler != "local":
             return None
         return self.cache_shape.divide(self.budget.cache, self.config.sampling.max_running)
 
     @property
     def effort(self) -> Effort:
-        """What a full pass (--tokens-per-pass) recomputes to fit; the most that it can if it does not fit."""
+        """Recomputation that a full pass (--tokens-per-pass) needs to fit; the most there is if it does not fit."""
         training = self.config.training
         return self.passes.effort_for(training.tokens_per_pass, training.logits_chunk, self.budget.passes) or self.passes.smallest
 
     @property
     def pass_bytes(self) -> int:
-        """What a full pass takes with that effort."""
+        """Bytes that a full pass takes with that recomputation."""
         return self.passes.bytes(self.config.training.tokens_per_pass, self.config.training.logits_chunk, self.effort)
 
     @property

@@ -1,4 +1,4 @@
-"""How several GPUs may train one model, and what each way leaves on every GPU. `tinsmith plan --workers N` prints it.
+"""The ways in which several GPUs may train one model, and the memory that each leaves. `tinsmith plan --workers N` prints them.
 
 All numbers come from the budget of `base_plan.py`.
 """
@@ -15,7 +15,7 @@ from tinsmith.models.full import FullState
 from tinsmith.models.sizing import Sizes
 
 Mode = Literal["one GPU", "replicas", "divided"]
-"""Of several workers each holds whole base models, or a part of every layer (--shard weights)."""
+"""Replicas hold whole base models; divided workers hold a slice of every layer (--shard weights)."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ModePlan:
 
     mode: Mode
     trains: str
-    """What is trained: an adapter, or all weights with their state."""
+    """An adapter, or all weights with their state."""
     settings: str
     """The settings of `tinsmith serve` that plan for it."""
     weight_bytes: int
@@ -32,7 +32,7 @@ class ModePlan:
     model_bytes: int
     """One trained model: weights, gradients and what AdamW remembers."""
     cache_bytes: int
-    """Of the local sampler; 0 without it."""
+    """Size of the local sampler's cache; 0 without it."""
     longest_sequence: int
     """The longest sequence that trains on one worker, in tokens; 0 if none does."""
     longest_together: int

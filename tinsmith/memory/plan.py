@@ -1,4 +1,4 @@
-"""What LoRA trains in a model, what fits into a device, how long a sequence trains, in which mode. No weight is read."""
+"""The plan of a device: LoRA's parameters, what fits, and how long a sequence trains in each mode. No weight is read."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class CachePlan:
-    """What the local sampler's cache holds (--kv-cache-gib)."""
+    """Size of the local sampler's cache (--kv-cache-gib)."""
 
     bytes: int
     blocks: int
@@ -44,7 +44,7 @@ class AdaptersPlan:
     snapshot_bytes: int
     """A frozen copy to sample from."""
     fit: int
-    """How many fit beside weights, cache and a pass that recomputes its layers."""
+    """Number that fit beside weights, cache and a pass that recomputes its layers."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class FullPlan:
     """Training of all parameters (rank 0), beside weights, cache and pass."""
 
     state: FullState
-    """How it is kept (--full-state)."""
+    """State that is kept for each weight (--full-state)."""
     parts: FullBytes
-    """What it takes."""
+    """Bytes of that state."""
     free_bytes: int
 
     @property
     def needed_bytes(self) -> int:
-        """Of the device."""
+        """Bytes of the device that it needs."""
         return self.parts.device
 
     @property
@@ -74,7 +74,7 @@ class SequencePlan:
 
     tokens: int
     limit: Literal["memory", "context"]
-    """What keeps it from being longer: the memory, or the context of the model (--max-context)."""
+    """Limit of the length: memory, or the model's context (--max-context)."""
     together: int
     """The longest that all workers compute together, each a slice of it; where that is never done, it is `tokens`."""
 
@@ -88,34 +88,34 @@ class Plan:
     parameters: int
     rank: int
     lora_parameters: dict[Group, int]
-    """What an adapter of this rank trains, by the switches of `create_lora_training_client`."""
+    """Parameters of an adapter of this rank, by the switches of `create_lora_training_client`."""
     dtype: str
     device: str
     memory_bytes: int
-    """What a server may take of the device (--memory-share): of all that it has, or of what is free if it is this machine's."""
+    """Bytes that the server may use (--memory-share), of all that the device has or, on this machine, of what is free."""
     weight_bytes: int
     """The frozen base model."""
     reserve_bytes: int
-    """What nothing is planned into: libraries, captured graphs, pictures, steps of the sampler."""
+    """Bytes left free for libraries, captured graphs, images and steps of the sampler."""
     pass_tokens: int
     """The largest pass of several sequences (--tokens-per-pass)."""
     pass_bytes: int
-    """What such a pass takes."""
+    """Bytes that such a pass takes."""
     largest_pass_tokens: int
     """The largest pass that fits beside one model; no more than `pass_tokens`."""
     recomputed_layers: int
-    """How many layers such a pass must recompute to fit beside one adapter."""
+    """Number of layers that such a pass must recompute to fit beside one adapter."""
     cache: CachePlan | None
     """None without the local sampler."""
     adapters: AdaptersPlan
     full_parameters: FullPlan
     longest_sequence: SequencePlan
     advertised_context: int | None
-    """What a server tells its clients (`max_context_length`): what trains and is sampled. None with vLLM, whose room is not planned."""
+    """Length that clients are told (`max_context_length`): it trains and can be sampled. None with vLLM."""
     workers: int
-    """How many train together (--workers). All sizes are those of one of them."""
+    """Number of workers that train together (--workers). All sizes are those of one of them."""
     modes: list[ModePlan]
-    """What may be trained on so many workers, and how."""
+    """Ways to train on that many workers."""
 
     @property
     def fits(self) -> bool:
@@ -178,7 +178,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
 
 
 def _cache_of(planned: BasePlan) -> CachePlan | None:
-    """What the cache holds; None without the local sampler."""
+    """Return the size of the cache; None without the local sampler."""
     sizes = planned.cache
     if sizes is None:
         return None
@@ -186,7 +186,7 @@ def _cache_of(planned: BasePlan) -> CachePlan | None:
 
 
 def _advertised(config: Config, max_context: int, cache: CachePlan | None, trained: int) -> int | None:
-    """What clients are told, if sequences of `trained` tokens train."""
+    """Return the length that clients are told, if sequences of `trained` tokens train."""
     if config.sampling.sampler == "vllm":
         return None
     return advertised_context(trained, max_context if cache is None else min(max_context, cache.tokens))

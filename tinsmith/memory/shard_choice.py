@@ -24,7 +24,7 @@ ESTIMATE_S = 300.0
 
 @dataclass(frozen=True)
 class Fit:
-    """What each worker has room for, of one base model beside all others, with the training that is planned (--planned-rank)."""
+    """Room of each worker for one base model beside all others, with the planned training (--planned-rank)."""
 
     name: str
     loads: bool
@@ -36,7 +36,7 @@ class Fit:
 
 
 def chosen_shard(config: Config, workers: int) -> str:
-    """What `shard` means for so many workers: none or weights. Raises ConfigError as `choose`.
+    """Resolve `shard` to none or weights for so many workers. Raises ConfigError as `choose`.
 
     Without an estimate nothing is divided: a base model that has no room is then refused when it is loaded.
     """
@@ -82,7 +82,7 @@ def choose(fits: Sequence[Fit], config: Config) -> str:
 
 
 def estimated(config: Config) -> list[Fit]:
-    """What fits into the GPUs of this machine, of each base model, on as many workers as the engine will start."""
+    """Estimate for each base model what fits into this machine's GPUs, with as many workers as the engine will start."""
     from tinsmith.memory.base_plan import place_here  # these import torch
     from tinsmith.memory.modes import plan_modes
     from tinsmith.models.machine import look_around

@@ -31,8 +31,7 @@ ATTENTION = "tinsmith"
 """The name under which the function is registered with transformers."""
 
 HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
-"""What transformers passes to an attention function beside what we obey, and that changes no number: the network never trains, so that
-dropout is 0, positions are already in query and key, and a plan keeps the cache. Anything else is refused (soft caps, sinks, biases)."""
+"""Arguments of transformers that change no number here: dropout is 0, and positions are already in query and key. Others are refused."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
+    """Attend for transformers: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
 
     Raises ConfigError for an argument that we would have to obey and cannot.
     """

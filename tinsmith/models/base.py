@@ -59,7 +59,7 @@ class PackedRow:
     """[image tokens] int64: row indices that take picture features, in the order of `pictures`."""
     pictures: list[PictureInput]
     full: FullWeights | None = None
-    """What to compute the whole row with in place of the base's weights; no segment has an adapter then."""
+    """Weights for the whole row in place of the base's; no segment has an adapter then."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class BaseModel:
     active: ActiveSegments
     recomputed_layers: RecomputedLayers
     layout: Layout
-    """What of it can be trained."""
+    """The linears that LoRA can train, and the kinds of layers."""
     deterministic: bool
     """Whether numbers of a token are to depend on what it sees alone (`models/deterministic.py`), but for gradients."""
     features: LRUCache[bytes, PictureFeatures]
@@ -198,7 +198,7 @@ class BaseModel:
 
     @cached_property
     def tower(self) -> VisionTower:
-        """What makes features of pictures; for a model that takes them."""
+        """The vision tower of a model that takes images."""
         return VisionTower(self.network.model.visual, self.device, self.dtype)
 
     def picture_features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:
@@ -349,7 +349,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def loading_of(config: Config) -> ModelsConfig:
-    """How a worker loads its base models: as configured, or into the host's memory if it only compares vLLM servers with them.
+    """Return the settings to load base models with: as configured, or for the host's memory if they are only compared with vLLM.
 
     The device that is configured is the servers' then, and the precision is what that device computes in.
     """
@@ -357,7 +357,7 @@ def loading_of(config: Config) -> ModelsConfig:
 
 
 def loading_to_compare(config: Config) -> ModelsConfig:
-    """How a base model is loaded into the host's memory with which vLLM servers are compared: in the precision of their device."""
+    """Return the settings to load a base model into the host's memory, in the precision of the vLLM servers' device."""
     dtype = pick_dtype(config.models.dtype, pick_device(config.models.device))
     return replace(config.models, device="cpu", dtype=str(dtype).removeprefix("torch."), memory_share=1.0)
 

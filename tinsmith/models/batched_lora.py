@@ -45,7 +45,7 @@ class Matrices:
     """[tiles, 3]: the work of the kernels' programs (`output_tiles`)."""
 
     def places(self, start: int, end: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Of each target its name, A [end - start, in] and B [out of the target, end - start] of these columns, as views."""
+        """Yield each target's name, A [end - start, in] and B [out of the target, end - start] of these columns, as views."""
         for (name, (first, last)), a in zip(self.rows.items(), self.a, strict=True):
             yield name, a[start:end], self.b[first:last, start:end]
 
@@ -61,7 +61,7 @@ class BatchedAdapters:
         self.most = most
         self.columns = 0
         self.generation = 0
-        """How often the buffers were replaced: what was captured with another number of it is of no more use."""
+        """Number of times the buffers were replaced; graphs captured with another number are stale."""
         self.matrices: dict[str, Matrices] = {}
         self._placed: dict[int, tuple[Adapter, int, int]] = {}
         """Adapters and their columns [start, end), by identity."""

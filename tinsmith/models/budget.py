@@ -1,4 +1,4 @@
-"""How the memory of a device is divided between sampling and training: the local sampler's cache, and what is left to a pass.
+"""Divides a device's memory between the local sampler's cache and training.
 
 `tinsmith plan` and a server ask the same functions, so that what the one prints is what the other does.
 """
@@ -19,9 +19,9 @@ CPU_CACHE = 2 * GIB
 SMALLEST_CACHE = GIB // 4
 """The cache of a GPU on which training leaves nothing, unless a size is set."""
 PLANNED_ADAPTERS = 4
-"""How many LoRA models a cache of automatic size leaves room for, unless their number is set; of all parameters it is one."""
+"""Number of LoRA models for which an automatic cache leaves room unless it is set; with all parameters it is one."""
 FREE_SHARE = 0.95
-"""How much of the free memory a pass is planned into: the rest is lost between its tensors."""
+"""Share of the free memory that passes are planned into; the rest is lost between tensors."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class ModelBytes:
     snapshot: int
     """A frozen copy that is sampled."""
     host: int = 0
-    """What of it waits in host memory (compact-host)."""
+    """Bytes of it that wait in host memory (compact-host)."""
 
 
 def model_bytes(layout: Layout, dtype: torch.dtype, rank: int, full_parameters: int, full: FullBytes) -> ModelBytes:
-    """What a model of that LoRA rank takes on a base in `dtype`; for rank 0, one of `full_parameters` parameters that takes `full`."""
+    """Return the bytes of one trained model; for rank 0, of one with `full_parameters` parameters that takes `full`."""
     if rank == 0:
         return ModelBytes(full.device, snapshot_bytes(full_parameters, dtype), full.host)
     numbers = layout.lora_parameters(LoraShape(rank, seed=0))
@@ -47,7 +47,7 @@ def model_bytes(layout: Layout, dtype: torch.dtype, rank: int, full_parameters: 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one base model may take of its device, beside its weights."""
+    """Memory that one base model may use beside its weights."""
 
     cache: int
     """Bytes of the local sampler's cache; 0 without that sampler."""
@@ -58,7 +58,7 @@ class Budget:
 
 
 def full_state(config: TrainingConfig) -> FullState:
-    """The setting `full_state`."""
+    """State that full-parameter training keeps (--full-state)."""
     state: FullState = config.full_state  # type: ignore[assignment]  # one of its choices
     return state
 

@@ -1,4 +1,4 @@
-"""What Triton compiles of our kernels: where it is kept, how often it happened, and that it happens in threads before it is needed.
+"""Compiles our Triton kernels in threads before they are needed, keeps the results on disk and counts them.
 
 One behind the other, kernels would take a minute at the first start. So the code that will launch them runs once as a rehearsal, in which
 nothing is launched: it only says which variants of kernels it needs.
@@ -29,7 +29,7 @@ THREADS = 16
 UNWRITTEN = ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
 """Functions whose tensors hold zeros in a rehearsal, as no kernel writes them: indices and tokens that exist."""
 UNFIT = (RuntimeError, TypeError, ValueError, AttributeError, ImportError, TinsmithError)
-"""How code may fail that computes on zeros, or with a Triton that compiles nothing in threads. What is computed for good raises its own."""
+"""Errors that a rehearsal may raise, because it computes on zeros or Triton cannot compile in threads. A real launch raises its own."""
 
 log = logging.getLogger(__name__)
 
@@ -153,13 +153,13 @@ def count_kernels() -> None:
 
 
 def _count_kernel(*, fn: Any, **others: Any) -> None:
-    """What Triton calls when a variant of a kernel is ready, whether it was compiled or found in its cache."""
+    """Count a variant of a kernel; Triton calls this when it was compiled or found in its cache."""
     _variants[fn.name] += 1
     log.debug("kernel %s: variant number %d is ready", fn.name, _variants[fn.name])
 
 
 def compilations() -> int:
-    """How many variants of kernels this process has compiled, or found compiled, so far.
+    """Return the number of kernel variants that this process has compiled, or found compiled.
 
     A number that keeps growing means that kernels are compiled again and again.
     """

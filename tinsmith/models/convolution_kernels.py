@@ -17,14 +17,14 @@ from torch import Tensor
 from tinsmith.models.device import upload
 
 TOKENS, CHANNELS = 32, 128
-"""What one program computes."""
+"""Tokens and channels that one program computes."""
 GRADIENT_TOKENS = 64
-"""What one program of the gradient of the weight sums up."""
+"""Tokens that one program of the weight's gradient sums up."""
 
 
 @dataclass(frozen=True, eq=False)
 class Seats:
-    """Where each token of a packed row stands in its sequence."""
+    """Position of each token of a packed row within its sequence."""
 
     sequence: Tensor
     """[tokens] int32: the number of its sequence."""
@@ -92,7 +92,7 @@ def _grid(x: Tensor) -> tuple[int, int]:
 
 
 def _shape(weight: Tensor, before: Tensor | None) -> dict[str, int]:
-    """What a kernel is compiled for."""
+    """Return the constants that a kernel is compiled for."""
     return {"TAPS": weight.shape[1], "CONTINUES": before is not None, "TOKENS": TOKENS, "CHANNELS": CHANNELS}
 
 
@@ -111,7 +111,7 @@ def _input(
     TAPS: tl.constexpr,
     CONTINUES: tl.constexpr,
 ) -> tl.tensor:
-    """What stands `shift` tokens after each token of its sequence, perhaps before its first token: float32 [tokens, channels].
+    """Load the inputs `shift` tokens after each token of its sequence, perhaps before its first: float32 [tokens, channels].
 
     `behind` is how many tokens of the sequence stand before `token`, and `used` [tokens, channels] says what is read.
     """
@@ -238,7 +238,7 @@ def _of_weight(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
-    """What some tokens give to the gradient of the weights of some channels: parts [blocks, taps, channels]."""
+    """Sum up the gradients of some channels' weights over some tokens: parts [blocks, taps, channels]."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     sequence = tl.load(sequences + token, mask=token < tokens, other=0)

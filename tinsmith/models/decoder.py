@@ -75,7 +75,7 @@ class Norm:
 
     kind: Normed
     name: str
-    """Of the weight, inside the language model."""
+    """Name of the weight inside the language model."""
     weight: Tensor
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "Norm":
@@ -85,7 +85,7 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What all layers of one pass share."""
+    """State that all layers of one pass share."""
 
     plan: PassPlan
     adapters: Adapters
@@ -121,12 +121,12 @@ class AttentionBlock:
     """The module or configuration that has the length of the sliding window; None where there is none."""
 
     def __call__(self, x: Tensor, delta: Tensor | None, norm: Norm, shared: Pass) -> tuple[Tensor, Tensor]:
-        """Of the sum of x and delta [tokens, hidden], which is returned too: what this block adds to it."""
+        """Return the sum of x and delta [tokens, hidden], and the block's output for it, to be added later."""
         total, query, key, value, *gate = self.enter(x, delta, norm, shared)
         return total, self.leave(self.attend(shared.plan, query, key, value), gate, shared)
 
     def enter(self, x: Tensor, delta: Tensor | None, norm: Norm, shared: Pass) -> tuple[Tensor, ...]:
-        """What is computed before attention, token by token: the sum of x and delta; query, key and value; and gate, if there is one."""
+        """Compute the inputs of attention token by token: the sum of x and delta; query, key and value; and gate, if there is one."""
         qkv, total = shared.linear(self.qkv, norm.kind, x, delta, norm.weight)
         return total, *self.heads.forward(qkv, self.head_weights, shared.cos, shared.sin)
 
@@ -136,7 +136,7 @@ class AttentionBlock:
         return plan.attend(self.index, query, key, value, self.scale, window)
 
     def leave(self, out: Tensor, gate: Sequence[Tensor], shared: Pass) -> Tensor:
-        """What is computed behind attention, token by token: [tokens, hidden] of out [tokens, heads, head_dim]."""
+        """Project attention's output [tokens, heads, head_dim] to [tokens, hidden]."""
         if gate:
             return shared.linear(self.output, SIGMOID_GATED, out, *gate)[0]
         return shared.linear(self.output, UNCHANGED, out.flatten(1))[0]
@@ -160,16 +160,16 @@ class DeltaBlock:
     index: int
     kind: DeltaNet
     projection: JoinedLinear
-    """Of queries, keys and values, the gate z, and b and a."""
+    """Joint projection to queries, keys and values, the gate z, and b and a."""
     output: JoinedLinear
     norm: GatedNormed
     names: tuple[str, ...]
-    """Of the parameters, inside the language model."""
+    """Names of the parameters inside the language model."""
     parameters: tuple[Tensor, ...]
     """Weight of the norm [value_dim], of the convolution [channels, 1, taps], A_log and dt_bias [value_heads]."""
 
     def __call__(self, x: Tensor, delta: Tensor | None, norm: Norm, shared: Pass) -> tuple[Tensor, Tensor]:
-        """Of the sum of x and delta [tokens, hidden], which is returned too: what this block adds to it."""
+        """Return the sum of x and delta [tokens, hidden], and the block's output for it, to be added later."""
         kind = self.kind
         norm_weight, taps, a_log, dt_bias = self.parameters
         together, total = shared.linear(self.projection, norm.kind, x, delta, norm.weight)
@@ -363,7 +363,7 @@ Build = Callable[[Mapping[str, JoinedLinear]], Any]
 
 @dataclass(frozen=True, eq=False)
 class DecoderParts:
-    """What a decoder is made of."""
+    """Parts from which a decoder is built."""
 
     layers: Sequence[Build]
     last_norm: Norm
@@ -371,7 +371,7 @@ class DecoderParts:
 
 
 def read_parts(model_type: str, language_model: nn.Module, layout: Layout) -> DecoderParts | None:
-    """As `read_decoder`, whose layers are still to be made of joined linears. Nothing is changed."""
+    """Read the parts of a decoder whose linears are still to be joined. Changes nothing, and returns None as `read_decoder` does."""
     if model_type not in KNOWN_TYPES:
         return None
     try:

@@ -62,7 +62,7 @@ class Chunks:
         return self.slabs[-1][1]
 
     def goes_on(self, number: int) -> int:
-        """How many sequences have a chunk after chunk `number`."""
+        """Return the number of sequences that have a chunk after chunk `number`."""
         return self.slabs[number + 1][1] - self.slabs[number + 1][0] if number + 1 < len(self.slabs) else 0
 
     def spread(self, x: Tensor, groups: int = 1) -> Tensor:
@@ -80,7 +80,7 @@ class Chunks:
 
 @lru_cache(maxsize=16)
 def chunks_of(lengths: tuple[int, ...], width: int, device: torch.device) -> Chunks:
-    """How a packed row of these sequences is cut for keys of this width. The layers of a pass share the answer."""
+    """Cut a packed row of these sequences into chunks for keys of this width. The layers of a pass share the result."""
     size = max(SMALLEST, min(LARGEST, 1 << (min(max(lengths), width) - 1).bit_length()))
     tokens = np.array(lengths)
     counts = -(-tokens // size)  # [sequences]
@@ -108,7 +108,7 @@ def delta_rule_in_chunks(
 
 
 class _Inputs(NamedTuple):
-    """What `gated_delta_rule` takes, of some heads."""
+    """Inputs of `gated_delta_rule` for some heads."""
 
     query: Tensor
     key: Tensor
@@ -154,7 +154,7 @@ def _spread(inputs: _Inputs, chunks: Chunks) -> _Spread:
 
 
 class _Local(NamedTuple):
-    """What all chunks of some heads compute before the recurrence, in float32 or float64."""
+    """Values that chunks of some heads compute before the recurrence, in float32 or float64."""
 
     query: Tensor
     """[B, size, key_dim], of length 1 / sqrt(key_dim)"""
@@ -324,7 +324,7 @@ def _return(local: _Local, chunks: Chunks, heads: int, d_out: Tensor, d_after: T
 
 @contextmanager
 def _products_for(x: Tensor) -> Iterator[None]:
-    """What comes in half precision on CUDA is multiplied in TF32: its error is a quarter of what rounding the result to bfloat16 adds."""
+    """Multiply in TF32 what comes in half precision on CUDA: its error is a quarter of rounding the result to bfloat16."""
     if not x.is_cuda or x.dtype not in HALF:
         yield
         return

@@ -28,7 +28,7 @@ CHUNK = 64
 STATE_BYTES = 2**30
 """Heads are computed in slices whose states before all chunks take at most so many bytes, which bounds the memory of a long row."""
 MOST_APART = 0.05
-"""How far results of the kernels may lie from ours in float32, as a share of their norm. bfloat16 keeps numbers to 0.4 %."""
+"""Maximum distance of the kernels' results from float32, as a share of their norm. bfloat16 keeps numbers to 0.4 %."""
 TRIED_LENGTHS, TRIED_HEADS, TRIED_WIDTH, TRIED_TAPS = (70, 130), 2, 128, 4
 """Tokens of each sequence of the row that is tried, heads of queries and keys, the width of all heads, and taps of the convolution."""
 
@@ -66,7 +66,7 @@ def announce(device: torch.device, dtype: torch.dtype) -> None:
 
 @torch.enable_grad()
 def convolution_disagreement(convolution: Convolution, device: torch.device, dtype: torch.dtype) -> str:
-    """What `convolution` computes otherwise than PyTorch, forward or backward; empty if nothing."""
+    """Describe where `convolution` differs from PyTorch, forward or backward; empty if nowhere."""
     generator, tokens, channels = torch.Generator().manual_seed(0), sum(TRIED_LENGTHS), TRIED_HEADS * TRIED_WIDTH
     x, weight, d_out = (torch.randn(n, channels, generator=generator).to(device, dtype) for n in (tokens, TRIED_TAPS, tokens))
     theirs = [x.requires_grad_(), weight.t().contiguous().requires_grad_()]
@@ -80,7 +80,7 @@ def convolution_disagreement(convolution: Convolution, device: torch.device, dty
 
 @torch.enable_grad()
 def disagreement(rule: Rule, device: torch.device, dtype: torch.dtype) -> str:
-    """What `rule` computes otherwise than our PyTorch code, forward or backward; empty if nothing."""
+    """Describe where `rule` differs from our PyTorch code, forward or backward; empty if nowhere."""
     generator, tokens = torch.Generator().manual_seed(0), sum(TRIED_LENGTHS)
 
     def random(*heads_and_width: int) -> Tensor:

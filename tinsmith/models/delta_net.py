@@ -27,7 +27,7 @@ def follow_plans(language_model: nn.Module) -> None:
 
 
 def _forward(module: Any, hidden_states: Tensor, *arguments: Any, plan: PassPlan | None = None, **keywords: Any) -> Tensor:
-    """What transformers calls: hidden_states [1, tokens, hidden] -> [1, tokens, hidden]."""
+    """Compute a gated delta net for transformers: hidden_states [1, tokens, hidden] -> [1, tokens, hidden]."""
     if plan is None:
         with _plain_pytorch(type(module)):
             output: Tensor = type(module).forward(module, hidden_states, *arguments, **keywords)

@@ -92,7 +92,7 @@ def _convolve(x: Tensor, weight: Tensor, lengths: Lengths, before: Tensor | None
 
 
 def _exact(x: Tensor) -> torch.dtype:
-    """What we compute in: float32, or float64 where the inputs are."""
+    """Return the precision to compute in: float32, or float64 if the inputs are."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -109,7 +109,7 @@ def _step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Where each token stands if what comes before each sequence is laid into the row too, so that no window reaches a neighbour."""
+    """Positions of tokens in a row that also holds the inputs before each sequence, so that no window reaches a neighbour."""
 
     own: Tensor
     """[tokens] int64: where the tokens stand in that longer row."""

@@ -37,7 +37,7 @@ WIDTHS = (16, 32, 64, 128)
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """How a packed row is cut into chunks."""
+    """Chunks of a packed row."""
 
     chunks: Tensor
     """[chunks, 2] int32: first token and number of tokens of each chunk, those of a sequence behind one another."""
@@ -96,7 +96,7 @@ class _SomeHeads:
 
     @property
     def shape(self) -> dict[str, int]:
-        """What every kernel is compiled for."""
+        """The constants that every kernel is compiled for."""
         key_heads, value_heads = self.key.shape[1], self.value.shape[1]
         return {"GROUPS": value_heads // key_heads, "K": self.key.shape[2], "V": self.value.shape[2], "C": CHUNK}
 
@@ -401,7 +401,7 @@ def _gradients_of(
 
 
 def _along(heads: _SomeHeads) -> dict[str, int]:
-    """How `_advance` is compiled: the fewer programs walk along sequences, the fewer columns each takes, so that they fill the GPU."""
+    """Choose the columns of each program of `_advance`: the fewer programs there are, the fewer columns, so that they fill the GPU."""
     value_dim = heads.value.shape[2]
     columns = heads.heads * heads.cuts.sequences.shape[0] * value_dim  # of all states
     wide = 64 if columns >= 2 * PROGRAMS * 64 else 32 if columns >= PROGRAMS * 32 else 16

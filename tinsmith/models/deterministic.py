@@ -33,7 +33,7 @@ class TokenTiles:
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         rows = tile_rows(device)
         self.adapters: list[Adapter | None] = []
-        """Of each tile."""
+        """The adapter of each tile."""
         places: list[Tensor] = []
         for segment in segments:
             length = segment.end - segment.start
@@ -58,7 +58,7 @@ class TokenTiles:
 def stable_hidden_states(
     decoder: Decoder, embeddings: Tensor, positions: Tensor, plan: PassPlan, segments: Sequence[Segment], deepstack: Deepstack | None
 ) -> Tensor:
-    """As `Decoder.forward`, tile by tile; `plan` attends in an order of its own. For decoders whose layers all attend."""
+    """Compute `Decoder.forward` tile by tile, with attention in a fixed order. For decoders whose layers all attend."""
     tiles = TokenTiles(segments, embeddings.device)
     shared = [
         Pass(plan, SegmentAdapters([Segment(0, tiles.rows, adapter)]), *decoder.rope.angles(where.t()), None)

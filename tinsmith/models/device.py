@@ -1,4 +1,4 @@
-"""What a device computes with, whether it still computes, and how numbers get there and back."""
+"""Detects errors of a device, measures its time, and moves numbers to and from it."""
 
 import math
 import mmap
@@ -86,10 +86,10 @@ def has_triton() -> bool:
 
 
 class Stopwatch:
-    """How long a device is at what it is given from now on until `stop`. Of a GPU, which goes on behind the host, that is known later."""
+    """Measures how long a device needs for what it is given until `stop`. A GPU's time is known later."""
 
     def __init__(self, device: torch.device) -> None:
-        """It runs."""
+        """Start the clock."""
         self._since, self._until = time.monotonic(), 0.0
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self._stream = torch.cuda.current_stream(device) if self._events else None

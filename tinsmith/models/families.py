@@ -1,4 +1,4 @@
-"""What differs between model families, in one place each. Everything else about a model is read from its configuration.
+"""The differences between model families, one place each. Everything else is read from a model's configuration.
 
 A text model needs no entry here: whatever `AutoModelForCausalLM` loads is taken, and the self-check (`sampling/self_check.py`) decides.
 """
@@ -17,7 +17,7 @@ from tinsmith.models.files import EXPERTS, code_of_its_own, require_usable
 from tinsmith.models.layers import layers_of
 
 _UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
-"""What transformers raises for configurations with damaged values."""
+"""Exceptions of transformers for configurations with damaged values."""
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary types whose angles do not depend on how long the row is; with the others, packing would change the numbers."""
 
@@ -108,7 +108,7 @@ def load_network(source: str, family: Family, dtype: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What an error says, in one line that ends without a dot."""
+    """Return an error's message as one line without a final dot."""
     return " ".join(str(error).split()).rstrip(".") or repr(error)
 
 
@@ -153,7 +153,7 @@ def context_length(name: str, text_config: Any, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """Where one picture lies in a sequence: positions [offset, offset + length), a (t, h, w) grid of patches."""
+    """Place of one image in a sequence: positions [offset, offset + length), a (t, h, w) grid of patches."""
 
     offset: int
     length: int

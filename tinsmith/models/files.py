@@ -1,4 +1,4 @@
-"""What the files of a base model say before it is loaded: which there are, and what is missing, damaged or of a kind that cannot be used.
+"""Checks the files of a base model before it is loaded: missing, damaged or unusable ones are reported.
 
 Only headers, sizes and small files are read, and neither torch nor transformers is imported: commands say it within their first second.
 """
@@ -14,20 +14,20 @@ from tinsmith.errors import ConfigError, printable, quoted
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model*.bin"
-"""What transformers loads if there is no safetensors file. A trainer may have left other .bin files beside."""
+"""Files that transformers loads if there is no safetensors file. A trainer may have left other .bin files beside."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations call the number of experts of a mixture."""
+"""Names in configurations for the number of experts of a mixture."""
 
 _POINTER = b"version https://git-lfs"
-"""How a file begins in whose place Git LFS has left a pointer."""
+"""First bytes of a pointer that Git LFS left in place of a file."""
 _LONGEST_HEADER = 100_000_000
 """Bytes; safetensors itself reads no longer one."""
 _BYTES: dict[str, float] = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 _BYTES |= {"F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}
-"""Of a number, by the name of its precision in a header."""
+"""Bytes of a number, by the name of its precision in a header."""
 _BYTES |= {"F4": 0.5, "F6_E2M3": 0.75, "F6_E3M2": 0.75}
 _PACKED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax")
-"""How names of tensors end that hold quantized weights, or belong to them."""
+"""Endings of the names of tensors that hold quantized weights, or belong to them."""
 _SIZES = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim", "vocab_size")
 """Numbers of a configuration that are above 0, where they are one number."""
 _TOKENIZERS = (
@@ -57,7 +57,7 @@ def require_usable(sources: Iterable[str], whole: bool) -> None:
 
 
 def problems(source: str, whole: bool) -> Iterator[str]:
-    """What is wrong with the files of a model, a line each with file and remedy. Nothing is said of a Hub id that is not on this machine.
+    """List the faults in a model's files, a line each with file and remedy. Says nothing of a Hub id that is not on this machine.
 
     With `whole` a directory must hold all that a server needs; without, a configuration is enough, and files of weights may be absent.
     What was downloaded of a Hub id need never be all: the rest is fetched.
@@ -86,7 +86,7 @@ def _problems(source: str, whole: bool) -> Iterator[str]:
 
 
 def local_directory(source: str) -> Path | None:
-    """Where the files of a model lie on this machine: a directory, or what was downloaded of a Hub id; None if nothing was."""
+    """Return the directory of a model's files on this machine, also of a downloaded Hub id; None if there is none."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import try_to_load_from_cache  # here, because it takes a while to import
@@ -130,7 +130,7 @@ def _indexed(directory: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where the numbers begin in a safetensors file, and by name what it says of each tensor: dtype, shape and data_offsets.
+    """Return where the data of a safetensors file begins, and for each tensor dtype, shape and data_offsets.
 
     Raises ConfigError, with the remedy, if it cannot be read, is not what it says that it is, or is shorter or longer.
     """
@@ -159,7 +159,7 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _end_of(name: str, entry: dict[str, Any], start: int) -> int:
-    """Where a tensor ends behind the header. Raises ValueError if it has not the size that it says, or does not begin at `start`."""
+    """Return where a tensor ends behind the header. Raises ValueError if its size is wrong or it does not begin at `start`."""
     begin, end = entry["data_offsets"]
     count = math.prod(entry["shape"])
     if begin != start:

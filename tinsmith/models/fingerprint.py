@@ -31,7 +31,7 @@ SHOWN = 16
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What a safetensors file says of one tensor."""
+    """Description of one tensor in a safetensors header."""
 
     label: str
     """Name, precision and shape."""

@@ -17,15 +17,15 @@ ALIGNED = 64
 
 @dataclass(frozen=True)
 class FlatRow:
-    """Where each tensor lies in the row."""
+    """Positions of tensors in one flat row."""
 
     shapes: Mapping[str, torch.Size]
-    """Of the tensors, by name, in order."""
+    """Shapes of the tensors by name, in order."""
     workers: int
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each tensor begins, and behind them the end of the last one."""
+        """First element of each tensor, and the end of the last one."""
         return [0, *accumulate(-(-shape.numel() // ALIGNED) * ALIGNED for shape in self.shapes.values())]
 
     @cached_property
@@ -36,7 +36,7 @@ class FlatRow:
 
     @property
     def numbers(self) -> int:
-        """Of the tensors alone."""
+        """Number of elements without padding."""
         return sum(shape.numel() for shape in self.shapes.values())
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:

@@ -83,11 +83,11 @@ class FullWeights:
         return self.leaves() if isinstance(self.masters, SplitMasters) else self.tensors()
 
     def buffers(self) -> list[Tensor]:
-        """What an optimizer updates: each master alone, because a buffer for all could not be freed or mapped piece by piece."""
+        """Tensors that an optimizer updates: each master alone, because one buffer could not be freed or mapped piece by piece."""
         return self.tensors()
 
     def cut(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """What is laid out like `buffers`, such as gradients, in the order and shapes of `tensors`: as it is."""
+        """Return tensors laid out like `buffers`, such as gradients, in the order and shapes of `tensors`: unchanged here."""
         return list(buffers)
 
     def joined(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -105,18 +105,18 @@ class FullWeights:
 
     @property
     def parameter_count(self) -> int:
-        """How many numbers are trained."""
+        """Number of trained parameters."""
         return sum(leaf.numel() for leaf in self.leaves())
 
 
 Weights = Adapter | FullWeights
-"""What one model trains, or a frozen copy of it: a LoRA adapter, or all the parameters."""
+"""The trainable weights of one model, or a frozen copy: a LoRA adapter, or all the parameters."""
 
 
 MOMENT_BLOCK = 256
 """Moments that share a scale in a compact state."""
 FullState = Literal["float32", "compact", "compact-host"]
-"""How full-parameter training keeps what it remembers: all in float32; in little memory (`training/compact.py`); or that in host memory."""
+"""State of full-parameter training: all in float32; compact (`training/compact.py`); or compact with a part in host memory."""
 
 
 def new_full_weights(shape: LoraShape, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> FullWeights:
@@ -142,26 +142,26 @@ def new_compact_weights(
 
 
 def state_device(device: torch.device, state: FullState) -> torch.device:
-    """Where moments and rests of masters lie."""
+    """Return the device of moments and rests of masters."""
     return torch.device("cpu") if state == "compact-host" else device
 
 
 @dataclass(frozen=True)
 class FullBytes:
-    """What full-parameter training takes beside the activations of a pass, in bytes of the device but for `host`."""
+    """Bytes that full-parameter training takes of the device, without the activations of a pass; `host` is in host memory."""
 
     weights: int
     """The weights that passes read."""
     masters: int
-    """What float32 masters hold beyond them."""
+    """Bytes of the float32 masters that the weights do not already hold."""
     moments: int
-    """What AdamW remembers."""
+    """Moments of AdamW."""
     gradients: int
     """Those that are accumulated."""
     pass_gradients: int
     """Those of one pass, while they are added. The first pass after a step needs none with a compact state."""
     host: int
-    """What lies in host memory."""
+    """Bytes in host memory."""
 
     @property
     def device(self) -> int:
@@ -170,7 +170,7 @@ class FullBytes:
 
 
 def full_bytes(parameters: int, dtype: torch.dtype, state: FullState) -> FullBytes:
-    """What training that many parameters on a base in `dtype` takes at most."""
+    """Return the bytes that training so many parameters on a base in `dtype` takes at most."""
     size = dtype.itemsize
     if state == "float32":
         return FullBytes(parameters * size, 0 if size == 4 else parameters * 4, parameters * 8, parameters * 4, parameters * size, 0)
@@ -181,7 +181,7 @@ def full_bytes(parameters: int, dtype: torch.dtype, state: FullState) -> FullByt
 
 
 def divided_full_bytes(layers: Sequence[int], around: int, dtype: torch.dtype, workers: int) -> FullBytes:
-    """What each of several workers takes to train parameters that are divided over them: those of each layer, and those around the layers.
+    """Return the bytes of each worker for sharded parameters: those of the layers, and those around the layers.
 
     Weights around the layers, and their gradients of a pass, are whole on each, and so are those of the layer whose backward is computed.
     """

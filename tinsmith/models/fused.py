@@ -24,7 +24,7 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def _factor(weight: Tensor, zero_centred: bool) -> Tensor:
-    """What a norm multiplies by: its weight, or one more than that."""
+    """Return the factor of a norm: its weight, or its weight plus one."""
     return 1 + _exact(weight) if zero_centred else _exact(weight)
 
 
@@ -272,7 +272,7 @@ def rotate_weight_gradient(x: Tensor, cos: Tensor, sin: Tensor, d_out: Tensor, e
 
 @dataclass(frozen=True)
 class Heads:
-    """How queries, keys and values lie in the output of their joint projection."""
+    """Layout of queries, keys and values in the output of their joint projection."""
 
     heads: int
     kv_heads: int
@@ -280,7 +280,7 @@ class Heads:
     gated: bool
     """Behind the query of each head lies the gate of its output."""
     eps: float
-    """Of the norms of queries and keys, if there are any."""
+    """Epsilon of the norms of queries and keys, if there are any."""
     zero_centred: bool
 
     def cut(self, qkv: Tensor) -> tuple[list[Tensor], Tensor, Tensor | None]:

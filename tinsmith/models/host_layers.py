@@ -44,7 +44,7 @@ class _Visit:
             tensor.data = data.to(self.device)
 
     def end(self, module: nn.Module, inputs: object, output: object) -> None:
-        """Behind it."""
+        """Return the tensors to the host's memory when the module has computed."""
         for tensor, data in self.at_home:
             tensor.data = data
         self.at_home = []
@@ -89,7 +89,7 @@ class HostLayers:
 
 
 def read_host_decoder(model_type: str, language_model: nn.Module, layout: Layout, device: torch.device) -> StreamedDecoder | None:
-    """As `read_decoder`, with layers that stay in the host's memory. Nothing is joined there."""
+    """Read a decoder whose layers stay in the host's memory, where nothing is joined. Returns None as `read_decoder` does."""
     parts = read_parts(model_type, language_model, layout)
     if parts is None:
         return None

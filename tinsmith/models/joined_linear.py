@@ -38,12 +38,12 @@ class JoinedLinear:
 
     @property
     def name(self) -> str:
-        """Of its projection."""
+        """Name of its projection."""
         return self.projection.name
 
     @property
     def targets(self) -> Mapping[str, tuple[int, int]]:
-        """What adapters may cover, by name, and the rows [start, end) that each adds to."""
+        """Rows [start, end) of each target that adapters may cover, by name."""
         return self.projection.targets
 
     @property

@@ -1,4 +1,4 @@
-"""What kind each layer of a language model is: one description that training, sampling, sizing, export and the self-check read.
+"""The kinds of layers of a language model, as data that training, sampling, sizing, export and the self-check read.
 
 A kind says what a layer asks of a pass (`models/pass_plan.py`) and what has to be kept of a sequence to continue it.
 """

@@ -1,4 +1,4 @@
-"""Where things lie in a transformers model, and what of it can be trained: one description that all rooms read.
+"""Describes the linears of a transformers model and which of them LoRA can train. All rooms read it.
 
 Training, checkpoints, memory sizing, export, import, vLLM and the self-check ask here what LoRA covers. A configuration is enough to make
 it: the network is built on torch's meta device, which reads no weight and takes no memory.
@@ -29,7 +29,7 @@ SAME_INPUT: dict[str, tuple[str, ...]] = {
 """Linears of one attention block, MLP or gated delta net that read the same input, and what they are called together."""
 
 _SECTIONS = tuple(f"in_proj_qkv.{section}" for section in "qkv")
-"""How the names of the parts of a gated delta net's `in_proj_qkv` end, in the order of its rows."""
+"""Suffixes of the parts of a gated delta net's `in_proj_qkv`, in the order of its rows."""
 
 LM_HEAD = "lm_head"
 """Name of the output projection among an adapter's modules."""
@@ -38,7 +38,7 @@ HEAD_WEIGHT = "lm_head.weight"
 
 Group = Literal["attn", "mlp", "unembed"]
 GROUPS: tuple[Group, ...] = ("attn", "mlp", "unembed")
-"""What a client switches on and off as one: `LoraShape.train_attn`, `train_mlp` and `train_unembed`."""
+"""Groups of linears that a client switches together: `LoraShape.train_attn`, `train_mlp` and `train_unembed`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LoraTarget:
 
     @property
     def width(self) -> int:
-        """How many numbers an adapter of rank 1 has here."""
+        """Number of parameters that an adapter of rank 1 has here."""
         return self.in_features + self.out_features
 
 
@@ -71,7 +71,7 @@ class Projection:
     modules: tuple[str, ...]
     """Names of the linears inside the language model, in the order of their rows; `LM_HEAD` for the output projection."""
     targets: dict[str, tuple[int, int]]
-    """What LoRA can train of it, by the name in `Layout.targets`, in the order of rows: rows [start, end) of the joint output.
+    """Rows [start, end) of the joint output that LoRA can train, by the name in `Layout.targets`, in the order of rows.
 
     Some rows may belong to no target, and so may all of them.
     """
@@ -100,20 +100,20 @@ class Layout:
     """Every linear of the language model, joined where several read the same input, by name; last the output projection, as `LM_HEAD`."""
 
     def covered(self, shape: LoraShape) -> dict[str, LoraTarget]:
-        """What an adapter of this shape covers."""
+        """Return the targets that an adapter of this shape covers."""
         groups = switched_on(shape)
         return {name: target for name, target in self.targets.items() if target.group in groups}
 
     def lora_parameters(self, shape: LoraShape) -> int:
-        """How many numbers an adapter of this shape trains."""
+        """Count the parameters of an adapter of this shape."""
         return sum(shape.rank * target.width for target in self.covered(shape).values())
 
     def group_parameters(self, rank: int) -> dict[Group, int]:
-        """How many numbers an adapter of this rank trains in each group."""
+        """Count the parameters of an adapter of this rank in each group."""
         return {group: rank * sum(target.width for target in self.targets.values() if target.group == group) for group in GROUPS}
 
     def frozen_blocks(self, shape: LoraShape) -> tuple[str, ...]:
-        """How the names of parameters begin that full-parameter training leaves alone because their group is switched off.
+        """Return the prefixes of parameters that full-parameter training leaves alone because their group is switched off.
 
         All of an attention block or MLP, such as its norms and biases, belongs to its linears: ("layers.0.self_attn.", ...).
         """
@@ -126,7 +126,7 @@ class Layout:
         return self.head if name == LM_HEAD else f"{self.language_model}.{self.targets[name].module}"
 
     def name_apart(self, name: str) -> str:
-        """What a target is called inside the language model by those who know no fused layers, as Tinker does: `in_proj_q` for a part."""
+        """Name of a target for tools without fused layers, such as Tinker: `in_proj_q` for a part."""
         module, rows = self.targets[name].module, self.targets[name].rows
         return name if rows is None else f"{module.removesuffix('qkv')}{name.rpartition('.')[2]}"
 
@@ -193,7 +193,7 @@ def layout_of(source: str, family: Family, network: Any) -> Layout:
 
 
 def _targets(name: str, linear: nn.Linear, group: Group, layers: tuple[LayerKind, ...]) -> dict[str, LoraTarget]:
-    """What LoRA trains of one linear layer: the whole, or the queries, keys and values of a gated delta net apart."""
+    """Return the LoRA targets of one linear: the whole, or the queries, keys and values of a gated delta net apart."""
     if _last_part(name) != "in_proj_qkv":
         return {name: LoraTarget(group, name, linear.in_features, linear.out_features)}
     layer = layers[int(name.split(".")[1])]

@@ -43,11 +43,11 @@ class TargetGroup(NamedTuple):
     start: int
     """The first output of the first of them."""
     width: int
-    """Outputs of each."""
+    """Number of outputs of each target."""
     first: int
     """The number of the first of them among the targets that the adapter covers."""
     targets: int
-    """How many they are."""
+    """Number of targets."""
     b: Tensor
     """Their B's: [width, rank] of one target, [targets, width, rank] of several."""
 
@@ -74,7 +74,7 @@ class Adapter:
 
     shape: LoraShape
     dtype: torch.dtype
-    """Of the working copies."""
+    """Precision of the working copies."""
     ref: WeightsRef | None
     """The identity of weights that are sampled from. None for weights that train, because training changes them."""
     flat: Tensor
@@ -137,7 +137,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What B·A is multiplied by."""
+        """Factor of B·A."""
         return LORA_ALPHA / self.shape.rank
 
     def stacked(self, projection: Projection) -> StackedMatrices | None:
@@ -216,7 +216,7 @@ class Adapter:
         return [self.flat]
 
     def buffers(self) -> list[Tensor]:
-        """What an optimizer updates: the masters in one tensor."""
+        """Tensors that an optimizer updates: all masters in one."""
         return [self.flat]
 
     def cut(self, buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -238,7 +238,7 @@ class Adapter:
 
     @property
     def parameter_count(self) -> int:
-        """How many numbers the adapter trains."""
+        """Number of trained parameters."""
         return self.flat.numel()
 
 

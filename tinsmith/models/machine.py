@@ -1,4 +1,4 @@
-"""What this machine offers to the rooms that compute: processors, memory, CUDA devices, and libraries of versions that we run on."""
+"""The resources of this machine: processors, memory, CUDA devices, and supported versions of libraries."""
 
 import os
 import resource
@@ -45,7 +45,7 @@ class Machine:
 
 
 def look_around() -> Machine:
-    """What this process may use."""
+    """Return the resources that this process may use."""
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     total, available = _memory()

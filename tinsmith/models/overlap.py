@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 OLDEST_CUDA = 13
-"""Of PyTorch's build: the drivers that it needs can capture such kernels in graphs, which those before CUDA 12.3 cannot."""
+"""Oldest CUDA version of PyTorch's build whose drivers can capture such kernels in graphs; before CUDA 12.3 they cannot."""
 MOST_ROWS = 512
 """Rows of a decoding step, at most. Kernels of more rows take so long that an early start gains nothing: passes of training and of prompts
 are computed in the plain order of the stream."""

@@ -22,7 +22,7 @@ from tinsmith.models.lora import Adapter, Segment, StackedMatrices, TargetGroup
 
 
 class Adapters(Protocol):
-    """What adds LoRA to the linear layers of a pass."""
+    """Adds LoRA to the linear layers of a pass."""
 
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """The layer with the adapters of the tokens: x [tokens, in] -> [tokens, out]."""
@@ -34,7 +34,7 @@ class Adapters(Protocol):
 
 
 class Before(Protocol):
-    """What is computed of the inputs of a linear layer before it is applied, token by token."""
+    """Computation on the inputs of a linear layer before it is applied, token by token."""
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """The input h [tokens, in] of the layer, other results, and what the backward needs: inputs or results."""

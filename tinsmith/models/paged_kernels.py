@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tinsmith.models.overlap import overlapping
 
 TILES: dict[int, tuple[int, int, int]] = {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 4), 128: (64, 4, 4), 256: (64, 8, 3)}
-"""By head_dim, rounded up to a power of two: tokens that a program loads at a time, its warps, and how many loads are under way."""
+"""Tokens that a program loads at a time, its warps and loads under way, by head_dim rounded up to a power of two."""
 PROGRAMS = 4
 """Programs for each multiprocessor, if the rows have tokens for as many."""
 MOST_SPLITS = 64
@@ -40,7 +40,7 @@ def paged_kernel(
     most_splits: int = MOST_SPLITS,
     newest: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As `paged_attention`, for head_dim up to 256 and blocks whose size divides the tile. Nothing is read on the host.
+    """Compute `paged_attention` for head_dim up to 256 and blocks whose size divides the tile. Reads nothing on the host.
 
     `newest` are key and value [rows, kv_heads, head_dim] of each row's last token, which are not stored yet: then they are stored here.
 
@@ -111,19 +111,19 @@ def paged_kernel(
 
 
 def _splits(programs: int, tiles: int, device: torch.device) -> int:
-    """How many splits fill the device if one split of every row makes that many programs, and the longest row has so many tiles."""
+    """Return the number of splits that fill the device, given the programs of one split and the tiles of the longest row."""
     return max(1, min(-(-PROGRAMS * _multiprocessors(device) // programs), tiles, MOST_SPLITS))
 
 
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
-    """How many there are; in Triton's interpreter, which computes on a CPU, a few."""
+    """Return the number of multiprocessors; a few in Triton's interpreter, which computes on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit
 def _shares(length: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr) -> tl.tuple:
-    """Where the first tile of a row begins, the tokens of each of its splits, and how many splits have any."""
+    """Return the first tile of a row, the tokens of each of its splits, and the number of splits that have any."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK

@@ -1,4 +1,4 @@
-"""What a pass keeps for its backward, estimated from the sizes of a model; and how many layers must be recomputed to fit into a memory.
+"""Estimates the memory of a pass from a model's sizes, and how many layers must be recomputed to fit.
 
 One estimate serves all who ask: passes decide with it what to recompute (`training/efforts.py`), it says how long a sequence trains, and
 the local sampler's cache leaves room for it. A test holds it to the bytes that passes really take.
@@ -25,16 +25,16 @@ EACH_TOKEN = 64
 
 @dataclass(frozen=True)
 class Effort:
-    """What a pass spends to need less memory. More of it takes longer and gives the same bits."""
+    """Amount of recomputation that saves memory. More takes longer and gives the same bits."""
 
     recompute: int = 0
-    """How many of the first layers keep only their inputs and are computed again."""
+    """Number of first layers that keep only their inputs and are computed again."""
     offload: bool = False
     """Whether these inputs wait in host memory."""
 
 
 KEEP_ALL = Effort()
-"""Nothing is recomputed."""
+"""No recomputation."""
 
 
 @dataclass(frozen=True)
@@ -42,38 +42,38 @@ class PassMemory:
     """Bytes that passes over one base model take, by tokens."""
 
     kept: tuple[int, ...]
-    """What each layer keeps of a token."""
+    """Bytes that each layer keeps of a token."""
     input: int
     """The input of a layer, for a token: all that a recomputed layer keeps of it."""
     transient: int
-    """What the backward of a layer's MLP takes of a token beside what the layer keeps."""
+    """Bytes of a token in the backward of a layer's MLP, beside what the layer keeps."""
     ends: int
-    """What is kept of a token before the first layer and behind the last."""
+    """Bytes kept of a token before the first layer and after the last."""
     logits: int
-    """What the LM head takes of a token whose logits are in memory."""
+    """Bytes that the LM head takes of a token whose logits are in memory."""
     logits_chunks: int = 1
-    """Of how many times `logits_chunk` tokens they are, at most."""
+    """Maximum number of logits chunks (`logits_chunk` tokens each) in memory at a time."""
     rule: int = 0
-    """What the kernels of a delta rule take of a token in their backward, if they compute all heads at once."""
+    """Bytes of a token in the backward of a delta rule's kernels, if they compute all heads at once."""
     rule_most: int = 0
-    """What they take at most: of many tokens they compute some heads after the other."""
+    """Maximum of these bytes: for many tokens some heads are computed after others."""
     around_rule: int = 0
-    """What is there beside that of a token, over what the layer keeps; less than nothing, since its MLP keeps nothing any more."""
+    """Bytes of a token beside these, over what the layer keeps; negative, since its MLP keeps nothing any more."""
     divided: bool = False
     """Whether the layers are divided over several workers: all are recomputed then, whatever the effort, because none stays."""
 
     @property
     def smallest(self) -> Effort:
-        """What needs least of the device without help of the host. The last layer is not recomputed: its backward comes at once."""
+        """Least memory of the device without the host's help. The last layer is not recomputed: its backward comes at once."""
         return Effort(0 if self.divided else max(0, len(self.kept) - 1))
 
     @property
     def smallest_with_host(self) -> Effort:
-        """What needs least of the device. Only inputs of layers may wait in host memory, so the last one is recomputed as well."""
+        """Least memory of the device. Only inputs of layers may wait in host memory, so the last one is recomputed as well."""
         return Effort(len(self.kept), offload=True)
 
     def bytes(self, tokens: int, logits_chunk: int, effort: Effort) -> int:
-        """What a forward_backward pass takes beyond weights and what is accumulated, with `logits_chunk` rows of logits at a time."""
+        """Return the bytes of a forward_backward pass beyond weights and accumulators, with `logits_chunk` rows of logits at a time."""
         recompute = len(self.kept) if self.divided else effort.recompute
         again = self.kept[:recompute]
         # Copies to the host are part of the stream of the device: the input of one layer is there, and that of the next on its way.
@@ -87,7 +87,7 @@ class PassMemory:
         return tokens * self.ends + max(forward_ends, layer_again)
 
     def host_bytes(self, tokens: int, effort: Effort) -> int:
-        """What waits in host memory meanwhile."""
+        """Return the bytes that wait in host memory meanwhile."""
         return tokens * self.input * effort.recompute if effort.offload else 0
 
     def effort_for(self, tokens: int, logits_chunk: int, free: int) -> Effort | None:
@@ -125,7 +125,7 @@ class PassMemory:
 
 
 def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, divided: bool = False) -> PassMemory:
-    """What passes over a model of this layout and transformers configuration take; `divided` if several workers share its layers."""
+    """Return the memory of passes over a model of this layout and configuration; `divided` if workers share its layers."""
     hidden: int = text_config.hidden_size
     own = layout.family.model_type in KNOWN_TYPES
     by_layer: list[list[LoraTarget]] = [[] for _ in layout.layers]
@@ -161,7 +161,7 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, divided
 
 
 def sliced_pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, count: int) -> PassMemory:
-    """What each of `count` workers takes of a sequence that they compute together, for each token of its slice.
+    """Return each of `count` workers' memory for a sequence computed together, for each token of its slice.
 
     What lies between the tokens of all heads and all tokens of some heads takes memory that a worker alone does not need: what goes into
     attention or a delta rule, and its output in both orders. Heads of keys and values that are fewer than the workers are on several.

@@ -1,4 +1,4 @@
-"""What a forward pass says to the layers of a language model: how tokens of a packed row reach each other, and what continues them.
+"""Connects the layers of a forward pass to the sequences of its row: who attends to whom, and which states continue.
 
 The caller passes `plan=<plan>` as a keyword, which transformers hands through to each layer. `PackedPlan` (here) serves training and
 prompts without a cache; the sampler's plan keeps keys, values and states (`sampling/local/`).
@@ -18,7 +18,7 @@ from tinsmith.models.with_kernel import HALF
 
 
 class PassPlan(Protocol):
-    """How the rows of one forward pass reach each other and what is kept of earlier tokens."""
+    """Attention, convolution and delta rule of one forward pass, for layers that know nothing of sequences and caches."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Attention output [tokens, heads, head_dim] of layer number `layer`.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class PixelLevels:
-    """What a model's image processor makes of the 256 values that a colour channel can have.
+    """Table of the values that a model's image processor computes from the 256 values of a colour channel.
 
     Rescaling and normalizing look at each value alone, so a table says all about them, to the bit. That is why pictures are kept and
     copied to the device as bytes: an eighth of the float32 values, which hold each picture once for every frame that a patch spans.
@@ -67,7 +67,7 @@ class PictureInput:
 
 @dataclass(frozen=True, eq=False)
 class PictureFeatures:
-    """What the frozen tower makes of one image."""
+    """Features of one image, computed by the frozen vision tower."""
 
     embeddings: Tensor
     """[image tokens, hidden]"""

@@ -24,7 +24,7 @@ HOST_PIECE = 2**26
 
 
 def recomputed(layer: Callable[..., Any], x: Tensor, **keywords: Any) -> Any:
-    """What `layer(x, **keywords)` returns, keeping x alone for the backward.
+    """Return `layer(x, **keywords)`, and keep only x for the backward.
 
     `layer` is called a second time during the backward, and must find there all that it reads besides its arguments.
     """
@@ -53,7 +53,7 @@ class RecomputedLayers:
             self.count, self.full = 0, None
 
     def _forward(self, index: int, forward: Callable[..., Any], hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        """What is called in the place of a layer's own `forward`."""
+        """Replace a layer's own `forward`."""
         if index >= self.count or not torch.is_grad_enabled():
             return forward(hidden, *arguments, **keywords)
         segments, full, layer = self.active.segments, self.full, self.layers[index]

@@ -98,7 +98,7 @@ def rms_norm_weight_gradient(x: Tensor, d_normed: Tensor, eps: float) -> Tensor:
 
 
 def stripes(tokens: int) -> int:
-    """How many sums are made of so many tokens."""
+    """Return the number of partial sums for so many tokens."""
     return max(1, min(STRIPES, tokens))
 
 
@@ -202,7 +202,7 @@ def _norm(
     ADDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """One row."""
+    """Normalize one row."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -234,7 +234,7 @@ def _layer_norm(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """One row."""
+    """Normalize one row."""
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
@@ -264,7 +264,7 @@ def _norm_backward(
     ZERO_CENTRED: tl.constexpr,
     ADDS: tl.constexpr,
 ) -> None:
-    """One row."""
+    """Compute the norm's backward for one row."""
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column

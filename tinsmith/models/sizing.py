@@ -1,4 +1,4 @@
-"""How much memory a base model and what is trained on it take, from its configuration alone: no weight is read."""
+"""Computes the memory of a base model and of training it from its configuration alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tinsmith.models.recompute import layers_of
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one base model takes, in numbers and bytes."""
+    """Sizes of one base model, in numbers and bytes."""
 
     text_config: Any
     """The transformers configuration of the language model."""
@@ -30,7 +30,7 @@ class Sizes:
     max_context: int
     """The longest sequence, in tokens."""
     layout: Layout
-    """What LoRA can train."""
+    """The linears that LoRA can train."""
     layer_parameters: tuple[int, ...]
     """Those of each layer of the language model."""
     parts: int = 1
@@ -46,11 +46,11 @@ class Sizes:
         return held * self.dtype.itemsize
 
     def model(self, rank: int, state: FullState = "float32") -> ModelBytes:
-        """What one trained model of that LoRA rank takes; of rank 0, one that is trained with all its parameters and such a state."""
+        """Return the bytes of one trained model of that LoRA rank; for rank 0, of one that trains all parameters with such a state."""
         return model_bytes(self.layout, self.dtype, rank, self.language_parameters, self.full(state))
 
     def full(self, state: FullState) -> FullBytes:
-        """What all parameters of one model take with such a state; with divided layers its parts are those of one worker, and float32."""
+        """Return the bytes of all parameters with such a state; with divided layers, of one worker, in float32."""
         if self.parts == 1:
             return full_bytes(self.language_parameters, self.dtype, state)
         around = self.language_parameters - sum(self.layer_parameters)
@@ -58,16 +58,16 @@ class Sizes:
 
     @property
     def passes(self) -> PassMemory:
-        """What passes take."""
+        """Memory of passes."""
         return pass_memory_of(self.layout, self.text_config, self.dtype, divided=self.parts > 1)
 
     def passes_of_slices(self, workers: int) -> PassMemory:
-        """What each of several workers takes of a sequence that they compute together."""
+        """Return each worker's memory for a sequence that all compute together."""
         return sliced_pass_memory_of(self.layout, self.text_config, self.dtype, workers)
 
 
 def beside_weights(free: int, bases: Iterable[Sizes]) -> int:
-    """What `free` bytes of a worker's device leave beside the weights of all base models; negative if they do not fit.
+    """Return the bytes that the weights of all base models leave of `free`; negative if they do not fit.
 
     Layers that are divided come to the device one at a time before, so that a worker needs no more to start.
     """

@@ -21,7 +21,7 @@ class LayerSource(Protocol):
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of layers."""
         ...
 
     def layer(self, index: int) -> Layer:
@@ -29,7 +29,7 @@ class LayerSource(Protocol):
         ...
 
     def layer_to_train(self, index: int) -> tuple[Layer, tuple[Tensor, ...]]:
-        """As `layer`, and what of it gradients are taken of, which `give` wants: nothing of a frozen layer."""
+        """Return a layer, and its tensors whose gradients `give` wants: none of a frozen layer."""
         ...
 
     def give(self, gradients: Sequence[Tensor | None]) -> None:
@@ -77,7 +77,7 @@ class StreamedDecoder(Decoder):
         between: Callable[[], None] | None = None,
         look: Callable[[], None] | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`. All layers are recomputed, because none of them stays; neither `between` nor `look` is called."""
+        """Compute `Decoder.forward` and recompute all layers, because none stays. Calls neither `between` nor `look`."""
         shared = Pass(plan, adapters, *self.rope.angles(positions), deepstack)
         leaves = _leaves_by_layer(adapters, self.source.count)
         x = embeddings
@@ -87,7 +87,7 @@ class StreamedDecoder(Decoder):
         return self.finish(x, None)
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "StreamedDecoder":
-        """As `Decoder.with_weights`, for passes without a backward. Each layer gets its own when it comes."""
+        """Return a decoder with other weights, for passes without a backward. Each layer gets its own when it comes."""
         return StreamedDecoder((), self.last_norm.with_weights(parameters), self.rope, OwnWeights(self.source, parameters))
 
 

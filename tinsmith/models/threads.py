@@ -1,4 +1,4 @@
-"""How many CPU threads a pass or an optimizer step is worth.
+"""Chooses the number of CPU threads for a pass or an optimizer step.
 
 A small pass is a row of operations that are each over before a second thread has woken up. Where other processes need the cores too, as the
 server and its clients do, threads that wait for each other make it several times slower, and their waiting takes the cores from the others.

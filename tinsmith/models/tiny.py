@@ -44,7 +44,7 @@ DEFAULT_LAYERS: dict[TinyKind, int] = {"qwen3": 2, "qwen3-vl": 2, "qwen3-5": 4}
 """Decoder layers. Of Qwen3.5's, every fourth attends; the others are gated delta nets."""
 
 PATCH, MERGE, FRAMES = 16, 2, 2
-"""Of Qwen3-VL and Qwen3.5: a patch is 16x16 pixels in 2 frames (a picture stands in both), and 2x2 patches become one token."""
+"""Sizes of Qwen3-VL and Qwen3.5: a patch is 16x16 pixels in 2 frames (an image is in both); 2x2 patches become one token."""
 
 SMALLEST_PICTURE, LARGEST_PICTURE = 32 * 32, 1024 * 1024
 """Limits in pixels: smaller and larger pictures are scaled. Real models start at 65536 (64 tokens); here one token is enough."""
@@ -153,7 +153,7 @@ def _vision(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outer(tokenizer: TinyTokenizer) -> dict[str, Any]:
-    """What the configuration of a model with pictures says beside those of its two parts."""
+    """Return the configuration of an image model beside those of its two parts."""
     return {
         "tie_word_embeddings": True,
         "image_token_id": _id(tokenizer, IMAGE),

@@ -40,7 +40,7 @@ TinyTokenizer = Qwen2Tokenizer | Qwen3_5Tokenizer
 
 @dataclass(frozen=True)
 class TextFormat:
-    """How a family splits text into tokens, and how it writes conversations."""
+    """A family's rules for splitting text into tokens and for writing conversations."""
 
     tokenizer: type[TinyTokenizer]
     chat_template: str

@@ -9,7 +9,7 @@ import torch
 
 
 def usable_gpus() -> int:
-    """How many GPUs this PyTorch can use: none if it is built without CUDA, or for a newer driver.
+    """Count the GPUs that this PyTorch can use: none if it is built without CUDA, or for a newer driver.
 
     PyTorch counts what the driver lists. CUDA may show fewer, of cards that are divided for example.
     """

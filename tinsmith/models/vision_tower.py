@@ -39,7 +39,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class GridTables:
-    """What follows from the size of a picture: the same for every picture of that size."""
+    """Tables that depend only on the size of an image."""
 
     cos: Tensor
     """[patches, pairs] float32, of the rotations of queries and keys."""
@@ -218,7 +218,7 @@ def _parts(pictures: Sequence[PictureInput]) -> Iterator[list[PictureInput]]:
 
 
 def _attention(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor, spans: Spans) -> Tensor:
-    """What attention makes of normed [patches, hidden], by the weights of a transformers module: [patches, hidden]."""
+    """Compute attention of normed [patches, hidden] with the weights of a transformers module: [patches, hidden]."""
     heads = attention.num_heads
     qkv = attention.qkv(normed).unflatten(1, (3 * heads, -1))  # [patches, 3 * heads, head_dim]
     rotated = rotate(qkv[:, : 2 * heads], None, cos, sin, eps=0.0, zero_centred=False)  # [patches, 2 * heads, head_dim]

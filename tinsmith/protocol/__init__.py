@@ -1,1 +1,1 @@
-"""What server, engine, workers and samplers say to each other. No torch."""
+"""Messages and links between server, engine, workers and samplers. No torch."""

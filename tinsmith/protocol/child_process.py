@@ -8,7 +8,7 @@ WATCH_S = 1.0
 """Seconds between two looks for heartbeats."""
 
 LAST_WORDS_S = 0.5
-"""How long the last messages of a process that has ended may take to arrive, in seconds."""
+"""Seconds that the last messages of an ended process may take to arrive."""
 
 
 def next_delay_s(last_s: float, was_ready: bool) -> float:
@@ -17,5 +17,5 @@ def next_delay_s(last_s: float, was_ready: bool) -> float:
 
 
 def exit_text(exit_code: int) -> str:
-    """How a process ended, from its exit code as `subprocess` gives it."""
+    """Describe the end of a process from its exit code as `subprocess` gives it."""
     return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

@@ -1,4 +1,4 @@
-"""What the processes without tensors know of a base model."""
+"""Facts about a base model for the processes without tensors."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from tinsmith.errors import NotFoundError
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the server must know of a base model to validate requests and answer get_info and get_server_capabilities."""
+    """Facts about a base model with which the server validates requests, and answers get_info and get_server_capabilities."""
 
     name: str
-    """What clients ask for; `name:suffix` means the same model."""
+    """Name that clients use; `name:suffix` means the same model."""
     tokenizer_id: str
     """Hub id, or the absolute path of a local directory."""
     architecture: str
@@ -34,7 +34,7 @@ class ModelFacts:
 
     @property
     def advertised_context(self) -> int:
-        """What clients are told (`max_context_length`)."""
+        """Length that clients are told (`max_context_length`)."""
         return advertised_context(self.max_trained, self.max_sampled)
 
     def to_dict(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class ModelFacts:
 
 
 def advertised_context(trained: int, sampled: int) -> int:
-    """How long a sequence may be that a client wants to sample and to train; where none trains, to sample alone."""
+    """Return the longest sequence that can be sampled and trained; if none trains, that can be sampled."""
     return min(trained, sampled) if trained else sampled
 
 

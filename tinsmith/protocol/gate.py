@@ -15,15 +15,15 @@ import zmq
 from zmq.utils import z85
 
 _ZAP = "inproc://zeromq.zap.01"
-"""Where ZeroMQ asks."""
+"""Address at which ZeroMQ asks whether a peer may connect."""
 
 _HANDSHAKE_MS = 300_000
-"""How long both ends may take to prove who they are: a child that gives up ends, and machines can be very busy."""
+"""Milliseconds for both ends to prove who they are: a child that gives up ends, and machines can be very busy."""
 
 
 @dataclass(frozen=True)
 class ChildKeys:
-    """By which a child knows its parent and is known, in ZeroMQ's text form."""
+    """Keys by which a child knows its parent and is known, in ZeroMQ's text form."""
 
     parent: str
     """The parent's public key."""
@@ -47,7 +47,7 @@ class Gate:
         of_child, secret_of_child = zmq.curve_keypair()
         self._public_of_child = z85.decode(of_child)
         self.keys = ChildKeys(public.decode(), of_child.decode(), secret_of_child.decode())
-        """For the child."""
+        """Keys that the child is given."""
         self._domains: list[str] = []
 
     def guard(self, socket: "zmq.Socket[bytes]", once: bool) -> None:
@@ -87,7 +87,7 @@ class _Doorman:
 
     def __init__(self) -> None:
         self.guests: dict[bytes, _Guest] = {}
-        """By the domain of the socket."""
+        """Children that may connect, by the domain of the socket."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._questions = context.socket(zmq.REP)
         self._questions.bind(_ZAP)

@@ -41,7 +41,7 @@ class Heartbeat:
         self._keys = keys
         self._busy_since: float | None = time.monotonic()
         self.worker_busy_s: float | None = None
-        """What an engine tells in the place of its own time: how long its worker has been busy."""
+        """Seconds that the worker has been busy, which an engine reports in place of its own time."""
         self.exchanges = Exchanges()
         """Those of a worker with others."""
 

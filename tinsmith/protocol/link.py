@@ -27,16 +27,16 @@ from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.serving import Alive
 
 _LINGER_MS = 1000
-"""How long closing a socket may wait for its last message to leave."""
+"""Milliseconds that closing a socket may wait for its last message to leave."""
 
 _BELL_BYTES = 4096
 """More than `wake` can have written since the last look is read with the next."""
 
 _PREFIX = "tinsmith-io-"
-"""How the names of directories of sockets begin."""
+"""Prefix of directories of sockets."""
 
 _MAX_PATH_BYTES = 107
-"""Of the path of a Unix socket."""
+"""Maximum length of the path of a Unix socket."""
 
 
 _PING_MS = 5_000
@@ -50,21 +50,21 @@ _REFUSED = "the process that started this one has refused its connection or is g
 _TCP = "tcp://"
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-"""What happens to a connection that was refused or has broken."""
+"""Events of a connection that was refused or has broken."""
 
 
 def message_address(address: str) -> str:
-    """Where messages go to the parent that bound `address`: `ipc://FILE`, or `tcp://HOST:PORT` and the ports of its other sockets."""
+    """Return the address of messages to the parent that bound `address`: `ipc://FILE`, or `tcp://HOST:PORT` and other ports."""
     return address.partition(",")[0]
 
 
 def heartbeat_address(address: str) -> str:
-    """Where heartbeats go to the parent that bound `address`."""
+    """Return the address of heartbeats to the parent that bound `address`."""
     return _other_address(address, 1, "beat")
 
 
 def question_address(address: str) -> str:
-    """Where questions go to the parent that bound `address`."""
+    """Return the address of questions to the parent that bound `address`."""
     return _other_address(address, 2, "ask")
 
 
@@ -84,7 +84,7 @@ class ChildLink:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._monitor: zmq.Socket[bytes] | None = None
-        """What tells that the connection is lost, between hosts. On one host the parent's own end is all that can break it."""
+        """Socket that reports the loss of a connection between hosts. On one host only the parent's own end can break it."""
         if keys is not None:
             keys.show(self._socket)
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -181,16 +181,16 @@ class ParentLink:
 
     @property
     def keys(self) -> ChildKeys | None:
-        """What the child needs to connect, and nobody else may know; None for a child on this host."""
+        """Secret keys that the child needs to connect; None for a child on this host."""
         return None if self._gate is None else self._gate.keys
 
     @property
     def sockets(self) -> "tuple[zmq.Socket[bytes], ...]":
-        """What to poll."""
+        """Sockets to poll."""
         return self._socket, self._heartbeats
 
     def take_questions(self) -> "zmq.Socket[bytes]":
-        """What the child's questions come to. It belongs to the caller from now on, who may give it to a thread, and closes it."""
+        """Hand over the socket of the child's questions. The caller may give it to a thread, and closes it."""
         assert self._questions is not None
         questions, self._questions = self._questions, None
         return questions
@@ -277,6 +277,6 @@ def _bind(socket: "zmq.Socket[bytes]", host: str) -> int:
 
 
 def _arrived(socket: "zmq.Socket[bytes]") -> Iterator[Message]:
-    """What a socket has received, oldest first, without waiting."""
+    """Return the messages that a socket has received, oldest first, without waiting."""
     while socket.poll(0):
         yield Message.from_frames(socket.recv_multipart())

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 OWNER = "owner"
 """The file that the process locks. It says for a person which one that is."""
 _BEING_MADE = ".tinsmith-new-"
-"""How the name of a directory begins until its file is locked, so that nobody takes it for a leftover."""
+"""Prefix of a directory until its file is locked, so that nobody takes it for a leftover."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -50,7 +50,7 @@ class OwnDirectory:
 
 
 def boot_name() -> str:
-    """How names call this start of the machine; empty if the system does not tell it from others."""
+    """Return a name for this start of the machine; empty if the system does not tell it from others."""
     try:
         # Begins with a letter: earlier versions of Tinsmith delete what is named by the number of a process that they do not know.
         return "b" + _BOOT_ID.read_text().strip().replace("-", "")[:12]

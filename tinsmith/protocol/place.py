@@ -1,4 +1,4 @@
-"""Where a worker stands among those that hold the same models."""
+"""Place of a worker among those that hold the same models."""
 
 import zlib
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Place:
     """From 0 to `count` - 1."""
     count: int = 1
     meeting: str = ""
-    """How the workers of a group find each other: `file://` and a path if all are on the server's host, otherwise `tcp://` and the
+    """Address at which the workers of a group meet: `file://` and a path if all are on the server's host, otherwise `tcp://` and the
     address by which others reach the host of this one (`distributed/meeting.py`). Empty for a worker alone on the server's host."""
 
     @property
@@ -29,7 +29,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As messages name it."""
+        """Name of the worker in messages."""
         there = f" on {self.host}" if self.host else ""
         return f"worker {self.rank} of {self.count}{there}" if self.count > 1 else f"the worker{there}"
 

@@ -22,28 +22,26 @@ from types import FrameType
 import psutil
 
 SIGN = 0.02
-"""Part of a processor that has to be used between two looks to be a sign, beside what threads use that are no sign. Less is no work: the
-threads of gloo look for messages a hundred times a second, and use nearly a hundredth while they wait."""
+"""CPU share above which a process counts as working, beside that of threads that do not count."""
 
 APART = ("heartbeat", "vllm")
 """Threads whose use of a processor is no sign: the one that looks, and the one that talks to vLLM servers, for which nobody waits."""
 
 _THREADS = Path("/proc/self/task")
-"""Of this process, on Linux."""
+"""Threads of this process, on Linux."""
 
 _Position = tuple[tuple[int, int], ...]
-"""Where a thread is in its Python code: each call that it is in, and the instruction there. Numbers only, so that nothing is kept alive."""
+"""Position of a thread in its Python code: each call and the instruction in it, as numbers, so that nothing is kept alive."""
 
 
 class Exchanges:
     """Those of a worker with the others, as its device's thread goes through them. Any thread may look."""
 
     def __init__(self) -> None:
-        """In none."""
         self.waits = False
-        """Whether it is in one: what keeps it is another worker, or the network between them."""
+        """Whether this worker waits in an exchange: for another worker, or for the network."""
         self.begun = 0
-        """How many it has begun: two that follow each other are not one that lasts."""
+        """Number of exchanges begun, which tells a new one from one that lasts."""
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -67,9 +65,9 @@ class Progress:
         self._others_s: dict[int, float] = {}
         self._at: object = None
         self.still_s = 0.0
-        """How long nothing has moved. It is counted in looks: a process that was stopped itself has not looked."""
+        """Seconds without any movement. They are counted in looks: a process that was stopped itself has not looked."""
         self.stuck_s = 0.0
-        """How long no thread came on in its Python code; at least `still_s`."""
+        """Seconds in which no thread came on in its Python code; at least `still_s`."""
 
     def look(self, since_s: float, at: object) -> None:
         """Look again, `since_s` seconds after the last time. `at` tells what the process is doing, None if it has no work.
@@ -119,7 +117,7 @@ def _used_by(native_id: int | None) -> float:
 
 
 def _positions() -> dict[int, _Position]:
-    """Where each thread is that works. One that computes without Python is where it was.
+    """Return the position of each working thread. One that computes without Python keeps its last position.
 
     Daemons serve others or look around, for which nobody waits: a progress bar of a download leaves one that wakes every ten seconds for
     ever. Threads that Python has not started, such as autograd's, have an entry of another class if they have one.

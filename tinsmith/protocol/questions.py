@@ -1,4 +1,4 @@
-"""What a worker asks the engine: rows of databases, which processes of the server's host alone open, and where the workers meet.
+"""Questions of a worker to the engine: database rows, and where the workers meet.
 
 Each question is answered by one message: FindCheckpoint by CheckpointRow, FindSequences by Sequences, FindMeeting by MeetingPort, the
 others by Answered, and any of them by NotAnswered. They have a socket of their own beside the link (`link.py`), so that any thread of the
@@ -24,7 +24,7 @@ from tinsmith.store.records import Checkpoint, RecordedSequence
 from tinsmith.wire.paths import CheckpointKind
 
 PATIENCE_S = 120.0
-"""How long a worker waits for an answer, in seconds: longer than the engine waits for a database that is locked."""
+"""Seconds that a worker waits for an answer: longer than the engine waits for a locked database."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CheckpointRow(Message):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What it says."""
+        """The row as a checkpoint."""
         return Checkpoint(**self.row)
 
     @classmethod
@@ -76,7 +76,7 @@ class _CarriesSequences(Message):
 
     @property
     def sequences(self) -> dict[str, RecordedSequence]:
-        """What it holds, by id."""
+        """The sequences by id."""
         found: dict[str, RecordedSequence] = {}
         start = 0
         for name, prompt_length, count in self.headers:
@@ -94,7 +94,7 @@ class Sequences(_CarriesSequences):
 
 @dataclass(frozen=True)
 class KeepSequences(_CarriesSequences):
-    """Record sequences."""
+    """Asks the engine to record sequences."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class OpenMeeting(Message):
 
 @dataclass(frozen=True)
 class FindMeeting(Message):
-    """Where the workers of several hosts meet."""
+    """Asks where the workers of several hosts meet."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class MeetingPort(Message):
 
 @dataclass(frozen=True)
 class Answered(Message):
-    """It is done."""
+    """Answer without a value: the question's work is done."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Questions:
         return answer
 
     def close(self) -> None:
-        """Ask nothing more."""
+        """End the connection; no more questions may follow."""
         self._socket.close()
         self._context.term()
 

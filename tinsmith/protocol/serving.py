@@ -1,4 +1,4 @@
-"""What server and engine say to each other.
+"""Messages between server and engine.
 
 Server to engine: Wake, Sample, CancelSample, EndSession, ForgetCheckpoint, Shutdown.
 Engine to server: Starting, Ready, Recovering, Alive, Done, SampleEvents, SampleDone, SampleFailed, Status, Saving, Bye.
@@ -17,7 +17,7 @@ class Wake(Message):
     """There are new commands in the log."""
 
     models: list[str]
-    """Of which models. Empty if the server cannot say: the engine has just become ready, and was not told what came before."""
+    """Models with new operations. Empty if the server cannot say, because the engine has just become ready."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class SampleDone(Message):
 
 @dataclass(frozen=True)
 class SampleEvents(Message):
-    """What one step of a sampler has given the samples that are streamed: all of it travels in one message."""
+    """Tokens of streamed samples from one step of a sampler, in one message."""
 
     tokens: list[tuple[str, int, int, list[int], list[float]]]
     """Request id, run, index of the sample within its request, new token ids, and their log-probabilities."""
@@ -156,7 +156,7 @@ class SampleFailed(Message):
 
 @dataclass(frozen=True)
 class Status(Message):
-    """What the engine does now. Sent at most once a second, and only when something changed."""
+    """Status of the engine. Sent at most once a second, and only when something changed."""
 
     models: list[dict[str, Any]]
     """model_id, base_model, queued (operations) and trained_tokens of each loaded model."""
@@ -170,7 +170,7 @@ class Status(Message):
     memory: dict[str, int]
     """Bytes that the workers hold, by place."""
     graphs: dict[str, int]
-    """How many graphs of operations the workers have made since they started, by kind."""
+    """Number of graphs that the workers have captured since they started, by kind."""
 
 
 @dataclass(frozen=True)

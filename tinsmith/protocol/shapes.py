@@ -1,11 +1,11 @@
-"""What a client chooses about a model and about one optimizer step. Plain numbers, so that rooms without torch can pass them on."""
+"""Choices of a client about a model and an optimizer step, as plain numbers for rooms without torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class LoraShape:
-    """What a client chooses at create_model: which parts of a model train, and the size of its adapter."""
+    """Choices of a client at create_model: which parts of a model train, and the size of its adapter."""
 
     rank: int
     """Rank of the adapter. 0 means no adapter: the parameters themselves are trained (`models/full.py`)."""
@@ -19,7 +19,7 @@ class LoraShape:
     """Whether the output projection trains."""
 
     def differences(self, other: "LoraShape") -> str:
-        """What is another than in `other`, but for the seed, as arguments of create_lora_training_client."""
+        """Describe the differences from `other`, except the seed, as arguments of create_lora_training_client."""
         names = ("rank", "train_attn", "train_mlp", "train_unembed")
         return ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != getattr(other, name))
 

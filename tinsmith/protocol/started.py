@@ -1,4 +1,4 @@
-"""What a worker is started with on its standard input."""
+"""Standard input of a worker that starts."""
 
 from typing import BinaryIO
 

@@ -13,7 +13,7 @@ class WeightsRef:
     """Never given to two different weights: the request id of the save that made a snapshot, or the directory of a checkpoint's files.
     Empty for the base weights."""
     label: str
-    """What clients are told: the base model's name, the path of a checkpoint, or the request id of a save."""
+    """Name for clients: the base model's name, the path of a checkpoint, or the request id of a save."""
     inflight_of: str | None = None
     """The model whose newest weights these are, if inflight sampling sessions follow it; None for weights that nothing replaces."""
 

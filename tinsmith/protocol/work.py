@@ -1,4 +1,4 @@
-"""What the engine and its workers say to each other.
+"""Messages between the engine and its workers.
 
 Engine to worker: Prepare, Drop, RunPass, the calls (CreateModel, OptimStep, TakeSnapshot, SaveModel, ExportModel, LoadModel), what goes on
 with a call (FinishSave), the orders that need no answer (ClearGradients, DeleteModel, DropFiles), and of what the server says: Sample,
@@ -36,7 +36,7 @@ class Prepare(Message):
     number: int
     """Comes back with the answer: an operation may be dropped and asked for again, and an earlier answer be on its way."""
     operation: str
-    """Its request id."""
+    """Request id of the operation."""
     model_id: str
     base_model: str
     image_digests: list[str]
@@ -97,7 +97,7 @@ class RunPass(Message):
 
 @dataclass(frozen=True)
 class PassDone(Message):
-    """How each datum of a pass ended.
+    """Outcome of each datum of a pass.
 
     `payload` holds of those in `results` first all losses, then all metrics (float64), then all log-probabilities (float32). JSON has no
     infinity and no NaN, which a loss may be.
@@ -130,7 +130,7 @@ class CreateModel(Message):
     base_model: str
     model_id: str
     shape: dict[str, Any]
-    """Of `LoraShape`."""
+    """Fields of `LoraShape`."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class OptimStep(Message):
     base_model: str
     model_id: str
     settings: dict[str, Any]
-    """Of `AdamSettings`."""
+    """Fields of `AdamSettings`."""
     copy: str = ""
     """The directory for a kept copy of what the step leaves; empty if this worker writes none."""
     before: str = ""
@@ -156,7 +156,7 @@ class TakeSnapshot(Message):
     base_model: str
     model_id: str
     request_id: str
-    """Of the save: the key and the label of these weights."""
+    """Request id of the save: the key and the label of these weights."""
     inflight: bool
     """Whether the model's inflight sampling sessions go on with them."""
 
@@ -173,7 +173,7 @@ class SaveModel(Message):
     model_id: str
     optimizer: bool
     checkpoint: dict[str, Any]
-    """What is known of the row of the checkpoint; `directory` says where its files go."""
+    """Known fields of the checkpoint's row; `directory` says where its files go."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Copied(Message):
     """A worker has the copy that SaveModel or ExportModel asks for: what it does to the model from now on is not in it."""
 
     number: int
-    """Of the call, which is answered when the copy is written."""
+    """Number of the call, which is answered when the copy is written."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,9 @@ class PartWritten(Message):
     """A worker has written its part of what SaveModel or ExportModel asks for: all workers were asked, and all weights are divided."""
 
     number: int
-    """Of the call, which FinishSave will bring to an answer."""
+    """Number of the call, which FinishSave will bring to an answer."""
     pieces: list[tuple[str, int, int, int]]
-    """What it wrote, as `store/pieces.py` tells it."""
+    """Pieces that this worker wrote, as `store/pieces.py` describes them."""
 
 
 @dataclass(frozen=True)
@@ -211,16 +211,16 @@ class FinishSave(Message):
     """All workers have written their parts, or one has failed. The call is answered when there is a checkpoint, or nothing left."""
 
     number: int
-    """Of the call."""
+    """Number of the call."""
     directory: str
-    """Where its files go."""
+    """Directory of its files."""
     pieces: list[tuple[str, int, int, int]]
-    """What all of them wrote."""
+    """Pieces that all workers wrote."""
     error_type: str = ""
     """Type and message of an error with which the call is to fail; empty if all went well."""
     error: str = ""
     tinker_path: str = ""
-    """Of the checkpoint. A worker that has sampled an earlier one of this path forgets that when this one is there."""
+    """Path of the checkpoint. A worker that has sampled an earlier one of this path forgets that when this one is there."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class DropFiles(Message):
 
 @dataclass(frozen=True)
 class WorkerStatus(Message):
-    """What a worker does now. Sent at most once a second, and only when something changed."""
+    """Status of a worker. Sent at most once a second, and only when something changed."""
 
     done: int
     """Passes and calls since the worker started."""
@@ -292,7 +292,7 @@ class WorkerStatus(Message):
     memory: dict[str, int]
     """Bytes that the worker holds, by place."""
     graphs: dict[str, int]
-    """How many graphs of operations the worker has made since it started, by kind: a number that keeps growing says that time is lost."""
+    """Number of graphs that the worker has captured since it started, by kind; a number that keeps growing says that time is lost."""
 
 
 Call = CreateModel | OptimStep | TakeSnapshot | SaveModel | ExportModel | LoadModel

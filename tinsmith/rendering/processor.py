@@ -20,17 +20,17 @@ from tinsmith.models.pictures import PictureInput, PixelLevels
 from tinsmith.wire.images import ImageHeader
 
 KNOWN = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
-"""How configurations of the families that take pictures call their image processor, some with "Fast" at the end. It is one and the same."""
+"""Names of the image processor of the supported families, some with "Fast" at the end. It is one and the same."""
 
 CHANNELS = 3
 """Pictures come in RGB."""
 
 
 class LocalProcessor:
-    """What a model's own image processor does, in this process. Any thread may use it."""
+    """A model's own image processor, in this process. Any thread may use it."""
 
     def __init__(self, source: str) -> None:
-        """Of the model in a local directory or of a Hub id. Raises ConfigError if its processor computes in a way that is not known."""
+        """Load the processor of a local directory or Hub id. Raises ConfigError if it computes in an unknown way."""
         try:
             settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(source)
             named = str(settings.get("image_processor_type") or KNOWN[0])
@@ -63,7 +63,7 @@ class LocalProcessor:
         return PictureInput(sha256, torch.from_numpy(pixels), self.levels, grid, slice(0, tokens))
 
     def tokens(self, header: ImageHeader) -> int:
-        """How many image tokens a picture of that size takes. Raises UserError if the processor takes none of that shape."""
+        """Return the number of image tokens for an image of that size. Raises UserError if the processor takes none of that shape."""
         try:
             patches: int = self.processor.get_number_of_image_patches(header.height, header.width, {})
         except ValueError as error:
@@ -84,7 +84,7 @@ class LocalProcessor:
         return size
 
     def _read_levels(self) -> PixelLevels:
-        """What the processor makes of a picture that has every value in every channel, and that it does not resize."""
+        """Read the processor's output for an image with every value in every channel that it does not resize."""
         block = self.patch_size * self.merge_size
         side = math.ceil(math.sqrt(self.processor.size["shortest_edge"]) / block) * block
         counted = (np.arange(side**2) % 256).astype(np.uint8).reshape(side, side, 1).repeat(CHANNELS, axis=2)
@@ -97,7 +97,7 @@ class LocalProcessor:
         return PixelLevels(table, frames)
 
     def _processed(self, image: Image.Image) -> Tensor:
-        """What the processor itself returns: [patches, patch_dim] float32."""
+        """Return the output of the processor itself: [patches, patch_dim] float32."""
         values: Tensor = self.processor(images=[image], return_tensors="pt")["pixel_values"]
         return values
 

@@ -1,4 +1,4 @@
-"""What rendering produces: one sequence of token ids, with the pictures that lie in it and the rotary positions of every token."""
+"""A rendered sequence: token ids, with its images and the rotary positions of every token."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +22,7 @@ class RenderedInput:
     token_ids: NDArray[np.int32]
     """[n]; the family's placeholder id at picture positions."""
     spans: tuple[ImageSpan, ...]
-    """Where the pictures lie, in order, not overlapping."""
+    """Places of the images, in order, not overlapping."""
     pictures: tuple[PictureInput, ...]
     """One for each span."""
     positions: Tensor

@@ -56,7 +56,7 @@ class _NewPicture:
     """A picture that is still to be decoded."""
 
     chunk: ImageChunk
-    """With its bytes."""
+    """The chunk, which holds the image's bytes."""
     tokens: int
     pixels: int
 
@@ -189,6 +189,6 @@ def check_token_ids(ids: "np.ndarray[Any, Any]", vocab_size: int, what: str) -> 
 
 
 def position_of(index: int, shape: tuple[int, ...]) -> int | tuple[int, ...]:
-    """Where a flat index lies in an array of that shape, for people: a number, or one for each dimension."""
+    """Return the place of a flat index in an array of that shape, for people: a number, or one for each dimension."""
     place = tuple(int(i) for i in np.unravel_index(index, shape))
     return place[0] if len(place) == 1 else place

@@ -23,7 +23,7 @@ BRANCHES = 16
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """How each of n sequences wants its next token chosen; all arrays [n]."""
+    """Settings for choosing the next token of n sequences; all arrays [n]."""
 
     temperature: NDArray[np.float32]
     """0 takes the likeliest token."""
@@ -35,9 +35,9 @@ class Choice:
     sample: NDArray[np.uint64]
     """Index among the samples of one request."""
     position: NDArray[np.uint64]
-    """How many tokens the sequence has generated."""
+    """Number of tokens that the sequence has generated."""
     topk: NDArray[np.int64]
-    """How many of the likeliest tokens to report; 0 is none."""
+    """Number of likeliest tokens to report; 0 is none."""
 
     def of(self, rows: slice) -> "Choice":
         """The choices of some of the sequences."""
@@ -68,7 +68,7 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class DeviceChoice:
-    """How each of n rows wants its next token chosen, on the device of the logits; all tensors [n]."""
+    """Settings for choosing the next token of n rows, on the device of the logits; all tensors [n]."""
 
     temperature: Tensor
     """float32; 0 takes the likeliest token."""
@@ -81,7 +81,7 @@ class DeviceChoice:
     sample: Tensor
     """Index among the samples of one request."""
     position: Tensor
-    """How many tokens the sequence has generated."""
+    """Number of tokens that the sequence has generated."""
 
 
 def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[
 
 
 def choose_reference(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[Tensor, Tensor]:
-    """`choose_next` in PyTorch."""
+    """Compute `choose_next` in plain PyTorch."""
     greedy = choice.temperature == 0
     logprobs = _logprobs(logits, choice)
     u = uniforms(choice.seed, choice.sample, choice.position, draws_needed(logits.shape[1]))
@@ -161,7 +161,7 @@ def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, 
 
 
 def draws_needed(vocabulary: int) -> int:
-    """How many random numbers `draw` takes for one token."""
+    """Return the number of random numbers that `draw` takes for one token."""
     return max(1, math.ceil(math.log(vocabulary, BRANCHES) - 1e-9))
 
 

@@ -27,7 +27,7 @@ def choose_kernel(
     left: Tensor | None,
     coldest: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `choose_next`: tokens [n] and their log-probabilities [n] from logits [n, vocabulary] of at most `LARGEST` tokens.
+    """Choose tokens [n] and their log-probabilities [n] from logits [n, vocabulary] of at most `LARGEST` tokens.
 
     `left` [n, vocabulary] is -inf where a token is truncated; None draws from all. What is drawn from is computed here in any case: a row
     draws by the same numbers whether another row truncates or not.

@@ -90,12 +90,12 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Of a fixed random sum of the log-probabilities of some probes."""
+    """Gradients of a fixed random sum of some probes' log-probabilities."""
 
     tokens: list[Tensor]
     """For each probe of the row [n, hidden], of the embeddings of its tokens."""
     adapters: dict[int, Tensor]
-    """By the `id` of each adapter [parameters], of all its matrices."""
+    """Gradients of all matrices of an adapter [parameters], by its `id`."""
 
 
 @torch.enable_grad()

@@ -1,4 +1,4 @@
-"""How far a model moves when its numbers are rounded otherwise: the noise that the self-check allows for."""
+"""Measures how far a model's numbers move when they are rounded otherwise: the noise that the self-check allows for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What a worker needs of a sampler: requests go in with `add`, and `step` yields events while the answers grow.
+"""The `Sampler` interface: requests go in with `add`, and `step` yields events while the answers grow.
 
 There are two implementations: the local sampler, which computes with the training weights, and the client of vLLM servers.
 """
@@ -31,7 +31,7 @@ class TokensSampled:
     """Which of the request's samples."""
     tokens: list[int]
     logprobs: list[float]
-    """Of each token, at the temperature of the request."""
+    """Log-probability of each token, at the temperature of the request."""
     version: str
     """The label of the weights that gave these tokens."""
 
@@ -43,7 +43,7 @@ class SampleResult:
     request_id: str
     sequences: list[SampledSequence]
     answers: PromptAnswers
-    """What was asked about the prompt."""
+    """Answers to the questions about the prompt."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that did not have to be computed."""
@@ -103,12 +103,12 @@ class Sampler(Protocol):
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many sequences are being decoded, and how many wait."""
+        """Numbers of sequences that are being decoded, and that wait."""
         ...
 
     @property
     def room(self) -> int:
-        """How many more sequences it would like to have. It accepts more, but they would only wait."""
+        """Number of further sequences that would not have to wait. It accepts more."""
         ...
 
     def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:

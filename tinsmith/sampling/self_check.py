@@ -77,7 +77,7 @@ ROUNDED = 0.05
 """Mean difference over a sequence that is normal in bfloat16: logits between 16 and 32 are rounded to multiples of 0.125."""
 OTHERWISE = "transformers computes other log-probabilities"
 DECODING = "decoding with a cache gives other log-probabilities than a full forward pass"
-"""What is wrong with a model that fails, in either form."""
+"""Faults of a model that fails, in either form of the check."""
 HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Names in configurations of functions between the output projection and the logits."""
 
@@ -159,7 +159,7 @@ def _check_quickly(base: BaseModel, probes: list[Probe], samples: bool) -> None:
 
 
 def _allowed(base: BaseModel, probes: list[Probe], reference: list[Tensor], ours: list[Tensor]) -> float:
-    """How far our log-probabilities may be from the reference. In float32 a model is asked how it rounds only if it is further off."""
+    """Return the allowed distance of our log-probabilities. In float32 the rounding is measured only if they are further off."""
     exact = base.dtype == torch.float32
     if exact and _difference(base, ours, reference) <= EXACT:
         return EXACT

@@ -9,11 +9,11 @@ from tokenizers.decoders import DecodeStream
 from tinsmith.wire.sample import StopRule
 
 _INVALID_PREFIX = "Invalid prefix encountered"
-"""How the message of `DecodeStream` begins when tokens that follow change text that it has already given out."""
+"""Prefix of `DecodeStream`'s message when later tokens change text that it has already given out."""
 
 
 def stop_rule(rule: StopRule, eos: Iterable[int], tokenizer: Any) -> "StopIds | StopStrings":
-    """What decides when the sequences of a request end; `eos` are the model's end-of-sequence tokens."""
+    """Return the rule that ends the sequences of a request; `eos` are the model's end-of-sequence tokens."""
     ids = (*rule.token_ids, *(eos if rule.eos else ()))
     return StopStrings(ids, rule.strings, tokenizer) if rule.strings else StopIds(ids)
 

@@ -72,11 +72,11 @@ def last_kept_reference(keys: Tensor, weights: Tensor | None, least: Tensor) -> 
 
 
 def _above(keys: Tensor, weights: Tensor | None, last: Tensor) -> Tensor:
-    """What the keys above `last` weigh together: [n] int64."""
+    """Sum up the weights of the keys above `last`: [n] int64."""
     return _weight_from(keys, weights, last + 1)
 
 
 def _weight_from(keys: Tensor, weights: Tensor | None, first: Tensor) -> Tensor:
-    """What the keys from `first` [n] on weigh together: [n] int64."""
+    """Sum up the weights of the keys from `first` [n] on: [n] int64."""
     chosen = keys >= first.unsqueeze(1)
     return chosen.sum(-1) if weights is None else torch.where(chosen, weights, 0).sum(-1)

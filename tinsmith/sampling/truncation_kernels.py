@@ -55,7 +55,7 @@ def _count(
     CHUNK: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ) -> None:
-    """What the keys of one chunk of a row weigh in each of the parts that the answer may lie in."""
+    """Sum up the weights of one chunk's keys in each of the parts that may hold the answer."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     token = chunk * CHUNK + tl.arange(0, CHUNK)

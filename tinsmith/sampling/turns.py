@@ -11,7 +11,7 @@ class Turns(Generic[Item]):
     """A queue for each session, served round robin. An item is told from others by identity."""
 
     def __init__(self) -> None:
-        """An empty queue."""
+        """Create an empty queue."""
         self._queues: dict[str, deque[Item]] = {}
         """Only sessions with items; the first is the next to be served."""
 

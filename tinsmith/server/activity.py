@@ -1,4 +1,4 @@
-"""What the engine last said that it is doing, and how many tokens per second it trained and sampled over the last minute."""
+"""The engine's last status, and the tokens per second that it trained and sampled over the last minute."""
 
 import time
 from collections import deque

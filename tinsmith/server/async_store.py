@@ -58,7 +58,7 @@ class AsyncStore:
             return await self.write(Store.append, group)
 
     def missing(self) -> str:
-        """What has become of the database's file if it is not in its directory any more, else empty. It takes microseconds."""
+        """Describe the loss of the database's file if it is not in its directory any more, else empty. It takes microseconds."""
         try:
             self._store.require_there()
         except StoreUnavailableError as error:

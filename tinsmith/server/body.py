@@ -18,11 +18,11 @@ _SMALL_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop: it takes milliseconds at worst."""
 
 _PARTS_AT_A_TIME = 2
-"""How many large bodies are read from in one iteration of the event loop, some 256 KiB each, which takes a millisecond. If dozens that
+"""Large bodies that are read from in one iteration of the event loop, some 256 KiB each, which takes a millisecond. If dozens that
 arrive at once were all read from, an iteration would take a tenth of a second, and a small request takes several."""
 
 _END_BYTES = 2048
-"""How much of a body is searched for its session, at its beginning and at its end."""
+"""Number of bytes at the beginning and the end of a body that are searched for its session."""
 _OWNED_ID = re.compile(rb"([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}):(?:train|sample):[0-9]")
 """The id of a model or of a sampling session."""
 

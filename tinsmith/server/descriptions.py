@@ -12,7 +12,7 @@ from tinsmith.wire.paths import parse_path
 OWNER = "local"
 """This version has no accounts: everything belongs to the user who runs the server."""
 NO_PROJECT = "default"
-"""What the API calls the project of sessions that are in none."""
+"""Name that the API gives to the project of sessions without one."""
 
 
 def timestamp(unix: float) -> str:
@@ -56,7 +56,7 @@ def describe_run(run: TrainingRun, base_model: str) -> dict[str, Any]:
 
 
 def describe_weights(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a client has to know to load a checkpoint."""
+    """Describe a checkpoint for a client that wants to load it."""
     shape = checkpoint.lora_config
     described = {"base_model": checkpoint.base_model, "is_lora": shape["rank"] > 0, "optimizer_config": {"type": "adamw"}}
     if shape["rank"] > 0:

@@ -58,7 +58,7 @@ class EngineProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._stop = asyncio.Event()
         self._patience: asyncio.Timeout | None = None
-        """How long the engine may take to end, once it was told to."""
+        """Time that the engine may take to end, once it was told to."""
         self._bye = asyncio.Event()
         self._fault = ""
         """Why the engine that runs, or has just ended, was to end; empty if nobody knows."""
@@ -73,7 +73,7 @@ class EngineProcess:
         self.reason = self._progress.text
         """Why the engine is not ready, if it is not."""
         self.busy_s = 0.0
-        """How long its loop had been in its current turn at the last heartbeat; 0 while it waits for work."""
+        """Seconds that its loop had been in its current turn at the last heartbeat; 0 while it waits for work."""
 
     @property
     def is_ready(self) -> bool:

@@ -20,7 +20,7 @@ _BODY_BYTES_PER_S = 4096
 """Least rate of a body, over each `idle_s`. Phones upload ten times as fast; at a byte a minute a body would stay open for ever."""
 
 _LINGER_S = 2.0
-"""How long a refused connection stays open, in seconds. If it were closed at once, the client could not read the reason."""
+"""Seconds that a refused connection stays open. If it were closed at once, the client could not read the reason."""
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -29,7 +29,7 @@ class BoundedHttp(HttpToolsProtocol):
     max_header_kib = 64
     """Limit of request line and headers together, in KiB."""
     idle_s = 75.0
-    """How long the client may take for a whole header, and for so much more of a body as `_BODY_BYTES_PER_S` makes it, in seconds."""
+    """Seconds that the client may take for a whole header, and for as much of a body as `_BODY_BYTES_PER_S` allows."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Takes the arguments that uvicorn passes."""

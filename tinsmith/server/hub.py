@@ -1,4 +1,4 @@
-"""What the routes share: the store, the engine, and everything that waits for one of them."""
+"""State that the routes share: the store, the engine, and everything that waits for one of them."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class Hub:
         self.store = AsyncStore(store)
         self.files = CheckpointFiles(data_dir, config.checkpoint_root, only_read=not config.training.trains)
         self.shared = None if config.training.trains else SharedCheckpoints(self.files)
-        """Where a server that only samples finds what another one saves."""
+        """Checkpoints of another server, for a server that only samples."""
         self.signer = UrlSigner(data_dir)
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server)
@@ -75,7 +75,7 @@ class Hub:
             self._end_sample(message)
 
     def told(self, reason: str, category: str | None = None) -> str:
-        """What clients may read of an error: the server's directories have other names in it, unless it is one of the request ("user")."""
+        """Return the text of an error for clients, with the server's directories replaced unless the error is the client's ("user")."""
         return reason if category == "user" else without_paths(reason, self._places | self.base_models.directories())
 
     def _end_sample(self, message: SampleDone | SampleFailed) -> None:

@@ -1,4 +1,4 @@
-"""What ends by itself: sessions whose clients have gone away, results that nobody fetches any more, and expired checkpoints.
+"""Ends what has expired: sessions whose clients have gone away, unfetched results, and checkpoints.
 
 The same round reads the database now and then, to notice damage while there still are models to be saved.
 
@@ -43,7 +43,7 @@ class Lifetimes:
         self._open: set[str] = set()
         """Sessions that were found open in the database and have not ended since."""
         self.damage = ""
-        """What the last check of the database found; empty if it was sound."""
+        """Damage that the last check of the database found; empty if it was sound."""
         self._check_at = 0.0
 
     @property

@@ -32,7 +32,7 @@ _BACKLOG = 2048
 _OPEN_FILES = 65536
 """The limit on open files to ask for. The usual soft limit of 1024 is reached by the connections of three clients."""
 _HTTP_GRACE_S = 2
-"""How long replies may still take once the server stops, in seconds."""
+"""Seconds that replies may still take once the server stops."""
 
 
 def run_server(config: Config) -> None:
@@ -90,7 +90,7 @@ class _HttpServer(uvicorn.Server):
 
 
 def http_config(hub: Hub) -> uvicorn.Config:
-    """How uvicorn serves `hub`."""
+    """Return uvicorn's configuration for `hub`."""
     server = hub.config.server
     return uvicorn.Config(
         create_app(hub),

@@ -40,11 +40,11 @@ PROTOBUF = "application/x-protobuf"
 """The media type of protobuf requests and replies."""
 
 _PLACES = ("_HOME", "_CACHE", "_DIR")
-"""What the names of environment variables that hold a directory end in."""
+"""Suffixes of environment variables that hold a directory."""
 
 
 class GoneError(UserError):
-    """What the request names has ended, and the client may start again (HTTP 410)."""
+    """Error for something that has ended and that the client may start again (HTTP 410)."""
 
 
 class ForbiddenError(UserError):

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a sample before the engine sees it: from its body alone, then given the base model."""
+"""Checks a sample before the engine sees it: its body alone, then with the facts about the base model."""
 
 import hashlib
 from dataclasses import dataclass, replace

@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 _FILE_NAME = "samples.journal"
 _SPARE_BYTES = 2**20
-"""How much more than twice its records the file may hold before those that have been seen are taken out."""
+"""Bytes beyond twice its records that the file may hold before seen ones are taken out."""
 _MOST_BYTES = 64 * 2**20
-"""Of samples that are waited for. Beyond it the oldest are forgotten; their clients are long gone."""
+"""Bytes of samples that are waited for. Beyond it the oldest are forgotten; their clients are long gone."""
 
 
 class SampleJournal:

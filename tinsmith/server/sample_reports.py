@@ -43,7 +43,7 @@ class _Mailbox:
     reports: deque[Report] = field(default_factory=deque)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     cursor: int = 0
-    """Of the newest report."""
+    """Cursor of the newest report."""
 
     def next_cursor(self) -> int:
         self.cursor = max(self.cursor + 1, time.time_ns() // 1000)

@@ -20,7 +20,7 @@ from tinsmith.store import ids
 log = logging.getLogger(__name__)
 
 _FETCHED_TTL_S = 60.0
-"""How long a result is kept after it was sent to its client, in seconds: the reply may be lost, and is then asked for again."""
+"""Seconds that a result is kept after it was sent: the reply may be lost, and is then asked for again."""
 
 _BYTES_PER_TOKEN = 64
 """About what a streamed token takes in memory, with its log-probability."""
@@ -34,11 +34,11 @@ class StreamedTokens:
     """Which of the sample's `num_samples` sequences."""
     tokens: list[int]
     logprobs: list[float]
-    """Of each token, at the temperature of the request."""
+    """Log-probability of each token, at the temperature of the request."""
 
 
 class _Stream:
-    """What a sample that is streamed has given so far, for any number of readers."""
+    """Tokens of a streamed sample so far, for any number of readers."""
 
     def __init__(self) -> None:
         self.events: list[StreamedTokens] = []
@@ -86,7 +86,7 @@ class PendingSample:
     outcome: SampleDone | SampleFailed | None = None
     """None while it runs."""
     finished_bytes: int = field(default=0, init=False)
-    """What its result takes once it has finished."""
+    """Bytes of its result once it has finished."""
 
     def check_repeat(self, digest: bytes) -> None:
         """Raise UserError if a request with this key is not the one that was accepted, by the digest of its body."""
@@ -104,7 +104,7 @@ class PendingSample:
 
 @dataclass(frozen=True)
 class _Limit:
-    """How much may be unfinished at a time: the setting, its value, and the unit."""
+    """Limit of what may be unfinished at a time: the setting, its value, and the unit."""
 
     setting: str
     value: int

@@ -13,7 +13,7 @@ create a model from a checkpoint."""
 
 
 def objection(sdk_version: str) -> str | None:
-    """What to tell a client of this version when its session begins; None if it works, or names no version."""
+    """Return a warning for a client of this version when its session begins; None if it works, or names no version."""
     try:
         release = Version(Version(sdk_version).base_version)  # without a suffix such as rc1
     except InvalidVersion:

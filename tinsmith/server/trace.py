@@ -1,4 +1,4 @@
-"""What a session did and when, as a trace for ui.perfetto.dev or chrome://tracing.
+"""Writes a session's history as a trace for ui.perfetto.dev or chrome://tracing.
 
 It comes from the command log: one span for each training operation, from its arrival to its end. The operations of a model overlap if its
 client sends the next before the last has ended. Samples are not in the log.

@@ -1,1 +1,1 @@
-"""What must survive the death of a process: the command log, image blobs, sessions and models."""
+"""Storage that survives the death of a process: the command log, image blobs, sessions and models."""

@@ -25,7 +25,7 @@ _HEADER = struct.Struct("<4sII")
 
 @dataclass(frozen=True)
 class Content:
-    """What was read of a file."""
+    """Records that were read from a file."""
 
     records: list[Any]
     """Whole ones, in order."""

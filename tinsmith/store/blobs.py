@@ -21,7 +21,7 @@ from pathlib import Path
 from tinsmith.errors import StoreUnavailableError, TinsmithError
 
 BLOBS_DIR = "blobs"
-"""Where the files are, below a data directory."""
+"""Directory of the files, below a data directory."""
 _WRITING_PREFIX = ".writing-"
 _WRITING_S = 86400.0
 """Nobody writes a file for so long: one that is not finished then was left by a process that died."""
@@ -46,7 +46,7 @@ class BlobFiles:
         self._directory = data_dir / BLOBS_DIR
 
     def path(self, sha256: bytes) -> Path:
-        """Where the blob with this digest is, if it is there."""
+        """Return the path of the blob with this digest, if it is there."""
         name = sha256.hex()
         return self._directory / name[:2] / name
 

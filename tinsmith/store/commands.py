@@ -141,7 +141,7 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
 
 
 def queued_saves(connection: Connection, model_id: str) -> int:
-    """How many saves of a model are queued."""
+    """Count the queued saves of a model."""
     return connection.execute(_QUEUED_SAVES, {"model": model_id}).scalar_one()
 
 
@@ -186,14 +186,14 @@ def _command(row: Row[*tuple[Any, ...]]) -> Command:
 
 
 def payload(connection: Connection, command_id: int) -> bytes | None:
-    """What a command was sent with; None if that was dropped, or there is no such command."""
+    """Return the payload of a command; None if it was dropped, or there is no such command."""
     found: bytes | None = connection.execute(_PAYLOAD, {"command_id": command_id}).scalar()
     return found
 
 
 @dataclass(frozen=True)
 class Released:
-    """What happened to the payloads and images of commands."""
+    """Result of dropping the payloads and images of commands."""
 
     kept_bytes: int = 0
     """Bytes that are kept."""
@@ -286,7 +286,7 @@ def used(connection: Connection) -> set[bytes]:
 
 
 def outcome(connection: Connection, request_id: str) -> Outcome | None:
-    """How an operation ended; None if it has not, or is not in the log."""
+    """Return the outcome of an operation; None if it has none yet, or is not in the log."""
     row = _by_request_id(connection, _OUTCOME, request_id)
     return None if row is None else Outcome(request_id, *row)
 

@@ -29,18 +29,18 @@ from tinsmith.store.sync import make_directory, sync
 
 FILE_NAME = "tinsmith.db"
 REVISIONS = "tinsmith.store:revisions"
-"""Where Alembic finds the revisions."""
+"""Package in which Alembic finds the revisions."""
 
 _PRAGMAS = ("journal_mode=WAL", f"journal_size_limit={64 * 2**20}", "foreign_keys=ON")
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
-"""Of a file that is made now: before anything is in it, it can be told that what is deleted is to be given back (`give_back`)."""
+"""Pragmas of a new file: only while it is empty can it be told to give back deleted space (`give_back`)."""
 _BESIDE = ("-wal", "-shm")
-"""What the names of the files that SQLite keeps beside a database end in."""
+"""Suffixes of the files that SQLite keeps beside a database."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Primary error codes of SQLite for a damaged file."""
 
 BUSY_S = 30.0
-"""How long a transaction waits while another connection holds the lock."""
+"""Seconds that a transaction waits while another connection holds the lock."""
 
 _REMEDY = {
     sqlite3.SQLITE_BUSY: "another program has locked it: let that end (a backup?)",
@@ -52,7 +52,7 @@ _REMEDY = {
     sqlite3.SQLITE_PROTOCOL: "another program has locked it: let that end (a backup?)",
     sqlite3.SQLITE_NOMEM: "free memory",
 }
-"""What to do, by primary error code of SQLite, about errors that are no fault of the statement."""
+"""Remedies for errors that are no fault of the statement, by SQLite's primary error code."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How models end, in SQL, and what a client is told that still uses one. Each function is part of a transaction.
+"""The endings of models, in SQL, and the errors for clients that still use one. Each function is part of a transaction.
 
 finished  its client has ended its session
 unloaded  the server has unloaded it, and kept its weights as a checkpoint: its session was idle, or the server was stopped

@@ -41,7 +41,7 @@ _BLOCK_BYTES = 2**20
 
 
 def kept_copies(data_dir: Path, model_id: str) -> Path:
-    """Where the kept copies of a model are. The name is a digest: clients choose parts of a model id."""
+    """Return the place of a model's kept copies. The name is a digest: clients choose parts of a model id."""
     return data_dir.resolve() / KEPT_DIR / hashlib.sha256(model_id.encode()).hexdigest()[:32]
 
 
@@ -169,7 +169,7 @@ class CheckpointFiles:
 
     @contextmanager
     def joined(self, place: str) -> Iterator[Path]:
-        """What several processes have written to `joint`, and do not write to any more. As `written`, but for its being filled already."""
+        """Complete what several processes have written to `joint`, and no longer write to. Otherwise as `written`."""
         system, path = self._resolve(place)
         with deleted_at_last(self.joint(place)) as directory:
             yield directory

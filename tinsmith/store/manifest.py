@@ -21,7 +21,7 @@ NAME = "manifest.json"
 """Clients do not see this file."""
 FORMAT_VERSION = 1
 REMEDY = "put back a copy of it (a backup made by `tinsmith backup`), or use another checkpoint"
-"""What to do about damaged files, as the end of a message."""
+"""Remedy for damaged files, as the end of a message."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Manifest:
     checkpoint: dict[str, Any]
     """The fields of the row when it was saved, without the directory."""
     files: dict[str, FileDigests]
-    """By name relative to the directory."""
+    """Digests of the files, by name relative to the directory."""
 
     def row(self, directory: str) -> Checkpoint:
         """The row of the checkpoint, with its files in `directory`."""

@@ -20,7 +20,7 @@ _READ_BYTES = 2**20
 _MAX_THREADS = 16
 
 Told = Sequence[tuple[str, int, int, int]]
-"""Of pieces that are written: the name of the file, the position in it, the size in bytes, and the CRC-32 of the bytes."""
+"""Written pieces: the name of the file, the position in it, the size in bytes, and the CRC-32 of the bytes."""
 
 
 @dataclass(frozen=True)

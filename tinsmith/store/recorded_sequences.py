@@ -1,4 +1,4 @@
-"""What samples with record_stability_info leave for the loss stable_reinforce: tokens and log-probabilities of each sequence, by its id.
+"""Records tokens and log-probabilities of samples with record_stability_info, for the loss stable_reinforce.
 
 As Tinker documents it, a sequence belongs to the session that sampled it and can be trained on for one day, which begins anew with each
 training request that uses it. The records are in a SQLite file of their own, so that no sample waits for the database. They survive the
@@ -32,7 +32,7 @@ T = TypeVar("T")
 FILE_NAME = "recorded_sequences.sqlite"
 
 LIFETIME_S = 24 * 3600.0
-"""How long a sequence can be trained on after it was sampled or last used, in seconds."""
+"""Seconds for which a sequence can be trained on after it was sampled or last used."""
 
 _VERSION = 1
 _PURGE_S = 60.0
@@ -40,7 +40,7 @@ _PURGE_S = 60.0
 _IDS_AT_A_TIME = 500
 """In one statement; SQLite takes 32,766 variables, older versions 999."""
 _LEFT_SHARE = 0.9
-"""How much of the limit is left when some have to go, so that this does not happen with every sample."""
+"""Share of the limit that is kept when some have to go, so that this does not happen with every sample."""
 _ROW_BYTES = 200
 """About what a row takes beside its arrays."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -146,7 +146,7 @@ class RecordedSequences:
             return self._replace(error)
 
     def _replace(self, error: sqlite3.Error) -> tuple[sqlite3.Connection, int]:
-        """As `_open`, after deleting the file."""
+        """Delete the file and open a new one."""
         log.warning("%s is replaced by an empty file, because it is damaged or of another version: %s", self._path, error)
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(FILE_NAME + suffix).unlink(missing_ok=True)
@@ -169,7 +169,7 @@ class RecordedSequences:
             raise
 
     def _transact(self, use: Callable[[sqlite3.Connection], T]) -> T:
-        """What `use` returns, which runs in one transaction; once more on an empty file, if the file turns out to be damaged."""
+        """Return the result of `use`, run in one transaction; once more on an empty file, if the file turns out to be damaged."""
         with self._lock:
             try:
                 try:

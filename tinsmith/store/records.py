@@ -22,7 +22,7 @@ CommandKind = Literal[
     "load_weights",
     "rejected",
 ]
-"""What a training operation does. The code that appends it to the log names it; `tinsmith/wire` says how each kind's payload is read."""
+"""The kind of a training operation. The code that appends it to the log names it; `tinsmith/wire` says how each kind's payload is read."""
 REJECTED: Literal["rejected"] = "rejected"
 """Kind of an operation that was refused when it came in. It only takes its place in the sequence: its payload is the message (UTF-8)
 of the UserError that its future ends with."""
@@ -56,7 +56,7 @@ class Model:
     model_id: str
     session_id: str
     base_model: str
-    """As the client asked for it, with a ":suffix" if it sent one."""
+    """Name that the client asked for, with its ":suffix" if it sent one."""
     lora_config: dict[str, Any]
     optimizer_config: dict[str, Any]
     user_metadata: dict[str, Any] | None
@@ -102,7 +102,7 @@ class Checkpoint:
     kind: CheckpointKind
     name: str
     directory: str
-    """Where its files are: a name below the data directory's `checkpoints`, or a path or URL. A copy has the directory of its source."""
+    """Place of its files: a name below the data directory's `checkpoints`, or a path or URL. A copy has the directory of its source."""
     base_model: str
     """Name of the base model as it was configured."""
     architecture: str
@@ -165,13 +165,13 @@ class Command:
 
     @property
     def request_id(self) -> str:
-        """What the client polls for."""
+        """Id that the client polls for."""
         return ids.request_id(self.model_id, self.seq_id)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an operation ended: with a result or with an error."""
+    """Outcome of an operation: a result or an error."""
 
     request_id: str
     result: bytes | None
@@ -179,7 +179,7 @@ class Outcome:
     error: str | None
     category: Category | None
     resolved: dict[str, Any] | None = None
-    """What the operation read or wrote outside of its payload, as JSON, so that a later replay need not look it up again.
+    """Values that the operation read or wrote outside of its payload, as JSON, so that a later replay need not look it up again.
 
     load_weights and create_from_checkpoint: the directory of the checkpoint that the path meant. create_model: the seed, and the
     fingerprint of the base model. Saves: the directory that was written. None if the payload says everything."""

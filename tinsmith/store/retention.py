@@ -1,4 +1,4 @@
-"""What is deleted after some time: the oldest of what has a limit in bytes, and sessions that ended long ago.
+"""Deletes what has passed its limit in bytes, oldest first, and sessions that ended long ago.
 
 With a session go its operations, its sampling sessions and its models without checkpoints. A model that has checkpoints stays as the run
 that they belong to, and with it its last operation, whose time says when it was last used.

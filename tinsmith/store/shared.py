@@ -25,7 +25,7 @@ class SharedCheckpoints:
         self.files = files
         self._lock = Lock()
         self._rows: dict[str, Checkpoint | None] = {}
-        """By place, of all manifests that were read: they never change. None if it is no checkpoint to sample from."""
+        """Rows of all manifests that were read, by place: they never change. None if it is no checkpoint to sample from."""
 
     def find(self, tinker_path: str) -> Checkpoint | None:
         """The newest checkpoint of this path that has not expired, as manifests say.

@@ -38,7 +38,7 @@ _REMEDY: dict[CheckpointKind, str] = {
 
 
 class Store:
-    """What must survive the death of a process."""
+    """Storage of all that must survive the death of a process."""
 
     def __init__(self, database: Database, blobs: BlobFiles, keep_bytes: int) -> None:
         """Use `Store.open`."""
@@ -129,7 +129,7 @@ class Store:
             return commands.queued(connection, model_id, known, limit)
 
     def payload(self, command: Command) -> bytes:
-        """What a command was sent with, without its images. Raises NotFoundError if it has ended and that is not kept."""
+        """Return the payload of a command, without its images. Raises NotFoundError if it has ended and that is not kept."""
         with self._read.begin() as connection:
             found = commands.payload(connection, command.id)
         if found is None:
@@ -219,7 +219,7 @@ class Store:
         return [file for file in found if file.sha256 not in needed]
 
     def outcome(self, request_id: str) -> Outcome | None:
-        """How an operation ended; None if it has not, or is not in the log."""
+        """Return the outcome of an operation; None if it has none yet, or is not in the log."""
         with self._read.begin() as connection:
             return commands.outcome(connection, request_id)
 

@@ -27,7 +27,7 @@ class Garbage:
 
 
 def find_garbage(store: Store, files: CheckpointFiles) -> list[Garbage]:
-    """What `sweep` would delete now."""
+    """List what `sweep` would delete now."""
     unused = [(place, "no checkpoint has them any more") for place in store.discarded_directories()]
     unfinished = [(entry.name, "they were never finished") for entry in _strays(store, files) if not entry.finished]
     left = [Garbage(f"files of {place}", reason, files.remaining_bytes(place)) for place, reason in unused + unfinished]

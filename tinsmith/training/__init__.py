@@ -1,1 +1,1 @@
-"""From a packed batch to log-probabilities, losses, gradients and optimizer steps."""
+"""Training: packed batches to log-probabilities, losses, gradients and optimizer steps."""

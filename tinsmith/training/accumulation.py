@@ -1,4 +1,4 @@
-"""Adding the gradients of a pass to those of the passes before it, in a way that cannot fail halfway.
+"""Adds the gradients of a pass to the accumulators in a way that cannot fail halfway.
 
 A pass serves several models. If memory ran out while their gradients are added, the pass would be computed again and some gradients would
 count twice. So everything that allocates is done when an `Addition` is made, and `add` only writes to tensors that are there.

@@ -22,7 +22,7 @@ BLOCK = 2048
 
 @dataclass(frozen=True)
 class Factors:
-    """What a step multiplies with, the same for all tensors of a model.
+    """Factors of one step, the same for all tensors of a model.
 
         g = scale · gradient
         m = beta1 · m + (1 - beta1) · g
@@ -34,7 +34,7 @@ class Factors:
     """
 
     scale: float
-    """What clipping multiplies the gradient with; 1 for none."""
+    """Factor of the gradient for clipping; 1 for none."""
     beta1: float
     beta2: float
     decay: float
@@ -69,7 +69,7 @@ def step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, workin
 
 @torch.no_grad()
 def step_as_written(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, working: Tensor, factors: Factors) -> None:
-    """What the kernel computes, operation by operation."""
+    """Compute the kernel's step in PyTorch, operation by operation."""
     g = gradient.float() * factors.scale
     first.mul_(factors.beta1).add_(g * (1 - factors.beta1))
     second.mul_(factors.beta2).add_(g * (1 - factors.beta2) * g)

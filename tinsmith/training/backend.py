@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassResult:
-    """How each datum ended, by its index in the work: every one has either a result or a failure."""
+    """Outcome of each datum, by its index in the work: either a result or a failure."""
 
     results: list[DatumResult | None]
     """In the order of the work; None for a datum that failed."""
@@ -87,11 +87,11 @@ class LocalBackend:
         self.captured.possible &= not eager
         self.sequences = None if group is None else SequenceParallel(base, config.logits_chunk, group, self._promised)
         self._look: Callable[[], None] | None = None
-        """What the pass under way calls between layers."""
+        """Callback of the current pass, called between layers."""
         self.host_share: float = math.inf
         """Bytes of the host's memory that may hold what models `beside` keep there (--full-state compact-host)."""
         self.beside: Sequence[LocalBackend] = [self]
-        """What trains in this process, this one included."""
+        """All backends of this process, this one included."""
 
     def share_host(self, share: int, beside: "Sequence[LocalBackend]") -> None:
         """Let what models of all the backends `beside` keep in the host's memory take at most `share` bytes: other workers have the rest.
@@ -187,7 +187,7 @@ class LocalBackend:
         return None
 
     def copied(self, model: Optimizer, about: About, optimizer: bool) -> SavedState:
-        """As `copy_state`, of a model that is there, with a description of the caller's."""
+        """Copy the state of a loaded model, with the caller's description."""
         moments = model.moments() if optimizer else None
         size = model.weights.parameter_count * 4 * (3 if moments else 1)
         self._require_memory("the copy that is saved", size, torch.device("cpu"))
@@ -253,7 +253,7 @@ class LocalBackend:
         return PassResult(results, failures)
 
     def _rows(self, work: Sequence[DatumWork], there: Sequence[int], backward: bool) -> list[list[int]]:
-        """What is computed in one row each, as indices: models that may share one, unless graphs of each alone take less time."""
+        """Return rows as indices: models share one if they can, unless a graph for each alone takes less time."""
         rows = [[there[place] for place in row] for row in shared_rows([self._optimizer(work[i].model_id).weights for i in there])]
         return [part for row in rows for part in (self._apart(work, row) if backward else [row])]
 
@@ -384,6 +384,6 @@ def _not_loaded(model_id: str) -> str:
 
 
 def _half(work: Sequence[DatumWork]) -> int:
-    """Where to cut work into two parts of about equal tokens, neither of them empty."""
+    """Return the index that cuts work into two parts of about equal tokens, neither of them empty."""
     before = np.cumsum([0, *(len(datum.rendered) for datum in work)])
     return min(max(1, int((before[:-1] < before[-1] / 2).sum())), len(work) - 1)

@@ -42,7 +42,7 @@ MEMORY_SHARE = 0.1
 APART = 1.1
 """So much longer may graphs of several adapters take than one row: the first results come sooner."""
 TOLERANCE = 0.02
-"""How far, relative to their norm, results of a graph may be from those of the same computation without it: sums in another order."""
+"""Maximum distance, relative to the norm, of a graph's results from the same computation without it, which sums in another order."""
 
 Replay = Callable[[], None]
 Recorder = Callable[[Callable[[], None]], Replay]
@@ -50,7 +50,7 @@ Recorder = Callable[[Callable[[], None]], Replay]
 
 
 class PassKind(NamedTuple):
-    """What distinguishes graphs."""
+    """Key that tells graphs apart."""
 
     tokens: int
     sequences: int
@@ -59,7 +59,7 @@ class PassKind(NamedTuple):
 
 
 class Frame:
-    """Where the graphs of all passes find a row, and leave gradients: one stand-in for all adapters of the same shapes."""
+    """Fixed tensors from which all graphs read a row and to which they write gradients; one stand-in for adapters of equal shapes."""
 
     def __init__(self, base: BaseModel, adapter: Adapter) -> None:
         tokens, hidden = TOKENS[-1], base.text_config.hidden_size
@@ -72,7 +72,7 @@ class Frame:
 
 
 class PaddedPlan:
-    """As `PackedPlan`, of sequences whose number and lengths may change between replays."""
+    """A `PackedPlan` for sequences whose number and lengths may change between replays."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
         """`cu_seqlens` [sequences + 2] int32: where each sequence begins; the last is what fills the row, those before it may be empty."""
@@ -198,7 +198,7 @@ class CapturedPasses:
         return self._make(kind, adapter)
 
     def _kind(self, lengths: Sequence[int], adapter: Adapter | None) -> PassKind | None:
-        """Of which kind a graph for text of these lengths would be; None if there cannot be one."""
+        """Return the key of the graph for text of these lengths; None if it cannot be captured."""
         tokens = next((size for size in TOKENS if size >= sum(lengths)), None)
         sequences = next((size for size in SEQUENCES if size >= len(lengths)), None)
         if not self.possible or adapter is None or tokens is None or sequences is None:
@@ -330,7 +330,7 @@ class CapturedPasses:
         return made
 
     def _seconds(self, forward: Callable[[], None], backward: Callable[[], None]) -> float:
-        """How long a pass takes the device, launching included."""
+        """Measure the seconds of a pass on the device, launches included."""
         watch = Stopwatch(self.base.device)
         forward()
         backward()
@@ -358,4 +358,4 @@ def _can_be_captured(decoder: Decoder | None) -> bool:
 
 
 def _nothing() -> None:
-    """What is replayed before anything is captured."""
+    """Do nothing; stands for a graph before one is captured."""

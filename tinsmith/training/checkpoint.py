@@ -35,15 +35,15 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class About:
-    """What checkpoint.json says."""
+    """Contents of checkpoint.json."""
 
     base_model: str
     base_source: str
-    """Where the base model was loaded from: a directory or a Hub id."""
+    """Directory or Hub id that the base model was loaded from."""
     architecture: str
     shape: LoraShape
     base_fingerprint: str | None
-    """Of the base's weights (`models/fingerprint.py`); None if they are not known."""
+    """Fingerprint of the base's weights (`models/fingerprint.py`); None if they are not known."""
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -64,13 +64,13 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class SavedState:
-    """What a checkpoint holds: copied from a model (`copy_beside`, `copy_to_host`), or read from files (`read_state`)."""
+    """State of a checkpoint: copied from a model (`copy_beside`, `copy_to_host`), or read from files (`read_state`)."""
 
     about: About
     tensors: dict[str, Tensor]
     """Masters by name, in the order of fresh weights of that shape: float32, or the base's precision for a frozen copy of full weights."""
     moments: dict[str, Tensor] | None = None
-    """What AdamW remembers (`ModelOptimizer.moments`); None if only the weights were wanted."""
+    """Moments of AdamW (`ModelOptimizer.moments`); None if only the weights were wanted."""
 
     def on_host(self) -> "SavedState":
         """The same in host memory. What lies there already is not copied; any thread may do this, and waits for the device alone."""
@@ -104,7 +104,7 @@ class _Stretch:
     """A copy of the part of a memory that some tensors cover."""
 
     start: int
-    """Where it begins in the memory that was copied, in numbers."""
+    """Offset in the copied memory, in elements."""
     numbers: Tensor
 
     @classmethod
@@ -115,7 +115,7 @@ class _Stretch:
         return cls(start, tensors[0].as_strided((end - start,), (1,), start).to(device, copy=anew))
 
     def view_of(self, tensor: Tensor) -> Tensor:
-        """What was copied of one of the tensors."""
+        """Return the copy of one tensor as a view."""
         return self.numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - self.start)
 
 
@@ -147,7 +147,7 @@ def write_state(state: SavedState, directory: Path) -> None:
 
 
 def read_about(directory: Path) -> About:
-    """What the checkpoint in `directory` is.
+    """Read the description of the checkpoint in `directory`.
 
     Raises UserError if its format is not ours, TinsmithError naming the file if it is damaged, FileNotFoundError if it is not there.
     """
@@ -198,7 +198,7 @@ def weights_from(state: SavedState, base: BaseModel, ref: WeightsRef | None = No
 
 
 def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> dict[str, Tensor]:
-    """What the optimizer of these weights remembers. Raises UserError if the checkpoint holds weights only."""
+    """Return the optimizer's moments for these weights. Raises UserError if the checkpoint holds weights only."""
     path = directory / OPTIMIZER_FILE
     if not has_moments(directory):
         raise UserError("the checkpoint holds no optimizer state; load it without (create_training_client_from_state)")
@@ -218,7 +218,7 @@ def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> di
 
 
 def _check_fits(directory: Path, base: BaseModel) -> About:
-    """What the checkpoint in `directory` is, after a look at the names and sizes of its weights. Raises as `read_state`."""
+    """Read the description of a checkpoint, after a check of its weights' names and sizes. Raises as `read_state`."""
     about = read_about(directory)
     path = directory / WEIGHTS_FILE
     try:

@@ -30,7 +30,7 @@ PIECE = {"cpu": 2**18, "cuda": 2**23}
 STEP_BUFFERS = 16
 """A step of one piece takes at most so many times the memory of the piece in float32; a test counts it."""
 MIX = 0x9E3779B97F4A7C15
-"""What numbers are multiplied by to become seeds that have nothing in common (the golden ratio, as in SplitMix64)."""
+"""Multiplier that makes unrelated seeds of consecutive numbers (the golden ratio, as in SplitMix64)."""
 
 
 def _seed(*numbers: int) -> int:
@@ -91,7 +91,7 @@ class Moments:
 
 
 class DecodedMoments(Mapping[str, Tensor]):
-    """What AdamW remembers, by the names of `ModelOptimizer.moments`. Each is decoded when it is asked for."""
+    """AdamW's moments by the names of `ModelOptimizer.moments`. Each is decoded when it is asked for."""
 
     def __init__(self, optimizer: "CompactOptimizer") -> None:
         self.optimizer = optimizer
@@ -114,7 +114,7 @@ class DecodedMoments(Mapping[str, Tensor]):
 
 
 class CompactOptimizer:
-    """What one model of full parameters trains. It does what `ModelOptimizer` does, in little memory."""
+    """Optimizer of one full-parameter model that needs less memory than `ModelOptimizer`."""
 
     def __init__(self, weights: FullWeights, state: FullState, moments: Mapping[str, Tensor] | None = None) -> None:
         """Start anew, or from what the optimizer of a saved model remembered (`moments`), in whatever state that was."""
@@ -128,7 +128,7 @@ class CompactOptimizer:
         self.bounds: Bounds | None = None
         self.steps = 0
         self.remembered: dict[str, Moments] = {}
-        """By tensor; empty before the first step."""
+        """Moments by tensor; empty before the first step."""
         if moments:
             self._remember(moments)
 
@@ -146,12 +146,12 @@ class CompactOptimizer:
         return {name: Moments(leaf.numel(), where, pinned=where != self.device) for name, leaf in self.weights.working.items()}
 
     def moments(self) -> Mapping[str, Tensor]:
-        """What AdamW remembers, decoded; empty before the first step."""
+        """AdamW's moments, decoded; empty before the first step."""
         return DecodedMoments(self)
 
     @property
     def gradients(self) -> list[Tensor] | None:
-        """What has been accumulated for each tensor, in the order of `Weights.tensors`; None before the first."""
+        """Accumulated gradients in the order of `Weights.tensors`; None before the first."""
         return self.totals
 
     @property
@@ -303,4 +303,4 @@ class _Sum:
 
 
 Optimizer = ModelOptimizer | CompactOptimizer
-"""What trains one model."""
+"""The optimizer of one model."""

@@ -1,4 +1,4 @@
-"""Which positions of a row belong to which datum, for losses of which a position depends on others of its datum."""
+"""Maps the positions of a row to its datums, for losses that depend on other positions of the datum."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -22,7 +22,7 @@ class DatumSpans:
 
     @cached_property
     def _counts(self) -> Tensor:
-        """[datums] the lengths."""
+        """Return the lengths [datums]."""
         return upload(np.array(self.lengths, dtype=np.int64), self.device)
 
     def sums(self, values: Tensor) -> Tensor:

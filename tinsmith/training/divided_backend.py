@@ -1,13 +1,12 @@
-"""Training on a base model whose layers are divided over the workers: every worker takes part in every pass of any of them.
+"""Training on a base model whose layers are sharded over the workers: every worker takes part in every pass.
 
-A pass of all workers is a number of attempts, in each of which layers are put together: those of the base, with LoRA, or those of one model
-that trains all of its weights. Before each, every worker says what it is to compute: nothing, when its share is empty, or was
-computed while that of another ran out of memory and goes on in halves. All put the layers together that the first worker wants
-that wants any; those who want the same compute, the others help. So it goes on until nobody wants any.
+Gathering is a collective, so a pass is a number of attempts in which all take part. The lowest rank with work decides which layers come
+next: the base's, with LoRA, or those of one full-parameter model. Ranks that need the same ones compute, the others only contribute
+their slices. The pass ends when no rank has work left. A rank is without work if its share is empty or done, while another repeats
+its share in halves after it ran out of memory.
 
-What one computes with LoRA, and what fails there, is its own: others need its part of the layers alone. The gradients of all weights are
-added up over all workers while the backward is computed (`trained_layers.py`). Where such an attempt fails on one worker, all of them
-drop what they have added up, and those that did not fail compute the same again.
+A LoRA attempt that fails concerns its own worker alone. Gradients of all weights are summed over all workers during the backward
+(`trained_layers.py`), so if such an attempt fails on one, all drop their sums, and those that did not fail compute it again.
 """
 
 import hashlib
@@ -40,7 +39,7 @@ from tinsmith.training.state_part import ENTRIES, StatePart
 log = logging.getLogger(__name__)
 
 NOTHING, FROZEN = 0, 1
-"""What a worker may want to compute beside models with weights of their own, each of which has a larger number."""
+"""Numbers that workers exchange for no work and for the base's layers; each model with weights of its own has a larger one."""
 
 Outcome = list[DatumResult] | PassError
 
@@ -62,7 +61,7 @@ class DividedBackend(LocalBackend):
         self.together = group
         self.layers = base.decoder.divided
         self.neighbours = workers_beside(group)[group.place.rank]
-        """How many workers are on this host."""
+        """Number of workers on this host."""
         self.efforts.memory = pass_memory_of(base.layout, base.text_config, base.dtype, divided=True)
 
     # ---- Models
@@ -71,7 +70,7 @@ class DividedBackend(LocalBackend):
         refuse_together(self.together, refusal)
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
-        """As `LocalBackend.create_model`. To be called by all workers; with rank 0 at the same place among passes and other calls."""
+        """Create a model. To be called by all workers; with rank 0 at the same place among passes and other calls."""
         if shape.rank > 0:
             super().create_model(model_id, shape)
             return
@@ -85,7 +84,7 @@ class DividedBackend(LocalBackend):
         self.optimizers[model_id] = optimizer
 
     def restore(self, model_id: str, state: SavedState) -> None:
-        """As `LocalBackend.restore`, but a model of rank 0 is gone if the load fails. Exchanges nothing: files are read at any time."""
+        """Restore a model; one of rank 0 is gone if the load fails. Exchanges nothing: files are read at any time."""
         if state.about.shape.rank == 0:
             self.optimizers.pop(model_id, None)
         self._load(model_id, state)
@@ -115,7 +114,7 @@ class DividedBackend(LocalBackend):
     # ---- Copies that are sampled
 
     def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
-        """As `LocalBackend.snapshot`, while all other workers call `help_to_snapshot`. All weights come to the host's memory.
+        """Take a snapshot while all other workers call `help_to_snapshot`. All weights come to the host's memory.
 
         Where nothing samples nobody helps: it raises UserError for a model that is divided.
         """
@@ -190,7 +189,7 @@ class DividedBackend(LocalBackend):
     # ---- Passes
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
-        """As `LocalBackend.run_pass`. To be called by all workers, also by those that have no work; nobody looks up in between."""
+        """Compute a pass. To be called by all workers, also by those that have no work; `look` is never called."""
         what = zlib.crc32(f"{'forward_backward' if backward else 'forward'} on {self.base.name}".encode())
         self.together.agree(what, "the pass that comes next")
         try:
@@ -218,7 +217,7 @@ class DividedBackend(LocalBackend):
         return found
 
     def _help_until(self, wanted: int, backward: bool) -> None:
-        """Help others until it is the turn of what this worker wants."""
+        """Contribute to others' attempts until the layers of this worker's work come next."""
         while (chosen := next(filter(None, self.together.gather(wanted)), NOTHING)) != wanted:
             if chosen == FROZEN:
                 self.layers.begin(backward)
@@ -259,7 +258,7 @@ class DividedBackend(LocalBackend):
 
 
 def _number_of(model_id: str) -> int:
-    """What a worker says that is to compute this model: the same on all of them, and neither NOTHING nor FROZEN."""
+    """Return the number that workers exchange for this model: the same on all, and neither NOTHING nor FROZEN."""
     return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7]) + 2
 
 

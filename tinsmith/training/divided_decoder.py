@@ -1,4 +1,4 @@
-"""A decoder whose layers are divided over the workers (`--shard weights`): a layer is there while it is computed, forward and backward.
+"""A decoder with sharded layers (`--shard weights`): each is gathered while it is computed, forward and backward.
 
 What is divided is the weights of all layers: of a base model, which LoRA leaves as they are, or of a model with weights of its own
 (`divided_weights.py`). Embedding, LM head, last norm, vision tower and adapters are whole on each worker.

@@ -1,4 +1,4 @@
-"""The layers of a decoder divided over the workers: each keeps a part of every layer, and all put a layer together when it is computed.
+"""The sharded layers of a decoder: each worker keeps a slice of every layer, and all gather it when it is computed.
 
 The tensors of a layer lie end to end in a row of bytes, of which worker R of N keeps the part number R. A pass needs the layers in an order
 that all workers know before it begins:
@@ -47,22 +47,22 @@ class DividedLayers:
 
     @property
     def count(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return len(self.parts)
 
     @property
     def whole_bytes(self) -> int:
-        """Of all layers together."""
+        """Bytes of all layers together."""
         return sum(tensor.nbytes for template in self.templates for tensor in tensors_of(template))
 
     @property
     def nbytes(self) -> int:
-        """What this worker keeps of the layers."""
+        """Bytes of the layers that this worker keeps."""
         return sum(len(part) for part in self.parts)
 
     @property
     def buffer_bytes(self) -> int:
-        """What it takes beside that to compute with them."""
+        """Bytes of the buffers in which layers are gathered."""
         return sum(len(buffer) for buffer in self.buffers)
 
     def begin(self, backward: bool) -> None:
@@ -79,7 +79,7 @@ class DividedLayers:
         return self._view(index)
 
     def layer_to_train(self, index: int) -> tuple[Layer, tuple[Tensor, ...]]:
-        """As `layer`, and what of it gradients are taken of, which `give` wants: nothing of a frozen layer."""
+        """Return a layer, and its tensors whose gradients `give` wants: none of a frozen layer."""
         return self.layer(index), ()
 
     def give(self, gradients: Sequence[Tensor | None]) -> None:
@@ -100,7 +100,7 @@ class DividedLayers:
             self._advance()
 
     def _leave(self) -> None:
-        """What all workers do at the end of a step: nothing for frozen layers."""
+        """End a step, together with all workers; nothing for frozen layers."""
 
     def _advance(self) -> None:
         self._leave()

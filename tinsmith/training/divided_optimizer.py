@@ -1,4 +1,4 @@
-"""What trains all weights of a model that are divided over the workers: each has AdamW for its parts.
+"""Optimizer of all weights of a model that are sharded over workers: each has AdamW for its part.
 
 AdamW computes number by number, so a step of the parts is a step of the whole. All that concerns the whole is agreed on: the norm of the
 gradient, in which every number counts once, and whether the step is taken at all. What may fail on one worker alone comes before that.
@@ -44,7 +44,7 @@ class DividedOptimizer(ModelOptimizer):
             state["step"].copy_(moments[f"{next(iter(row.shapes))}.step"])
 
     def parts_of(self, entry: str) -> dict[str, Tensor]:
-        """What the optimizer remembers that is laid out like the masters, by the row's name. These tensors change with the next step."""
+        """Return the optimizer's tensors that are laid out like the masters, by row name. The next step changes them."""
         return {name: self.adamw.state[master][entry] for name, master in self.divided.masters.items()}
 
     @property
@@ -87,7 +87,7 @@ class DividedOptimizer(ModelOptimizer):
     # ---- A step
 
     def step(self, settings: AdamSettings) -> dict[str, float]:
-        """As `ModelOptimizer.step`. To be called by all workers: it is taken by all or, whatever one of them lacks, by none."""
+        """Take a step together: to be called by all workers, it is taken by all or, whatever one of them lacks, by none."""
         group = self.divided.group
         totals, self.totals = self.totals, None
         group.agree(totals is not None, "whether a model has gradients")
@@ -116,7 +116,7 @@ class DividedOptimizer(ModelOptimizer):
         return {"grad_norm": grad_norm, "learning_rate": settings.lr}
 
     def _norm_of_all(self, totals: Sequence[Tensor]) -> float:
-        """Of the gradient of all workers. Raises if one of them has no memory for the step; none has moments then that another lacks."""
+        """Return the norm of all workers' gradient. Raises on all, without new moments, if one has no memory for the step."""
         failure: Exception | None = None
         squares = 0.0
         first = not self.moments()
@@ -135,7 +135,7 @@ class DividedOptimizer(ModelOptimizer):
         return math.sqrt(math.fsum(struct.unpack("<d", struct.pack("<q", bits))[0] for bits in heard))
 
     def _take_step(self, settings: AdamSettings, grad_norm: float) -> None:
-        """What all have agreed on. One that fails at it is not the same as the others any more."""
+        """Take the agreed step. A worker that fails here no longer has the others' weights."""
         group = self.divided.group
         try:
             self._update(settings)

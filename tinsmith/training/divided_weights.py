@@ -1,4 +1,4 @@
-"""All weights of a model, divided over the workers (`--shard weights`, rank 0).
+"""All weights of a model, sharded over the workers (`--shard weights`, rank 0).
 
 Each layer, and each tensor before the first and behind the last of them (embedding, last norm, LM head), is a flat row of numbers, of
 which every worker keeps a part: of the float32 masters, of what AdamW remembers, of the gradients, and of what passes read in the precision
@@ -41,7 +41,7 @@ class DividedWeights(FullWeights):
         self.masters = {name: torch.zeros(row.part, device=device) for name, row in self.rows.items()}
         wide = base.dtype == torch.float32
         self.parts = self.masters if wide else {name: master.to(base.dtype) for name, master in self.masters.items()}
-        """What passes read; the masters themselves where they are of that precision."""
+        """Working copies that passes read; the masters themselves if those have that precision."""
         self.wholes = {name: torch.zeros(row.part * group.count, dtype=base.dtype, device=device) for name, row in around}
         """[part · workers] of the tensors around the layers, of which `working` are views."""
         self.working = {name: row.views(self.wholes[name])[name].requires_grad_() for name, row in around}
@@ -84,7 +84,7 @@ class DividedWeights(FullWeights):
         )
 
     def leaves(self) -> list[Tensor]:
-        """What the gradients of a pass are taken of, but for the layers: these have added up theirs when the backward has come by."""
+        """Tensors of a pass that get gradients, except layers, whose gradients are summed during the backward."""
         return [*self.working.values(), self.anchor]
 
     def compared(self) -> list[Tensor]:
@@ -97,7 +97,7 @@ class DividedWeights(FullWeights):
 
     @property
     def parameter_count(self) -> int:
-        """Of all workers together."""
+        """Number of parameters of all workers together."""
         return sum(row.numbers for row in self.rows.values())
 
 
@@ -106,7 +106,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def rows_of(base: BaseModel, shape: LoraShape, workers: int) -> dict[str, FlatRow]:
-    """What is trained: each layer as `layers.I`, then each tensor around them by its name. Raises UserError for what cannot be divided."""
+    """Return the trained rows: each layer as `layers.I`, then each tensor around them. Raises UserError for what cannot be sharded."""
     off = [name for name, on in (("train_attn", shape.train_attn), ("train_mlp", shape.train_mlp)) if not on]
     if off:
         raise UserError(
@@ -127,7 +127,7 @@ def rows_of(base: BaseModel, shape: LoraShape, workers: int) -> dict[str, FlatRo
 
 
 def bytes_of(base: BaseModel, shape: LoraShape, workers: int) -> FullBytes:
-    """What a model of this shape takes on each worker."""
+    """Return the bytes of a model of this shape on each worker."""
     rows = [row.numbers for row in rows_of(base, shape, workers).values()]
     count = len(base.layout.layers)
     return divided_full_bytes(rows[:count], sum(rows[count:]), base.dtype, workers)

@@ -1,4 +1,4 @@
-"""Adapters in the files that clients download, named so that the Tinker cookbook's `weights` tools turn them into what PEFT loads.
+"""Writes adapters as clients download them, with names that the cookbook's `weights` tools turn into PEFT's.
 
 The tools look at the names in the files of the base model. Where those begin with `model.language_model.`, as in Qwen3-VL and Qwen3.5, the
 tools put `language_model.` behind every `model.`, so an adapter must leave it out. There queries, keys and values of a gated delta net are
@@ -16,7 +16,7 @@ from tinsmith.models.lora import Adapter
 from tinsmith.training.peft_format import write_adapter, write_peft
 
 _STORED_PREFIX = "model.language_model."
-"""How names begin in the files of a base model for which the tools rename."""
+"""Prefix of names in base models for which the download tools rename tensors."""
 
 
 def write_download(adapter: Adapter, base: Layout, source: str, label: str, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""How much of a pass is recomputed: decided by what is free of the device before it, and learnt from what passes really took.
+"""Decides how many layers of a pass are recomputed, from the free memory and from what earlier passes took.
 
 A pass that runs out of memory all the same is tried again with as much recomputation as there is. What does not help a row of several
 sequences is halved (`training/backend.py`); a single one lets the inputs of its layers wait in host memory before it is refused.
@@ -23,7 +23,7 @@ PATIENCE = 64
 
 
 class Efforts:
-    """What the passes of one base model spend to fit. `promised` says how many free bytes others will still take."""
+    """Recomputation for the passes of one base model. `promised` returns the free bytes that others will still take."""
 
     def __init__(self, memory: PassMemory, device: torch.device, logits_chunk: int, promised: Callable[[], int]) -> None:
         self.memory = memory
@@ -31,7 +31,7 @@ class Efforts:
         self.logits_chunk = logits_chunk
         self.promised = promised
         self.factor = 1.0
-        """What passes took of what was estimated, lately: it rises at once and falls slowly."""
+        """Ratio of real to estimated memory of recent passes: it rises at once and falls slowly."""
         self.undisturbed = 0
         """Passes since the last out-of-memory."""
 

@@ -21,7 +21,7 @@ BLOCK = MOMENT_BLOCK
 
 @dataclass(frozen=True)
 class Code:
-    """How numbers are written in 8 bits."""
+    """Encoding of numbers in 8 bits."""
 
     top: int
     """The code of the largest number of a block."""

@@ -49,13 +49,13 @@ class _Rows:
     order: Tensor | None
     """[tokens] int64: the place of each in the row, first those that may have a gradient; None if all may, or none."""
     wanted: int
-    """How many may have a gradient."""
+    """Number of rows that may have a gradient."""
     kept: int
-    """Of how many of these the logits stay in memory."""
+    """Number of these whose logits stay in memory until the backward."""
     chunk: int
-    """Of how many others logits are in memory at a time."""
+    """Number of other rows whose logits are in memory at a time."""
     parts: list[HeadPart]
-    """In this order."""
+    """Parts of the LM head in this order."""
 
     def take(self, values: Tensor) -> Tensor:
         """Rows [tokens, ...] of the pass in this order."""
@@ -76,7 +76,7 @@ class _Rows:
 
 
 def rows_to_keep(chunk: int, dtype: torch.dtype) -> int:
-    """Of how many rows the logits can stay in memory until the backward pass, if `chunk` rows are computed at a time.
+    """Return the number of rows whose logits can stay in memory until the backward, if `chunk` rows are computed at a time.
 
     In half precision four times as many: they take the memory of `chunk` rows in float32, once as logits and once as probabilities.
     """

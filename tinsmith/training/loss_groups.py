@@ -1,4 +1,4 @@
-"""Datums and their losses: what a pass is given, datums grouped by what their loss is, and results of each datum.
+"""The work and results of a pass, datum by datum, grouped by loss.
 
 Whatever computes log-probabilities, one worker or several together, hands them to these groups.
 """
@@ -28,18 +28,18 @@ class DatumWork:
     """[N] or [N, K], N the length of `rendered`."""
     loss: Loss
     loss_inputs: Mapping[str, NDArray[np.float32]]
-    """What the loss reads besides target_tokens, each of the shape of `target_tokens`."""
+    """Inputs of the loss besides target_tokens, each of the shape of `target_tokens`."""
 
 
 @dataclass(frozen=True, eq=False)
 class DatumResult:
-    """What a pass gives for one datum."""
+    """Result of a pass for one datum."""
 
     logprobs: NDArray[np.float32]
-    """Of the target tokens, in their shape."""
+    """Log-probabilities of the target tokens, in their shape."""
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the loss says of the datum beside its value, by name."""
+    """Metrics of the loss for the datum, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Scored:
     """Datums that have the same loss and number K of targets a position, one behind the other."""
 
     places: list[int]
-    """Of the datums in the row: 0 for the first."""
+    """Indices of the datums in the row: 0 for the first."""
     logprobs: Tensor
     """[positions, K] of their targets."""
     losses: Tensor
@@ -62,7 +62,7 @@ class LossGroup:
 
     loss: Loss
     places: list[int]
-    """Of the datums in the row: 0 for the first."""
+    """Indices of the datums in the row: 0 for the first."""
     lengths: list[int]
     """Positions of each datum."""
     inputs: dict[str, NDArray[np.float32]]
@@ -109,7 +109,7 @@ def trained_positions(groups: Sequence[LossGroup]) -> NDArray[np.bool_]:
 def results_of(
     group: Scored, work: Sequence[DatumWork], logprobs: NDArray[np.float32], losses: NDArray[np.float32], metrics: NDArray[np.float32]
 ) -> Iterator[DatumResult]:
-    """What the pass gives for the datums of a group."""
+    """Split the pass's results of a group into results of its datums."""
     start = 0
     for place, of_datum in zip(group.places, metrics.T, strict=True):
         datum = work[place]
@@ -121,5 +121,5 @@ def results_of(
 
 
 def targets_per_position(datum: DatumWork) -> int:
-    """K."""
+    """Return the number K of targets of each position."""
     return datum.target_tokens.shape[1] if datum.target_tokens.ndim == 2 else 1

@@ -134,7 +134,7 @@ class Loss:
     """A loss with its settings."""
 
     function: LossFunction
-    """What is summed up over the positions of a datum."""
+    """Computes the loss of each position; the datum's loss is their sum."""
     inputs: tuple[str, ...]
     """loss_fn_inputs that it needs besides target_tokens, each of the shape of target_tokens."""
     trains: Callable[[Inputs], Tensor]
@@ -148,13 +148,13 @@ class Loss:
     needs_provenance: bool = False
     """Whether "logprobs" and "sequence_ratio_mask" come from what was recorded when the datum's tokens were sampled, not from the datum."""
     metrics: tuple[str, ...] = ()
-    """What `diagnose` returns. A reply has the mean of each over its datums."""
+    """Names of the metrics that `diagnose` returns. A reply has the mean of each over its datums."""
     notice: str = ""
-    """What the log says when the loss is first used."""
+    """Line that is logged when the loss is first used."""
 
     @property
     def name(self) -> str:
-        """What clients call it."""
+        """Name that clients use."""
         return self.function.__name__
 
     @property
@@ -199,8 +199,8 @@ LOSSES: Mapping[str, Loss] = {
         ),
     )
 }
-"""What clients can name, with default settings. Those of ppo and cispo are documented. For dro, the documented example is the default here,
-and for gspo the bounds of ppo: what the hosted service takes is not public. Neither is its default for kl_coeff; ours is 0."""
+"""Losses that clients can name, with default settings. Those of ppo and cispo are documented. For dro the documented example is the default
+here, for gspo the bounds of ppo: the hosted service's defaults are not public. Neither is its default for kl_coeff; ours is 0."""
 
 NOT_BUILT = {
     "custom": "losses are not uploaded here; pass the function itself to forward_backward_custom, and the SDK computes it in the client",

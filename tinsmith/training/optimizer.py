@@ -27,7 +27,7 @@ NORM_PIECE = 2**16
 
 
 class ModelOptimizer:
-    """What one model trains, with gradient accumulators and AdamW's moments, all float32 and laid out like `Weights.buffers`.
+    """Gradient accumulators and AdamW's moments of one model, all float32 and laid out like `Weights.buffers`.
 
     Where a step is taken in kernels, the gradients of a single pass stay as they came until others are added to them.
     """
@@ -38,11 +38,11 @@ class ModelOptimizer:
         self.totals: list[Tensor] | None = None
         """The gradients that have been accumulated; None before the first. Those of a single pass may be in the base's precision."""
         self.bounds: Bounds | None = None
-        """How large weights and moments are at most; None if they must be measured."""
+        """Upper bounds of weights and moments; None if they must be measured."""
         self.kernels: Any = import_module("tinsmith.training.adamw_kernels") if _steps_in_kernels(weights) else None
         """The module that takes the steps, where torch does not."""
         self.steps: int | None = None
-        """How many steps have been taken in kernels, or before them; None if the moments must be asked."""
+        """Number of steps; None if the moments must be asked, because steps were taken outside of the kernels."""
         self.adamw = torch.optim.AdamW(weights.buffers(), lr=0.0, fused=True)
         if moments:
             self._remember(moments)
@@ -59,7 +59,7 @@ class ModelOptimizer:
             self.adamw.state[buffer]["step"].copy_(self.adamw.state[buffers[0]]["step"])
 
     def moments(self) -> dict[str, Tensor]:
-        """What AdamW remembers, as TENSOR.step, TENSOR.exp_avg and TENSOR.exp_avg_sq; empty before the first step.
+        """AdamW's moments, as TENSOR.step, TENSOR.exp_avg and TENSOR.exp_avg_sq; empty before the first step.
 
         These are the optimizer's own tensors: the next step changes them. All tensors of a model have made the same steps.
         """
@@ -74,7 +74,7 @@ class ModelOptimizer:
 
     @property
     def gradients(self) -> list[Tensor] | None:
-        """What has been accumulated for each tensor, float32, in the order of `Weights.tensors`; None before the first."""
+        """Accumulated gradients, float32, in the order of `Weights.tensors`; None before the first."""
         return self.weights.cut(_wide(self.totals)) if self.totals is not None else None
 
     @property
@@ -236,7 +236,7 @@ def require_finite_norm(grad_norm: float) -> None:
 
 
 def _fresh_state(buffer: Tensor) -> dict[str, Tensor]:
-    """What torch's fused AdamW remembers of a tensor before its first step."""
+    """Return the state of torch's fused AdamW for a tensor before its first step."""
     step = torch.zeros((), dtype=torch.float32, device=buffer.device)
     moments = {name: torch.zeros_like(buffer, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": step, **moments}

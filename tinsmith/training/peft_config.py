@@ -61,7 +61,7 @@ class PeftConfig:
         return int(_of_layer(name, self.ranks, self.rank))
 
     def scale_of(self, name: str) -> float:
-        """What B·A of a layer is multiplied by."""
+        """Return the factor of B·A of a layer."""
         rank = self.rank_of(name)
         return _of_layer(name, self.alphas, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
 
@@ -106,7 +106,7 @@ def _pattern(file: Path, name: str, config: dict[str, Any], check: Callable[[Pat
 
 
 def _compiled(file: Path, name: str, key: str) -> re.Pattern[str]:
-    """What PEFT makes of a pattern. Raises UserError if that could take long on some name, or is no regular expression."""
+    """Compile a pattern as PEFT does. Raises UserError if it could take long on some name, or is no regular expression."""
     plain = len(key) <= _LONGEST_PATTERN and _PLAIN_PATTERN.fullmatch(key) and key.count(".*") <= _MOST_STARS and key.count("(") <= 1
     try:
         if plain:

@@ -1,4 +1,4 @@
-"""Adapters as PEFT keeps them, and adapters and full weights merged into their base model.
+"""Reads and writes adapters in PEFT's format, and merges weights into their base model.
 
 A PEFT adapter holds lora_A and lora_B of each layer under the name that transformers gives it, and nothing of the base. Our names begin
 inside the language model; the `Layout` of the base translates, and is made without reading a weight.
@@ -33,11 +33,11 @@ from tinsmith.training.peft_config import PeftConfig, read_peft_config
 
 _CONFIG, _WEIGHTS, _PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*.jinja")
-"""What a model has beside its weights that transformers reads."""
+"""Files beside a model's weights that transformers reads."""
 _ROOT = "base_model.model."
-"""What PEFT puts before the name of every module."""
+"""Prefix that PEFT puts before the name of every module."""
 _READ = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-"""What the matrices of an adapter may be stored in."""
+"""Precisions in which the matrices of an adapter may be stored."""
 
 
 def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) -> None:
@@ -172,9 +172,9 @@ class _Found:
     """One adapter of a file."""
 
     name: str
-    """Of its layer, as the file has it."""
+    """Name of its layer in the file."""
     targets: dict[str, LoraTarget]
-    """What it covers, by our names: one target, or all parts of a fused layer."""
+    """Targets that it covers, by our names: one, or all parts of a fused layer."""
     pair: LoraPair
     scale: float
 
@@ -253,7 +253,7 @@ def _adapters(tensors: Mapping[str, Tensor], config: PeftConfig, base: Layout) -
 
 
 def _places(base: Layout) -> Iterator[tuple[str, dict[str, LoraTarget]]]:
-    """What files may call a layer, or a part of one that has an adapter of its own, and our targets that this covers."""
+    """Yield each name that a file may use for a layer or a part of one, and our targets that it covers."""
     for module, group in groupby(base.targets.items(), key=lambda item: item[1].module):
         targets = dict(group)
         first = next(iter(targets))
@@ -321,5 +321,5 @@ def _common_rank(found: list[_Found], usual: int) -> int:
 
 
 def _downloaded_name(name: str) -> str:
-    """What downloads of the Tinker API call a layer, whatever model the language model is a part of."""
+    """Return the name of a layer in downloads of the Tinker API, whatever model the language model is a part of."""
     return "model.unembed_tokens" if name == LM_HEAD else f"model.{name}"

@@ -1,4 +1,4 @@
-"""One sequence that all workers compute together, because it is longer than one of them trains (sequence parallelism).
+"""Computes one sequence on all workers together, because it is too long for one (sequence parallelism).
 
 Each worker computes a slice of the tokens: embedding, norms, projections, MLP, LoRA and LM head. Where tokens meet, slices of tokens become
 slices of heads (`sequence_slices.py`). The log-probabilities of all slices are brought together, and every worker computes the loss of the
@@ -86,7 +86,7 @@ class SequenceParallel:
     # ---- Memory
 
     def _more(self, effort: Effort, tokens: int, backward: bool) -> Effort | None:
-        """What to try after an out-of-memory on any worker; None if nothing helps."""
+        """Return the recomputation to try after an out-of-memory on any worker; None if nothing helps."""
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
         if not backward:

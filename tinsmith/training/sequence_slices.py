@@ -22,7 +22,7 @@ class HeadShares:
     """Which heads each worker computes, where groups of heads share one head of another kind: queries share keys and values."""
 
     heads: tuple[slice, ...]
-    """Of each worker; empty for one that has none. They cover all heads."""
+    """Heads of each worker; empty for one that has none. They cover all heads."""
     shared: tuple[slice, ...]
     """Those that its heads share, of each worker. Several workers may have the same."""
     places: tuple[tuple[int, ...] | None, ...]
@@ -66,7 +66,7 @@ class SequenceSlices:
 
     @property
     def rank(self) -> int:
-        """Of this worker."""
+        """Rank of this worker."""
         return self.joint.group.place.rank
 
     @property
@@ -76,7 +76,7 @@ class SequenceSlices:
 
     @property
     def tokens(self) -> int:
-        """Of the whole sequence."""
+        """Number of tokens of the whole sequence."""
         tokens: int = self.slices[-1].stop
         return tokens
 
@@ -105,7 +105,7 @@ class SequenceSlices:
         return out
 
     def whole(self, x: Tensor) -> Tensor:
-        """What all workers have: x [own tokens, ...] -> [tokens, ...], with the same bits everywhere.
+        """Gather x [own tokens, ...] of all workers to [tokens, ...], with the same bits everywhere.
 
         Each worker is to compute the same of it, so that its backward takes what belongs to its own tokens and nothing of the others'.
         """
@@ -116,7 +116,7 @@ class SequenceSlices:
     # ---- Without gradients
 
     def scatter_heads(self, x: Tensor, heads: tuple[slice, ...]) -> Tensor:
-        """As `to_heads`. A head that several workers have goes to each of them."""
+        """Exchange as `to_heads` does. A head that several workers have goes to each of them."""
         rest, mine = x.shape[2:], _length(heads[self.rank])
         width = math.prod(rest)
         sizes = [x.shape[0] * _length(part) * width for part in heads]
@@ -127,7 +127,7 @@ class SequenceSlices:
         return received.view(self.tokens, mine, *rest)
 
     def collect_heads(self, y: Tensor, heads: tuple[slice, ...], count: int) -> Tensor:
-        """As `to_tokens`. What several workers have of one head is added up."""
+        """Exchange as `to_tokens` does. Values that several workers have of one head are summed."""
         rest, mine = y.shape[2:], _length(heads[self.rank])
         own, width = _length(self.own), math.prod(rest)
         sizes = [own * _length(part) * width for part in heads]

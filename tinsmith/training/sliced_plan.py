@@ -1,4 +1,4 @@
-"""What a forward pass over a slice of a sequence says to the layers: attention and delta rules by heads, convolutions with a neighbour.
+"""The pass plan for a slice of a sequence: attention and delta rules by heads, convolutions with the neighbour's last tokens.
 
 It stands where `PackedPlan` does (`models/pass_plan.py`), and computes with one for the whole sequence.
 """

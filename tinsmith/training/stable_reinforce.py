@@ -33,13 +33,13 @@ MAX_RATIO = 2.0
 """Largest weight of a token."""
 
 STOP = 1.5
-"""By what factor a token's probability moves, the way that its advantage wants, before it counts no more."""
+"""Factor by which a token's probability may move in its advantage's direction before it is no longer counted."""
 
 MAX_DRIFT = 0.2
 """Largest root mean square of a sequence's log-ratios at which it has its whole weight: about as far as ppo lets a ratio move."""
 
 METRICS = ("tinsmith_stable_reinforce/weight", "tinsmith_stable_reinforce/limited", "tinsmith_stable_reinforce/drift")
-"""What `diagnose` returns: the mean weight of a datum's sampled tokens, the share of them that `MAX_RATIO` or `STOP` limits, its drift."""
+"""Metrics of `diagnose`: mean weight of the sampled tokens, share of them limited by `MAX_RATIO` or `STOP`, and drift."""
 
 NOTICE = (
     "loss_fn stable_reinforce: this formula is Tinsmith's own, because Thinking Machines has not published theirs; docs/losses.md has it, "

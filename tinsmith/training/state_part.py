@@ -1,4 +1,4 @@
-"""A worker's part of the copy of a model whose weights are divided over several (`divided_weights.py`), as pieces of a checkpoint's files.
+"""A worker's part of a copied state whose weights are sharded (`divided_weights.py`), as pieces of a checkpoint's files.
 
 All workers write these files together (`store/pieces.py`). They are those that `checkpoint.write_state` writes of the whole copy.
 """
@@ -20,22 +20,22 @@ STEP, *ENTRIES = MOMENTS
 
 @dataclass(frozen=True, eq=False)
 class StatePart:
-    """What lies in this worker's memory of the host, and does not change any more."""
+    """One worker's part of a state, in host memory, which no longer changes."""
 
     about: About | None
-    """What the checkpoint is, on the worker that writes what belongs to no part: this, headers, numbers of steps. None on others."""
+    """Description of the checkpoint, on the worker that also writes headers and step numbers; None on others."""
     rows: Mapping[str, FlatRow]
     rank: int
-    """Of this worker, among those that have a part of each row."""
+    """Rank of this worker among those that have a part of each row."""
     masters: Mapping[str, Tensor]
     """This worker's part of each row, by the row's name. float32."""
     moments: Mapping[str, Mapping[str, Tensor]] | None
-    """By entry, each laid out like the masters; empty before the first step, None if only the weights are saved."""
+    """Moments by entry, each laid out like the masters; empty before the first step, None if only the weights are saved."""
     step: Tensor | None
-    """How many steps the model has made, the same on all workers."""
+    """Number of steps of the model, the same on all workers."""
 
     def pieces(self) -> Iterator[FilePiece]:
-        """What this worker writes. Any thread may do that; nothing is copied."""
+        """Yield the bytes that this worker writes, without a copy. Any thread may write them."""
         shapes = {name: shape for row in self.rows.values() for name, shape in row.shapes.items()}
         weights = TensorFile.of(shapes)
         yield from self._in_file(WEIGHTS_FILE, weights, {"": self.masters})

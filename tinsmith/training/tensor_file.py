@@ -1,4 +1,4 @@
-"""Where the numbers of tensors lie in a safetensors file, so that several processes can write one file together.
+"""Computes the layout of a safetensors file, so that several processes can write one file together.
 
 Header and positions follow from names and shapes alone. They are those that safetensors itself gives to a file of these tensors.
 """
@@ -13,7 +13,7 @@ _ALIGNED = 8
 _LENGTH_BYTES = 8
 """In front of the header, its length."""
 BYTES = 4
-"""Of a number: all are float32."""
+"""Bytes of an element: all are float32."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TensorFile:
     header: bytes
     """Its first bytes, up to the first tensor."""
     starts: Mapping[str, int]
-    """Where each tensor begins, in bytes from the beginning of the file."""
+    """Offset of each tensor, in bytes from the beginning of the file."""
 
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]]) -> "TensorFile":

@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 PIECE = 2**22
 """Numbers in a narrower precision than float32 that are added up at a time."""
 _REFUSED, _FAILED = -1, -2
-"""What a worker says of a step that it did not take: for a reason that all must have, or for another. A step that it took has no sign."""
+"""Codes of a worker that took no step: for a reason that all must have, or for another. A step has no code."""
 _NO_SIGN = 2**63 - 1
 
 
 def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
-    """As `step` of the optimizer, with the gradients of all workers. To be called by all of them.
+    """Take a step of the optimizer with the gradients of all workers. To be called by all of them.
 
     Raises what `step` raises if it does so on all of them, TinsmithError if one had no memory before anything changed, and DeviceLostError
     if the weights are not the same any more.

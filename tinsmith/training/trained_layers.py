@@ -1,4 +1,4 @@
-"""The layers of a model that trains all of its weights, divided over the workers: each keeps its part of every layer, and of its gradient.
+"""The layers of a full-parameter model, sharded over workers: each keeps its slice of every layer, and of its gradient.
 
 A layer is put together to be computed, as those of a base model are (`divided_layers.py`). As soon as its backward is done, its gradients
 are added up over all workers in float32, and each keeps the sum of its part alone: whole gradients of all layers would take more memory

@@ -1,4 +1,4 @@
-"""Whether an AdamW step leaves every number finite, found out before anything is changed.
+"""Finds out before a step whether AdamW leaves every number finite.
 
 Bounds on the sizes of weights and moments are carried from step to step as three numbers: they prove nearly every step finite without a
 look at a tensor. A step that they do not prove is computed ahead, piece by piece, on copies.
@@ -16,7 +16,7 @@ from tinsmith.errors import UserError
 from tinsmith.protocol.shapes import AdamSettings
 
 SAFE = 1e37
-"""What float32 and bfloat16 hold with room for rounding: the largest number of both is 3.4e38."""
+"""Largest magnitude with room for rounding: the largest number of float32 and bfloat16 is 3.4e38."""
 
 SMALLEST_EPS = float(torch.finfo(torch.float32).tiny)
 """A smaller eps counts as 0: float32 may round it to 0."""
@@ -25,7 +25,7 @@ PIECE_SIZE = 2**22
 """Numbers of a tensor that are computed ahead at a time."""
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW remembers of a tensor."""
+"""Names of AdamW's state of a tensor."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class SaveWeightsForSamplerRequest(StrictModel):
     sampling_session_seq_id: CountFromZero | None = None
     path: CheckpointName | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    """What is sampled: the weights as they are now, or always the newest that the model has published (inflight)."""
+    """Weights to sample: those of now, or always the newest that the model has published (inflight)."""
     ttl_seconds: TtlSeconds | None = None
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"

@@ -25,7 +25,7 @@ class ImageChunk:
     format: str
     """The format that the client names: "png" or "jpeg"."""
     expected_tokens: int | None
-    """How many positions the client says that it takes; None if it does not say."""
+    """Number of positions that the client expects; None if it does not say."""
 
 
 Chunk = TextChunk | ImageChunk

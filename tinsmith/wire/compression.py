@@ -18,10 +18,10 @@ _MAX_WINDOW_BYTES = 8 * 2**20
 
 
 _STORED_PLAIN_BYTES = 64 * 1024
-"""What is stored is compressed beyond this size: kilobytes may have come as hundreds of megabytes, and mostly halve anyway."""
+"""Size beyond which stored data is compressed: kilobytes may have come as hundreds of megabytes, and mostly halve anyway."""
 
 _LEVEL = 1
-"""Of compression: half a gigabyte a second."""
+"""Level of compression: half a gigabyte a second."""
 
 HEADER_BYTES = 18
 """Most bytes of a frame's header, which says how much is in it."""
@@ -32,7 +32,7 @@ class TooLargeError(UserError):
 
 
 def stated_size(data: bytes) -> int | None:
-    """How many bytes the first zstd frame of `data` says that it expands to, which need not be true; None if it does not say."""
+    """Return the size to which the first zstd frame of `data` says that it expands, true or not; None if it does not say."""
     try:
         size = zstandard.frame_content_size(data)
     except zstandard.ZstdError:
@@ -75,7 +75,7 @@ def decompress(data: bytes, max_bytes: int) -> bytes:
 
 
 def packed(data: bytes) -> bytes:
-    """What is stored of `data`: itself if it is small, else one zstd frame that states its size."""
+    """Return the stored form of `data`: itself if it is small, else one zstd frame that states its size."""
     if len(data) <= _STORED_PLAIN_BYTES and not data.startswith(zstandard.FRAME_HEADER):
         return data
     return zstandard.compress(data, _LEVEL)
@@ -87,7 +87,7 @@ def unpacked_size(stored: bytes, length: int) -> int:
 
 
 def unpacked(stored: bytes) -> bytes:
-    """What `packed` was given. Raises TinsmithError if it is damaged."""
+    """Return the input of `packed`. Raises TinsmithError if it is damaged."""
     if not stored.startswith(zstandard.FRAME_HEADER):
         return stored
     try:

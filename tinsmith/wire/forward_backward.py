@@ -37,7 +37,7 @@ _REPLY_DTYPES = {
 
 @dataclass(frozen=True)
 class ProvenanceSpan:
-    """Where a run of tokens of a datum comes from: positions [offset, offset + length) of a sampled sequence, or of its prompt."""
+    """Origin of a run of a datum's tokens: positions [offset, offset + length) of a sampled sequence, or of its prompt."""
 
     sequence_id: str
     offset: int
@@ -55,7 +55,7 @@ class Datum:
     loss_fn_inputs: dict[str, Array]
     """Dense float32 or int64 arrays by name, such as target_tokens [n] or [n, k]."""
     model_input_spans: tuple[ProvenanceSpan, ...] = ()
-    """Where the tokens of the model input come from, in order; empty if the client does not say."""
+    """Origins of the model input's tokens, in order; empty if the client does not say."""
     target_spans: tuple[ProvenanceSpan, ...] = ()
     """The same of target_tokens (loss_fn_input_spans on the wire)."""
 

@@ -16,7 +16,7 @@ _PILLOW_FORMATS = {"png": ("PNG",), "jpeg": ("JPEG", "MPO")}
 """Pillow's names for what a client calls png and jpeg. MPO is a JPEG followed by further pictures, as phones make them."""
 
 _READS, _BYTES_PER_READ = 256, 256
-"""How often Pillow may read from an image: `_READS` times, and once more for every `_BYTES_PER_READ` bytes. Each chunk of a PNG takes four
+"""Most reads of an image by Pillow: `_READS` times, and once more for every `_BYTES_PER_READ` bytes. Each chunk of a PNG takes four
 reads and each marker of a JPEG one, of some microseconds; an image of 20 MB that consists of the smallest ones took 15 seconds. Encoders
 write chunks of 8 KiB or more."""
 
@@ -30,7 +30,7 @@ _SCAN = b"\xff\xda"
 """The marker that begins a scan. It cannot occur inside compressed pixels."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError)
-"""What Pillow raises for damaged files: truncated data, bad chunks and checksums, impossible values."""
+"""Exceptions of Pillow for damaged files: truncated data, bad chunks and checksums, impossible values."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a forward_backward request holds, counted in its protobuf bytes before anything is built from them.
+"""Counts the contents of a forward_backward request in its protobuf bytes before anything is built from them.
 
 An empty datum takes two bytes on the wire and a thousand times as much in memory, and a few kilobytes of zstd can hold millions of them. So
 datums, chunks, images, tokens and tensors are counted first, up to the first limit that is exceeded. The same pass finds the request's
@@ -26,7 +26,7 @@ _CHUNK, _TENSOR = 1, 2
 _TEXT, _IMAGE = 1, 2
 """Field numbers of Chunk."""
 _TOKEN_BYTES, _TEXT_BYTES = 4, 6
-"""Of a token id, and at most of what stands before the ids of a text: a tag, and their length."""
+"""Bytes of a token id, and at most of a tag and length before the ids of a text."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types."""
 
@@ -61,7 +61,7 @@ class Inspection:
         self.longest = longest
         self.key = RequestKey()
         self.counts: Counter[str] = Counter()
-        """How many datums, chunks, images and fields there are."""
+        """Numbers of datums, chunks, images and fields."""
         for number, kind, start, end in self._fields(0, len(body)):
             if number == _DATA and kind == _BYTES:
                 self._inspect_datum(start, end)

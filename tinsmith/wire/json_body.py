@@ -1,4 +1,4 @@
-"""How JSON bodies and query strings are read: unknown fields, wrong types and impossible values are refused."""
+"""Reads JSON bodies and query strings: unknown fields, wrong types and impossible values are refused."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What a request asks about its own prompt, and the answers on the wire.
+"""Questions of a request about its own prompt, and the answers on the wire.
 
 Position p of a prompt is scored by what the model predicts after position p - 1. Position 0 has no score.
 """
@@ -44,7 +44,7 @@ class TargetIds:
 
 @dataclass(frozen=True, eq=False)
 class PromptQuestions:
-    """What a request wants to know about its prompt."""
+    """Questions of a request about its prompt."""
 
     logprobs: bool = False
     """The log-probability of each token."""
@@ -141,7 +141,7 @@ class TopLogprobs:
         return cls(np.zeros((length, k), dtype=np.int32), np.full((length, k), NO_LOGPROB, dtype=np.float32))
 
     def encode(self) -> tinker_pb2.TopkLogprobs:
-        """As it goes over the wire."""
+        """Encode the answers for the wire."""
         length, k = self.token_ids.shape
         return tinker_pb2.TopkLogprobs(
             token_ids=self.token_ids.astype("<i4").tobytes(), logprobs=self.logprobs.astype("<f4").tobytes(), k=k, length=length
@@ -178,7 +178,7 @@ class Alternatives:
 
 @dataclass(frozen=True, eq=False)
 class PromptAnswers:
-    """What was asked about a prompt of n tokens; None where it was not."""
+    """Answers about a prompt of n tokens; None where nothing was asked."""
 
     logprobs: NDArray[np.float32] | None = None
     """[n]: NaN where nothing was computed, 0.0 at image positions."""

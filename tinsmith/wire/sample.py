@@ -48,7 +48,7 @@ class StopRule:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen."""
+    """Settings for choosing tokens."""
 
     max_tokens: int | None
     """Most tokens to sample; None goes up to the context window."""
@@ -73,7 +73,7 @@ class SampleRequest:
     prompt: list[Chunk]
     params: SamplingParams
     questions: PromptQuestions
-    """What to return about the prompt as well."""
+    """Questions about the prompt."""
     topk_sample_logprobs: int = 0
     """Return so many of the likeliest tokens at each sampled position."""
     record_stability_info: bool = False
@@ -108,10 +108,10 @@ class SampledSequence:
     tokens: list[int]
     """Includes the token that ended it."""
     logprobs: list[float]
-    """Of each token, at the temperature of the request."""
+    """Log-probability of each token, at the temperature of the request."""
     stop_reason: Literal["stop", "length"]
     topk: TopLogprobs | None = None
-    """Of each position, at the temperature of the request; None if it was not asked for."""
+    """Likeliest tokens of each position, at the temperature of the request; None if they were not asked for."""
     versions: tuple[VersionSpan, ...] = ()
     """Which weights gave which tokens, in order. Several only if the weights were replaced meanwhile (`inflight`)."""
 

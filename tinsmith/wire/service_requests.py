@@ -27,7 +27,7 @@ class SessionHeartbeatRequest(TolerantModel):
 
 
 class FinishReason(TolerantModel):
-    """How a session ended."""
+    """Reason for the end of a session."""
 
     type: str
 

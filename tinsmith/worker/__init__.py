@@ -1,1 +1,1 @@
-"""The process that owns a device: base models, what is trained and sampled on them, and what runs beside the device."""
+"""The process that owns a device, with its base models, and all that is trained and sampled on them."""

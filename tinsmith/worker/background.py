@@ -1,4 +1,4 @@
-"""Threads beside the device: they render, read and write while its own thread trains and samples."""
+"""Threads beside the device: they render, read and write while the device's thread trains and samples."""
 
 import threading
 from collections import deque

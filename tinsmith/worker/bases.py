@@ -1,4 +1,4 @@
-"""The base models of a worker: loaded, where they have room, and shown to compute what they should before anything is served."""
+"""Loads a worker's base models and checks their numbers before they are served."""
 
 import hashlib
 import json
@@ -31,9 +31,9 @@ PASSED_DIR = "self_checks"
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 """Packages whose versions may change what a base model computes, or what we compute with it."""
 VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "NVIDIA_TF32", "PYTORCH_", "TORCH_", "TRITON_")
-"""How names of environment variables begin that may do the same."""
+"""Prefixes of environment variables that may do the same."""
 WHOLE_BASE = 1.1
-"""How many times its size a base model takes of a device on which it lies as a whole while it is divided."""
+"""Memory of a device that a base model takes while it lies there as a whole to be divided, as a multiple of its size."""
 
 
 def stays_on_host(source: str, config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""The files of checkpoints as the worker reads and writes them, in threads beside the device.
+"""Reads and writes checkpoint files, in threads beside the device.
 
 The engine gives a directory that nobody else writes to, and makes the checkpoint exist with its row when the files are complete.
 """

@@ -1,4 +1,4 @@
-"""A stored forward or forward_backward request -> datums that are checked and ready to compute."""
+"""Turns stored forward and forward_backward requests into checked datums."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class CheckedDatum:
     """[n] or [n, k]"""
     loss: Loss
     inputs: dict[str, FloatArray]
-    """What the loss reads, each of the shape of `targets`."""
+    """Inputs of the loss, each of the shape of `targets`."""
     renderer: Renderer
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ def _check_thresholds(datum: Datum, loss: Loss, inputs: Mapping[str, FloatArray]
 
 
 def _check_counted(loss: Loss, inputs: Mapping[str, FloatArray]) -> None:
-    """What says which positions count says it with 0 and 1: as factors they would be left out of the loss."""
+    """Refuse counting inputs other than 0 and 1: as factors they would be left out of the loss."""
     for name in COUNTED_BY:
         if name in loss.optional_inputs and name in inputs:
             wrong = np.flatnonzero((inputs[name] != 0) & (inputs[name] != 1))

@@ -1,4 +1,4 @@
-"""One server for each GPU, unless several agreed to share it: a lock that a worker holds for as long as it lives.
+"""Locks a GPU for one server, unless several agreed to share it.
 
 Each GPU has a file, named by the GPU's UUID, in a directory of the user's. A worker with a `memory_share` below 1 locks it together with
 others that have one, any other worker alone. The kernel lets go of the lock when the process ends, however it ends.
@@ -27,7 +27,7 @@ from tinsmith.errors import ConfigError
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 20.0
-"""How long a worker waits for the lock: one whose server was killed may still be about to end."""
+"""Seconds that a worker waits for the lock: one whose server was killed may still be about to end."""
 _RETRY_S = 0.1
 _LOCKS = Path("/proc/locks")
 

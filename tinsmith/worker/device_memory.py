@@ -1,4 +1,4 @@
-"""What the worker does with the memory of its device, decided when all base models are loaded and nothing else is."""
+"""Divides the memory of the worker's device, when all base models are loaded and nothing else is."""
 
 import logging
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class DeviceMemory:
-    """How much of the device each base model's cache gets, and how long a sequence trains beside it."""
+    """Cache size of each base model, and the length of sequences that train beside it."""
 
     def __init__(self, bases: Mapping[str, BaseModel], config: Config, group: ProcessGroup | None = None) -> None:
         """Divide what is free now. With a `group` all of its workers do so at the same time, and share the host's memory."""
@@ -41,7 +41,7 @@ class DeviceMemory:
         self.budgets = {name: divide_memory(free, len(bases), models[name], self.passes[name], config, self.on_gpu) for name in bases}
 
     def cache_sizes(self, name: str) -> CacheSizes:
-        """Of the local sampler's cache. Raises ConfigError if it does not hold one sequence."""
+        """Size of the local sampler's cache. Raises ConfigError if it does not hold one sequence."""
         base = self.bases[name]
         return CacheShape(base.layout.layers, base.dtype, base.device).divide(self.budgets[name].cache, self.config.sampling.max_running)
 
@@ -72,7 +72,7 @@ class DeviceMemory:
 
 
 def _share_of_host(free: int, group: ProcessGroup) -> int:
-    """What each worker has of the free memory of its host, where that is least: all count on the same."""
+    """Return each worker's share of its host's free memory; the smallest counts for all."""
     return min(each // workers for each, workers in zip(group.gather(free), workers_beside(group), strict=True))
 
 

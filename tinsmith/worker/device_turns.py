@@ -1,4 +1,4 @@
-"""Turns in which trainer and vLLM servers have one GPU (--vllm-turn-s).
+"""Turns of trainer and vLLM servers on one GPU (--vllm-turn-s).
 
     sampling -> falling asleep -> training -> waking -> sampling ...
 
@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.25
-"""How long who has the GPU may have nothing to do before the turn ends. Between two steps of a client there is a moment without work."""
+"""Seconds without work after which a turn ends. Between two steps of a client there is a moment without work."""
 
 
 class Sleeper(Protocol):

@@ -1,4 +1,4 @@
-"""External weights: what other tools load, to be downloaded. A PEFT adapter, or a whole transformers model if all of it was trained.
+"""Writes external weights: a PEFT adapter, or a whole transformers model if all of it was trained.
 
 With recipients every file is encrypted with age (age-encryption.org) and named `.age`; nothing in plain text stays behind.
 """
@@ -46,7 +46,7 @@ def write_external(state: SavedState, layout: Layout, directory: Path, recipient
 
 
 def export_files(written: Path, directory: Path, recipients: Sequence[Any]) -> None:
-    """As `write_external`, of a model of rank 0 whose checkpoint has been written to a directory."""
+    """Write external weights of a rank-0 model whose checkpoint has been written to a directory."""
     _write_encrypted(partial(merge, written), directory, recipients)
 
 

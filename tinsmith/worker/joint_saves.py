@@ -1,4 +1,4 @@
-"""What this worker does of a checkpoint that all workers write together, because the weights are divided over them.
+"""Writes this worker's part of a checkpoint whose weights are sharded over all workers.
 
     copy of its part ─▶ a thread writes it ─▶ PartWritten ─▶ FinishSave, to one of them ─▶ a thread makes a checkpoint ─▶ Answer
 
@@ -41,7 +41,7 @@ class JointSaves:
         self.place = place
         self.answer = answer
         self.begun: dict[int, Save] = {}
-        """By number, those that this worker is to finish when all have written their parts."""
+        """Saves by number that this worker is to finish when all have written their parts."""
 
     def write(self, message: Save, part: StatePart) -> None:
         """Let a thread write this worker's part, which is told when it is on the disk."""

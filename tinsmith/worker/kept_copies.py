@@ -1,4 +1,4 @@
-"""Copies of models beside the device, from which the next workers go on when this one dies.
+"""Copies of models on disk, from which new workers restore them when this one dies.
 
 After a step of a LoRA model its weights and what AdamW remembers are copied, and a thread writes them as the files of a checkpoint. They
 are there to outlive this process, not a power cut, so nothing is synced: the files lie in the page cache at once. Where workers run on
@@ -178,5 +178,5 @@ def write_copy(state: SavedState, model_id: str, directory: Path, before: str, d
 
 
 def name_of_copy(model_id: str) -> str:
-    """What messages call the kept copy of a model."""
+    """Return the name of a model's kept copy in messages."""
     return f"the kept copy of model {model_id}"

@@ -1,4 +1,4 @@
-"""The worker: it owns a device, whose thread does one thing at a time.
+"""The worker's loop: its thread owns the device and does one thing at a time.
 
     new messages -> at most one pass or call -> decode steps for as long as that took -> again
 
@@ -67,7 +67,7 @@ from tinsmith.worker.status import WorkerStatusReporter
 log = logging.getLogger(__name__)
 
 IDLE_S = 1.0
-"""How long an idle worker sleeps before it looks whether its engine still lives."""
+"""Seconds that an idle worker sleeps before it looks whether its engine still lives."""
 
 RENDERING_THREADS = 2
 """Threads that read and check large requests. They decode no picture, so that texts never wait for pictures."""
@@ -105,7 +105,7 @@ class Worker:
         self.config = config
         self.bases = bases
         self.sampled_bases = compared or bases
-        """What the sampler computes with itself, and what snapshots belong to."""
+        """Base models that the sampler computes with, and to which snapshots belong."""
         self.link = link
         self.heartbeat = heartbeat
         self.images = BlobFiles(Path(config.data_dir))
@@ -115,7 +115,7 @@ class Worker:
         self.copies = Background("copies", COPY_THREADS, link.wake)
         self.beside = self.rendering, self.pictures, self.disk, self.copies
         self.early: list[Message] = []
-        """What has come in the middle of a pass."""
+        """Messages that arrived in the middle of a pass."""
         self.due: deque[Callable[[], None]] = deque()
         """Passes and calls for the device, oldest first."""
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
@@ -205,7 +205,7 @@ class Worker:
         self.status.report()
 
     def facts(self) -> list[ModelFacts]:
-        """What engine and server must know of each base model."""
+        """Return the facts of each base model that engine and server must know."""
         return [
             ModelFacts(
                 name=name,
@@ -257,7 +257,7 @@ class Worker:
                 self.snapshots.forget(message.path)
 
     def send(self, message: Message) -> None:
-        """Tell the engine."""
+        """Send a message to the engine."""
         match message:
             case SampleFailed(category="server"):
                 self.suspicious = True
@@ -289,7 +289,7 @@ class Worker:
         return data
 
     def _trained(self, backend: LocalBackend, renderer: Renderer, group: ProcessGroup | None) -> Trained:
-        """What trains on a base model, and how long sequences may be: on this worker alone, and on all together."""
+        """Return the trainer of a base model, with the lengths that train on this worker alone and on all together."""
         base = backend.base
         alone = self.memory.longest_trained(base.name)
         if group is None or not computes_together(self.config, group.count):
@@ -332,7 +332,7 @@ def disk_for_snapshots(config: Config, place: Place) -> float:
 
 
 def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> LocalBackend:
-    """What trains on a base model. With `--shard weights` its layers are divided over the group first."""
+    """Return the trainer of a base model. With `--shard weights` its layers are first divided over the group."""
     if group is None or not config.divides:
         return LocalBackend(base, config.training, group, config.sampling.eager)
     divide(base, group)

@@ -1,4 +1,4 @@
-"""What the engine asks of models: create, step, snapshot, save, export, load. Each call is answered once.
+"""Calls of the engine to models: create, step, snapshot, save, export, load. Each is answered once.
 
 The device's thread computes and copies. Files are written from the copy, and read, in threads beside it, so that nobody's save or load
 keeps others from training and sampling. What is saved goes on itself as soon as the engine has heard that the copy is there.

@@ -1,4 +1,4 @@
-"""Forward and forward_backward operations on the worker: requests -> datums that are checked -> passes.
+"""Forward and forward_backward operations on the worker: checks their datums and computes passes.
 
 The engine decides what is computed together. Here operations are checked and measured as they come, and the pictures of a pass are decoded
 by a pool of threads, so that the device never waits for what a processor could have done before.
@@ -40,7 +40,7 @@ Rendered = tuple[Piece, DatumWork | TinsmithError]
 
 @dataclass(frozen=True)
 class Trained:
-    """What trains on one base model."""
+    """Trainer of one base model."""
 
     backend: LocalBackend
     renderer: Renderer
@@ -49,7 +49,7 @@ class Trained:
     longest_alone: int | None = None
     """Most tokens of a sequence that one worker computes; all compute a longer one together. None if that is never done."""
     workers: int = 1
-    """How many there are."""
+    """Number of workers."""
 
     def together(self, datums: Sequence[CheckedDatum]) -> list[int]:
         """Indices of those that all workers compute together."""
@@ -78,17 +78,17 @@ class Passes:
         self.find_recorded = find_recorded
         self.dropped = dropped
         self.noticed: set[str] = set()
-        """What the log has been told of losses."""
+        """Notices of losses that were already logged."""
         self.datums: dict[str, dict[int, CheckedDatum]] = {}
         """Datums that are not computed yet, by operation and index."""
         self.preparing: dict[str, Prepare] = {}
-        """What threads prepare, and is not given up, by operation."""
+        """Operations that threads are preparing and that are still wanted."""
         self.passes: dict[int, RunPass] = {}
         """Passes that the device has not been given, by number, in the order in which they came."""
         self.rendered: dict[int, list[Rendered | None]] = {}
         """Their datums; None for one whose pictures are being decoded."""
         self.behind: dict[int, list[Callable[[], None]]] = {}
-        """What the device is given behind one of these passes, by its number."""
+        """Work for the device behind a pass, by the pass's number."""
         self.timed: deque[tuple[RunPass, Stopwatch]] = deque()
         """Computed passes of which the engine is to hear how long they took."""
 
@@ -223,7 +223,7 @@ class Passes:
         )
 
     def _took(self) -> list[tuple[str, bool, list[int], float]]:
-        """How long the passes took that the device has ended."""
+        """Return the seconds of passes that the device has ended."""
         took = []
         while self.timed and (seconds := self.timed[0][1].seconds) is not None:
             message, _ = self.timed.popleft()
@@ -254,7 +254,7 @@ def _render(piece: Piece, datum: CheckedDatum) -> Rendered:
 
 
 Outcome = tuple[dict[Piece, DatumResult], dict[Piece, TinsmithError]]
-"""What a pass gives: datums with a result, and those that failed."""
+"""Results of a pass: datums with a result, and those that failed."""
 
 
 def _compute_share(backend: LocalBackend, message: RunPass, rendered: "list[Rendered]", look: Callable[[], None] | None) -> Outcome:

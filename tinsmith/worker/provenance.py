@@ -1,4 +1,4 @@
-"""What was recorded when a datum's tokens were sampled, laid over the positions of the datum.
+"""Finds the recorded samples that a datum's tokens come from, and lays them over the datum's positions.
 
 A client that samples with record_stability_info says of each datum where its tokens come from (`Datum.with_provenance` of the SDK): which
 positions are sampled tokens of which sequence, and which are of the prompt that a sequence was sampled for. Everything that it says is
@@ -17,11 +17,11 @@ from tinsmith.store.records import RecordedSequence
 from tinsmith.wire.forward_backward import Datum, ProvenanceSpan
 
 _FIELDS = ("model_input", "loss_fn_inputs")
-"""What `Datum.with_provenance` calls the fields that spans cover."""
+"""Names in `Datum.with_provenance` of the fields that spans cover."""
 
 
 def sequence_ids(data: Iterable[Datum], model_id: str) -> set[str]:
-    """Of all sequences that these datums name and that the model's own session sampled: those of others are not there for it."""
+    """Return the ids of sequences that these datums name and that the model's own session sampled; others do not exist for it."""
     named = {span.sequence_id for datum in data for span in (*datum.model_input_spans, *datum.target_spans)}
     return {sequence_id for sequence_id in named if ids.session_of(sequence_id) == ids.session_of(model_id)}
 
@@ -90,7 +90,7 @@ def _why_absent(sequence_id: str, model_id: str) -> str:
 
 
 def _check_tokens(field: str, tokens: NDArray[np.int64], spans: Iterable[ProvenanceSpan], recorded: Mapping[str, RecordedSequence]) -> None:
-    """Tokens that are said to be sampled are the ones that were sampled: as targets, and as what later targets follow."""
+    """Raise if tokens marked as sampled differ from the recorded sample, in the targets or in their context."""
     start = 0
     for span in spans:
         end = start + span.length

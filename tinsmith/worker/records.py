@@ -1,4 +1,4 @@
-"""Rows of databases as a worker gets them: it opens none, and asks the engine (`protocol/questions.py`)."""
+"""Reads database rows through the engine (`protocol/questions.py`); a worker opens no database."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -17,7 +17,7 @@ from tinsmith.wire.paths import CheckpointKind
 
 
 class SequenceRecords(Protocol):
-    """Where sampled sequences are recorded."""
+    """Storage of recorded sequences."""
 
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
         """Record sequences by id."""
@@ -29,7 +29,7 @@ class SequenceRecords(Protocol):
 
 
 class AskedRecords:
-    """What is in the databases of the server's host, for any thread. `ask` waits for the answer; each method raises as the store does."""
+    """Database rows of the server's host, for any thread. `ask` waits for the answer; each method raises as the store does."""
 
     def __init__(self, ask: Answers) -> None:
         self._ask = ask

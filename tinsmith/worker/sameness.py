@@ -1,4 +1,4 @@
-"""Workers of several hosts compute the same: each host has programs and weights of its own, which may be others than those elsewhere."""
+"""Checks that workers on several hosts run the same programs and hold the same weights."""
 
 import platform
 from collections.abc import Mapping

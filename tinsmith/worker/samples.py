@@ -1,4 +1,4 @@
-"""The sampling half of a worker: requests to the sampler of their base model, with the weights that their session is bound to.
+"""The sampling half of a worker: gives requests to the sampler of their base model, with the weights of their session.
 
 Requests wait as they came, by base model and session. In turn, when their sampler wants more, they are parsed and rendered. Large ones are
 parsed in a thread, new pictures are decoded in others, and weights that are not in memory are read in yet others. What waits for its
@@ -59,15 +59,15 @@ class Started:
     message: Sample
     """Without the payload, which is needed no more."""
     started_at: float
-    """Monotonic time."""
+    """Monotonic time of its start."""
     in_sampler: bool = False
     """Its sampler has it. Until then it is rendered, or its weights are read."""
     is_decoded: bool = False
     """Threads decode its pictures."""
     is_recorded: bool = False
-    """What is sampled is recorded for the loss stable_reinforce."""
+    """Whether the sample is recorded for the loss stable_reinforce."""
     questions: PromptQuestions = field(default_factory=PromptQuestions)
-    """What is asked about the prompt."""
+    """Questions about the prompt."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _Measured:
 
 
 class Samples:
-    """What is to be sampled. `send` answers the engine."""
+    """Samples that wait and run. `send` answers the engine."""
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ class Samples:
         self.recorded = recorded
         self.send = send
         self.waiting: dict[str, Turns[Sample]] = {name: Turns() for name in bases}
-        """By base model."""
+        """Waiting samples by base model."""
         self.started: dict[str, Started] = {}
-        """By the name that the sampler knows them by (`_name`)."""
+        """Running samples by their name in the sampler (`_name`)."""
         self.sessions: dict[str, Counter[str]] = {name: Counter() for name in bases}
-        """How many each session has in `started`, by base model."""
+        """Number of running samples of each session, by base model."""
         self.rendering_bytes: Counter[str] = Counter()
         """Bodies that threads parse and render now, by session."""
         self.decoding: dict[str, Counter[str]] = {name: Counter() for name in bases}
@@ -126,11 +126,11 @@ class Samples:
         self.on_the_way: Counter[str] = Counter()
         """Sequences in `started` that their sampler has not got yet, by base model."""
         self.needing: dict[Key, list[_Rendered]] = {}
-        """What waits for weights that are being read."""
+        """Samples that wait for weights that are being read."""
         self.sampled_tokens = 0
-        """Of all requests that are finished."""
+        """Tokens of all finished requests."""
         self.finished = 0
-        """How many requests are finished."""
+        """Number of finished requests."""
         snapshots.watchers.append(self._publish)
         snapshots.in_use = self._weights_in_use
 
@@ -149,7 +149,7 @@ class Samples:
         return any(base.sampler.has_work or self._next(name) is not None for name, base in self.bases.items())
 
     def load(self) -> tuple[int, int]:
-        """How many sequences are being decoded, and how many wait, on all base models."""
+        """Return how many sequences are decoded and how many wait, on all base models."""
         loads = [base.sampler.load for base in self.bases.values()]
         waiting = sum(message.num_samples for turns in self.waiting.values() for message in turns)
         waiting += self.on_the_way.total()
@@ -232,7 +232,7 @@ class Samples:
                     self._render(message, _measure(renderer, message))
 
     def _next(self, base_model: str) -> Sample | None:
-        """What its sampler should get now: the next in turn while it wants more, and in any case one of each session.
+        """Return the next sample for a sampler: the next in turn while it wants more, and in any case one of each session.
 
         What is being decoded takes room from its own session only, and of that each session its share: pixel values are large.
         """
@@ -407,7 +407,7 @@ def _take_from(counts: Counter[str], key: str, amount: int) -> None:
 
 
 def _name(message: Sample) -> str:
-    """What its sampler knows it by. No two that run have the same: a client may give a sample up and send its request id again."""
+    """Return a sample's name in its sampler, which no other has: a client may give a sample up and send its request id again."""
     return f"{message.request_id}@{message.run}"
 
 

@@ -1,4 +1,4 @@
-"""The frozen weights that sampling sessions are bound to: ephemeral snapshots, and checkpoints loaded when they are first sampled.
+"""Frozen weights that sessions sample: ephemeral snapshots, and checkpoints, loaded when they are first sampled.
 
 Over `memory_bytes` the least recently sampled leave the memory and come back on use. An ephemeral snapshot is written to disk then, once,
 because nothing else holds it (`spill.py`); a checkpoint lies there already.
@@ -37,7 +37,7 @@ _LOOK_S = 60.0
 
 @dataclass(frozen=True)
 class Held:
-    """Weights in memory."""
+    """Weights in memory that can be sampled."""
 
     weights: Weights
     expires_at: float | None = None
@@ -81,7 +81,7 @@ class Snapshots:
         self.watchers: list[Callable[[str, Weights], None]] = []
         """Called with base model and weights of each publication."""
         self.in_use: Callable[[], Iterable[Key]] = tuple
-        """What is being sampled now."""
+        """Keys of the weights that are sampled now."""
         self._reading: set[Key] = set()
         """Weights that are being read, as long as they have not changed since that began."""
         self._looked_at = time.monotonic()
@@ -121,7 +121,7 @@ class Snapshots:
         return held.weights
 
     def reader(self, base_model: str, weights_id: str) -> Callable[[], Held]:
-        """What reads weights that are not in memory. Any thread may call it; what it returns goes to `hold`.
+        """Return a function that reads weights which are not in memory. Any thread may call it; its result goes to `hold`.
 
         Raises NotFoundError, with the reason, if they are gone. So may what it returns, and UserError if they fit neither base nor memory.
         """
@@ -231,14 +231,14 @@ class Snapshots:
                 self._drop(key, f"they were sampled least recently of snapshots that take more disk than {limit}")
 
     def _note_use(self) -> None:
-        """What is being sampled counts as sampled now."""
+        """Mark the weights in use as sampled now."""
         now = time.monotonic()
         for key in self.in_use():
             if key in self.sampled_at:
                 self.sampled_at[key] = now
 
     def _kept(self) -> set[Key]:
-        """What is not dropped, whatever its age and size."""
+        """Return the keys that are never dropped, whatever their age and size."""
         return {*self.newest.values(), *self.in_use(), *(key for key in self.sampled_at if ids.is_inflight(key[1]))}
 
     def _drop(self, key: Key, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Ephemeral snapshots that memory has no room for, on the disk.
+"""Ephemeral snapshots on disk, for which memory has no room.
 
 A thread writes them, one at a time, so that training goes on meanwhile. Until one is written it stays in memory.
 """
@@ -21,11 +21,11 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Written:
-    """Weights on disk."""
+    """Weights that were written to disk."""
 
     directory: Path
     ref: WeightsRef
-    """Of the weights."""
+    """Identity of the weights."""
     size: int
     """Bytes on the disk."""
 
@@ -43,7 +43,7 @@ class Spill:
     """Snapshots on disk, by key. For one thread, beside its own."""
 
     def __init__(self, directory: Path) -> None:
-        """What an earlier worker left in the directory is deleted: its snapshots ended with it."""
+        """Delete the snapshots of an earlier worker in the directory, which ended with it."""
         self.directory = directory
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -70,7 +70,7 @@ class Spill:
             return self._written.get(key)
 
     def keys(self) -> list[Key]:
-        """Of all that was put here."""
+        """Keys of all snapshots on disk."""
         with self._lock:
             return [*self._written, *([self._leaving.key] if self._leaving is not None else [])]
 

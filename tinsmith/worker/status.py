@@ -1,4 +1,4 @@
-"""Telling what a worker does: the engine, at most once a second; the log, a line on samples and one on compiling from time to time.
+"""Reports a worker's work: to the engine at most once a second, and in the log from time to time.
 
 Nothing is said while nothing changes.
 """
@@ -37,7 +37,7 @@ class WorkerStatusReporter:
         self.summed_up = (time.monotonic(), 0, 0)
         """When the log last got its line on samples (monotonic), and how many samples and tokens there had been."""
         self.graphs: dict[str, int] = {}
-        """What the log has been told of graphs."""
+        """Numbers of graphs that were already logged."""
 
     def report(self) -> None:
         """To be called whenever the worker has done something, and at least every few seconds."""
@@ -68,5 +68,5 @@ class WorkerStatusReporter:
 
 
 def graphs_made() -> dict[str, int]:
-    """How many graphs of operations this process has made so far, by kind."""
+    """Return the number of graphs captured by this process, by kind."""
     return {"compiled": compilations(), "captured": captures()}

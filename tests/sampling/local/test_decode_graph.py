@@ -1,4 +1,7 @@
-"""Decoding steps as CUDA graphs, on a GPU: `TINSMITH_TEST_DEVICE=cuda pytest tests/sampling/local/test_decode_graph.py`."""
+"""Decoding steps as CUDA graphs, on a GPU: `TINSMITH_TEST_DEVICE=cuda pytest tests/sampling/local/test_decode_graph.py`.
+
+Invariant: A captured step computes what the same step computes launch by launch, with the newest weights, whatever moves or runs out.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

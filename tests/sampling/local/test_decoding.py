@@ -1,4 +1,8 @@
-"""Decoding steps: what lies in the rows on the device, what a step reads, and steps that are launched before the last one is read."""
+"""Decoding steps: what lies in the rows on the device, what a step reads, and steps that are launched before the last one is read.
+
+Invariant: Rows on the device are what the host knows; a decoding step waits for nothing; dead rows, steps launched ahead and weights in
+batches of their own change no token.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

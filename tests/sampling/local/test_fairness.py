@@ -1,4 +1,8 @@
-"""One session's samples beside many of another: how many steps they take. `test_sampler.py` shows that turns change no token."""
+"""One session's samples beside many of another: how many steps they take. `test_sampler.py` shows that turns change no token.
+
+Invariant: A short sample beside 2,000 long ones takes as many steps as it has tokens; turns and preemption change no token.
+Also: `tests/sampling/local/test_sampler.py`, `tests/worker/test_samples.py`, `tests/acceptance/test_fair_samples.py`.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,9 @@
-"""The local sampler of a model with gated delta nets: its states are those of the tokens so far, whatever happens to a sequence."""
+"""The local sampler of a model with gated delta nets: its states are those of the tokens so far, whatever happens to a sequence.
+
+Invariant: The state of a gated delta net is that of its sequence's tokens, whatever is preempted, forked, cancelled, published or fails;
+no slot is lost.
+Also: `tests/sampling/local/test_states.py`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,8 @@
-"""What goes wrong with one sample is its failure alone: the others get the tokens that they would have got without it."""
+"""What goes wrong with one sample is its failure alone: the others get the tokens that they would have got without it.
+
+Invariant: A sample that cannot be computed, scored, decoded or written fails alone; out of memory changes no other's tokens.
+Also: `tests/worker/test_samples.py`.
+"""
 
 import subprocess
 import sys

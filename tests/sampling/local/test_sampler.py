@@ -1,4 +1,15 @@
-"""The local sampler against the trainer's forward, alone and in company."""
+"""The local sampler against the trainer's forward, alone and in company.
+
+Invariant: Sampler logprobs equal the trainer's; seeds ignore batch mates; a small cache changes nothing.
+Also: `tests/acceptance/test_sampling.py`.
+
+Invariant: A prompt in pieces, a prefix from the cache, a cut image change nothing; nothing is shared between weights or images.
+Also: `tests/sampling/local/test_cached_attention.py`.
+
+Invariant: Tokens that are read while they come are those of the result, each once, whatever weights replace others and whatever server is
+lost.
+Also: `tests/sampling/vllm/test_sampler.py`, `tests/with_vllm/test_a_sampler.py`.
+"""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,10 @@
-"""The limit of the canary grows with what the logits' dtype rounds, and other weights are refused whatever the size of the logits."""
+"""The limit of the canary grows with what the logits' dtype rounds, and other weights are refused whatever the size of the logits.
+
+Invariant: Trainer and vLLM agree on text and images, for base, adapters and full weights side by side; wrong weights are never sampled,
+however little they differ.
+Also: `tests/with_vllm/test_agreement.py`, `tests/with_vllm/test_parameters.py`, `tests/with_vllm/test_bfloat16.py`,
+`tests/with_vllm/test_a_sampler.py`, `tests/with_vllm/test_transfers.py`.
+"""
 
 import math
 from pathlib import Path

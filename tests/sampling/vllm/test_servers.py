@@ -1,4 +1,12 @@
-"""Servers that are started, die and hang, and where a prompt goes: real processes on real sockets, which only say that they live."""
+"""Servers that are started, die and hang, and where a prompt goes: real processes on real sockets, which only say that they live.
+
+Invariant: A server that hangs is replaced, a long answer does not count as hanging, and a prompt goes to the server that knows its
+beginning.
+Also: `tests/with_vllm/test_a_sampler.py`.
+
+Invariant: A server whose engine or worker died is replaced, though its process stays and never answers what was under way.
+Also: `tests/sampling/vllm/test_instance.py`, `tests/with_vllm/test_servers.py`.
+"""
 
 import asyncio
 import os

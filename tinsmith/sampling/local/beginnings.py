@@ -1,4 +1,4 @@
-"""What a sequence need not compute, because another that begins alike has computed it or is about to.
+"""Decides what a sequence need not compute, because another with the same beginning has computed it or is about to.
 
 Keys and values can be shared up to any full block. A state cannot be cut, so in a model with gated delta nets a sequence can only go on
 behind a block at whose end a state was saved. It is saved
@@ -22,7 +22,7 @@ WORTH_SAVING = 64 // BLOCK
 
 
 class Beginnings:
-    """What is known of the beginnings of sequences, and what is to be saved of them."""
+    """The prefix cache: known beginnings of sequences, and states that are to be saved of them."""
 
     def __init__(self, cache: KVCache, states: StateSlots | None) -> None:
         self.cache = cache
@@ -39,7 +39,7 @@ class Beginnings:
         return found[: self.states.longest(keys[: len(found)])] if self.states else found
 
     def found(self, sequence: Sequence, coming: dict[bytes, Sequence]) -> list[int] | None:
-        """As `known`; None if one of the prompts that are being computed, `coming`, will spare it more, so that it should wait.
+        """Find a known beginning; None if a prompt in `coming` will provide a longer one, so that this one should wait.
 
         With states that prompt is told to save the state where the two part, if it has not got past there.
         """
@@ -71,7 +71,7 @@ class Beginnings:
         return saves
 
     def end_of_piece(self, sequence: Sequence, most: int) -> int:
-        """Where a piece of at most so many tokens of a prompt ends: with states where one is to be saved, or at least with a full block."""
+        """Return where a chunk of at most so many prompt tokens ends: at a state to save, or at least at a full block."""
         end = min(sequence.length, sequence.stored + most)
         if self.states:
             saved = [blocks * BLOCK for blocks in sequence.saves if sequence.stored < blocks * BLOCK <= end]

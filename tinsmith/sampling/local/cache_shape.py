@@ -1,4 +1,4 @@
-"""What sampling keeps of its sequences, from the kinds of a model's layers, and how a budget of memory is divided.
+"""Computes what sampling keeps of a sequence from the kinds of a model's layers, and divides the cache's memory.
 
 Layers that attend keep keys and values of every token, in blocks of `BLOCK` tokens (`kv_cache.py`). Gated delta nets keep a state of fixed
 size for each sequence, in slots (`states.py`). Models without gated delta nets have no slots.
@@ -21,14 +21,14 @@ FREE_BLOCKS = 2**16
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """How many blocks and slots there are."""
+    """Numbers of blocks and slots."""
 
     blocks: int
     slots: int
 
     @property
     def places(self) -> int:
-        """How many sequences of a model with gated delta nets can run at once.
+        """Return how many sequences of a model with gated delta nets can run at once.
 
         An eighth of the slots is left to saved states, and one of four already. Without them every prompt that begins like an earlier one
         would be computed whole while all places are taken, which is always the case in reinforcement learning.
@@ -38,12 +38,12 @@ class CacheSizes:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What the layers of one model keep, and where."""
+    """Memory that the layers of one model keep for sampling."""
 
     layers: tuple[LayerKind, ...]
     """The kind of each layer."""
     dtype: torch.dtype
-    """Of keys, values and the inputs of convolutions; recurrent states are float32."""
+    """Precision of keys, values and the inputs of convolutions; recurrent states are float32."""
     device: torch.device
 
     @property
@@ -77,7 +77,7 @@ class CacheShape:
 
     @property
     def state_bytes(self) -> int:
-        """What one sequence keeps in all gated delta nets; 0 if there is none."""
+        """Bytes that one sequence keeps in all gated delta nets; 0 if there is none."""
         kind = self.delta_net
         return len(self.delta_layers) * kind.state_bytes(self.dtype) if kind else 0
 

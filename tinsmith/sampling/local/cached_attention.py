@@ -34,13 +34,13 @@ class Window:
     start: int
     end: int
     slot: int = -1
-    """Where the state after the tokens before lies, in a model with gated delta nets."""
+    """Slot of the state after the earlier tokens, in a model with gated delta nets."""
 
     def __len__(self) -> int:
         return self.end - self.start
 
     def places(self) -> list[int]:
-        """Where keys and values of its tokens go: block · BLOCK + offset."""
+        """Places of its tokens' keys and values: block · BLOCK + offset."""
         return [self.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(self.start, self.end)]
 
 
@@ -96,7 +96,7 @@ class CachedPlan:
 
 
 def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each token of the windows its blocks [tokens, most blocks], and how many tokens it sees [tokens]."""
+    """Return the blocks [tokens, most blocks] of each token of the windows, and the number of tokens that it sees [tokens]."""
     most = max(len(window.blocks) for window in windows)
     tables = np.array([window.blocks + window.blocks[:1] * (most - len(window.blocks)) for window in windows])
     owner = np.repeat(np.arange(len(windows)), [len(window) for window in windows])
@@ -105,7 +105,7 @@ def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, 
 
 
 def _continued(windows: list[tuple[int, Window]], device: torch.device, dtype: torch.dtype) -> "Sequence[ContinuedWindows | CachedGroup]":
-    """What computes the windows that continue their sequences, each given behind the row where it begins."""
+    """Return the attention of windows that continue their sequences, each with its start in the row."""
     if windows and device.type == "cuda" and dtype in HALF:
         return [ContinuedWindows([start for start, _ in windows], [window for _, window in windows], device)]
     return [CachedGroup([start for start, _ in group], [window for _, window in group], device) for group in group_similar(windows)]
@@ -129,7 +129,7 @@ class ContinuedWindows:
         self.longest = int(widths.max()), int(lengths.max())
 
     def gather(self, memory: Tensor) -> Tensor:
-        """What the windows see of keys or values [blocks, BLOCK, kv_heads, head_dim] of one layer: [tokens, kv_heads, head_dim]."""
+        """Gather the visible keys or values [blocks, BLOCK, kv_heads, head_dim] of one layer: [tokens, kv_heads, head_dim]."""
         return memory.flatten(0, 1).index_select(0, self.places)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:

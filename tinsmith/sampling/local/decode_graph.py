@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 RUNGS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows of which there may be a graph; beyond the last, its multiples."""
 PATIENCE = 2
-"""How many steps in a row must need a rung before it is captured: a batch that grows passes many."""
+"""Number of steps in a row that must need a rung before it is captured: a growing batch passes many."""
 
 
 RETRY = 4096
 """Steps after which a graph that could not be captured is tried again."""
 
 _counts = Counter[str]()
-"""Of this process."""
+"""Graphs captured by this process."""
 
 
 class Kind(NamedTuple):
-    """What distinguishes graphs."""
+    """Key that tells graphs apart."""
 
     rows: int
     truncates: bool
@@ -52,7 +52,7 @@ class Captured:
 
     graph: torch.cuda.CUDAGraph
     logits: Tensor | None
-    """Where it leaves the logits; None if they are not needed."""
+    """Tensor to which it writes the logits; None if they are not needed."""
 
 
 class StepRunner:
@@ -63,18 +63,18 @@ class StepRunner:
         self.captures = captures
         self.graphs: dict[Kind, Captured] = {}
         self.steps = 0
-        """How often a graph was looked for."""
+        """Number of steps so far."""
         self.eager: dict[Kind, int] = {}
-        """What could not be captured, and from which number of steps on it is tried again."""
+        """Graphs that could not be captured, and the step from which on each is tried again."""
         self.wanted: tuple[Kind | None, int] = (None, 0)
         """The last graph that was missing, and how many steps in a row missed it."""
         self.places: Hashable = None
-        """Where the tensors of the graphs lie."""
+        """Addresses of the tensors that the graphs read."""
         self.pool: Any = None
         """The memory that all graphs share: only one of them runs at a time."""
 
     def __call__(self, batch: DeviceBatch, rows: StepRows) -> Tensor | None:
-        """As `DecodeStep.__call__`; the logits are there if `rows.needs_logits`."""
+        """Run a step as `DecodeStep.__call__` does; the logits are there if `rows.needs_logits`."""
         if not self.captures or not self.step.can_be_captured(batch, rows):
             return self.step(batch, rows)
         self._drop_stale(batch)
@@ -137,7 +137,7 @@ class StepRunner:
 
 
 def captures() -> int:
-    """How many graphs this process has captured so far; a number that keeps growing means that their memory moves again and again."""
+    """Return the number of graphs captured so far; a number that keeps growing means that their memory moves again and again."""
     return _counts["captured"]
 
 

@@ -62,7 +62,7 @@ class AttendTogether:
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """What the host knows of the rows of one step."""
+    """Facts about the rows of one step that the host knows."""
 
     count: int
     truncates: bool
@@ -85,11 +85,11 @@ class StepsInPlace:
         self.slots = slots
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """As `PassPlan.convolve`."""
+        """Convolve one token of each row (`PassPlan.convolve`)."""
         return convolve_step(x, weight, self.states.inputs[self.states.index[layer]], self.slots)
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """As `PassPlan.delta_rule`."""
+        """Apply the delta rule to one token of each row (`PassPlan.delta_rule`)."""
         return delta_step(query, key, value, decay, beta, self.states.memory[self.states.index[layer]], self.slots)
 
     def commit(self) -> None:
@@ -199,7 +199,7 @@ class DecodeStep:
         return known and gathered_bytes(self.cache.keys[0], rows.count, batch.table.shape[1]) <= MOST_GATHERED
 
     def places(self) -> Hashable:
-        """Where all lies that steps read, but for the batch: as long as this is equal, a captured step can be replayed."""
+        """Addresses of all that steps read except the batch: while they are equal, a captured step can be replayed."""
         tensors = [self.cache.keys, self.cache.values, self.base.lm_head, next(self.base.language_model.parameters())]
         if self.states:
             tensors += [self.states.inputs, self.states.memory]
@@ -232,7 +232,7 @@ class DecodeStep:
 
 
 def choice_of_rows(state: Tensor) -> DeviceChoice:
-    """How each row wants its next token chosen, from `DeviceBatch.state`."""
+    """Return how each row chooses its next token, from `DeviceBatch.state`."""
     numbers = state.view(torch.float64)
     return DeviceChoice(
         temperature=numbers[:, TEMPERATURE].float(),
@@ -245,7 +245,7 @@ def choice_of_rows(state: Tensor) -> DeviceChoice:
 
 
 def rows_of(batch: DeviceBatch, owner: Weights | None) -> StepRows:
-    """What the host knows of the rows that are taken. `owner` is that of all of them, if their weights have no columns."""
+    """Return the host's facts about the rows in use. `owner` has all of them, if their weights have no columns."""
     jobs = [seat.sequence.job for seat in batch.seats]
     on_cpu = batch.device.type == "cpu"
     return StepRows(

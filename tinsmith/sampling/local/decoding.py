@@ -42,7 +42,7 @@ class Tops:
     """The likeliest tokens at the rows of a step that want them."""
 
     rows: dict[int, int]
-    """How many each row wants, in the order of `ids`."""
+    """Number of alternatives that each row wants, in the order of `ids`."""
     ids: Tensor
     """[rows that want some, most that one wants], on the host once the step is done."""
     logprobs: Tensor
@@ -53,7 +53,7 @@ class Flight:
     """A step that the device was told to compute, and whose tokens the host has not read yet."""
 
     seats: tuple[Seat, ...]
-    """By row."""
+    """Sequences of the rows."""
     drawn: Tensor
     """[rows, 2] tokens and log-probabilities, on the host once the step is done."""
     tops: Tops | Exception | None
@@ -86,7 +86,7 @@ class Decoding:
         self.blocks = min(cache.total, blocks_for(base.max_context))
         self.scratch_slot = states.scratch if states else 0
         self.batches: dict[int, DeviceBatch] = {}
-        """By the id of weights that are apart; 0 for all others."""
+        """Batches by the id of weights that decode apart; 0 for all others."""
         self.runners: dict[int, StepRunner] = {}
         """Those of weights that are apart, by id."""
 
@@ -112,7 +112,7 @@ class Decoding:
         return self._launch(batch, sequences, self.runners[key] if key else self.run)
 
     def launch_alone(self, sequences: Sequence[Sampled]) -> Flight:
-        """As `launch`, for some of a group, after a step of the whole group has failed."""
+        """Launch a step for some of a group, after a step of the whole group has failed."""
         for sequence in sequences:
             sequence.seat = None
         return self._launch(self._batch(len(sequences)), sequences, self.step)

@@ -17,7 +17,7 @@ COLUMNS = 32
 
 
 def convolve_kernel(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> Tensor:
-    """As `convolve_step`. `inputs` are contiguous."""
+    """Compute `convolve_step` in a kernel. `inputs` are contiguous."""
     rows, channels = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
@@ -42,7 +42,7 @@ def convolve_kernel(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) ->
 
 
 def delta_kernel(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor) -> Tensor:
-    """As `delta_step`. `memory` is contiguous."""
+    """Compute `delta_step` in a kernel. `memory` is contiguous."""
     rows, key_heads, key_dim = key.shape
     value_heads, value_dim = value.shape[1:]
     query, key, value = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (query, key, value))

@@ -55,9 +55,9 @@ class DeviceBatch:
         self.table = torch.zeros(places, blocks + 1, dtype=torch.int32, device=device)
         """The blocks of each row, in order. Behind the last is the scratch block: a sequence that has ended may write one token there."""
         self.drawn = torch.zeros(places, 2, dtype=torch.float64, device=device)
-        """What the last step drew for each row: the token, and its log-probability."""
+        """Last token drawn for each row, and its log-probability."""
         self.seats: list[Seat] = []
-        """By row."""
+        """Sequences of the rows."""
         self.is_wrong = False
         """A step has failed, and what the rows hold means nothing any more."""
 
@@ -177,7 +177,7 @@ class DeviceBatch:
 
 
 def write_places(state: Tensor, table: Tensor) -> Tensor:
-    """Where the newest token of each row goes: block · BLOCK + offset, [rows] int64, from `DeviceBatch.state` and `table`."""
+    """Return the place of each row's newest token, block · BLOCK + offset, [rows] int64, from `DeviceBatch.state` and `table`."""
     last = state[:, LENGTH] - 1
     block = table.gather(1, (last // BLOCK).unsqueeze(1)).squeeze(1)
     return block * BLOCK + last % BLOCK

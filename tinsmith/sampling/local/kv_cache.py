@@ -16,7 +16,7 @@ from tinsmith.sampling.prefix import BLOCK
 
 
 def blocks_for(tokens: int) -> int:
-    """How many blocks hold that many tokens."""
+    """Return the number of blocks for that many tokens."""
     return -(-tokens // BLOCK)
 
 
@@ -29,7 +29,7 @@ class KVCache:
     def __init__(self, shape: CacheShape, blocks: int) -> None:
         kind = shape.attention
         self.index = {number: index for index, number in enumerate(shape.attention_layers)}
-        """Where a layer's keys and values lie, by its number."""
+        """Index of a layer's keys and values, by its number."""
         size = (len(self.index), blocks + 1, BLOCK, kind.kv_heads, kind.head_dim)
         self.keys = reserve_zeros(size, shape.dtype, shape.device)
         self.values = reserve_zeros(size, shape.dtype, shape.device)
@@ -47,7 +47,7 @@ class KVCache:
 
     @property
     def available(self) -> int:
-        """How many blocks `take` can give."""
+        """Number of blocks that `take` can give."""
         return len(self.free) + len(self.idle)
 
     def clear(self) -> None:

@@ -78,7 +78,7 @@ def paged_reference(
 
 
 def gathered_bytes(keys: Tensor, rows: int, blocks: int) -> int:
-    """What a call takes for copies of keys and values like `keys` [blocks, BLOCK, kv_heads, head_dim], with `blocks` for each row."""
+    """Return the bytes of a call's copies of keys and values like `keys` [blocks, BLOCK, kv_heads, head_dim], `blocks` a row."""
     return 0 if has_kernel(keys) else 2 * rows * blocks * keys[0].nbytes
 
 

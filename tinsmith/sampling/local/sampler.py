@@ -71,7 +71,7 @@ class LocalSampler:
         self.flights: list[Flight] = []
         """Steps that were launched ahead."""
         self.meanwhile: list[SampleEvent] = []
-        """What steps in the middle of a pass over prompts have given, if `deliver` does not take it."""
+        """Events of steps in the middle of a pass over prompts, if `deliver` does not take them."""
         self.deliver: Callable[[Items[SampleEvent]], None] | None = None
         """That of the `step` under way."""
         self.failed_meanwhile: list[SampleJob] | None = None
@@ -80,7 +80,7 @@ class LocalSampler:
         """A step that was launched ahead has failed: what is under way is read first, then it is tried again."""
 
     def capacity(self) -> str:
-        """How much the cache holds, in words."""
+        """Size of the cache, in words."""
         tokens = f"{self.cache.total * BLOCK:,} tokens"
         if self.states is None:
             return tokens
@@ -100,7 +100,7 @@ class LocalSampler:
 
     @property
     def room(self) -> int:
-        """As many may wait as can run."""
+        """Number of requests that may be added: as many may wait as can run."""
         return self.schedule.max_running - sum(1 + s.forks for s in self.schedule.waiting)
 
     def check_model(self, shape: LoraShape) -> None:
@@ -130,7 +130,7 @@ class LocalSampler:
         self.schedule.waiting.add(job.session, job.sequences[0])
 
     def publish(self, weights: Weights) -> None:
-        """What the former weights have computed is computed again; answers about a prompt stay, if they are complete."""
+        """Compute again what the former weights have computed; complete answers about a prompt stay."""
         ref = ref_of(weights, self.base.name)
         if ref.inflight_of is None:
             return

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _AGE = attrgetter("admitted")
 _OVERTAKES = 32
-"""How many sequences of other sessions are admitted before a session that was first but finds no room."""
+"""Number of other sessions' sequences that are admitted before a session that was first but finds no room."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Fork:
     sequence: Sequence
     blocks: list[int]
     slot: int
-    """Where its state will lie; -1 in a model without gated delta nets."""
+    """Slot for its state; -1 in a model without gated delta nets."""
 
 
 class Schedule:
@@ -71,7 +71,7 @@ class Schedule:
         self.blocked: Sequence | None = None
         """The next sequence of the first session of which nothing is computed and which found no room."""
         self.overtaken = 0
-        """How many sequences were admitted before it."""
+        """Number of sequences that were admitted before it."""
 
     def admit(self) -> None:
         """Admit what waits and fits. Running sequences may be preempted for sessions of which nothing is computed."""
@@ -238,7 +238,7 @@ class Schedule:
         return next(s for s in (*reversed(self.filling), *reversed(self.running)) if held[s.job.session] == most)
 
     def _held(self) -> Counter[str]:
-        """How many sequences of each session have blocks."""
+        """Count the sequences with blocks of each session."""
         return Counter(s.job.session for s in (*self.running, *self.filling))
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -325,11 +325,11 @@ class Schedule:
         return True
 
     def _taken(self, sequence: Sequence, found: list[int]) -> int:
-        """How many of the available blocks its tokens so far take."""
+        """Return how many of the available blocks its tokens so far take."""
         return blocks_for(sequence.length) - sum(1 for block in found if self.cache.users[block])
 
     def _needed(self, sequence: Sequence, found: list[int]) -> int:
-        """How many available blocks it takes to compute it, with its next token and those of the prompts being computed."""
+        """Return how many available blocks it needs, with its next token and those of the prompts being computed."""
         return self._taken(sequence, found) + sum(_next_block(s) for s in (sequence, *self.filling))
 
     def _fill(self, sequence: Sequence, found: list[int]) -> None:

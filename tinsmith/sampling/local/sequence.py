@@ -50,7 +50,7 @@ class SampleJob:
     max_new: int
     """Longest answer, in tokens."""
     scores: PromptScores | None
-    """What is asked about the prompt's own tokens; None if nothing is."""
+    """Questions about the prompt's own tokens; None if there are none."""
     topk: int
     """Likeliest tokens to report at each sampled position."""
     unfinished: int = 0
@@ -66,7 +66,7 @@ class SampleJob:
         return 1 if self.scores is None or self.scores.complete else self.scores.cost
 
     def result(self) -> SampleResult:
-        """What the client gets, once every sequence has ended."""
+        """Reply to the client, once every sequence has ended."""
         answers = self.scores.answers if self.scores else PromptAnswers()
         return SampleResult(self.request_id, [s.sampled() for s in self.sequences], answers, len(self.rendered), self.cached_tokens)
 
@@ -78,7 +78,7 @@ class Seat:
     sequence: "Sequence"
     row: int
     blocks: int = 0
-    """How many of the sequence's blocks the row knows."""
+    """Number of the sequence's blocks that the row knows."""
 
     @property
     def taken(self) -> bool:
@@ -94,7 +94,7 @@ class Sequence:
     index: int
     stop: StopRuleState
     tokens: list[int] = field(default_factory=list)
-    """What it generated so far."""
+    """Tokens generated so far."""
     logprobs: list[float] = field(default_factory=list)
     starts: list[tuple[str, int]] = field(default_factory=list)
     """The labels of the weights that its tokens come from, in order, and the first token of each."""
@@ -103,9 +103,9 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     """Its cache blocks, in order; empty while it waits."""
     slot: int = -1
-    """Where its state lies, in a model with gated delta nets; -1 while it waits."""
+    """Slot of its state, in a model with gated delta nets; -1 while it waits."""
     stored: int = 0
-    """How many of its tokens are computed: their keys and values lie in `blocks`, and the state after them in `slot`. What the device has
+    """Number of its computed tokens: their keys and values lie in `blocks`, and the state after them in `slot`. What the device has
     been told to compute counts: whatever it is told later comes after that."""
     seat: Seat | None = None
     """Its row of the batch on the device, while it runs."""
@@ -132,7 +132,7 @@ class Sequence:
 
     @property
     def forks(self) -> int:
-        """How many other samples start with it, as soon as their common prompt is computed."""
+        """Number of other samples that start with it, as soon as their common prompt is computed."""
         return self.job.num_samples - 1 if self.starts_job else 0
 
     @property
@@ -182,7 +182,7 @@ class Sequence:
         return TokensSampled(self.job.request_id, self.index, self.tokens[-1:], self.logprobs[-1:], self.starts[-1][0])
 
     def sampled(self) -> SampledSequence:
-        """What the client gets of it."""
+        """Return its part of the reply."""
         top = None
         if self.job.topk:
             ids, logprobs = zip(*self.tops, strict=True)
@@ -193,7 +193,7 @@ class Sequence:
 
 
 def choice_of(sequences: list[Sequence]) -> Choice:
-    """How each of them wants its next token chosen."""
+    """Return how each of them chooses its next token."""
     params = [s.job.params for s in sequences]
     return Choice(
         temperature=np.array([p.temperature for p in params], dtype=np.float32),

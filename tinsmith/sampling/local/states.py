@@ -30,7 +30,7 @@ class StateSlots:
         if kind is None:
             raise ValueError(f"a model without gated delta nets keeps no states: {shape.layers}")
         self.index = {number: index for index, number in enumerate(shape.delta_layers)}
-        """Where a layer's states lie, by its number."""
+        """Index of a layer's states, by its number."""
         layers = len(self.index)
         self.scratch = slots
         """A slot more, which nobody takes: for rows of a batch that nobody has."""
@@ -46,7 +46,7 @@ class StateSlots:
 
     @property
     def available(self) -> int:
-        """How many slots can be taken."""
+        """Number of free slots."""
         return len(self.free) + len(self.saved)
 
     def clear(self) -> None:
@@ -107,7 +107,7 @@ class StateSlots:
             self.free.append(slot)
 
     def longest(self, keys: Sequence[bytes]) -> int:
-        """How many of these blocks, from the first on, lie before the last saved state among them; 0 if none is saved."""
+        """Return how many of these blocks, from the first on, lie before the last saved state among them; 0 if none is saved."""
         return next((count for count in range(len(keys), 0, -1) if keys[count - 1] in self.saved), 0)
 
 
@@ -125,13 +125,13 @@ class StateSteps:
         """After the pass, by layer: [windows, value_heads, key_dim, value_dim]."""
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """As `PassPlan.convolve`."""
+        """Convolve the windows of the sequences (`PassPlan.convolve`)."""
         before = self.states.inputs[self.states.index[layer]].index_select(0, self.slots)
         out, self.inputs[layer] = convolve(x, weight, self.lengths, before)
         return out
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """As `PassPlan.delta_rule`."""
+        """Apply the delta rule to the windows of the sequences (`PassPlan.delta_rule`)."""
         before = self.states.memory[self.states.index[layer]].index_select(0, self.slots)
         out, self.memory[layer] = gated_delta_rule(query, key, value, decay, beta, self.lengths, before)
         return out

@@ -66,7 +66,7 @@ async def set_ttl(request: Request, run_id: str, segment: str, name: str) -> Res
 
 @router.post("/weights_info")
 async def weights_info(request: Request) -> Response:
-    """What a client has to know to load a checkpoint."""
+    """Describe a checkpoint for a client that wants to load it."""
     asked = parse_json(WeightsInfoRequest, await read_body(request, _MAX_BODY_BYTES))
     return json_reply(describe_weights(await hub_of(request).store.read(Store.require_checkpoint, asked.tinker_path)))
 

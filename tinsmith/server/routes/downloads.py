@@ -100,7 +100,7 @@ async def trace_export(request: Request, session_id: str) -> Response:
 
 @router.get("/trace/{session_id}")
 async def trace(request: Request, session_id: str) -> Response:
-    """What a session did and when, for ui.perfetto.dev."""
+    """Send the history of a session, for ui.perfetto.dev."""
     hub = hub_of(request)
     asked = parse_query(DownloadQuery, request.query_params)
     hub.signer.check(asked.signature, asked.expires, _TRACE, session_id)

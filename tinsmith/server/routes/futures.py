@@ -25,7 +25,7 @@ _MAX_BODY_BYTES = 64 * 1024
 _MAX_POLL_BYTES = 4 * 2**20
 """Limit of the body of a poll: enough to acknowledge some 50,000 samples."""
 _FORGOTTEN_AT_A_TIME = 100
-"""How many samples are forgotten before other requests have their turn."""
+"""Number of samples that are forgotten before other requests have their turn."""
 
 
 @router.post("/retrieve_future")

@@ -1,4 +1,4 @@
-"""What the server is doing, for people. Not part of the Tinker API."""
+"""Status of the server, for people. Not part of the Tinker API."""
 
 from fastapi import APIRouter, Request, Response
 

@@ -95,7 +95,7 @@ async def create_model(request: Request) -> Response:
 
 @router.post("/get_info")
 async def get_info(request: Request) -> Response:
-    """What a model was created as. Only a client on this machine is told a directory as `tokenizer_id`: to others it would be of no use."""
+    """Describe a model as it was created. Only a client on this machine gets a directory as `tokenizer_id`."""
     hub = hub_of(request)
     asked = parse_json(GetInfoRequest, await _body(request, hub))
     model = await _existing_model(hub, asked.model_id)
