@@ -49,6 +49,7 @@ def test_asynchronous_rl_with_a_kl_penalty(taught_model: Workshop) -> None:
     assert max(outcome.curve("async/staleness_max")) == 1
 
 
+@pytest.mark.slow  # the next test streams until its loss is refused; gradients that add up over calls have tests in tests/training
 def test_minibatches_are_streamed_with_stable_reinforce(taught_model: Workshop) -> None:
     outcome = taught_model.completed("rl_basic", "log_path=rl_stream", "loss_fn=stable_reinforce", *STREAMING, *RL_BASIC_OPTIONS)
 
