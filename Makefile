@@ -13,6 +13,7 @@
 # make test-gpus        run the tests of several workers with a GPU for each, which needs two or more, and keep their output there too
 # make test-rl          let the examples of reinforcement learning learn, and draw their curves into rl-output/ (half an hour)
 # Each target installs what it needs by itself.
+# make environments     create the environments in which recipes and vLLM run
 # make lint | format | typecheck | proto | clean
 
 VENV := .venv
@@ -21,6 +22,7 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 DEV_STAMP := $(VENV)/.installed-dev
+LINT_STAMP := $(VENV)/.installed-lint
 RECIPES_VENV := .venv-recipes
 RECIPES_STAMP := $(RECIPES_VENV)/.installed
 VLLM_VENV := .venv-vllm
@@ -32,7 +34,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev demo test test-slow test-all mutations invariants test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
+.PHONY: setup dev environments demo test test-slow test-all mutations invariants test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
 
 # $(call install,EXTRAS): this project with some of its optional groups. Wheels only and exact versions: nothing is built, and no newer torch
 # is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -57,7 +59,13 @@ dev: $(DEV_STAMP)
 
 $(DEV_STAMP): pyproject.toml constraints.txt
 	$(call install,dev)
-	@touch $(STAMP) $(DEMO_STAMP)
+	@touch $(STAMP) $(DEMO_STAMP) $(LINT_STAMP)
+
+# What lint and format need: seconds, where the rest takes a minute and more.
+$(LINT_STAMP): constraints.txt
+	python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --only-binary :all: --constraint constraints.txt --no-compile ruff
+	@touch $@
 
 demo: $(DEMO_STAMP)
 	$(PYTHON) examples/digits.py
@@ -92,6 +100,9 @@ $(RECIPES_STAMP): constraints-recipes.txt
 	python3 -m venv $(RECIPES_VENV)
 	$(RECIPES_VENV)/bin/python -m pip install --quiet --only-binary :all: --no-deps --no-compile --requirement $<
 	@touch $@
+
+# The virtual environments in which recipes and vLLM run.
+environments: $(RECIPES_STAMP) $(VLLM_STAMP)
 
 # In order, in one process: the later recipes start from what the earlier ones have trained. With one thread each, server and recipe
 # do not wait for each other's threads on a busy machine.
@@ -129,10 +140,11 @@ test-rl: $(DEV_STAMP) $(RECIPES_STAMP)
 	PYTHONPATH=$$(echo $(RECIPES_VENV)/lib/python3*/site-packages) $(PYTHON) -m pytest tests/rl/test_tinker_cookbook.py
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest tests/rl_runs --durations 0 --durations-min 1
 
-lint: $(DEV_STAMP)
+lint: $(LINT_STAMP)
 	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
 
-format: $(DEV_STAMP)
+format: $(LINT_STAMP)
 	$(PYTHON) -m ruff check --fix-only
 	$(PYTHON) -m ruff format
 

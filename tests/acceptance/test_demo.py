@@ -17,7 +17,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "digits.py"
         (("--kind", "qwen3-5", "--epochs", "2"), 0.6),  # 0.83 in a run that was looked at
     ],
 )
-@pytest.mark.slow  # CI runs `make demo`
+@pytest.mark.slow  # of what it does, each step is tested elsewhere
 def test_the_demo_learns_to_read_and_draws_what_it_learned(tmp_path: Path, options: tuple[str, ...], bound: float) -> None:
     command = [sys.executable, str(DEMO), *options, "--output", str(tmp_path)]
     finished = subprocess.run(command, capture_output=True, text=True, check=True)

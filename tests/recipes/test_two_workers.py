@@ -34,6 +34,7 @@ def test_rl_loop_comes_closer_to_the_price(two_workers: Workshop) -> None:
     assert sum(reward[-3:]) / 3 > reward[0] + 0.25
 
 
+@pytest.mark.slow  # tests/distributed compares training on pictures with that of one worker, value by value
 def test_vlm_classifier_learns(two_workers: Workshop) -> None:
     outcome = two_workers.completed(
         *("vlm_classifier.train", "experiment_dir=vlm_classifier_two_workers", f"model_name={CHAT_MODEL}"),
