@@ -67,8 +67,8 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkeypatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     unreachable = (
         "org/model: the model's configuration cannot be read: We couldn't connect to 'https://huggingface.co' to load the files, and "
-        "couldn't find them in the cached files; there is no directory of that name, and where the Hub cannot be reached, give --base-model "
-        "the directory of the model"
+        "couldn't find them in the cached files; there is no directory of that name, and where the Hub cannot be reached, give "
+        "--base-model the directory of the model"
     )
     layers = (
         f"{tmp_path}/config.json cannot be used: Class validation error for validator 'validate_layer_type': ValueError: "

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tinsmith.errors import ConfigError, printable, quoted
 
@@ -28,8 +28,8 @@ _BYTES |= {"F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I32": 4, "U32": 4,
 _BYTES |= {"F4": 0.5, "F6_E2M3": 0.75, "F6_E3M2": 0.75}
 _PACKED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax")
 """How names of tensors end that hold quantized weights, or belong to them."""
-_SIZES = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim", "vocab_size")
-_SIZES += ("max_position_embeddings",)
+_SIZES = ["num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim", "vocab_size"]
+_SIZES += ["max_position_embeddings"]
 """Numbers of a configuration that are above 0, where they are one number."""
 _TOKENIZERS = (
     ("tokenizer.json",),
@@ -325,7 +325,7 @@ def wrong_template(template: Any) -> str:
     class Generation(Extension):
         """The tag with which transformers marks what a model has said."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
             next(parser.stream)
