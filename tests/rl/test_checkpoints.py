@@ -80,12 +80,15 @@ def test_a_run_keeps_its_newest_checkpoints_and_its_best(server_url: str, tmp_pa
 
 
 def test_a_rotation_deletes_only_what_its_own_run_saved(server_url: str, tmp_path: Path, on_server: Named) -> None:
-    """A copy of a directory names the checkpoints of the first run, and begins to rotate."""
-    first = train(config(server_url, tmp_path / "first", 2, keep=1), QUIET)
+    """A copy of a directory names the checkpoints of the first run, begins to rotate, is stopped, and goes on as its own."""
+    first = train(config(server_url, tmp_path / "first", 2, keep=2), QUIET)
     shutil.copytree(tmp_path / "first", tmp_path / "copy")
-    copy = train(config(server_url, tmp_path / "copy", 4, keep=1), QUIET)
+    for steps in (3, 4):
+        copy = train(config(server_url, tmp_path / "copy", steps, keep=2), QUIET)
+        assert on_server() == first.paths | copy.paths
+    copy = train(config(server_url, tmp_path / "copy", 5, keep=1), QUIET)
     assert on_server() == first.paths | copy.paths
-    assert Path(copy.weights).name == "step-000004"
+    assert Path(copy.weights).name == "step-000005"
     gone_on = train(config(server_url, tmp_path / "first", 3, keep=1), QUIET)
     assert on_server() == gone_on.paths | copy.paths | ({first.best_weights} & copy.paths)
     assert not first.paths - {first.best_weights} & on_server()
