@@ -13,7 +13,7 @@ import tinker
 
 from tests.rl.test_run import QUIET, config_of, logged
 from tinsmith.rl.evaluation import run_evaluation
-from tinsmith.rl.resume import RunCheckpoints, RunState, load_state
+from tinsmith.rl.resume import RunCheckpoints, RunState, home_of, load_state
 from tinsmith.rl.trainer import train
 
 KEY = "tml-checkpoints"
@@ -112,6 +112,34 @@ async def saved(url: str, rest: tinker.RestClient, directory: Path) -> tuple[Run
     written = load_state(directory)
     assert written is not None
     return state, written
+
+
+async def rotated(url: str, rest: tinker.RestClient, directory: Path) -> RunState:
+    """A run that saves four steps and twice the best, and begins again from its file in between."""
+    directory.mkdir()
+    state = RunState(home=home_of(directory))
+    for first in (1, 3):
+        client = await tinker.ServiceClient(base_url=url, api_key=KEY).create_lora_training_client(base_model="tiny", rank=1)
+        checkpoints = RunCheckpoints(client, rest, directory, 1, load_state(directory) or RunState())
+        for step in (first, first + 1):
+            state = await checkpoints.save_step(replace(state, step=step))
+            await checkpoints.record(state)
+        state = await checkpoints.save_best(state, float(first))
+    return state
+
+
+def test_runs_that_rotate_at_once_delete_nothing_of_each_other(
+    server_url: str, rest: tinker.RestClient, tmp_path: Path, on_server: Named
+) -> None:
+    """Their steps and directories have the same names, or begin alike."""
+
+    async def all_of_them() -> list[RunState]:
+        places = [tmp_path / "run-1", tmp_path / "run-10", tmp_path / "run-1" / "run-1", tmp_path / "run"]
+        return await asyncio.gather(*(rotated(server_url, rest, place) for place in places))
+
+    states = asyncio.run(all_of_them())
+    assert [len(state.paths) for state in states] == [3] * 4
+    assert on_server() == set().union(*(state.paths for state in states))
 
 
 def test_what_is_best_is_written_at_once_and_the_step_to_resume_stays(
