@@ -116,7 +116,6 @@ async def saved(url: str, rest: tinker.RestClient, directory: Path) -> tuple[Run
 
 async def rotated(url: str, rest: tinker.RestClient, directory: Path) -> RunState:
     """A run that saves four steps and twice the best, and begins again from its file in between."""
-    directory.mkdir()
     state = RunState(home=home_of(directory))
     for first in (1, 3):
         client = await tinker.ServiceClient(base_url=url, api_key=KEY).create_lora_training_client(base_model="tiny", rank=1)
@@ -133,8 +132,11 @@ def test_runs_that_rotate_at_once_delete_nothing_of_each_other(
 ) -> None:
     """Their steps and directories have the same names, or begin alike."""
 
+    places = [tmp_path / "run-1", tmp_path / "run-10", tmp_path / "run-1" / "run-1", tmp_path / "run"]
+    for place in places:
+        place.mkdir()
+
     async def all_of_them() -> list[RunState]:
-        places = [tmp_path / "run-1", tmp_path / "run-10", tmp_path / "run-1" / "run-1", tmp_path / "run"]
         return await asyncio.gather(*(rotated(server_url, rest, place) for place in places))
 
     states = asyncio.run(all_of_them())
