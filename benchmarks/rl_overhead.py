@@ -14,6 +14,7 @@ from pathlib import Path
 
 import tinker
 from PIL.Image import Image
+from transformers import AutoTokenizer
 
 from benchmarks.servers import API_KEY
 from benchmarks.timing import report
@@ -25,7 +26,7 @@ from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.datums import likelihood_datum
 from tinsmith.rl.env import Prompt
-from tinsmith.rl.policy import Completion, Policy, SamplingRequest, TinkerPolicy, load_tokenizer
+from tinsmith.rl.policy import Completion, Policy, SamplingRequest, TinkerPolicy
 from tinsmith.rl.rollouts import EnvRollouts, RolloutSettings
 from tinsmith.rl.trajectory import EpisodeId, Trajectory
 from tinsmith.rl.workers import InlineWorkers
@@ -127,7 +128,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_tiny_model("qwen3-vl", model)
-        template = ChatTemplate.for_tokenizer(load_tokenizer(str(model)))
+        template = ChatTemplate.for_tokenizer(AutoTokenizer.from_pretrained(str(model)))
         with serving(Path(folder), "--base-model", f"tiny={model}", "--kv-cache-gib", "0.25") as server:
             server.wait_for_health()
             costs = measure(server.url, template)

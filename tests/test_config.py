@@ -195,14 +195,20 @@ def test_base_models_get_a_name_and_a_source(tmp_path: Path) -> None:
         (["=org/x"], "name without spaces and colons"),
         (["a=/no/such/place"], "there is no directory '/no/such/place'"),
         (["./models"], "there is no directory './models'"),
+        (["a=/no/such=place"], "there is no directory '/no/such=place'"),
+        (["/no/such=place"], "'/no/such=place': there is no directory '/no/such=place'"),
+        (["tiny=none"], "there is no directory 'none', and a Hub id looks like ORGANISATION/MODEL; if it is the name of a served model"),
+        (["tiny="], "there is no directory ''"),
+        (["a=DIRECTORY/file"], "DIRECTORY/file' is a file"),
         (["a/b/c"], "a Hub id looks like ORGANISATION/MODEL"),
         (["a=DIRECTORY"], "holds no model"),
     ],
 )
 def test_base_models_that_cannot_be_are_refused(specs: list[str], complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as raised:
         base_model_sources(load(options={"base_models": [spec.replace("DIRECTORY", str(tmp_path)) for spec in specs]}))
-    assert complaint in str(raised.value)
+    assert complaint.replace("DIRECTORY", str(tmp_path)) in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tinsmith import __version__
-from tinsmith.config import CONFIG_VARIABLE, Config, Setting, base_model_sources, require_place, settings
+from tinsmith.config import CONFIG_VARIABLE, Setting, base_model_source, base_model_sources, settings
 from tinsmith.config_values import at_home, require_empty
 from tinsmith.errors import ConfigError, TinsmithError, printable
 
@@ -308,7 +308,7 @@ def export_checkpoint(
     _end_in_order()
     require_empty(directory)
     if base_model is not None:
-        require_place(base_model)
+        _, base_model = base_model_source(base_model)
         from tinsmith.models.files import require_usable
 
         require_usable([base_model], whole=merge)
@@ -340,10 +340,10 @@ def import_adapter(
     Prints two paths: one to train further from, one to sample.
     """
     _end_in_order()
-    require_place(base_model)
+    _, source = base_model_source(base_model)
     from tinsmith.models.files import require_usable
 
-    require_usable(base_model_sources(Config(base_models=[base_model])).values(), whole=False)
+    require_usable([source], whole=False)
     from tinsmith.store.database import require_data
 
     require_data(data_dir)  # before the next import, which takes seconds

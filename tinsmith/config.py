@@ -544,39 +544,29 @@ def base_model_sources(config: Config) -> dict[str, str]:
         raise ConfigError("no base model to serve; give at least one --base-model [NAME=]PATH_OR_HUB_ID")
     sources: dict[str, str] = {}
     for spec in config.base_models:
-        name, source = _base_model(spec)
+        name, source = base_model_source(spec)
         if name in sources:
             raise ConfigError(f"base_models: two have the name {name!r}; tell them apart with NAME=PATH_OR_HUB_ID")
         sources[name] = source
     return sources
 
 
-def require_place(spec: str) -> None:
-    """Raise ConfigError for a base model, as [NAME=]PATH_OR_HUB_ID, that is no directory and has no ORGANISATION/ before its name.
-
-    The Hub would be asked for it for a minute, though mostly the name was meant under which it is served.
-    """
-    name, source = _base_model(spec)
-    if "/" not in source:
-        raise ConfigError(
-            f"base_model={spec!r} is neither a directory nor ORGANISATION/MODEL; if it is the name of a served model, say where that is: "
-            f"{name}=PATH_OR_HUB_ID"
-        )
-
-
-def _base_model(spec: str) -> tuple[str, str]:
+def base_model_source(spec: str) -> tuple[str, str]:
+    """Name and source of a base model given as [NAME=]PATH_OR_HUB_ID. Raises ConfigError as `base_model_sources` does."""
     name, separator, source = spec.partition("=")  # a path may contain others
-    if not separator or Path(at_home(spec)).is_dir():
+    if not separator or re.match(r"[/~.]", spec) or Path(spec).is_dir():
         name, separator, source = "", "", spec
     if separator and not re.fullmatch(r"[^\s:]+", name):
         raise ConfigError(f"base_models: {spec!r} must have a name without spaces and colons before its '='")
     directory = Path(at_home(source))
-    if directory.is_dir():
+    if source and directory.is_dir():
         source = str(directory.resolve())
         if not (directory / "config.json").is_file():
             raise ConfigError(f"base_models: {spec!r}: {source} holds no model (there is no config.json in it)")
-    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
-        raise ConfigError(f"base_models: {spec!r}: there is no directory {source!r}, and a Hub id looks like ORGANISATION/MODEL")
+    elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):  # for one word the Hub would be asked a minute: mostly it is a served name
+        missing = f"{source!r} is a file" if directory.is_file() else f"there is no directory {source!r}"
+        served = "" if "/" in source else f"; if it is the name of a served model, say where that is: {name or source}=PATH_OR_HUB_ID"
+        raise ConfigError(f"base_models: {spec!r}: {missing}, and a Hub id looks like ORGANISATION/MODEL{served}")
     return name or source, source
 
 

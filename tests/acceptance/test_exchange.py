@@ -81,7 +81,8 @@ def test_a_checkpoint_leaves_and_comes_back(
 
 NO_HUB = (
     "x/y: the model's configuration cannot be read: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find "
-    "them in the cached files; where the Hub cannot be reached, give --base-model the directory of the model"
+    "them in the cached files; there is no directory of that name, and where the Hub cannot be reached, give --base-model the directory of "
+    "the model"
 )
 
 

@@ -31,7 +31,7 @@ def statuses(http: httpx.Client) -> dict[str, tuple[str, bool]]:
     return {run["training_run_id"]: (run["status"], run["corrupted"]) for run in runs}
 
 
-def test_ctrl_c_saves_live_models_and_each_model_is_called_what_became_of_it(text_only: list[str], tmp_path: Path) -> None:
+def test_the_end_of_a_terminal_saves_live_models_and_each_model_is_called_what_became_of_it(text_only: list[str], tmp_path: Path) -> None:
     with serving(tmp_path, *text_only) as first:
         first.wait_for_health()
         port = first.url.rpartition(":")[2]
@@ -59,7 +59,8 @@ def test_ctrl_c_saves_live_models_and_each_model_is_called_what_became_of_it(tex
         for pid in (first.worker_pid(), first.engine_pid()):
             os.kill(pid, signal.SIGINT)  # from a terminal, Ctrl-C reaches all processes
             os.kill(pid, signal.SIGTERM)  # and a service manager sends it to all
-        first.process.send_signal(signal.SIGINT)
+            os.kill(pid, signal.SIGHUP)  # as does a terminal that is closed, an ssh connection that ends
+        first.process.send_signal(signal.SIGHUP)
         assert first.process.wait(timeout=START_S) == 0
         log = first.log.read_text()
         assert [line for line in log.splitlines() if not LOG_LINE.match(line)] == []

@@ -1,7 +1,9 @@
 """`tinsmith doctor`, typed as a person types it."""
 
+import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -68,6 +70,24 @@ def test_a_model_is_sized_without_loading_it(family_dir: Callable[[str], Path], 
     assert re.search(r"key/value cache \(--kv-cache-gib\) +ok +128.0 MiB", report)
     full = rf"tiny, all parameters \(rank 0\) +ok +{20 * parameters / 2**20:.1f} MiB a model, a snapshot {4 * parameters / 2**10:.1f} KiB; "
     assert re.search(full + r"\d+\.\d GiB left for it", report)
+
+
+@pytest.mark.parametrize(
+    ("file", "setting", "said"),
+    [
+        ("tokenizer_config.json", {"eos_token": {"a": 1}}, "its tokenizer cannot be loaded: Special token eos_token"),
+        ("preprocessor_config.json", {"image_mean": "x"}, "its image processor, Qwen2VLImageProcessor, does not compute what"),
+    ],
+)
+def test_what_only_the_libraries_can_tell_is_missing_too(
+    file: str, setting: dict[str, object], said: str, family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(family_dir("qwen3_vl"), tmp_path / "model"))
+    (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | setting))
+    code, report = doctor("--data-dir", str(tmp_path / "data"), "--device", "cpu", "--base-model", f"m={model}")
+    assert code == 1
+    assert re.search(rf"^m +missing +{model}: {said}", report, re.MULTILINE)
+    assert report.endswith("missing: m\n")
 
 
 def test_a_server_that_only_samples_needs_nothing_to_train(family_dir: Callable[[str], Path], tmp_path: Path) -> None:

@@ -234,9 +234,9 @@ def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_la
 
 
 def test_what_is_left_when_the_engine_stops_ends_with_an_error_also_if_its_model_cannot_be_saved(
-    here: Here, monkeypatch: pytest.MonkeyPatch
+    here: Here, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is computed in part, and what is queued: nobody is left to wait for."""
+    """What is computed in part, and what is queued: nobody is left to wait for. Nor is it said that anything is tried again."""
 
     def no_space(*_arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -247,6 +247,8 @@ def test_what_is_left_when_the_engine_stops_ends_with_an_error_also_if_its_model
     here.optim("a", 2)
     here.until(lambda: any(operation.results for operation in here.engine.trainer.forward.operations.get(MODEL, ())))
     said = run_to_the_end(here, monkeypatch, lambda said: None)
+    assert f"model {MODEL} cannot be saved, and the server stops: " in caplog.text
+    assert "tried again" not in caplog.text
     assert {message.request_id for message in said if isinstance(message, Done)} == {f"{MODEL}/1", f"{MODEL}/2"}
     store = Store.open(Path(here.config.data_dir))
     for seq in (1, 2):

@@ -65,14 +65,20 @@ def test_text_positions_count_up() -> None:
 
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    remedy = "where the Hub cannot be reached, give --base-model the directory of the model"
-    unreachable = "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files"
-    damaged = f"It looks like the config file at '{tmp_path}/config.json' is not a valid JSON file"
-    (tmp_path / "config.json").write_text("{")
-    for source, reason in (("org/model", unreachable), (str(tmp_path), damaged)):
+    unreachable = (
+        "org/model: the model's configuration cannot be read: We couldn't connect to 'https://huggingface.co' to load the files, and "
+        "couldn't find them in the cached files; there is no directory of that name, and where the Hub cannot be reached, give "
+        "--base-model the directory of the model"
+    )
+    layers = (
+        f"{tmp_path}/config.json cannot be used: Class validation error for validator 'validate_layer_type': ValueError: "
+        "`num_hidden_layers` (3) must be equal to the number of `layer_types` (1); download it again, or name another model"
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 3, "layer_types": ["full_attention"]}')
+    for source, message in (("org/model", unreachable), (str(tmp_path), layers)):
         with pytest.raises(ConfigError) as raised:
             read_config(source)
-        assert str(raised.value) == f"{source}: the model's configuration cannot be read: {reason}; {remedy}"
+        assert str(raised.value) == message
 
 
 @pytest.mark.parametrize(
@@ -176,7 +182,7 @@ def test_a_network_that_cannot_be_made_is_named_with_a_remedy(family_dir: Callab
     config = json.loads((model / "config.json").read_text())
     for damage in ({"num_attention_heads": 0, "head_dim": None}, {"hidden_size": -1}, {"hidden_act": "none at all"}):
         (model / "config.json").write_text(json.dumps(config | damage))
-        with pytest.raises(ConfigError, match=f"^{model}: .*; "):
+        with pytest.raises(ConfigError, match=f"^{model}(/config.json cannot be used)?: .*; "):
             size_of(str(model), ModelsConfig())
 
 
@@ -201,8 +207,8 @@ def test_files_that_the_libraries_cannot_use_are_named(family_dir: Callable[[str
     with pytest.raises(ConfigError, match="model has no tokenizer"):
         load(model)
     (model / "preprocessor_config.json").write_text(json.dumps({"size": "large", "patch_size": [], "image_mean": {}}))
-    with pytest.raises(ConfigError, match=r"its image processor, .*, does not compute what"):
+    with pytest.raises(ConfigError, match=r"its image processor, .*, does not compute what .* \(\w+Error: .*\); copy that"):
         LocalProcessor(str(model))
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": "wide", "layer_types": 7}))
-    with pytest.raises(ConfigError, match="model: the model's configuration cannot be read"):
+    with pytest.raises(ConfigError, match=r"model/config\.json cannot be used: "):
         read_config(str(model))

@@ -102,6 +102,11 @@ def processor_of_text(model: Path) -> None:
     write(model, "processor_config.json", b'{"image_processor": "x"}')
 
 
+def template_for_tools(model: Path) -> None:
+    (model / "additional_chat_templates").mkdir()
+    write(model, "additional_chat_templates/tool.jinja", b"{% for")
+
+
 def gguf(model: Path) -> None:
     remove(model, "model.safetensors")
     write(model, "model-q4.gguf", b"GGUF")
@@ -119,6 +124,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "sizes that do not fit": (partial(header, shape=[3]), "a has 8 bytes for F32 of shape [3]"),
     "a precision that is none": (partial(header, dtype="F3"), "model.safetensors is damaged (its header cannot be read: 'F3')"),
     "offsets of text": (partial(header, data_offsets="ab"), "model.safetensors is damaged (its header cannot be read"),
+    "weights of another model": (
+        partial(change, name="config.json", text_config={"vocab_size": 2048, "hidden_size": 128}),
+        "model.safetensors is of another model (its embedding is [2048, 64], and config.json has vocab_size=2048 and hidden_size=128)",
+    ),
     "no weights": (
         lambda model: remove(model, "model.safetensors"),
         "download them, or name the directory",
@@ -158,6 +167,51 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "template a pointer": (partial(write, name="chat_template.jinja", content=POINTER), f"chat_template.jinja {LFS}"),
     "template a directory": (partial(instead, name="chat_template.jinja", make=Path.mkdir), "chat_template.jinja is no file"),
     "template a pipe": (partial(instead, name="chat_template.jinja", make=os.mkfifo), "chat_template.jinja is no file"),
+    "template of no Jinja": (
+        partial(write, name="chat_template.jinja", content=b"{% if a %}\n{{ b }"),
+        "chat_template.jinja is damaged (its chat template is no Jinja: line 2: unexpected '}')",
+    ),
+    "template of no text": (
+        partial(write, name="chat_template.jinja", content=b"\xff"),
+        "chat_template.jinja is damaged (its chat template is no Jinja: 'utf-8' codec can't",
+    ),
+    "template too deep": (
+        partial(write, name="chat_template.jinja", content=b"{{" + b"(" * 10**5),
+        "chat_template.jinja is damaged (its chat template is no Jinja: ",
+    ),
+    "template in the settings": (
+        partial(change, name="tokenizer_config.json", chat_template="{% nothing %}"),
+        "tokenizer_config.json is damaged (its chat template is no Jinja: line 1: Encountered unknown tag 'nothing'.)",
+    ),
+    "template a number": (
+        partial(change, name="tokenizer_config.json", chat_template=3),
+        "tokenizer_config.json is damaged (its chat template is no Jinja: it is 3)",
+    ),
+    "template of several": (
+        partial(change, name="tokenizer_config.json", chat_template=[{"name": "default", "template": "{{"}]),
+        "tokenizer_config.json is damaged (its chat template is no Jinja: line 1: unexpected 'end of template')",
+    ),
+    "template without a text": (
+        partial(change, name="tokenizer_config.json", chat_template=[{"name": "default"}]),
+        "tokenizer_config.json is damaged (its chat template is no Jinja: it is None)",
+    ),
+    "template of a processor": (
+        partial(write, name="chat_template.json", content=b'{"chat_template": {"default": "{%"}}'),
+        "chat_template.json is damaged (its chat template is no Jinja: ",
+    ),
+    "template for tools": (template_for_tools, "tool.jinja is damaged (its chat template is no Jinja: "),
+    "a placeholder that is no token": (
+        partial(change, name="config.json", image_token_id=99999),
+        "config.json: image_token_id=99999 is no token of the model, whose vocab_size is 2048",
+    ),
+    "an end of text": (
+        partial(change, name="generation_config.json", eos_token_id="</s>"),
+        "generation_config.json is damaged (eos_token_id='</s>' is no number of a token)",
+    ),
+    "no room": (
+        partial(change, name="config.json", text_config={"max_position_embeddings": 0}),
+        "max_position_embeddings=0 must be a whole number above 0",
+    ),
     "settings a pipe": (partial(instead, name="tokenizer_config.json", make=os.mkfifo), "tokenizer_config.json is no file"),
     **{
         f"only {name}": (partial(only_sentencepiece, name=name), "needs the package sentencepiece to be read: pip install sentencepiece")
@@ -205,6 +259,9 @@ def test_nothing_is_wrong_with_a_model_however_it_is_stored(family: str, family_
 
 
 def test_what_says_nothing_is_not_damaged(model: Path) -> None:
+    """Nor is a template that transformers alone can read, by its tag for what a model has said."""
+    write(model, "chat_template.jinja", b"{% for m in a %}{% generation %}{{ m }}{% endgeneration %}{% break %}{% endfor %}")
+    change(model, name="tokenizer_config.json", chat_template=[{"name": "a", "template": ""}, {"name": "b", "template": "{{ b }}"}])
     write(model, "generation_config.json", b"")
     change(model, name="preprocessor_config.json", patch_size={"height": 16, "width": 16})
     assert list(problems(str(model), whole=True)) == []

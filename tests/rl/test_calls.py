@@ -81,6 +81,16 @@ PARTS = "; a part has type text with a text, image with an image, or image_url w
         ("step", ([], "x" * 5000, True), f"Returns.step returned the reward '{'x' * 199}, which is not a finite number"),
         ("metrics", None, "Returns.metrics returned None; metrics are a dictionary of numbers by name"),
         ("metrics", {"found": "yes"}, "Returns.metrics returned found='yes', which is not a finite number"),
+        (
+            "init",
+            ([{"role": "user", "content": "\ud800"}], {}),
+            "Returns.init returned a text in messages[0] that is not Unicode: '\\ud800'",
+        ),
+        (
+            "step",
+            ([user("a", "\udcff")], 0.0, False),
+            "Returns.step returned a text in observations[0] that is not Unicode: '\\udcff'",
+        ),
         ("demonstrate", None, "Returns.demonstrate returned None; a demonstration is a text"),
         (
             "step",

@@ -16,7 +16,7 @@ import tinker
 
 from tests.rl.test_run import QUIET, config_of, logged
 from tinsmith.rl.evaluation import run_evaluation
-from tinsmith.rl.resume import RunCheckpoints, RunState, load_state
+from tinsmith.rl.resume import RunCheckpoints, RunState, home_of, load_state
 from tinsmith.rl.trainer import train
 
 KEY = "tml-checkpoints"
@@ -83,12 +83,15 @@ def test_a_run_keeps_its_newest_checkpoints_and_its_best(server_url: str, tmp_pa
 
 
 def test_a_rotation_deletes_only_what_its_own_run_saved(server_url: str, tmp_path: Path, on_server: Named) -> None:
-    """A copy of a directory names the checkpoints of the first run, and begins to rotate."""
-    first = train(config(server_url, tmp_path / "first", 2, keep=1), QUIET)
+    """A copy of a directory names the checkpoints of the first run, begins to rotate, is stopped, and goes on as its own."""
+    first = train(config(server_url, tmp_path / "first", 2, keep=2), QUIET)
     shutil.copytree(tmp_path / "first", tmp_path / "copy")
-    copy = train(config(server_url, tmp_path / "copy", 4, keep=1), QUIET)
+    for steps in (3, 4):
+        copy = train(config(server_url, tmp_path / "copy", steps, keep=2), QUIET)
+        assert on_server() == first.paths | copy.paths
+    copy = train(config(server_url, tmp_path / "copy", 5, keep=1), QUIET)
     assert on_server() == first.paths | copy.paths
-    assert Path(copy.weights).name == "step-000004"
+    assert Path(copy.weights).name == "step-000005"
     gone_on = train(config(server_url, tmp_path / "first", 3, keep=1), QUIET)
     assert on_server() == gone_on.paths | copy.paths | ({first.best_weights} & copy.paths)
     assert not first.paths - {first.best_weights} & on_server()
@@ -112,6 +115,36 @@ async def saved(url: str, rest: tinker.RestClient, directory: Path) -> tuple[Run
     written = load_state(directory)
     assert written is not None
     return state, written
+
+
+async def rotated(url: str, rest: tinker.RestClient, directory: Path) -> RunState:
+    """A run that saves four steps and twice the best, and begins again from its file in between."""
+    state = RunState(home=home_of(directory))
+    for first in (1, 3):
+        client = await tinker.ServiceClient(base_url=url, api_key=KEY).create_lora_training_client(base_model="tiny", rank=1)
+        checkpoints = RunCheckpoints(client, rest, directory, 1, load_state(directory) or RunState())
+        for step in (first, first + 1):
+            state = await checkpoints.save_step(replace(state, step=step))
+            await checkpoints.record(state)
+        state = await checkpoints.save_best(state, float(first))
+    return state
+
+
+def test_runs_that_rotate_at_once_delete_nothing_of_each_other(
+    server_url: str, rest: tinker.RestClient, tmp_path: Path, on_server: Named
+) -> None:
+    """Their steps and directories have the same names, or begin alike."""
+
+    places = [tmp_path / "run-1", tmp_path / "run-10", tmp_path / "run-1" / "run-1", tmp_path / "run"]
+    for place in places:
+        place.mkdir()
+
+    async def all_of_them() -> list[RunState]:
+        return await asyncio.gather(*(rotated(server_url, rest, place) for place in places))
+
+    states = asyncio.run(all_of_them())
+    assert [len(state.paths) for state in states] == [3] * 4
+    assert on_server() == set().union(*(state.paths for state in states))
 
 
 def test_what_is_best_is_written_at_once_and_the_step_to_resume_stays(

@@ -180,15 +180,24 @@ def batch(*groups: list[float], reason: StopReason = "done") -> list[Group]:
 @pytest.mark.parametrize(
     ("sections", "groups", "warning"),
     [
-        ({}, batch([0.0, 0.0], [0.0, 0.0]), "every reward was 0. Let the model begin with some reward: warm it up"),
-        ({}, batch([0.0, 0.0], [1.0, 1.0]), "in each group all rewards were equal. Let the model"),
-        ({}, [Group(0, Prompt(0), 0, (Trajectory(EpisodeId("test", 0), (), "empty", 0),))], "in each group all rewards were equal"),
+        (
+            {},
+            batch([0.0, 0.0], [0.0, 0.0]),
+            "in 5 batches every reward was 0, and nothing was learnt. Let the model begin with some reward: warm it up",
+        ),
+        ({}, batch([0.0, 0.0], [1.0, 1.0]), "in each group all rewards were equal, and nothing was learnt. Let the model"),
+        ({}, [Group(0, Prompt(0), 0, (Trajectory(EpisodeId("test", 0), (), "empty", 0),))], "no episode gave a reward, and nothing"),
         (
             {"generation": {"temperature": 0}},
             batch([0.0, 0.0]),
             "generation: temperature=0 gives all episodes of a group the same",
         ),
         ({}, batch([0.0, 1.0], reason="length"), "every episode was cut; raise generation: max_tokens=256"),
+        (
+            {"training": {"overlong_filtering": True}},
+            batch([0.0, 1.0], reason="length"),
+            "every episode was cut, and nothing was learnt; raise generation: max_tokens=256",
+        ),
         ({}, batch([0.0, 1.0], reason="context"), "every episode was cut; raise generation: max_context=0"),
         ({"training": {"advantages": "batch"}}, batch([0.0, 0.0], [1.0, 1.0]), ""),
         ({}, batch([0.0, 1.0]), ""),

@@ -6,9 +6,10 @@ Invariant: Every ending of an episode gives the exact tokens, mask, rewards and 
 import asyncio
 import base64
 import copy
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,10 +21,10 @@ from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, THINKING, Script, 
 from tests.rl.test_run import config_of
 from tinsmith.errors import ConfigError
 from tinsmith.rl.chat import ChatTemplate, TemplateError
-from tinsmith.rl.config import EvaluationSection, from_tree
+from tinsmith.rl.config import EvaluationSection, ModelSection, from_tree
 from tinsmith.rl.env import ChatMessage, Prompt, image_part, text_part, user
 from tinsmith.rl.evaluation import evaluation_prompts
-from tinsmith.rl.policy import Completion, SamplingRequest, TinkerPolicy, context_limit
+from tinsmith.rl.policy import Completion, SamplingRequest, TinkerPolicy, chat_template, context_limit, tokenizer_of
 from tinsmith.rl.rollouts import EnvRollouts, file_prompts, prompt_of_group, rollout_settings, seed_prompts
 from tinsmith.rl.sequences import Picture
 from tinsmith.rl.trajectory import EpisodeId, TrainingSample, Trajectory
@@ -350,8 +351,35 @@ def test_a_model_without_a_chat_template_is_refused(plain: ChatTemplate) -> None
     ChatTemplate.for_tokenizer(tokenizer, THINKING)
 
 
+@pytest.mark.parametrize(
+    ("file", "model", "message"),
+    [
+        ("", "DIR/nothing", "model: tokenizer='.*/nothing' cannot be loaded: .*; give the directory or the Hub id"),
+        ('{"eos_token": 3}', "DIR", "model: tokenizer='.*' cannot be loaded: Special token eos_token has to be .*; give the directory"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_loaded_is_named(file: str, model: str, message: str, plain: ChatTemplate, tmp_path: Path) -> None:
+    shutil.copytree(str(plain.tokenizer.name_or_path), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text(file)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        tokenizer_of(model.replace("DIR", str(tmp_path)), cast(tinker.TrainingClient, None))
+
+
+def test_a_template_that_cannot_be_read_is_named(plain: ChatTemplate, tmp_path: Path) -> None:
+    (tmp_path / "bytes.jinja").write_bytes(b"\xff")
+    for name in ("bytes.jinja", "nothing.jinja", "."):
+        section = ModelSection(chat_template=str(tmp_path / name))
+        with pytest.raises(ConfigError, match=r"^model: chat_template='.*' cannot be read: .*; it must be Jinja in UTF-8$"):
+            chat_template(section, plain.tokenizer)
+
+
 def red(width: int = 64, height: int = 32) -> ChatMessage:
     return user(Image.new("RGB", (width, height), "red"))
+
+
+def holds_itself() -> ChatMessage:
+    message: Any = user("hi")
+    return cast(ChatMessage, message | {"before": message.setdefault("before", message)})
 
 
 @pytest.mark.parametrize(
@@ -364,6 +392,7 @@ def red(width: int = 64, height: int = 32) -> ChatMessage:
             True,
             "Script.{method} returned a picture in {place} that cannot be shown: a picture of 6 bytes",
         ),
+        (holds_itself(), True, "RecursionError: maximum recursion depth exceeded"),
         ({"role": "nobody", "content": "hi"}, True, "the chat template cannot render the messages: TemplateError: who is nobody?"),
     ],
 )
@@ -542,5 +571,9 @@ def test_prompts_of_a_file_are_its_rows(tmp_path: Path) -> None:
     file.write_text('{"question": "2 + 2"}\n')
     with pytest.raises(ConfigError, match="row 1: a prompt has the keys messages and fields"):
         file_prompts(file, 5)
+    for row in ('{"messages": 3}', '{"messages": ["2 + 2"]}', '{"fields": ["4"]}', '{"messages": null}'):
+        file.write_text("{}\n" + row)
+        with pytest.raises(ConfigError, match=r"row 2: messages is a list of messages, and fields an object, got {'"):
+            file_prompts(file, 5)
     with pytest.raises(ConfigError, match="cannot read the prompts"):
         file_prompts(tmp_path / "nothing", 5)

@@ -13,6 +13,7 @@ from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, InitialObservationOverflow
+from transformers import AutoTokenizer
 
 from tests.rl.scripted import Scripted, ids, settings
 from tests.rl.test_run import QUIET, config_of, told
@@ -20,7 +21,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.adapters.cookbook import CompleterOfPolicy, CookbookEnv, CookbookEnvGroupBuilder, CookbookRollouts, PolicyOfCompleter
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.env import Prompt, deregister, register
-from tinsmith.rl.policy import Policy, SamplingRequest, TinkerPolicy, load_tokenizer
+from tinsmith.rl.policy import Policy, SamplingRequest, TinkerPolicy
 from tinsmith.rl.rollouts import EnvRollouts
 from tinsmith.rl.trainer import train
 from tinsmith.rl.trajectory import EpisodeId, Trajectory
@@ -186,7 +187,7 @@ def test_the_cookbook_s_own_policy_plays_as_ours_does(server_url: str, plain: Ch
 
 def arithmetic(prompt: Prompt, group_size: int, model: str) -> EnvGroupBuilder:
     """What a configuration names."""
-    return CookbookEnvGroupBuilder("arithmetic", {}, prompt, ChatTemplate.for_tokenizer(load_tokenizer(model)), group_size)
+    return CookbookEnvGroupBuilder("arithmetic", {}, prompt, ChatTemplate.for_tokenizer(AutoTokenizer.from_pretrained(model)), group_size)
 
 
 def test_a_run_trains_on_the_cookbook_s_environments(server_url: str, tmp_path: Path, plain: ChatTemplate) -> None:

@@ -143,6 +143,17 @@ def test_an_engine_whose_server_dies_while_it_loads_ends_too_and_so_does_its_wor
         assert "is ready" not in server.log.read_text()
 
 
+def test_a_server_that_is_stopped_while_its_engine_loads_tells_of_no_models(tiny: list[str], tmp_path: Path) -> None:
+    """There are none yet: nothing is saved, nothing is lost, and the engine is not blamed for its end."""
+    with serving(tmp_path, *tiny) as server:
+        server.wait_for_log("the engine starts")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(timeout=START_S) == 0
+        told = server.log.read_text()
+        assert told.count("the server stops; its engine is not ready, and has no models to save") == 1
+        assert not any(word in told for word in ("WARNING", "ERROR", "lost", "killed"))
+
+
 def test_a_low_limit_of_open_files_is_raised_and_a_data_dir_has_one_server(tiny: list[str], tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     own = len(list(Path("/proc/self/fd").iterdir()))  # files that other tests left open in this process, which has the limit too

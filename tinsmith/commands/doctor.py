@@ -156,6 +156,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
             continue
         try:
             known[name] = replace(size_of(source, loading_of(config)), parts=workers if config.divides else 1)
+            _load_all_but_weights(source)
         except (ConfigError, OSError, ValueError) as error:  # transformers cannot read, or fetch, the configuration
             yield Finding(name, "missing", str(error).splitlines()[0])
     if not known:
@@ -186,6 +187,18 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     where = place.name.partition(",")[0] if place.on_gpu else "memory"
     yield Finding(f"{where} for all of it", fits, f"about {_gib(needed)} needed, {_gib(place.free)} free")
     yield from _full_training(known, place.free - needed, config)
+
+
+def _load_all_but_weights(source: str) -> None:
+    """Load tokenizer and image processor of a model in a directory; others would be downloaded. Raises ConfigError as loading does."""
+    from tinsmith.models.base import load_tokenizer  # here, because these import transformers
+    from tinsmith.models.families import IMAGE_FAMILIES, read_config
+    from tinsmith.rendering.processor import LocalProcessor
+
+    if Path(source).is_dir():
+        load_tokenizer(source)
+        if read_config(source).model_type in IMAGE_FAMILIES:
+            LocalProcessor(source)
 
 
 def _count(config: Config, machine: Machine) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
-from tinsmith.config import Config, base_model_sources
+from tinsmith.config import Config, base_model_source
 from tinsmith.config_values import WRITTEN_BESIDE, require_empty
 from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.errors import ConfigError, TinsmithError, UserError
@@ -106,7 +106,7 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     `base_model` is [NAME=]PATH_OR_HUB_ID, as the server is given it. Raises TinsmithError: not a LoRA adapter of that base, name taken.
     """
     check_name(name)
-    ((base_name, source),) = base_model_sources(Config(base_models=[base_model])).items()
+    base_name, source = base_model_source(base_model)
     base = read_layout(source)
     adapter = read_peft(adapter_dir, base, source)
     usual = Config().models.max_lora_rank

@@ -5,7 +5,6 @@ Started by the server, with the configuration as JSON on standard input.
 
 import logging
 import os
-import signal
 import sys
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from tinsmith.engine.loop import Engine
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, EngineUnavailableError
 from tinsmith.logs import start_logging
+from tinsmith.protocol.child_process import leave_signals_to_server
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 
@@ -24,12 +24,8 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run an engine until its server stops it.
-
-    Ctrl-C reaches the whole process group, and SIGTERM of a service manager all processes of the service: both are the server's to handle.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which the worker would inherit
+    """Run an engine until its server stops it."""
+    leave_signals_to_server()
     start_logging("engine")
     link = ChildLink(sys.argv[1])
     heartbeat = Heartbeat(sys.argv[1])

@@ -84,6 +84,8 @@ class Trainer:
         """Operations of these models that are not run any more, and fail when the model has been unloaded or cannot be saved."""
         self.unsaved: dict[str, float] = {}
         """Models to unload that could not be saved, and when that is tried again (monotonic time). Until then they stay loaded."""
+        self.stops = False
+        """Whether the server stops, so that nothing is tried again."""
         self.put_off: set[str] = set()
         """Models whose next command, or whose saving, waits for the database."""
         self.backoff = Backoff()
@@ -194,6 +196,7 @@ class Trainer:
 
     def begin_to_stop(self) -> None:
         """From now on `finish` takes the place of `turn`: all models are saved, but for those whose clients ended their sessions."""
+        self.stops = True
         self._end_all()
         self.unsaved.clear()
 
@@ -360,7 +363,8 @@ class Trainer:
             return
         self._fail_cancelled(running.model_id, TinsmithError(f"it was cancelled, and its model could not be saved: {error}"))
         self.unsaved[running.model_id] = time.monotonic() + SAVE_AGAIN_S
-        log.error("model %s stays loaded until it can be saved, tried again in %.0f s: %s", running.model_id, SAVE_AGAIN_S, error)
+        then = "and the server stops" if self.stops else f"stays loaded, and is tried again in {SAVE_AGAIN_S:.0f} s"
+        log.error("model %s cannot be saved, %s: %s", running.model_id, then, error)
 
     # ---- Forward work
 

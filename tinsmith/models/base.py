@@ -234,7 +234,7 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches kernels on the current device
     family = family_of(source, read_config(source))
-    tokenizer = _load_tokenizer(source)  # before the weights, which take longer
+    tokenizer = load_tokenizer(source)  # before the weights, which take longer
     network = load_network(source, family, pick_dtype(config.dtype, device))
     return base_model_of(name, source, network, config, feature_cache_bytes, layers_on_host, tokenizer)
 
@@ -292,7 +292,7 @@ def base_model_of(
         tokenizer_id=source,
         family=family,
         config=model_config,
-        tokenizer=_load_tokenizer(source) if tokenizer is None else tokenizer,
+        tokenizer=load_tokenizer(source) if tokenizer is None else tokenizer,
         network=network,
         language_model=language_model,
         decoder=decoder,
@@ -309,8 +309,11 @@ def base_model_of(
     )
 
 
-def _load_tokenizer(source: str) -> Any:
-    """The tokenizer of a model. Without files transformers makes one that has special tokens alone, and other ids for these."""
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of a model. Raises ConfigError if it cannot be loaded.
+
+    Without files transformers makes one that has special tokens alone, and other ids for these.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of any kind: that is what the tokenizers library raises for a file that it cannot use

@@ -54,10 +54,12 @@ def read_config(source: str) -> Any:
         code = code_of_its_own(source) if "trust_remote_code" in str(error) else None
         if code is not None:
             raise ConfigError(f"{source}: it needs code of its own ({code}), which is not run; name another model") from error
+        if Path(source).is_dir():
+            raise ConfigError(f"{source}/config.json cannot be used: {_reason(error)}; download it again, or name another model") from error
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
         raise ConfigError(
-            f"{source}: the model's configuration cannot be read: {reason}; where the Hub cannot be reached, "
-            "give --base-model the directory of the model"
+            f"{source}: the model's configuration cannot be read: {reason}; there is no directory of that name, and where the Hub "
+            "cannot be reached, give --base-model the directory of the model"
         ) from error
 
 

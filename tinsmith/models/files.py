@@ -28,7 +28,8 @@ _BYTES |= {"F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I32": 4, "U32": 4,
 _BYTES |= {"F4": 0.5, "F6_E2M3": 0.75, "F6_E3M2": 0.75}
 _PACKED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax")
 """Endings of the names of tensors that hold quantized weights, or belong to them."""
-_SIZES = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim", "vocab_size")
+_SIZES = ["num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim", "vocab_size"]
+_SIZES += ["max_position_embeddings"]
 """Numbers of a configuration that are above 0, where they are one number."""
 _TOKENIZERS = (
     ("tokenizer.json",),
@@ -44,6 +45,10 @@ _PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"
 _READ = [_PROCESSOR, _PROCESSORS, "generation_config.json", "tokenizer_config.json", "chat_template.json"]
 _READ += ["special_tokens_map.json", "added_tokens.json", "vocab.json"]
 """Further files of JSON that are read when a model is loaded."""
+_EMBEDDING, _EMBEDDED = "embed_tokens.weight", ("vocab_size", "hidden_size")
+"""How the name of the embedding ends, and the sizes of a configuration that are its shape."""
+_TEMPLATED = ("chat_template.json", "tokenizer_config.json")
+"""Files of JSON that may hold a chat template."""
 _SAME_SIZES = {"patch_size": "patch_size", "merge_size": "spatial_merge_size", "temporal_patch_size": "temporal_patch_size"}
 """Sizes of an image processor that a vision tower has too, and what they are called there."""
 _AGAIN = "download it again"
@@ -76,7 +81,7 @@ def _problems(source: str, whole: bool) -> Iterator[str]:
         yield str(error)
         return
     yield from _unusable(directory / "config.json", config)
-    for part in (_weights(directory, whole), _tokenizer(directory, config, whole), _processor(directory, config, whole)):
+    for part in (_weights(directory, config, whole), _tokenizer(directory, config, whole), _processor(directory, config, whole)):
         try:
             yield from part
         except ConfigError as error:
@@ -210,6 +215,10 @@ def _unusable(file: Path, config: dict[str, Any]) -> Iterator[str]:
         size = _text(config).get(name)
         if isinstance(size, int | float | str) and (not isinstance(size, int) or size < 1):  # some models have a list, one for each layer
             yield f"{file}: {name}={quoted(size)} must be a whole number above 0; {_AGAIN}"
+    rows = _text(config).get("vocab_size")
+    placeholder = config.get("image_token_id")
+    if isinstance(placeholder, int) and isinstance(rows, int) and not 0 <= placeholder < rows:
+        yield f"{file}: image_token_id={placeholder} is no token of the model, whose vocab_size is {rows}; {_AGAIN}"
     for name in EXPERTS:
         for part in {id(each): each for each in (config, _text(config))}.values():
             if isinstance(part.get(name), int) and part[name] > 1:
@@ -219,7 +228,7 @@ def _unusable(file: Path, config: dict[str, Any]) -> Iterator[str]:
                 )
 
 
-def _weights(directory: Path, whole: bool) -> Iterator[str]:
+def _weights(directory: Path, config: dict[str, Any], whole: bool) -> Iterator[str]:
     if not holds_weights(directory):
         if whole:
             lacks = f"{directory} holds no weights (no {WHOLE}, no {INDEX} and no {PICKLED})"
@@ -241,6 +250,7 @@ def _weights(directory: Path, whole: bool) -> Iterator[str]:
     packed = min((name for name, dtype in types.items() if name.endswith(_PACKED) or _BYTES[dtype] < 1), default=None)
     if packed is not None:
         yield f"{directory} holds quantized weights ({packed}), which cannot be trained; name the model that they were made of"
+    yield from _embedding(directory, config, held if packed is None else {})
     if files and files != [directory / WHOLE]:
         places = _indexed(directory)
         lost = next((name for name, file in places.items() if file in held and name not in held[file]), None)
@@ -251,13 +261,24 @@ def _weights(directory: Path, whole: bool) -> Iterator[str]:
             _require_content(file)
 
 
+def _embedding(directory: Path, config: dict[str, Any], held: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """An embedding of other sizes than the configuration says, in the headers of files by their names."""
+    sizes = [_text(config).get(name) for name in _EMBEDDED]
+    if not all(isinstance(size, int) for size in sizes):
+        return
+    for file, header in held.items():
+        shape = next((entry["shape"] for name, entry in header.items() if name.endswith(_EMBEDDING)), sizes)
+        if shape != sizes:
+            told = " and ".join(f"{name}={size}" for name, size in zip(_EMBEDDED, sizes, strict=True))
+            yield f"{directory / file} is of another model (its embedding is {shape}, and config.json has {told}); {_AGAIN}"
+
+
 def _tokenizer(directory: Path, config: dict[str, Any], whole: bool) -> Iterator[str]:
     for name in (name for name in _READ if (directory / name).exists()):
         if name != "generation_config.json" or (directory / name).stat().st_size:  # transformers takes an empty one for none
             read_object(directory / name)
-    template = directory / "chat_template.jinja"
-    if template.exists():
-        _require_content(template)
+    yield from _templates(directory)
+    yield from _ends(directory / "generation_config.json")
     there = next((names for names in _TOKENIZERS if all((directory / name).exists() for name in names)), None)
     if there is None and not any(directory.glob("*.tiktoken")):
         if whole:
@@ -269,6 +290,57 @@ def _tokenizer(directory: Path, config: dict[str, Any], whole: bool) -> Iterator
             _require_content(directory / name)
             if whole and name.endswith(".model") and importlib.util.find_spec("sentencepiece") is None:
                 yield f"{directory / name} needs the package sentencepiece to be read: pip install sentencepiece; or add tokenizer.json"
+
+
+def _ends(file: Path) -> Iterator[str]:
+    """Tokens that end answers and are none, so that no answer would end there."""
+    ends = read_object(file).get("eos_token_id") if file.exists() and file.stat().st_size else None
+    for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+        if not isinstance(end, int):
+            yield f"{file} is damaged (eos_token_id={quoted(ends)} is no number of a token); {_AGAIN}"
+
+
+def _templates(directory: Path) -> Iterator[str]:
+    """Chat templates that are no Jinja. Clients render them, and would not know what is wrong."""
+    found: list[tuple[Path, Any]] = []
+    for file in (directory / "chat_template.jinja", *sorted(directory.glob("additional_chat_templates/*.jinja"))):
+        if file.exists():
+            _require_content(file)
+            found.append((file, file.read_bytes()))
+    for file in (directory / name for name in _TEMPLATED):
+        named = read_object(file).get("chat_template") if file.exists() else None
+        several = [*named.values()] if isinstance(named, dict) else named if isinstance(named, list) else [named]
+        found += [(file, each.get("template") if isinstance(each, dict) else each) for each in several if named is not None]
+    for file, template in found:
+        if wrong := wrong_template(template):
+            yield f"{file} is damaged (its chat template is no Jinja: {wrong}); {_AGAIN}"
+
+
+def wrong_template(template: Any) -> str:
+    """Why a chat template cannot be used; empty if nothing is wrong with it."""
+    from jinja2 import Environment, TemplateSyntaxError, nodes  # here, because it takes a while to import
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """The tag with which transformers marks what a model has said."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        text = template.decode() if isinstance(template, bytes) else template
+        if not isinstance(text, str):
+            return f"it is {quoted(template)}"
+        Environment(extensions=[Generation, loopcontrols]).parse(text)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except (UnicodeDecodeError, RecursionError) as error:
+        return str(error)
+    return ""
 
 
 def _vocabulary(file: Path, rows: Any) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """When a child process is looked at and started again, and how its end is told: for the engine below the server, and workers below it."""
 
+import signal
+
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
 """Between the end of a process and the start of the next, in seconds: doubled for each that was never ready."""
@@ -9,6 +11,14 @@ WATCH_S = 1.0
 
 LAST_WORDS_S = 0.5
 """Seconds that the last messages of an ended process may take to arrive."""
+
+
+def leave_signals_to_server() -> None:
+    """Ignore what reaches all processes of a terminal or service and is the server's to handle: Ctrl-C, SIGTERM, SIGHUP."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # not SIG_IGN, which processes that are started would inherit
 
 
 def next_delay_s(last_s: float, was_ready: bool) -> float:

@@ -36,7 +36,7 @@ class LocalProcessor:
             named = str(settings.get("image_processor_type") or KNOWN[0])
         except OSError as error:
             raise ConfigError(f"{source}: its image processor cannot be read: {str(error).splitlines()[0]}") from error
-        agrees = named.startswith(KNOWN)
+        agrees, reason = named.startswith(KNOWN), ""
         if agrees:
             try:
                 self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(source)
@@ -44,12 +44,12 @@ class LocalProcessor:
                 self.merge_size: int = self.processor.merge_size
                 self.levels = self._read_levels()
                 agrees = self._agrees()
-            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # its values are of another kind
-                agrees = False
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # values of another kind
+                agrees, reason = False, f" ({type(error).__name__}: {' '.join(str(error).split())})"
         if not agrees:
             raise ConfigError(
                 f"{source}: its image processor, {named}, does not compute what Qwen2VLImageProcessor computes with the settings of "
-                "preprocessor_config.json; Tinsmith knows no other"
+                f"preprocessor_config.json{reason}; copy that of the model: Tinsmith knows no other"
             )
 
     def __call__(self, sha256: bytes, image: Image.Image) -> PictureInput:

@@ -80,7 +80,7 @@ def guarded(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def env_error(error: BaseException) -> EnvError:
     """The EnvError for an exception that an environment raised."""
-    return EnvError(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+    return EnvError(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error, limit=-30)))  # one without end is deep
 
 
 def checked_reward(where: str, value: Any) -> float:
@@ -170,7 +170,7 @@ def _metrics(where: str, value: Any) -> dict[str, float]:
 def _demonstration(where: str, value: Any) -> str:
     if not isinstance(value, str):
         raise EnvError(f"{where} returned {_quoted(value)}; a demonstration is a text")
-    return value
+    return _text(where, "its demonstration", value)
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -192,20 +192,28 @@ def _message(where: str, place: str, message: Any) -> ChatMessage:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str | list | tuple) or not isinstance(message.get("role"), str):
         raise EnvError(f"{where} returned {place}={_quoted(message)}; {_MESSAGE}")
-    parts = content if isinstance(content, str) else [_part(where, place, part) for part in content]
+    parts = _text(where, place, content) if isinstance(content, str) else [_part(where, place, part) for part in content]
     return cast(ChatMessage, {**message, "content": parts})
 
 
 def _part(where: str, place: str, part: Any) -> dict[str, Any]:
     match part:
-        case {"type": "text", "text": str()}:
-            return dict(part)
+        case {"type": "text", "text": str(text)}:
+            return {**part, "text": _text(where, place, text)}
         case {"type": "image", "image": picture} | {"type": "image_url", "image_url": {"url": picture}}:
             try:
                 return image_part(encode(picture))
             except UserError as error:
                 raise EnvError(f"{where} returned a picture in {place} that cannot be shown: {error}") from error
     raise EnvError(f"{where} returned {_quoted(part)} in {place}; {_PARTS}")
+
+
+def _text(where: str, place: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # what Python makes of bytes that are no text, with errors="surrogateescape"
+        raise EnvError(f"{where} returned a text in {place} that is not Unicode: {_quoted(text)}") from error
+    return text
 
 
 def _metadata(where: str, value: Any) -> dict[str, Any]:

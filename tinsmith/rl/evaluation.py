@@ -17,7 +17,7 @@ from tinsmith.rl.config import EvaluationSection, RlConfig
 from tinsmith.rl.env import Prompt
 from tinsmith.rl.metrics import Metrics, pass_at_k, succeeded, trajectory_metrics
 from tinsmith.rl.pages import write_jsonl, write_page
-from tinsmith.rl.policy import Policy, chat_template, connect, context_limit, load_tokenizer, open_policy, tokenizer_of
+from tinsmith.rl.policy import Policy, chat_template, connect, context_limit, open_policy, tokenizer_of
 from tinsmith.rl.resume import load_state
 from tinsmith.rl.rollouts import file_prompts, make_rollouts, rollout_settings, seed_prompts, task_group
 from tinsmith.rl.trajectory import EpisodeId, Trajectory
@@ -81,7 +81,7 @@ def run_evaluation(config: RlConfig, console: Console) -> Evaluation:
     path, tokenizer = _evaluated_model(config)
     with connect(config.server) as service:
         policy = open_policy(service, path, config.model.base_model)
-        template = chat_template(config.model, load_tokenizer(tokenizer) if tokenizer else tokenizer_of(policy))
+        template = chat_template(config.model, tokenizer_of(tokenizer, policy.client))
         workers = make_workers(config.env.workers, config.env.worker_count, config.env.timeout_s)
         max_context = config.generation.max_context or context_limit(config.server, config.model.base_model)
         evaluation = asyncio.run(Evaluator(config, template, workers, max_context).evaluate(policy))

@@ -126,20 +126,26 @@ class BatchWatch:
     def _count(self, fault: str, found: bool, message: str) -> None:
         self._in_a_row[fault] = self._in_a_row[fault] + 1 if found else 0
         if self._in_a_row[fault] == self.patience:
-            log.warning("nothing was learnt from %d batches: %s", self.patience, message)
+            log.warning("in %d batches %s", self.patience, message)
 
     def _why_equal(self, rewards: list[float]) -> str:
         if self.config.generation.temperature == 0:
-            return "generation: temperature=0 gives all episodes of a group the same answers; take 1"
-        what = f"every reward was {rewards[0]:g}" if rewards and not has_variance(rewards) else "in each group all rewards were equal"
+            return "nothing was learnt: generation: temperature=0 gives all episodes of a group the same answers; take 1"
+        same = bool(rewards) and not has_variance(rewards)
+        what = f"every reward was {rewards[0]:g}" if same else "in each group all rewards were equal"
+        what = what if rewards else "no episode gave a reward"
         return (
-            f"{what}. Let the model begin with some reward: warm it up (warmup: steps, for environments that demonstrate), make the task "
-            "easier or harder, reward parts of an answer, or play more episodes of each prompt (training: group_size)"
+            f"{what}, and nothing was learnt. Let the model begin with some reward: warm it up (warmup: steps, for environments that can "
+            "demonstrate), make the task easier or harder, reward parts of an answer, or play more episodes of each prompt (training: "
+            "group_size)"
         )
 
     def _why_cut(self, everyone: Sequence[Trajectory]) -> str:
         limit = "max_tokens" if any(trajectory.stop_reason == "length" for trajectory in everyone) else "max_context"
-        return f"every episode was cut; raise generation: {limit}={getattr(self.config.generation, limit)}, or ask for shorter answers"
+        learnt = ", and nothing was learnt" if self.config.training.overlong_filtering else ""
+        return (
+            f"every episode was cut{learnt}; raise generation: {limit}={getattr(self.config.generation, limit)}, or ask for shorter answers"
+        )
 
 
 class Tracker(Protocol):

@@ -189,29 +189,27 @@ def context_limit(server: ServerSection, base_model: str) -> int:
     raise ConfigError(f"the server does not say how long sequences of {base_model!r} may be; set generation: max_context")
 
 
-def tokenizer_of(policy: TinkerPolicy) -> PreTrainedTokenizerBase:
-    """The tokenizer of a policy's base model. Raises ConfigError if the base model's name is not a Hub id that can be reached."""
+def tokenizer_of(source: str, client: tinker.TrainingClient | tinker.SamplingClient) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory or of a Hub id, or for "" the one that the server names. Raises ConfigError if it cannot be loaded."""
     try:
-        tokenizer: PreTrainedTokenizerBase = policy.client.get_tokenizer()
-    except OSError as error:
+        tokenizer: PreTrainedTokenizerBase = (
+            AutoTokenizer.from_pretrained(source, trust_remote_code=False) if source else client.get_tokenizer()
+        )
+    except Exception as error:  # of any kind: that is what the tokenizers library raises for a file that it cannot use
+        which = f"tokenizer={source!r}" if source else "tokenizer is empty, and the one that the server names"
+        reason = " ".join(str(error).split()) or repr(error)
         raise ConfigError(
-            f"model: tokenizer is empty, and the base model's name is not that of a tokenizer either: {error}; give a directory or Hub id"
+            f"model: {which} cannot be loaded: {reason}; give the directory or the Hub id of the model's tokenizer"
         ) from error
     return tokenizer
 
 
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a directory or of a Hub id."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    return tokenizer
-
-
 def chat_template(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """The chat template that the configuration names. Raises ConfigError if its file does not exist."""
+    """The chat template that the configuration names, or else the tokenizer's. Raises ConfigError if its file cannot be read."""
     text = None
     if model.chat_template:
-        file = Path(model.chat_template)
-        if not file.is_file():
-            raise ConfigError(f"model: chat_template={model.chat_template!r} is no file")
-        text = file.read_text(encoding="utf-8")
+        try:
+            text = Path(model.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"model: chat_template={model.chat_template!r} cannot be read: {error}; it must be Jinja in UTF-8") from error
     return ChatTemplate.for_tokenizer(tokenizer, text, model.template_options)

@@ -13,6 +13,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -74,7 +75,9 @@ class RunState:
     tokenizer: str = ""
     """Directory or Hub id."""
     home: str = ""
-    """The directory whose run saved these checkpoints, as `home_of` names it. In a copy of the directory it is another one."""
+    """The directory of the run, as `home_of` names it. In a copy of the directory it is another one."""
+    others: tuple[str, ...] = ()
+    """Which of these checkpoints were saved by a run in another directory, of which this one is a copy."""
 
     @property
     def paths(self) -> frozenset[str]:
@@ -98,12 +101,12 @@ def load_state(directory: Path) -> RunState | None:
     known = {spec.name for spec in dataclasses.fields(RunState)}
     if not isinstance(values, dict) or set(values) - known or "step" not in values:
         raise ConfigError(f"{file} was written by another version: its keys are {sorted(values)}, expected {sorted(known)}")
-    return RunState(**{**values, "kept": tuple(values.get("kept", ()))})
+    return RunState(**{**values, **{name: tuple(values.get(name, ())) for name in ("kept", "others")}})
 
 
 def home_of(directory: Path) -> str:
     """What tells a directory from a copy of it."""
-    return f"{directory.resolve()} ({directory.stat().st_ino})"
+    return f"{platform.node()}:{directory.resolve()} ({directory.stat().st_ino})"
 
 
 @dataclass
@@ -123,7 +126,7 @@ class RunCheckpoints:
     """The content of state.json."""
 
     def __post_init__(self) -> None:
-        self._own = set(self.recorded.paths) if self.recorded.home == home_of(self.directory) else set()
+        self._own = set(self.recorded.paths.difference(self.recorded.others)) if self.recorded.home == home_of(self.directory) else set()
 
     async def save_step(self, state: RunState) -> RunState:
         """Save the weights after `state.step` steps, for training and for sampling. They take effect with the next `record`."""
@@ -149,6 +152,7 @@ class RunCheckpoints:
     async def record(self, state: RunState) -> None:
         """Let a resumed run continue from `state`, and delete the checkpoints of this run that it does not name."""
         dropped = (self.recorded.paths - state.paths) & self._own
+        state = replace(state, others=tuple(sorted(state.paths - self._own)))
         state.save(self.directory)
         self.recorded = state
         if self.keep:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tinsmith.errors import ConfigError, UserError
-from tinsmith.rl.calls import EnvError
+from tinsmith.rl.calls import EnvError, env_error
 from tinsmith.rl.chat import ChatTemplate, Conversation, TemplateError
 from tinsmith.rl.config import RlConfig
 from tinsmith.rl.env import Prompt, Step
@@ -49,7 +49,10 @@ def file_prompts(file: Path, count: int) -> list[Prompt]:
 def _prompt(file: Path, number: int, row: Any) -> Prompt:
     if not isinstance(row, dict) or set(row) - {"messages", "fields"}:
         raise ConfigError(f"{file}, row {number + 1}: a prompt has the keys messages and fields, got {row!r:.200}")
-    return Prompt(number, tuple(row.get("messages", ())), row.get("fields", {}))
+    messages, fields = row.get("messages", []), row.get("fields", {})
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages) or not isinstance(fields, dict):
+        raise ConfigError(f"{file}, row {number + 1}: messages is a list of messages, and fields an object, got {row!r:.200}")
+    return Prompt(number, tuple(messages), fields)
 
 
 def prompt_of_group(prompts: Sequence[Prompt], group: int, seed: int) -> Prompt:
@@ -197,6 +200,8 @@ def _blaming_the_environment() -> Iterator[None]:
         raise
     except UserError as error:
         raise EnvError(str(error)) from error
+    except Exception as error:  # a template may do anything with what is in messages, such as one that holds itself
+        raise env_error(error) from error
 
 
 @dataclass

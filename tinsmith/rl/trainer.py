@@ -35,11 +35,11 @@ from tinsmith.rl.policy import (
     chat_template,
     connect,
     context_limit,
-    load_tokenizer,
     lost_something,
     open_policy,
     open_training_client,
     rest_client,
+    tokenizer_of,
 )
 from tinsmith.rl.resume import METRICS, RunCheckpoints, RunState, home_of, locked, record_settings, starting_state
 from tinsmith.rl.rollouts import (
@@ -99,7 +99,7 @@ def _prepared_run(
     """Everything that a run needs to continue from `state`."""
     service = opened.enter_context(connect(config.server))
     client = open_training_client(service, config.model, state.weights)
-    template = chat_template(config.model, load_tokenizer(config.model.tokenizer) if config.model.tokenizer else client.get_tokenizer())
+    template = chat_template(config.model, tokenizer_of(config.model.tokenizer, client))
     base_model = config.model.base_model or base_model_of(client)
     max_context = config.generation.max_context or context_limit(config.server, base_model)
     section = config.prompts

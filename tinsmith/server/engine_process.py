@@ -247,8 +247,9 @@ class EngineProcess:
         process, link = self._process, self._link
         if process is None or link is None:
             return
-        if not self.takes_messages:
-            await _end(process)
+        if not self.takes_messages:  # it loads base models, or has ended
+            self.kill()
+            await process.wait()
             return
         limit_s = self._config.server.shutdown_s
         with contextlib.suppress(EngineUnavailableError, TimeoutError):
@@ -256,18 +257,11 @@ class EngineProcess:
             async with asyncio.timeout(limit_s) as self._patience:
                 await process.wait()
                 return
-        log.error("the engine has neither ended nor begun to save another model within shutdown_s=%g: models are lost", limit_s)
-        await _end(process)
+        log.error("the engine has not ended or begun to save another model within shutdown_s=%g and is killed: models are lost", limit_s)
+        self.kill()
+        await process.wait()
 
     def kill(self) -> None:
         """End the engine at once. Its models are lost."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the engine, if it has not ended: it leaves SIGTERM to its server."""
-    if process.returncode is None:
-        log.warning("the engine did not exit by itself and is killed")
-        process.kill()
-        await process.wait()

@@ -36,7 +36,7 @@ _HTTP_GRACE_S = 2
 
 
 def run_server(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM. A second signal ends the server at once, with SystemExit.
+    """Serve until SIGINT, SIGTERM, or SIGHUP of a terminal that is closed. A second signal ends the server at once, with SystemExit.
 
     Raises ConfigError: no base model, an address that cannot be used, a data_dir that cannot be used or that another server uses, a damaged
     database, or an engine that ends before it was ever ready.
@@ -114,14 +114,20 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
 
     def on_signal(number: int) -> None:
         signals.append(number)
+        holds = hub.engine.takes_messages
         if stop.is_set():
-            log.warning("the server ends at once: models that are not saved yet are lost")
+            log.warning("the server ends at once%s", ": models that are not saved yet are lost" if holds else "")
             http.force_exit = True
             hub.engine.kill()
+        elif holds:
+            log.info("the server stops once its engine has saved the models that are loaded; a second Ctrl-C ends it at once")
+        else:
+            log.info("the server stops; its engine is not ready, and has no models to save")
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # under nohup it is ignored
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     _announce(config, listener)
     engine_task = asyncio.create_task(hub.engine.run())
     hub.bodies.parser.start()
@@ -129,7 +135,6 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
     stop_task = asyncio.create_task(stop.wait())
     lifetimes_task = asyncio.create_task(keep_up(hub.lifetimes, partial(hub.end_session, save=True)))
     await asyncio.wait([engine_task, http_task, stop_task], return_when=asyncio.FIRST_COMPLETED)
-    log.info("the server stops once its engine has saved the models that are loaded; a second Ctrl-C ends it at once")
     http.should_exit = True
     hub.waiters.close()
     await hub.engine.stop()

@@ -11,7 +11,6 @@ import importlib
 import io
 import logging
 import pickle
-import signal
 import socket
 import struct
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 
 from tinsmith.errors import EngineUnavailableError, TinsmithError
 from tinsmith.logs import start_logging
+from tinsmith.protocol.child_process import leave_signals_to_server
 from tinsmith.sampling.turns import Turns
 from tinsmith.wire.compression import decompress
 
@@ -191,7 +191,7 @@ def _answer(job: bytes | bytearray, body: bytes) -> bytes:
 
 def main() -> None:
     """Answer the server at the socket whose file descriptor is the first argument, until it is closed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager sends it to all processes; the server ends this one
+    leave_signals_to_server()
     start_logging("parser")
     for module in _NEEDED:
         importlib.import_module(module)

@@ -5,7 +5,6 @@ Started by the engine, or by an actor of Ray for it, with the configuration as J
 
 import gc
 import logging
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any, cast
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError, DeviceLostError, EngineUnavailableError, WorkersLostError
 from tinsmith.logs import start_logging
+from tinsmith.protocol.child_process import leave_signals_to_server
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.place import Place
@@ -27,12 +27,8 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run a worker until its engine stops it.
-
-    Ctrl-C reaches the whole process group, and SIGTERM of a service manager all processes of the service: both are the server's to handle.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which vLLM servers that are started would inherit
+    """Run a worker until its engine stops it."""
+    leave_signals_to_server()
     place = Place(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
     name = "worker" if place.count == 1 else f"worker {place.rank}"
     start_logging(name)
