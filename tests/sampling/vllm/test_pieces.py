@@ -44,6 +44,17 @@ def test_logprobs_of_other_tokens_and_requests_that_failed_are_errors() -> None:
         in_new_form(older_reply(finish_reason="error", token_ids=[], logprobs=None))
 
 
+def test_a_sample_of_other_full_weights_is_an_error() -> None:
+    reply = older_reply(weight_versions=[{"version": "new", "start": 0, "end": 2}])
+    for entry in reply["choices"][0]["logprobs"]["content"]:
+        entry["token_id"] = int(entry["token"].removeprefix("token_id:"))
+    assert sequences_of(reply, 1, 0, "new", "m/3")
+    for versions in ([], [{"version": "old", "start": 0, "end": 2}], [{"version": "old"}, {"version": "new"}]):
+        reply["choices"][0]["weight_versions"] = versions
+        with pytest.raises(TinsmithError, match="was asked for from weights 'new'; vLLM answered with"):
+            sequences_of(reply, 1, 0, "new", "m/3")
+
+
 def job_of(base: BaseModel, *stop: str) -> Job:
     rule = StopRule(eos=True, strings=stop, token_ids=())
     return Job(

@@ -1,5 +1,6 @@
 """What is written for a server or merged into weights is what an adapter computes; probes change what they say by so much that it shows."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,7 +61,9 @@ def test_a_probe_that_is_not_finite_shows_nothing(value: float, text_base: BaseM
 def test_an_adapter_is_written_as_passes_read_it(dtype: str, family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     base = load(family_dir("qwen3"), dtype=dtype)
     adapter, files = random_adapter(base), WeightFiles(base, str(tmp_path))
-    written = load_file(files.write(adapter) / "adapter_model.safetensors")
+    directory = files.write(adapter)
+    written, config = load_file(directory / "adapter_model.safetensors"), json.loads((directory / "adapter_config.json").read_text())
+    assert config["lora_alpha"] / config["r"] == adapter.scale
     assert len(written) == len(adapter.leaves())
     for name, pair in adapter.working.items():
         for side, matrix in (("A", pair.a), ("B", pair.b)):
