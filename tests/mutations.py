@@ -592,17 +592,17 @@ MUTATIONS = (
     # ---- What vLLM servers sample from
     Mutation(
         "whatever a vLLM server computes for the canary is good enough",
-        "tinsmith/sampling/vllm/canary.py",
+        "tinsmith/sampling/vllm/verify.py",
         "if not difference <= expected.limit:",
         "if False:",
-        ("tests/sampling/vllm/test_canary.py::test_slightly_wrong_weights_are_refused",),
+        ("tests/sampling/vllm/test_verify.py::test_slightly_wrong_weights_are_refused",),
     ),
     Mutation(
         "a sample of the full weights before is returned as one of the new",
-        "tinsmith/sampling/vllm/replies.py",
+        "tinsmith/sampling/vllm/protocol.py",
         "if label is not None and tokens and versions != {label}:",
         "if False:",
-        ("tests/sampling/vllm/test_pieces.py",),
+        ("tests/sampling/vllm/test_protocol.py",),
     ),
     Mutation(
         "a sample of another adapter is returned",
@@ -623,14 +623,14 @@ MUTATIONS = (
         "tinsmith/sampling/vllm/weights.py",
         "write_adapter(pairs, adapter.shape.rank, names",
         "write_adapter(pairs, 2 * adapter.shape.rank, names",
-        ("tests/sampling/vllm/test_probes.py::test_an_adapter_is_written_as_passes_read_it",),
+        ("tests/sampling/vllm/test_verify.py::test_an_adapter_is_written_as_passes_read_it",),
     ),
     Mutation(
         "an adapter is merged for vLLM without its scale",
         "tinsmith/sampling/vllm/weights.py",
         "part.copy_(part.float() + adapter.scale * (pair.b.float() @ pair.a.float()))",
         "part.copy_(part.float() + pair.b.float() @ pair.a.float())",
-        ("tests/sampling/vllm/test_probes.py::test_merged_weights_compute_what_an_adapter_does",),
+        ("tests/sampling/vllm/test_verify.py::test_merged_weights_compute_what_an_adapter_does",),
     ),
     Mutation(
         "vLLM answers log-probabilities of another temperature",

@@ -18,13 +18,11 @@ from tinsmith.models.full import new_full_weights
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.sampling.sampler import ref_of
-from tinsmith.sampling.vllm.canary import Canary, ServedWeights
-from tinsmith.sampling.vllm.connection import Connection, ServerFailedError
 from tinsmith.sampling.vllm.generate import generate
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN
-from tinsmith.sampling.vllm.parameters import scoring_params
-from tinsmith.sampling.vllm.probes import make_probes
+from tinsmith.sampling.vllm.protocol import Connection, ServerFailedError, scoring_params
 from tinsmith.sampling.vllm.publisher import Publisher
+from tinsmith.sampling.vllm.verify import Canary, PublishedWeights, make_probes
 from tinsmith.sampling.vllm.weights import WeightFiles
 
 
@@ -34,9 +32,9 @@ class Bench:
     def __init__(self, base: BaseModel, files: WeightFiles) -> None:
         canary = Canary(base, renderer(base))
         self.publisher = Publisher(files, canary, base.device)
-        self.served = ServedWeights(None, canary.expected(None), WeightsRef.of_base("tiny"))
+        self.served = PublishedWeights(None, canary.expected(None), WeightsRef.of_base("tiny"))
         self.adapter = random_adapter(base, seed=1)
-        self.served_adapter = ServedWeights(self.adapter, self.served.canary, ref_of(self.adapter, "tiny"))
+        self.served_adapter = PublishedWeights(self.adapter, self.served.canary, ref_of(self.adapter, "tiny"))
         self.asked: list[str] = []
         """The paths that the server was asked for."""
         self.answers = asyncio.Event()
@@ -52,7 +50,7 @@ class Bench:
     def connect(self, connection: Connection) -> None:
         self.instance = instance_of(connection)
 
-    async def take(self, weights: ServedWeights) -> None:
+    async def take(self, weights: PublishedWeights) -> None:
         """Get weights onto the server, compare them, and let go of them."""
         async with self.publisher.serving(self.instance, weights):
             pass
@@ -124,7 +122,7 @@ async def test_a_comparison_that_nobody_waits_for_any_more_keeps_its_weights(tex
         await asyncio.wait([given_up])
         shape = LoraShape(rank=0, seed=0)
         weights = new_full_weights(shape, text_base.full_targets(shape), text_base.dtype)
-        next_one = asyncio.create_task(bench.take(ServedWeights(weights, bench.served.canary, new_ref())))
+        next_one = asyncio.create_task(bench.take(PublishedWeights(weights, bench.served.canary, new_ref())))
         await bench.instance.connection.get("/health")  # what would have come before has come
         assert bench.asked == ["/weight_info", "/inference/v1/generate", "/health"]
         assert len(bench.instance.weights_lock.queue) == 1

@@ -25,8 +25,8 @@ from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.sampling.vllm import sampler as room
 from tinsmith.sampling.vllm import servers
-from tinsmith.sampling.vllm.canary import score_prompt
 from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
+from tinsmith.sampling.vllm.verify import score_prompt
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, parse_sample_request
 

@@ -17,14 +17,12 @@ import uvloop
 
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.sampler import SampleResult
-from tinsmith.sampling.vllm.canary import ServedWeights
-from tinsmith.sampling.vllm.connection import ServerFailedError, ServerLostError
-from tinsmith.sampling.vllm.instance import Instance
-from tinsmith.sampling.vllm.job import Job, sample
-from tinsmith.sampling.vllm.nap import Nap
-from tinsmith.sampling.vllm.pieces import NewestWeights, sample_in_pieces
+from tinsmith.sampling.vllm.instance import Instance, SleepMode
+from tinsmith.sampling.vllm.job import Job, NewestWeights, sample, sample_in_segments
+from tinsmith.sampling.vllm.protocol import ServerFailedError, ServerLostError
 from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.servers import Launch, Server, Servers
+from tinsmith.sampling.vllm.verify import PublishedWeights
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ class VLLMClient:
         self.publisher = publisher
         self.newest: WeakValueDictionary[str, NewestWeights] = WeakValueDictionary()
         """By model id, of inflight weights from which something is being sampled."""
-        self.nap = Nap()
+        self.sleep_mode = SleepMode()
         self.loop = uvloop.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
         self.thread.start()
@@ -62,17 +60,17 @@ class VLLMClient:
         """Start a job."""
         return self.run(self._sample(job))
 
-    def publish(self, served: ServedWeights) -> None:
+    def publish(self, served: PublishedWeights) -> None:
         """Let samples that follow the same model go on with these weights, and prepare the servers that are ready."""
         self.run(self._publish(served))
 
     def fall_asleep(self) -> "Future[None]":
         """Let the servers leave their GPU to the trainer; done when they have."""
-        return self.run(self.nap.fall_asleep())
+        return self.run(self.sleep_mode.fall_asleep())
 
     def wake_up(self) -> "Future[None]":
         """Let them have it again."""
-        return self.run(self.nap.wake_up())
+        return self.run(self.sleep_mode.wake_up())
 
     def forget(self, key: str) -> None:
         """Nothing refers to the weights of this key any more."""
@@ -89,7 +87,7 @@ class VLLMClient:
 
     async def _open(self, sources: list[Launch | str], slots: int, hung_s: float) -> Servers:
         changed = asyncio.Condition()
-        return Servers([Server(source, slots, hung_s, changed, self.publisher.try_probes, self.nap) for source in sources], changed)
+        return Servers([Server(source, slots, hung_s, changed, self.publisher.try_probes, self.sleep_mode) for source in sources], changed)
 
     async def _sample(self, job: Job) -> SampleResult:
         lost, newest = "", self._newest(job)
@@ -111,10 +109,10 @@ class VLLMClient:
     async def _sample_on(self, instance: Instance, job: Job, newest: NewestWeights | None) -> SampleResult:
         if newest is None:
             return await sample(self.publisher, instance, job)
-        return await sample_in_pieces(self.publisher, instance, job, newest)
+        return await sample_in_segments(self.publisher, instance, job, newest)
 
     def _newest(self, job: Job) -> NewestWeights | None:
-        """The weights that the job follows, as others may do; its own if its tokens are read as they come; None if it needs no pieces."""
+        """The weights that the job follows, as others may do; its own if its tokens are read as they come; None if it needs no segments."""
         model_id = job.served.ref.inflight_of
         if model_id is None:
             return None if job.tell is None else NewestWeights(job.served)
@@ -123,7 +121,7 @@ class VLLMClient:
             newest = self.newest[model_id] = NewestWeights(job.served)
         return newest
 
-    async def _publish(self, served: ServedWeights) -> None:
+    async def _publish(self, served: PublishedWeights) -> None:
         instances = [server.instance for server in self.servers.all if server.state == "ready" and server.instance is not None]
         model_id = served.ref.inflight_of
         if model_id is not None and model_id in self.newest:

@@ -19,9 +19,8 @@ import numpy as np
 from tinsmith.errors import TinsmithError
 from tinsmith.models.pictures import PictureInput
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.vllm.connection import ServerFailedError
 from tinsmith.sampling.vllm.instance import Instance
-from tinsmith.sampling.vllm.replies import in_new_form
+from tinsmith.sampling.vllm.protocol import ServerFailedError, in_new_form
 
 REQUEST_PREFIX = "generate-tokens-"
 """What vLLM puts before the name of a request."""
@@ -60,7 +59,7 @@ async def generate_stream(
         body = _body(rendered, params, model, answer) | _STREAM | {"request_id": name}
         for retry in (False, True):
             begun = False
-            await instance.nap.until_awake()
+            await instance.sleep_mode.until_awake()
             try:
                 stream = instance.connection.stream(_PATH, body | {"features": features_of(rendered, () if retry else known)})
                 async with aclosing(stream):
@@ -119,7 +118,7 @@ def _body(rendered: RenderedInput, params: dict[str, Any], model: str | None, an
 
 async def _post(instance: Instance, rendered: RenderedInput, body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Raises TinsmithError if the reply names another adapter than the request did, because that means other weights."""
-    await instance.nap.until_awake()
+    await instance.sleep_mode.until_awake()
     reply = in_new_form(await instance.connection.post(_PATH, body | {"features": features_of(rendered, known)}))
     if body["model"] is not None and reply["model"] not in (body["model"], None):
         raise TinsmithError(f"vLLM was asked for the adapter {body['model']} and answered with {reply['model']}")

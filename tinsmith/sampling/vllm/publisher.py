@@ -22,14 +22,12 @@ from tinsmith.models.full import Weights
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD
 from tinsmith.models.lora import Adapter
 from tinsmith.sampling.inside_vllm.identity import identity
-from tinsmith.sampling.vllm.canary import Canary, ServedWeights
-from tinsmith.sampling.vllm.connection import RefusedError, ServerFailedError
 from tinsmith.sampling.vllm.generate import score
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
-from tinsmith.sampling.vllm.parameters import scoring_params
-from tinsmith.sampling.vllm.probes import AdapterProbe, kind_of
+from tinsmith.sampling.vllm.launch import has_delta_nets, refusal
+from tinsmith.sampling.vllm.protocol import RefusedError, ServerFailedError, scoring_params
 from tinsmith.sampling.vllm.servers import Server
-from tinsmith.sampling.vllm.versions import has_delta_nets, refusal
+from tinsmith.sampling.vllm.verify import AdapterProbe, Canary, PublishedWeights, kind_of
 from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, Tensors, Transfer, WeightFiles, new_transfer
 
 log = logging.getLogger(__name__)
@@ -167,7 +165,7 @@ class Publisher:
         return True
 
     @asynccontextmanager
-    async def serving(self, instance: Instance, served: ServedWeights) -> AsyncIterator[Serving]:
+    async def serving(self, instance: Instance, served: PublishedWeights) -> AsyncIterator[Serving]:
         """Run the body while the server computes with these weights; the canary is compared at the same time.
 
         Raises TinsmithError if the server refuses the weights. It also does after the body, which then must not use what it has got, if the
@@ -191,7 +189,7 @@ class Publisher:
             await compared
             await self._compared(instance, served, name)  # again, if it has slept since
 
-    async def prepare(self, instance: Instance, served: ServedWeights) -> None:
+    async def prepare(self, instance: Instance, served: PublishedWeights) -> None:
         """Load an adapter, and compare it if nobody has to wait for that, before a request needs it. Raises as `serving`."""
         if served.adapter is None:
             return
@@ -238,7 +236,7 @@ class Publisher:
                 # A process before this one may have left its weights there.
                 instance.weights_lock.weights = UNKNOWN
 
-    def _compared(self, instance: Instance, served: ServedWeights, name: str | None) -> "asyncio.Future[None]":
+    def _compared(self, instance: Instance, served: PublishedWeights, name: str | None) -> "asyncio.Future[None]":
         """The comparison of the canary, which all requests for these weights share. The weights stay on the server until it has ended."""
         is_new = served.ref.key not in instance.checks
         compared = once(instance.checks, served.ref.key, partial(self._compare, instance, served, name))
@@ -247,7 +245,7 @@ class Publisher:
             instance.checks[served.ref.key].add_done_callback(lambda _: leave())
         return compared
 
-    async def _compare(self, instance: Instance, served: ServedWeights, name: str | None) -> None:
+    async def _compare(self, instance: Instance, served: PublishedWeights, name: str | None) -> None:
         reply = await score(instance, self.canary.rendered, scoring_params(0), name)
         try:
             self.canary.compare(reply["prompt_logprobs"], served.canary, str(served))
@@ -267,7 +265,7 @@ class Publisher:
         # what it has loaded with the identity at the end.
         name = f"{self.files.root.name}-{instance.number}-{path.name}-{await asyncio.to_thread(self.files.identity, adapter)}"
         written = time.monotonic()
-        async with instance.nap.kept_awake():
+        async with instance.sleep_mode.kept_awake():
             loading = time.monotonic()
             await instance.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
             loaded = time.monotonic()
@@ -289,7 +287,7 @@ class Publisher:
         return name
 
     async def _take_off(self, instance: Instance, name: str) -> None:
-        async with instance.nap.kept_awake():
+        async with instance.sleep_mode.kept_awake():
             await self._unload(instance, name)
 
     async def _unload(self, instance: Instance, name: str) -> None:
@@ -302,7 +300,7 @@ class Publisher:
         After a failure the server holds nothing that could be sampled from, but the next attempt can begin.
         """
         tensors = await asyncio.to_thread(self.files.tensors, weights)
-        async with instance.nap.kept_awake():
+        async with instance.sleep_mode.kept_awake():
             await self._transfer_tensors(instance, tensors)
         instance.checks.clear()  # adapters too are computed over what has just come
 
@@ -337,7 +335,7 @@ class Publisher:
 
 
 async def _has_compared(instance: Instance, name: str) -> bool:
-    """Whether all workers of a server have compared an adapter (`adapter_check.py`)."""
+    """Whether all workers of a server have compared an adapter (`inside_vllm/worker.py`)."""
     try:
         reply = await instance.connection.post("/collective_rpc", {"method": "tinsmith_checked_adapter", "args": [name]})
     except (RefusedError, ServerFailedError):  # it has no such method

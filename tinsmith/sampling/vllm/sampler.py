@@ -31,14 +31,13 @@ from tinsmith.sampling.prefix import BLOCK, prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled, ref_of
 from tinsmith.sampling.stopping import stop_rule
-from tinsmith.sampling.vllm.canary import Canary, Expectation, ServedWeights, score_prompt
 from tinsmith.sampling.vllm.client import VLLMClient
 from tinsmith.sampling.vllm.job import Draft, Job
 from tinsmith.sampling.vllm.launch import launches
-from tinsmith.sampling.vllm.parameters import check_parameters, longest_answer
-from tinsmith.sampling.vllm.probes import make_probes
+from tinsmith.sampling.vllm.protocol import check_parameters, longest_answer
 from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.servers import Launch
+from tinsmith.sampling.vllm.verify import Canary, Expectation, PublishedWeights, make_probes, score_prompt
 from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, WeightFiles
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SampleRequest, VersionSpan
@@ -287,7 +286,7 @@ class VLLMSampler:
         """Whether the canary was computed with these weights."""
         return ref_of(weights, self.base.name).key in self.canaries
 
-    def _served(self, weights: Weights | None) -> ServedWeights:
+    def _served(self, weights: Weights | None) -> PublishedWeights:
         self._forget_unused()
         ref = ref_of(weights, self.base.name)
         if ref.key not in self.canaries:
@@ -296,7 +295,7 @@ class VLLMSampler:
         if weights is not None and id(weights) not in copies:
             copies.add(id(weights))
             weakref.finalize(weights, self.gone.append, (ref.key, id(weights))).atexit = False
-        return ServedWeights(weights, self.canaries[ref.key], ref)
+        return PublishedWeights(weights, self.canaries[ref.key], ref)
 
     def _forget_unused(self) -> None:
         """Take weights off the servers that no object in memory holds any more. Those that left it and came back have another object."""

@@ -23,9 +23,8 @@ from cachetools import LRUCache
 
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.connection import Connection
-from tinsmith.sampling.vllm.instance import Instance, Slots
-from tinsmith.sampling.vllm.nap import Nap
+from tinsmith.sampling.vllm.instance import Instance, SleepMode, Slots
+from tinsmith.sampling.vllm.protocol import Connection
 
 log = logging.getLogger(__name__)
 
@@ -75,15 +74,15 @@ class Server:
         hung_s: float,
         changed: asyncio.Condition,
         try_out: Callable[[Instance], Awaitable[None]] | None = None,
-        nap: Nap | None = None,
+        sleep_mode: SleepMode | None = None,
     ) -> None:
         """`source` says how to start it, or is the URL of one that runs already. It gets at most `slots` samples at a time.
 
         If it has samples to compute and its engine is silent for `hung_s` seconds, it is replaced. `changed` is notified whenever `state`
-        changes. `try_out` is awaited for each new instance before that is ready. It sleeps when the `nap` says so, with others.
+        changes. `try_out` is awaited for each new instance before that is ready. It sleeps when `sleep_mode` says so, with others.
         """
         self.try_out = try_out
-        self.nap = nap or Nap()
+        self.sleep_mode = sleep_mode or SleepMode()
         self.source = source
         self.slots = slots
         self.hung_s = hung_s
@@ -135,11 +134,13 @@ class Server:
         failing: asyncio.Task[str] | None = None
         self._fault = ""
         try:
-            async with self.nap.kept_awake():  # it takes its memory while it starts
+            async with self.sleep_mode.kept_awake():  # it takes its memory while it starts
                 began = time.monotonic()
                 connection = Connection(await self._start())
-                instance = Instance(connection, slots, together, started_by_us, kind, nap=self.nap, ranks=ranks, end=self._end)
-                self.nap.instances.add(instance)
+                instance = Instance(
+                    connection, slots, together, started_by_us, kind, sleep_mode=self.sleep_mode, ranks=ranks, end=self._end
+                )
+                self.sleep_mode.instances.add(instance)
                 answers = await self._within(_STARTS_WITHIN_S if started_by_us else _ANSWERS_WITHIN_S, instance.answers)
             if not answers:
                 if self.process is not None and self.process.returncode is None:
@@ -159,7 +160,7 @@ class Server:
                 await instance.connection.close()
             await self._end()
             if instance is not None:
-                self.nap.instances.discard(instance)
+                self.sleep_mode.instances.discard(instance)
 
     async def _change(self, state: Literal["starting", "ready", "down"], reason: str) -> None:
         async with self.changed:
@@ -262,7 +263,7 @@ class Server:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             is_tried_out = self.instance is not instance
-            is_needed = self.state != "ready" or self.load > 0 or self.nap.is_put_off
+            is_needed = self.state != "ready" or self.load > 0 or self.sleep_mode.is_delayed
             if is_needed:
                 longest_s = max(self.hung_s, _STARTS_WITHIN_S) if is_tried_out else self.hung_s
                 seen = await instance.look(longest_s)

@@ -35,7 +35,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import DELTA_NET_PARTS, TransferKind
 from tinsmith.sampling.inside_vllm.identity import Identity
 from tinsmith.sampling.inside_vllm.transfer_group import TRAINER, TransferGroup
-from tinsmith.sampling.vllm.connection import Connection, ServerFailedError
+from tinsmith.sampling.vllm.protocol import Connection, ServerFailedError
 from tinsmith.training.peft_format import write_adapter
 
 PREFIX = "tinsmith-weights-"
