@@ -18,7 +18,7 @@ def job_of(base: BaseModel, *stop: str) -> Job:
         request_id="x",
         request=SampleRequest("s", 0, 1, [], SamplingParams(50, 1.0, 1.0, -1, None, rule), PromptQuestions()),
         rendered=renderer(base).render([random_tokens(1, 4)]),
-        served=PublishedWeights(None, Expectation(np.zeros(1, dtype=np.float32), 0.001), new_ref("m/1", "m")),
+        published=PublishedWeights(None, Expectation(np.zeros(1, dtype=np.float32), 0.001), new_ref("m/1", "m")),
         max_tokens=50,
         eos=base.eos_token_ids(),
         vocab_size=base.vocab_size,

@@ -181,7 +181,7 @@ def test_weights_are_forgotten_with_the_last_object_that_holds_them(alone: Bench
     assert first.ref is not None
     ref, again = first.ref, first.snapshot(first.ref)
     for weights in (first, again):
-        alone.sampler.client.publish(alone.sampler._served(weights))
+        alone.sampler.client.publish(alone.sampler._with_canary(weights))
     del weights, first
     alone.settle()
     assert ref.key in alone.sampler.canaries

@@ -60,9 +60,9 @@ class VLLMClient:
         """Start a job."""
         return self.run(self._sample(job))
 
-    def publish(self, served: PublishedWeights) -> None:
+    def publish(self, published: PublishedWeights) -> None:
         """Let samples that follow the same model go on with these weights, and prepare the servers that are ready."""
-        self.run(self._publish(served))
+        self.run(self._publish(published))
 
     def fall_asleep(self) -> "Future[None]":
         """Let the servers leave their GPU to the trainer; done when they have."""
@@ -113,22 +113,23 @@ class VLLMClient:
 
     def _newest(self, job: Job) -> NewestWeights | None:
         """The weights that the job follows, as others may do; its own if its tokens are read as they come; None if it needs no segments."""
-        model_id = job.served.ref.inflight_of
+        model_id = job.published.ref.inflight_of
         if model_id is None:
-            return None if job.tell is None else NewestWeights(job.served)
+            return None if job.tell is None else NewestWeights(job.published)
         newest = self.newest.get(model_id)
         if newest is None:
-            newest = self.newest[model_id] = NewestWeights(job.served)
+            newest = self.newest[model_id] = NewestWeights(job.published)
         return newest
 
-    async def _publish(self, served: PublishedWeights) -> None:
+    async def _publish(self, published: PublishedWeights) -> None:
         instances = [server.instance for server in self.servers.all if server.state == "ready" and server.instance is not None]
-        model_id = served.ref.inflight_of
+        model_id = published.ref.inflight_of
         if model_id is not None and model_id in self.newest:
-            self.newest[model_id].replace(served)
-        for failed in await asyncio.gather(*(self.publisher.prepare(instance, served) for instance in instances), return_exceptions=True):
+            self.newest[model_id].replace(published)
+        preparing = [self.publisher.prepare(instance, published) for instance in instances]
+        for failed in await asyncio.gather(*preparing, return_exceptions=True):
             if failed is not None:
-                log.info("%s is not ready yet on a vLLM server: %s", served, failed)
+                log.info("%s is not ready yet on a vLLM server: %s", published, failed)
 
 
 async def _cancel_everything() -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from cachetools import LRUCache
 
@@ -21,6 +21,8 @@ from tinsmith.sampling.vllm.protocol import Connection, RefusedError, ServerFail
 from tinsmith.sampling.vllm.weights import Transfer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SWITCHES_WITHIN_S = 120.0
 """How long a server may take to fall asleep or to wake. Weights of 100 GB are copied in seconds."""
@@ -317,14 +319,11 @@ class Instance:
         try:
             async with asyncio.timeout(within_s):
                 while True:
-                    asked = asyncio.create_task(_succeeds(self.connection.get("/is_paused")))
-                    try:
+                    async with running(_succeeds(self.connection.get("/is_paused"))) as asked:
                         while not asked.done():
                             await asyncio.wait([asked], timeout=_LOOK_AGAIN_S)
                             if not asked.done() and not await self.is_alive():
                                 return "lost"
-                    finally:
-                        asked.cancel()
                     if asked.result():
                         return "answers"
                     if not await self.is_alive():
@@ -332,6 +331,16 @@ class Instance:
                     await asyncio.sleep(_LOOK_AGAIN_S)
         except TimeoutError:
             return "silent"
+
+
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T]"]:
+    """Run a task beside the body, and cancel it when the body ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
 
 
 async def _succeeds(request: Coroutine[Any, Any, Any]) -> bool:

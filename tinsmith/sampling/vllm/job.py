@@ -18,7 +18,7 @@ import asyncio
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -41,7 +41,7 @@ from tinsmith.sampling.vllm.protocol import (
     sequences_of,
     truncates,
 )
-from tinsmith.sampling.vllm.publisher import Publisher, Serving
+from tinsmith.sampling.vllm.publisher import Loaded, Publisher
 from tinsmith.sampling.vllm.verify import PublishedWeights
 from tinsmith.wire.prompt_scores import PromptAnswers, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SampleRequest, VersionSpan
@@ -74,7 +74,7 @@ class Job:
     request_id: str
     request: SampleRequest
     rendered: RenderedInput
-    served: PublishedWeights
+    published: PublishedWeights
     """The weights to begin with."""
     max_tokens: int
     eos: frozenset[int]
@@ -92,12 +92,12 @@ class Job:
 
 async def sample(publisher: Publisher, instance: Instance, job: Job) -> SampleResult:
     """The job's result. Raises as `Connection.post`, and TinsmithError if the server computes something else than the trainer."""
-    async with publisher.serving(instance, job.served) as serving:
+    async with publisher.using(instance, job.published) as loaded:
         left = deque(range(job.request.num_samples))
-        replies = dict(chain.from_iterable(await in_parallel([_some(instance, job, serving.model, left) for _ in left])))
+        replies = dict(chain.from_iterable(await in_parallel([_some(instance, job, loaded.model, left) for _ in left])))
         sequences = list(chain.from_iterable(part for _, (part, _) in sorted(replies.items())))
         if truncates(job.request):
-            sequences = await in_parallel([score_again(instance, job, serving.model, (), sequence) for sequence in sequences])
+            sequences = await in_parallel([score_again(instance, job, loaded.model, (), sequence) for sequence in sequences])
     return result_of(job, sequences, replies[0][1])
 
 
@@ -127,7 +127,7 @@ async def _some(
             return []
         params = sampling_params(job.request, job.max_tokens, job.eos, job.vocab_size, taken[0], len(taken))
         reply = await ask(instance, job.rendered, params, model)
-    sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, instance.label, job.served.ref.label)
+    sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, instance.label, job.published.ref.label)
     return [(taken[0], (sequences, reply))]
 
 
@@ -159,14 +159,14 @@ _AGAIN_S = 0.05
 class NewestWeights:
     """The newest weights of one model, which its inflight samples follow. For one event loop."""
 
-    def __init__(self, served: PublishedWeights) -> None:
-        self.served = served
+    def __init__(self, published: PublishedWeights) -> None:
+        self.published = published
         self.replaced = asyncio.Event()
-        """Set when `served` is replaced; then there is another event for the next time."""
+        """Set when `published` is replaced; then there is another event for the next time."""
 
-    def replace(self, served: PublishedWeights) -> None:
+    def replace(self, published: PublishedWeights) -> None:
         """Let all samples go on with other weights."""
-        self.served = served
+        self.published = published
         self.replaced.set()
         self.replaced = asyncio.Event()
 
@@ -186,16 +186,18 @@ async def _finish(publisher: Publisher, instance: Instance, job: Job, newest: Ne
     """Go on with one sample to its end, whatever weights come meanwhile."""
     draft = job.drafts[index]
     while not draft.ended and len(draft.tokens) < job.max_tokens:
-        served, replaced = newest.served, newest.replaced
-        async with publisher.serving(instance, served) as serving:
+        published, replaced = newest.published, newest.replaced
+        async with publisher.using(instance, published) as loaded:
             reply = None
             if not replaced.is_set():  # while it waited for its turn
                 prepare = partial(_prepare, publisher, instance, newest)
-                reply = await _until(instance, replaced, prepare, partial(_generate, instance, job, served, serving, index))
+                reply = await _until(instance, replaced, prepare, partial(_generate, instance, job, published, loaded, index))
             if reply is not None:
-                (segment,) = sequences_of(reply, 1, job.request.topk_sample_logprobs, instance.label, served.ref.label, may_be_aborted=True)
+                (segment,) = sequences_of(
+                    reply, 1, job.request.topk_sample_logprobs, instance.label, published.ref.label, may_be_aborted=True
+                )
                 if truncates(job.request) and segment.tokens:
-                    segment = await score_again(instance, job, serving.model, draft.tokens, segment)
+                    segment = await score_again(instance, job, loaded.model, draft.tokens, segment)
         if reply is not None:  # and the weights were compared
             draft.ended = reply["choices"][0]["finish_reason"] != "abort"
             _append(job, index, segment, reply)
@@ -213,25 +215,25 @@ def _append(job: Job, index: int, segment: SampledSequence, reply: dict[str, Any
     draft.segments.append(segment)
 
 
-async def _generate(instance: Instance, job: Job, served: PublishedWeights, serving: Serving, index: int, name: str) -> dict[str, Any]:
+async def _generate(instance: Instance, job: Job, published: PublishedWeights, loaded: Loaded, index: int, name: str) -> dict[str, Any]:
     """One segment of a sample: vLLM's reply to a request that goes on behind the tokens so far."""
     draft = job.drafts[index]
     done = draft.tokens
     params = sampling_params(job.request, job.max_tokens - len(done), job.eos, job.vocab_size, index, 1, len(done))
     if not _may_stream(instance, job, draft, params):
-        return await generate(instance, job.rendered, params, serving.model, done, name)
-    await serving.compared
+        return await generate(instance, job.rendered, params, loaded.model, done, name)
+    await loaded.compared
     chunks: list[dict[str, Any]] = []
     try:
-        async with aclosing(generate_stream(instance, job.rendered, params, serving.model, done, name)) as stream:
+        async with aclosing(generate_stream(instance, job.rendered, params, loaded.model, done, name)) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
                 for choice in chunk["choices"]:
                     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]] if choice["token_ids"] else []
-                    _tell(job, index, choice["token_ids"], logprobs, served.ref.label)
+                    _tell(job, index, choice["token_ids"], logprobs, published.ref.label)
         return joined_stream(chunks)
     except BaseException:  # whatever ended it: what was given out stays
-        _keep_told(job, index, chunks, served)
+        _keep_told(job, index, chunks, published)
         raise
 
 
@@ -264,21 +266,19 @@ def _tell_rest(job: Job, index: int, sequence: SampledSequence) -> None:
         _tell(job, index, sequence.tokens[start : span.end], sequence.logprobs[start : span.end], span.version)
 
 
-def _keep_told(job: Job, index: int, chunks: list[dict[str, Any]], served: PublishedWeights) -> None:
+def _keep_told(job: Job, index: int, chunks: list[dict[str, Any]], published: PublishedWeights) -> None:
     """Make a segment of the tokens that have come before a stream broke off, perhaps behind its last token."""
     job.drafts[index].ended = any(choice["finish_reason"] in ("stop", "length") for chunk in chunks for choice in chunk["choices"])
     last = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "abort", "weight_versions": None}
     reply = joined_stream([*chunks, {"choices": [] if job.drafts[index].ended else [last], "usage": {}}])
-    (segment,) = sequences_of(reply, 1, job.request.topk_sample_logprobs, None, served.ref.label, may_be_aborted=True)
+    (segment,) = sequences_of(reply, 1, job.request.topk_sample_logprobs, None, published.ref.label, may_be_aborted=True)
     _append(job, index, segment, reply)
 
 
 async def _prepare(publisher: Publisher, instance: Instance, newest: NewestWeights) -> None:
     """Load and compare the newest weights meanwhile. What is wrong with them is told to those who ask for them."""
-    try:
-        await publisher.prepare(instance, newest.served)
-    except TinsmithError:
-        return
+    with suppress(TinsmithError):
+        await publisher.prepare(instance, newest.published)
 
 
 async def _until(instance: Instance, replaced: asyncio.Event, prepare: Any, generating: Any) -> dict[str, Any] | None:

@@ -203,7 +203,7 @@ class VLLMSampler:
     def _publish(self, weights: Weights) -> None:
         """What is wrong with the weights is told to the requests that sample from them."""
         try:
-            self.client.publish(self._served(weights))
+            self.client.publish(self._with_canary(weights))
         except Exception as error:
             if isinstance(error, DeviceLostError):
                 raise
@@ -227,17 +227,17 @@ class VLLMSampler:
             pending.future.add_done_callback(partial(self._take, pending, None))
 
     def _job(self, pending: _Pending) -> Job:
-        served = self._served(pending.weights)
+        published = self._with_canary(pending.weights)
         return Job(
             request_id=pending.request_id,
             request=pending.request,
             rendered=pending.rendered,
-            served=served,
+            published=published,
             max_tokens=pending.max_tokens,
             eos=self.base.eos_token_ids(),
             vocab_size=self.base.vocab_size,
             tokenizer=self.base.tokenizer,
-            keys=prompt_keys(weights_key(served.ref), pending.rendered, [], [], len(pending.rendered) // BLOCK),
+            keys=prompt_keys(weights_key(published.ref), pending.rendered, [], [], len(pending.rendered) // BLOCK),
             answers=self._local_answers(pending),
             tell=partial(self._take, pending) if pending.stream else None,
             drafts=[Draft() for _ in range(pending.request.num_samples)],
@@ -286,7 +286,7 @@ class VLLMSampler:
         """Whether the canary was computed with these weights."""
         return ref_of(weights, self.base.name).key in self.canaries
 
-    def _served(self, weights: Weights | None) -> PublishedWeights:
+    def _with_canary(self, weights: Weights | None) -> PublishedWeights:
         self._forget_unused()
         ref = ref_of(weights, self.base.name)
         if ref.key not in self.canaries:

@@ -17,13 +17,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cachetools import LRUCache
 
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.instance import Instance, SleepMode, Slots
+from tinsmith.sampling.vllm.instance import Instance, SleepMode, Slots, running
 from tinsmith.sampling.vllm.protocol import Connection
 
 log = logging.getLogger(__name__)
@@ -223,30 +223,26 @@ class Server:
     async def _watch(self, instance: Instance, failing: asyncio.Task[str]) -> None:
         """Return when the server has gone, or fails."""
         while True:
-            gone: list[asyncio.Task[Any]] = [asyncio.create_task(self._suspected.wait())]
-            if self.process is not None:
-                gone.append(asyncio.create_task(self.process.wait()))
-            try:
-                await asyncio.wait((failing, *gone), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in gone:
-                    task.cancel()
+            async with running(self._suspected.wait()) as suspected, running(self._process_ends()) as ended:
+                await asyncio.wait((failing, suspected, ended), return_when=asyncio.FIRST_COMPLETED)
             if failing.done() or not await self._answers_again(instance, failing):
                 return
             self._suspected.clear()
             await self._change("ready", "")
 
+    async def _process_ends(self) -> None:
+        """Return when our process has ended; never for a server that we did not start."""
+        await (self.process.wait() if self.process is not None else asyncio.Event().wait())
+
     async def _answers_again(self, instance: Instance, failing: asyncio.Task[str]) -> bool:
         """Whether a server on which a request failed can be used. Its engine may be busy: only an error is an answer that it cannot."""
         refused_at: float | None = None
         while not failing.done() and (self.process is None or self.process.returncode is None):
-            asked_at, asked = time.monotonic(), asyncio.create_task(instance.answers())
-            try:
+            asked_at = time.monotonic()
+            async with running(instance.answers()) as asked:
                 await asyncio.wait((asked, failing), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                asked.cancel()
-            if asked.done() and asked.result():
-                return True
+                if asked.done() and asked.result():
+                    return True
             if refused_at is None or time.monotonic() - asked_at > _ANSWERS_WITHIN_S:  # meanwhile it was busy
                 refused_at = time.monotonic()
             if time.monotonic() - refused_at > _ANSWERS_WITHIN_S:
