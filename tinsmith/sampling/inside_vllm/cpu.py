@@ -19,7 +19,7 @@ KERNEL_HEADS = (64, 128)
 
 
 def kernels_take(layer: Any, inputs: Tensor) -> bool:
-    """Whether vLLM's own kernels compute this layer."""
+    """Return whether vLLM's own kernels compute this layer."""
     return inputs.dtype == torch.bfloat16 and layer.head_k_dim == layer.head_v_dim and layer.head_k_dim in KERNEL_HEADS
 
 
@@ -102,7 +102,7 @@ def expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_i
 def expand_slice(
     inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, slice_offset: int, slice_size: int, add_inputs: bool = True
 ) -> None:
-    """As `expand`, into the columns [slice_offset, slice_offset + slice_size)."""
+    """Do the same as `expand` with the columns [slice_offset, slice_offset + slice_size)."""
     part = output[:, slice_offset : slice_offset + slice_size]
     if not add_inputs:
         part.zero_()

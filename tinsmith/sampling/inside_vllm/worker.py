@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: receivers of full weights, a check of adapters, and repairs to how they are applied.
+"""Runs inside vLLM's worker processes: receivers of full weights, a check of adapters, and repairs to how they are applied.
 
 vLLM imports this module (`--worker-extension-cls`) before it loads the model. Only this one and `receivers.py` import vLLM's internals in a
 worker; `tests/with_vllm/test_inside_vllm.py` lists them.
@@ -140,7 +140,7 @@ def _slices(stacked: Tensor | tuple[Tensor, ...], slot: int) -> list[Tensor]:
 
 
 def _names_in_file(model: Any, directory: Path) -> dict[str, str]:
-    """What the adapter's file calls each module, by vLLM's name. Parts of a fused layer keep their names, as in vLLM's own loading."""
+    """Map vLLM's name of each module to that in the adapter's file. Parts of a fused layer keep their names, as in vLLM's own loading."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is not None:
         # vLLM 0.26 calls it get_unstacked_mapper.
@@ -267,7 +267,7 @@ class WorkerExtension:
     """VLLM adds it to its worker class; importing this module does the rest."""
 
     def tinsmith_checked_adapter(self, name: str) -> dict[str, bool]:
-        """Whether this worker has compared the adapter of this name with what its name says. Called through /collective_rpc."""
+        """Return whether this worker has compared the adapter of this name with its identity. Called through /collective_rpc."""
         return {"checked": name in _CHECKED}
 
 

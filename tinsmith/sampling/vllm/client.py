@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STOPS_WITHIN_S = 5.0
-"""How long closing waits for the servers to end."""
+"""Seconds that closing waits for the servers to end."""
 
 _ATTEMPTS = 5
 """A request that loses so many servers is likely to be the reason."""
@@ -44,7 +44,7 @@ class VLLMClient:
         """Each source is a server to start, or the URL of one that runs. See `Server` for `slots` and `hung_s`."""
         self.publisher = publisher
         self.newest: WeakValueDictionary[str, NewestWeights] = WeakValueDictionary()
-        """By model id, of inflight weights from which something is being sampled."""
+        """Model id -> newest weights, for models with inflight samples under way."""
         self.sleep_mode = SleepMode()
         self.loop = uvloop.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
@@ -65,15 +65,15 @@ class VLLMClient:
         self.run(self._publish(published))
 
     def fall_asleep(self) -> "Future[None]":
-        """Let the servers leave their GPU to the trainer; done when they have."""
+        """Put all servers to sleep, so that the trainer has their GPU; done when they sleep."""
         return self.run(self.sleep_mode.fall_asleep())
 
     def wake_up(self) -> "Future[None]":
-        """Let them have it again."""
+        """Let the servers have the GPU again."""
         return self.run(self.sleep_mode.wake_up())
 
     def forget(self, key: str) -> None:
-        """Nothing refers to the weights of this key any more."""
+        """Take the weights of this key off all servers: nothing refers to them any more."""
         self.run(self.publisher.forget(self.servers.all, key))
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class VLLMClient:
         return await sample_in_segments(self.publisher, instance, job, newest)
 
     def _newest(self, job: Job) -> NewestWeights | None:
-        """The weights that the job follows, as others may do; its own if its tokens are read as they come; None if it needs no segments."""
+        """Return the weights that the job follows, None if it needs no segments. A streamed job not inflight follows its own."""
         model_id = job.published.ref.inflight_of
         if model_id is None:
             return None if job.tell is None else NewestWeights(job.published)

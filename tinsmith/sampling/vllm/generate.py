@@ -23,7 +23,7 @@ from tinsmith.sampling.vllm.instance import Instance
 from tinsmith.sampling.vllm.protocol import ServerFailedError, in_new_form
 
 REQUEST_PREFIX = "generate-tokens-"
-"""What vLLM puts before the name of a request."""
+"""vLLM's prefix of request names."""
 Slot = AbstractAsyncContextManager[Any]
 _PATH = "/inference/v1/generate"
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprobs": 0}
@@ -52,7 +52,7 @@ async def generate(
 async def generate_stream(
     instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...], name: str
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The same as a stream: chunks with the new tokens, as they come, and last one with the usage only. They do not name the adapter."""
+    """Stream the reply: chunks with the new tokens as they come, and last one with the usage only. They do not name the adapter."""
     await send_pictures(instance, rendered, model)
     async with instance.slots.reserve(1), _named(instance, name):
         known = _known(instance, rendered)
@@ -172,7 +172,7 @@ def _sizes(instance: Instance, rendered: RenderedInput) -> dict[str, int]:
 
 
 async def _send_pictures(instance: Instance, rendered: RenderedInput, model: str | None, slot: Slot) -> None:
-    """As `send_pictures`; a request that carries them runs in `slot`."""
+    """Do what `send_pictures` says; a request that carries pictures runs in `slot`."""
     sizes = _sizes(instance, rendered)
     while arriving := {instance.arriving[key] for key in sizes if key in instance.arriving}:
         await asyncio.wait(arriving)  # if one fails, the first caller that waited sends its pictures

@@ -25,11 +25,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SWITCHES_WITHIN_S = 120.0
-"""How long a server may take to fall asleep or to wake. Weights of 100 GB are copied in seconds."""
+"""Seconds within which a server must fall asleep or wake. Weights of 100 GB are copied in seconds."""
 
 
 class SleepMode:
-    """Whether the servers of a base model are awake. Made and used in one event loop; they begin awake."""
+    """Sleep mode of the servers of a base model (vLLM's level 1), which begin awake. For one event loop.
+
+    A server that sleeps has its weights and adapters in the host's memory, and no cache. Samples under way are kept, and go on when it has
+    woken, which computes their keys and values again. Whatever would write to its memory waits.
+    """
 
     def __init__(self) -> None:
         self.instances: set[Instance] = set()
@@ -41,7 +45,7 @@ class SleepMode:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether the servers are to fall asleep, and something keeps one of them awake."""
+        """True while the servers are to fall asleep, and something keeps one of them awake."""
         return not self._awake.is_set() and self._kept > 0
 
     async def until_awake(self) -> None:
@@ -96,17 +100,17 @@ async def _obeyed(instance: "Instance", post: Coroutine[Any, Any, Any]) -> None:
 BASE = ""
 """The key of the base's own weights."""
 UNKNOWN = None
-"""Stands for the weights of a server while they are being replaced, and after that has failed."""
+"""Key of the weights of a server while they are being replaced, and after that has failed."""
 
 _PICTURE_CACHE = 2**31
 """Bytes of pixel values that we expect a server to remember; vLLM's own limit is 4 GiB."""
 
 _LOOK_AGAIN_S = 2.0
-"""How often a server whose engine is silent is asked whether that has ended."""
+"""Seconds between two questions whether a silent engine has ended."""
 
 
 class Slots:
-    """The sequences that a server may compute side by side: one slot for each."""
+    """Slots of a server, one for each sequence that it may compute side by side."""
 
     def __init__(self, count: int) -> None:
         self.free = count
@@ -158,7 +162,7 @@ class _Waiting:
 
 
 class WeightsLock:
-    """Who may use a server that computes with one set of full weights at a time.
+    """A lock that gives a server to one set of full weights at a time.
 
     Requests for the weights that are there run side by side. A request for others waits until those that run have ended, replaces the
     weights, and lets all run that wait for the same. Requests that came after it do not overtake it.
@@ -254,19 +258,19 @@ class Instance:
     samples_per_request: int
     """Most samples of one prompt in one request. vLLM refuses more than it computes side by side."""
     started_by_us: bool
-    """Whether we have started it, so that it begins with the base's weights."""
+    """True for a server that we have started: it begins with the base's weights."""
     transfer_kind: TransferKind
     transfer: Transfer | None = None
     """The way in for full weights, once some have been sent."""
     adapters: dict[str, "asyncio.Task[str]"] = field(default_factory=dict)
-    """By the key of the weights: loads the adapter, and gives the name that it has there."""
+    """Key of the weights -> task that loads the adapter and returns its name at the server."""
     checks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    """By the key of the weights: compares the canary."""
+    """Key of the weights -> task that compares the canary."""
     weights_lock: WeightsLock = field(default_factory=WeightsLock)
     label: str | None = None
-    """What the server calls its full weights in replies; None if it does not say, or was not asked yet."""
+    """Name of the server's full weights in replies; None if it does not say, or was not asked yet."""
     label_known: bool = False
-    """Whether it was asked for its label."""
+    """True when it was asked for its label."""
     number: int = field(default_factory=itertools.count().__next__)
     """Different for every instance."""
     running: set[str] = field(default_factory=set)
@@ -282,21 +286,21 @@ class Instance:
     pictures: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_PICTURE_CACHE, getsizeof=lambda size: size))
     """Size in bytes, by hash, of the pictures that the server has seen."""
     arriving: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    """By hash: sends a picture there."""
+    """Hash -> task that sends the picture there."""
     sleep_mode: SleepMode = field(default_factory=SleepMode)
-    """Whether it is awake."""
+    """Sleep mode, which it shares with the other servers of its base model."""
     ranks: int = 1
     """Its workers, over which the model is divided."""
     end: Callable[[], Awaitable[None]] = _leave_it
     """Ends its process, if we have started it; returns when that holds no memory any more."""
 
     def wakes(self) -> None:
-        """It has slept: it has forgotten all pictures, and what it computes from now on with any weights is to be compared again."""
+        """Forget which pictures it has seen and what was compared: it has slept."""
         self.pictures.clear()
         self.checks.clear()
 
     async def answers(self) -> bool:
-        """Whether the server says that it is alive, and its engine and all workers answer, between two steps.
+        """Return whether the server says that it is alive, and its engine and all workers answer, between two steps.
 
         For a moment the server does not know that its engine ends, and for some seconds the engine does not know that a worker has ended.
         """
@@ -307,11 +311,11 @@ class Instance:
         )
 
     async def is_alive(self) -> bool:
-        """Whether the server says that it is alive, and that its engine has not ended. It says so while the engine computes."""
+        """Return whether the server says that it is alive, and its engine too. It answers while the engine computes."""
         return await _succeeds(self.connection.get("/health"))
 
     async def look(self, within_s: float) -> Literal["answers", "silent", "lost"]:
-        """What its engine does: it `answers`, is `silent` for that long, or is `lost`: it has ended, or the whole server has.
+        """Wait until its engine `answers` or is `lost` (it has ended, or the whole server has); `silent` after that long.
 
         A server whose engine hangs still takes requests. A server whose engine has ended waits for its requests before it ends too, and
         vLLM never answers some of those that were under way in the engine. Only /health tells of that.
@@ -344,7 +348,7 @@ async def running(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T
 
 
 async def _succeeds(request: Coroutine[Any, Any, Any]) -> bool:
-    """Whether a request to a server is answered without an error."""
+    """Return whether a request to a server is answered without an error."""
     try:
         await request
     except (ServerLostError, RefusedError, ServerFailedError):

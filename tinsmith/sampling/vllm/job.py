@@ -59,7 +59,7 @@ class Draft:
     """vLLM's reply to the first segment, which also has the answers about the prompt."""
     ended: bool = False
     told: int = 0
-    """How many of its tokens have been given out as events."""
+    """Number of its tokens that have been given out as events."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class Job:
     vocab_size: int
     tokenizer: Any
     keys: list[bytes]
-    """Of the prompt's full blocks."""
+    """Keys of the prompt's full blocks."""
     answers: PromptAnswers
     """The answers about the prompt that the trainer's model has given."""
     tell: Callable[[TokensSampled], None] | None
@@ -91,7 +91,7 @@ class Job:
 
 
 async def sample(publisher: Publisher, instance: Instance, job: Job) -> SampleResult:
-    """The job's result. Raises as `Connection.post`, and TinsmithError if the server computes something else than the trainer."""
+    """Return the job's result. Raises as `Connection.post`, and TinsmithError if the server computes something else than the trainer."""
     async with publisher.using(instance, job.published) as loaded:
         left = deque(range(job.request.num_samples))
         replies = dict(chain.from_iterable(await in_parallel([_some(instance, job, loaded.model, left) for _ in left])))
@@ -141,7 +141,7 @@ async def score_again(
 
 
 def result_of(job: Job, sequences: list[SampledSequence], reply: dict[str, Any]) -> SampleResult:
-    """What the client gets. `reply` is vLLM's to the request that asked about the prompt."""
+    """Return what the client gets. `reply` is vLLM's to the request that asked about the prompt."""
     answers = job.answers
     if job.request.questions.logprobs or job.request.questions.topk:
         asked = prompt_answers(reply["prompt_logprobs"], job.rendered, job.request.questions)
@@ -153,7 +153,7 @@ def result_of(job: Job, sequences: list[SampledSequence], reply: dict[str, Any])
 # In segments
 
 _AGAIN_S = 0.05
-"""How long to wait before vLLM is told once more to abort a sample: it may not have begun when it was told."""
+"""Seconds until vLLM is told once more to abort a sample, which may not have begun when it was told."""
 
 
 class NewestWeights:
@@ -172,7 +172,7 @@ class NewestWeights:
 
 
 async def sample_in_segments(publisher: Publisher, instance: Instance, job: Job, newest: NewestWeights) -> SampleResult:
-    """The job's result; its drafts may have begun on another server. Raises as `sample`."""
+    """Return the job's result; its drafts may have begun on another server. Raises as `sample`."""
     await in_parallel([_finish(publisher, instance, job, newest, index) for index in range(job.request.num_samples)])
     reply = job.drafts[0].reply
     assert reply is not None, "a draft that has ended has a segment"
@@ -238,7 +238,7 @@ async def _generate(instance: Instance, job: Job, published: PublishedWeights, l
 
 
 def _may_stream(instance: Instance, job: Job, draft: Draft, params: dict[str, Any]) -> bool:
-    """Whether vLLM can stream the next segment, and its tokens can be given out as they are. VLLM 0.26 is not asked for streams."""
+    """Return whether the next segment can be streamed, and its tokens be given out as they come. VLLM 0.26 is not asked for streams."""
     return (
         job.tell is not None
         and instance.label is not None
@@ -249,7 +249,7 @@ def _may_stream(instance: Instance, job: Job, draft: Draft, params: dict[str, An
 
 
 def _may_tell(job: Job, draft: Draft) -> bool:
-    """Whether the tokens of the next segment are final. A stop string may end in it that began in the one before: vLLM cannot see it."""
+    """Return whether the tokens of the next segment are final: vLLM cannot see a stop string that began in the segment before."""
     return not (job.request.params.stop.strings and draft.segments)
 
 
@@ -310,7 +310,7 @@ async def _after(event: asyncio.Event, work: Any) -> None:
 
 
 def joined(job: Job, draft: Draft) -> SampledSequence:
-    """The segments of a sample as one."""
+    """Join the segments of a sample."""
     tokens = list(draft.tokens)
     logprobs = [logprob for segment in draft.segments for logprob in segment.logprobs]
     tops = [segment.topk for segment in draft.segments if segment.topk is not None]
@@ -323,7 +323,7 @@ def joined(job: Job, draft: Draft) -> SampledSequence:
 
 
 def _stop_across(job: Job, tokens: list[int], told: int) -> int | None:
-    """Where a stop string is complete that vLLM could not see, because it began in one segment and ended in another; behind the `told`."""
+    """Find the end of a stop string that lies in two segments, where vLLM could not see it; only behind the `told` tokens."""
     stop = job.request.params.stop
     if not stop.strings:
         return None

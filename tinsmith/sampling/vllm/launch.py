@@ -1,4 +1,4 @@
-"""How our own vLLM servers are started: which versions, on which GPU, for how long sequences, with which options and environment.
+"""Decides how our own vLLM servers start: versions, GPUs, longest sequence, options and environment.
 
 vLLM does not start if its cache has no room for one sequence of the greatest length, so that length is what fits into its memory beside the
 weights, if that is less than the model's context.
@@ -44,7 +44,7 @@ _STATES = 3
 _SHORTEST = 1024
 """Tokens. A server with less room than that is not worth starting."""
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
-"""As vLLM reads them."""
+"""Suffixes of numbers, as vLLM reads them."""
 _GIB = 2**30
 _LONGEST_SOCKET = 80
 """Bytes of the longest directory name in which the path of a Unix socket still fits into the system's limit."""
@@ -89,7 +89,7 @@ def check_divisible(base: BaseModel, ranks: int) -> None:
 
 
 def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks: int = 1) -> TransferKind:
-    """How full weights get to a server on these GPUs, none for a CPU. Raises ConfigError if `wanted` cannot work there."""
+    """Choose how full weights get to a server on these GPUs, none for a CPU. Raises ConfigError if `wanted` cannot work there."""
     if gpus and trainer.type == "cpu":
         if wanted not in ("auto", "file"):
             raise ConfigError(
@@ -243,7 +243,7 @@ class Sizes:
     cache_per_token: int
     """Keys and values of one token in all layers."""
     state: int
-    """What all gated delta nets keep of one sequence."""
+    """The states of all gated delta nets for one sequence."""
     per_lora_rank: int
     """One rank of one adapter on all modules that LoRA can train."""
 
@@ -256,7 +256,7 @@ def sizes_of(layers: Sequence[LayerKind], parameters: int, per_lora_rank: int, d
 
 
 def divided(sizes: Sizes, ranks: int, heads: int) -> Sizes:
-    """What each of so many GPUs holds of a model with `heads` heads of keys and values: each of them is on one GPU at least.
+    """Return the sizes on each of several GPUs. Each of the `heads` heads of keys and values is on one GPU at least.
 
     Adapters count whole: one of the two matrices of each is.
     """
@@ -362,5 +362,5 @@ def refusal(base: BaseModel, version: str, served_on: torch.device) -> str | Non
 
 
 def has_delta_nets(base: BaseModel) -> bool:
-    """Whether some layers of a base model are gated delta nets."""
+    """Return whether some layers of a base model are gated delta nets."""
     return any(isinstance(layer, DeltaNet) for layer in base.layout.layers)

@@ -1,4 +1,4 @@
-"""What we say to a vLLM server, and what it answers: the connection, Tinker's sampling parameters as vLLM's, and replies as results.
+"""The protocol with a vLLM server: the connection, Tinker's sampling parameters as vLLM's, and replies as results.
 
 What a server refuses and what it loses are two different errors: only the second is worth sending again. Each parameter is mapped, or
 refused with the reason, because vLLM ignores parameters that it does not know. A reply that contradicts itself or the request is an error,
@@ -134,12 +134,12 @@ _ONE_REPLY = 2
 
 
 def truncates(request: SampleRequest) -> bool:
-    """Whether tokens are drawn from a part of the vocabulary: vLLM's log-probabilities are over that part then."""
+    """Return whether tokens are drawn from a part of the vocabulary, over which vLLM's log-probabilities are then."""
     return request.params.temperature > 0 and (request.params.top_k > 0 or request.params.top_p < 1)
 
 
 def longest_answer(request: SampleRequest, prompt: int, max_context: int, name: str) -> int:
-    """As `SampleRequest.most_tokens`, less a token where vLLM has to score the answer again."""
+    """Return `SampleRequest.most_tokens`, less a token where vLLM has to score the answer again."""
     longest = request.most_tokens(prompt, max_context, name)
     if truncates(request) and prompt + longest == max_context:
         if request.params.max_tokens is None and longest > 1:
@@ -200,7 +200,7 @@ def scoring_params(topk: int) -> dict[str, Any]:
 
 
 def likeliest(k: int, vocab_size: int) -> int:
-    """How many log-probabilities to ask vLLM for to get the k likeliest: it counts the sampled token among them."""
+    """Return the number to ask vLLM for to get the k likeliest tokens: it counts the sampled one among them."""
     return min(k + 1, vocab_size) if k else 0
 
 

@@ -86,7 +86,7 @@ class Publisher:
         self.longest_broadcast_s = longest_broadcast_s
         self._transfers = itertools.count(1)
         self.folders: dict[str, asyncio.Task[Path]] = {}
-        """By the key of an adapter: writes its files, and gives their directory."""
+        """Key of an adapter -> task that writes its files and returns their directory."""
 
     @asynccontextmanager
     async def using(self, instance: Instance, published: PublishedWeights) -> AsyncIterator[Loaded]:
@@ -145,7 +145,7 @@ class Publisher:
                 await asyncio.to_thread(self.files.remove, await folder)
 
     def is_merged(self, instance: Instance, targets: Iterable[str]) -> bool:
-        """Whether adapters with these targets get to an instance merged into the base's weights. Full weights have no targets.
+        """Return whether an instance takes adapters with these targets merged into the base's weights. Full weights have no targets.
 
         Raises UserError if it can compute with them in neither way, or is not sampled from at all.
         """
@@ -252,7 +252,7 @@ class Publisher:
     # Verify
 
     def _compared(self, instance: Instance, published: PublishedWeights, name: str | None) -> "asyncio.Future[None]":
-        """The comparison of the canary, which all requests for these weights share. The weights stay on the server until it has ended."""
+        """Compare the canary, once for all requests for these weights, which stay on the server until that has ended."""
         is_new = published.ref.key not in instance.checks
         compared = once(instance.checks, published.ref.key, partial(self._compare, instance, published, name))
         if is_new:
@@ -301,7 +301,7 @@ class Publisher:
             )
 
     async def _shows(self, instance: Instance, probe: AdapterProbe, loaded: AbstractAsyncContextManager[str | None]) -> bool:
-        """Whether a server computes what the trainer does while it has a probe `loaded`. One that refuses the probe does not."""
+        """Return whether a server computes what the trainer does while it has a probe `loaded`. One that refuses the probe does not."""
         try:
             async with loaded as name:
                 reply = await score(instance, self.canary.rendered, scoring_params(0), name)
@@ -340,7 +340,7 @@ class Publisher:
 
 
 async def _has_compared(instance: Instance, name: str) -> bool:
-    """Whether all workers of a server have compared an adapter (`inside_vllm/worker.py`)."""
+    """Return whether all workers of a server have compared an adapter (`inside_vllm/worker.py`)."""
     try:
         reply = await instance.connection.post("/collective_rpc", {"method": "tinsmith_checked_adapter", "args": [name]})
     except (RefusedError, ServerFailedError):  # it has no such method

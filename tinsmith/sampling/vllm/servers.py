@@ -32,10 +32,10 @@ _POLL_S = 0.25
 _STARTS_WITHIN_S = 900.0
 """A server that loads a large model takes minutes."""
 _LOOK_EVERY_S = 2.0
-"""How often a server is asked whether its engine still runs."""
+"""Seconds between two questions whether a server's engine still runs."""
 _ANSWERS_WITHIN_S = 10.0
-"""How long a server may go on refusing: saying that its engine or a worker has ended, or taking no connections. One that we did not start
-must answer within this time. Mere silence of an engine is judged by `hung_s`."""
+"""Seconds for which a server may go on refusing: saying that its engine or a worker has ended, or taking no connections. One that we did
+not start must answer within this time. Mere silence of an engine is judged by `hung_s`."""
 _LONGEST_DELAY_S = 30.0
 _MOST_TOGETHER = 64
 """Most samples of one prompt in one request."""
@@ -48,7 +48,7 @@ _MOST_ERRORS = 5
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a server."""
+    """A server to start."""
 
     command: list[str]
     """Without the option for the socket."""
@@ -56,10 +56,10 @@ class Launch:
     sockets: Path
     """A directory that only the user can enter."""
     name: str
-    """Of the server; no two have the same."""
+    """Name of the server, which no other has."""
     log: Path
     transfer_kind: TransferKind
-    """How full weights get there."""
+    """Way of full weights to the server."""
     ranks: int = 1
     """Its workers, over which the model is divided."""
 
@@ -89,7 +89,7 @@ class Server:
         self.changed = changed
         self.state: Literal["starting", "ready", "down"] = "starting"
         self.reason = "it is starting"
-        """Why it is not ready."""
+        """Reason why it is not ready."""
         self.instance: Instance | None = None
         self.load = 0
         """Sequences that are being sampled there, or wait for it."""
@@ -188,7 +188,7 @@ class Server:
         return f"unix:{socket}"
 
     async def _becomes_ready(self, instance: Instance, began: float, failing: asyncio.Task[str]) -> bool:
-        """Whether an instance that answers, and was started at `began`, can be used."""
+        """Try an instance out that answers, and was started at `began`; returns whether it is ready."""
         if not await self._is_tried_out(instance, failing):
             return False
         self.instance = instance
@@ -198,7 +198,7 @@ class Server:
         return True
 
     async def _is_tried_out(self, instance: Instance, failing: asyncio.Task[str]) -> bool:
-        """Whether it is still there afterwards. What else fails is tried again for the first sample that needs it, which is told.
+        """Try an instance out; returns whether it is still there. Other failures come again with the first sample that needs it.
 
         An unexpected error is most likely the trainer's, such as a lack of memory: the server stays.
         """
@@ -235,7 +235,7 @@ class Server:
         await (self.process.wait() if self.process is not None else asyncio.Event().wait())
 
     async def _answers_again(self, instance: Instance, failing: asyncio.Task[str]) -> bool:
-        """Whether a server on which a request failed can be used. Its engine may be busy: only an error is an answer that it cannot."""
+        """Return whether a server on which a request failed can be used. Its engine may be busy: only an error is a no."""
         refused_at: float | None = None
         while not failing.done() and (self.process is None or self.process.returncode is None):
             asked_at = time.monotonic()
@@ -273,7 +273,7 @@ class Server:
                 return "its engine has ended, or it takes no requests any more"
 
     async def _is_alive_soon(self, instance: Instance) -> bool:
-        """Whether an idle server is alive. One of ours that says nothing may be busy, and is left alone until it is needed."""
+        """Return whether an idle server is alive. One of ours that says nothing may be busy, and is left alone until it is needed."""
         try:
             async with asyncio.timeout(_ANSWERS_WITHIN_S):
                 return await instance.is_alive()
@@ -281,7 +281,7 @@ class Server:
             return instance.started_by_us
 
     async def _within(self, limit_s: float, asked: Callable[[], Awaitable[bool]]) -> bool:
-        """Whether a question to the server gets a yes in that time. It is asked again and again, as long as our process runs."""
+        """Ask the server again and again, as long as our process runs; returns whether a yes came in that time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.process is None or self.process.returncode is None:

@@ -53,21 +53,21 @@ _PARAMS = SamplingParams(None, 1.0, 1.0, -1, 0, StopRule(eos=False, strings=(), 
 
 @dataclass(frozen=True, eq=False)
 class Expectation:
-    """What the trainer computes for the canary with some weights."""
+    """The trainer's results for the canary with some weights."""
 
     logprobs: NDArray[np.float32]
     """[text tokens but the first]"""
     limit: float
-    """How far those of vLLM may be from them on average, in nats (`allowed_difference`)."""
+    """Largest mean difference of vLLM's from them, in nats (`allowed_difference`)."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether they can be compared at all: what is infinite or NaN agrees with anything, or with nothing."""
+        """False if they cannot be compared: what is infinite or NaN agrees with anything, or with nothing."""
         return bool(np.isfinite(self.logprobs).all() and np.isfinite(self.limit))
 
 
 def allowed_difference(logit_size: float, dtype: torch.dtype) -> float:
-    """How far apart log-probabilities may be on average, in nats, where the largest logits have this absolute value.
+    """Return the mean difference of log-probabilities that is allowed, in nats, where the largest logits have this absolute value.
 
         limit = (0.001 in float32, 0.1 in bfloat16) + 2 * unit * logit_size
 
@@ -80,12 +80,12 @@ def allowed_difference(logit_size: float, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, eq=False)
 class PublishedWeights:
-    """Weights that vLLM servers are asked to sample from."""
+    """Weights to sample from at vLLM servers, with what a server must compute with them."""
 
     weights: Weights | None
     """None are the base's."""
     canary: Expectation
-    """What the trainer computes for the canary with them."""
+    """The trainer's results for the canary with them."""
     ref: WeightsRef
 
     @property
@@ -145,7 +145,7 @@ class Canary:
         self.text[0] = False
 
     def expected(self, weights: Weights | None) -> Expectation:
-        """What the trainer computes for the canary. To be called in the trainer's thread."""
+        """Compute the canary with the trainer's model, in the trainer's thread."""
         scores = PromptScores(self.rendered, _QUESTIONS, _PARAMS, 0)
         sizes: list[torch.Tensor] = []
         """[positions] of the largest absolute logit of each position."""
@@ -172,7 +172,7 @@ class Canary:
             )
 
     def difference(self, scores: Sequence[dict[str, Any] | None], expected: Expectation) -> float:
-        """How far vLLM's prompt_logprobs of the canary are from the trainer's on average, in nats; NaN if one of them is."""
+        """Return the mean difference of vLLM's prompt_logprobs of the canary from the trainer's, in nats; NaN if one of them is."""
         got = prompt_answers(scores, self.rendered, _QUESTIONS).logprobs
         assert got is not None
         return float(np.abs(got[self.text] - expected.logprobs).mean())
@@ -187,7 +187,7 @@ def _picture() -> ImageChunk:
 # Probes
 
 _SIZE = 2.0
-"""How large a probe's change of a weight is, measured by the weight (Frobenius norms)."""
+"""Size of a probe's change of a weight, as a multiple of the weight's (Frobenius norms)."""
 _APPLIED = 0.5
 """A probe is applied if the log-probabilities are off by less than this part of what it changes them by."""
 
@@ -200,13 +200,13 @@ class AdapterProbe:
     """Such as `linear_attn.in_proj_qkv.q`: the names of its targets without the number of the layer."""
     adapter: Adapter
     expected: Expectation
-    """What the trainer computes for the canary with it."""
+    """The trainer's results for the canary with it."""
     bare: Expectation
     """The same with the base's weights alone."""
 
     @property
     def change(self) -> float:
-        """How far these are apart on average, in nats."""
+        """Mean difference of the two, in nats."""
         return float(np.abs(self.expected.logprobs - self.bare.logprobs).mean())
 
     @property
@@ -215,7 +215,7 @@ class AdapterProbe:
         return max(_APPLIED * self.change, self.expected.limit)
 
     def is_shown_by(self, difference: float) -> bool:
-        """Whether a server whose log-probabilities differ by so much from those expected applies it. What is not finite shows nothing."""
+        """Return whether a server applies it whose mean difference from the expected is this. What is not finite shows nothing."""
         return self.expected.is_finite and self.bare.is_finite and difference <= self.allowed
 
 
