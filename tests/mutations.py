@@ -589,6 +589,56 @@ MUTATIONS = (
         "return named",
         ("tests/worker/test_provenance.py",),
     ),
+    # ---- What vLLM servers sample from
+    Mutation(
+        "whatever a vLLM server computes for the canary is good enough",
+        "tinsmith/sampling/vllm/verify.py",
+        "if not difference <= expected.limit:",
+        "if False:",
+        ("tests/sampling/vllm/test_verify.py::test_slightly_wrong_weights_are_refused",),
+    ),
+    Mutation(
+        "a sample of the full weights before is returned as one of the new",
+        "tinsmith/sampling/vllm/protocol.py",
+        "if label is not None and tokens and versions != {label}:",
+        "if False:",
+        ("tests/sampling/vllm/test_protocol.py",),
+    ),
+    Mutation(
+        "a sample of another adapter is returned",
+        "tinsmith/sampling/vllm/generate.py",
+        'if body["model"] is not None and reply["model"] not in (body["model"], None):',
+        "if False:",
+        ("tests/sampling/vllm/test_publisher.py",),
+    ),
+    Mutation(
+        "a vLLM server goes on with keys and values of the full weights before",
+        "tinsmith/sampling/vllm/publisher.py",
+        '        await post("/reset_prefix_cache", reset_running_requests="true")\n',
+        "",
+        ("tests/sampling/vllm/test_publisher.py",),
+    ),
+    Mutation(
+        "an adapter is written for vLLM with half of its scale",
+        "tinsmith/sampling/vllm/weights.py",
+        "write_adapter(pairs, adapter.shape.rank, names",
+        "write_adapter(pairs, 2 * adapter.shape.rank, names",
+        ("tests/sampling/vllm/test_verify.py::test_an_adapter_is_written_as_passes_read_it",),
+    ),
+    Mutation(
+        "an adapter is merged for vLLM without its scale",
+        "tinsmith/sampling/vllm/weights.py",
+        "part.copy_(part.float() + adapter.scale * (pair.b.float() @ pair.a.float()))",
+        "part.copy_(part.float() + pair.b.float() @ pair.a.float())",
+        ("tests/sampling/vllm/test_verify.py::test_merged_weights_compute_what_an_adapter_does",),
+    ),
+    Mutation(
+        "vLLM answers log-probabilities of another temperature",
+        "tinsmith/sampling/vllm/launch.py",
+        '"processed_logprobs"',
+        '"raw_logprobs"',
+        ("tests/sampling/vllm/test_launch.py",),
+    ),
 )
 
 

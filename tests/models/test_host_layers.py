@@ -19,7 +19,7 @@ from tinsmith.models.streamed_decoder import StreamedDecoder
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.self_check import check_base_model
-from tinsmith.sampling.vllm.canary import score_prompt
+from tinsmith.sampling.vllm.verify import score_prompt
 from tinsmith.training.backend import LocalBackend
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SamplingParams, StopRule

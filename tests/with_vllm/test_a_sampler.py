@@ -33,9 +33,9 @@ from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled, ref_of
-from tinsmith.sampling.vllm.canary import Expectation
 from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
 from tinsmith.sampling.vllm.servers import Servers
+from tinsmith.sampling.vllm.verify import Expectation
 from tinsmith.wire.chunks import Chunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule

@@ -17,12 +17,12 @@ import torch
 import tinsmith
 from tests.with_vllm.serving import PYTHON
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.vllm import generate, parameters
+from tinsmith.sampling.vllm import generate, protocol
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
 SAMPLING = Path(tinsmith.__file__).parent / "sampling"
-INSIDE = [SAMPLING / "inside_vllm" / f"{name}.py" for name in ("adapter_check", "cpu_delta", "executor", "launcher", "receivers", "worker")]
+INSIDE = [SAMPLING / "inside_vllm" / f"{name}.py" for name in ("cpu", "executor", "launcher", "receivers", "worker")]
 """The modules that import vLLM or get its objects."""
 
 FUNCTIONS: dict[str, tuple[str, ...]] = {
@@ -147,7 +147,7 @@ NOT_VLLMS = {
     *("receive", "received", "register", "repeat_interleave", "rpartition", "rsqrt", "run_module", "search", "set_state", "setpgrp"),
     *("shape", "shrink", "SIGKILL", "sigmoid", "SIGTERM", "silu", "Size", "sleep", "softplus", "split", "square", "squeeze", "stack"),
     *("start", "stdin", "sum", "synchronize", "Tensor", "Thread", "to", "tolist", "transpose", "type", "unflatten", "values", "view"),
-    *("was_checked", "zeros"),
+    *("T", "nonzero", "reshape", "unique", "zero_", "zeros"),
 }
 """Names of attributes in these modules that are Python's, PyTorch's, NumPy's or ours."""
 
@@ -258,11 +258,11 @@ def looked_up(node: ast.AST) -> list[str]:
 def test_what_we_put_in_the_place_of_vllms_takes_what_vllm_gives(vllm: Path) -> None:
     """VLLM may name arguments when it calls our methods, and names some when it calls our products."""
     methods = {name: expected for of_owner in METHODS.values() for name, expected in of_owner.items()}
-    for node in nodes([path for path in INSIDE if path.stem != "worker"]):
+    for node in nodes(INSIDE):
         if isinstance(node, ast.FunctionDef) and node.name in methods:
             assert parameters_of(node) == methods[node.name], node.name
     products = {"bgmv_shrink": "shrink", "bgmv_expand": "expand", "bgmv_expand_slice": "expand_slice"}
-    ours = definitions(tree(SAMPLING / "inside_vllm" / "cpu_lora.py"))
+    ours = definitions(tree(SAMPLING / "inside_vllm" / "cpu.py"))
     for node in nodes([vllm / "lora" / "punica_wrapper" / "punica_cpu.py"]):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in products:
             taken = parameters_of(ours[products[node.func.id]])
@@ -308,10 +308,10 @@ def test_fields_of_a_generate_request_are_there(vllm: Path) -> None:
     assert set(definitions(request)) >= set(body)
     taken = located(vllm, "vllm.sampling_params.SamplingParams")
     assert taken is not None
-    assert set(definitions(taken)) >= {*sampling_fields(), *parameters.scoring_params(1), *generate._ONE_TOKEN}
+    assert set(definitions(taken)) >= {*sampling_fields(), *protocol.scoring_params(1), *generate._ONE_TOKEN}
 
 
 def sampling_fields() -> dict[str, Any]:
     stop = StopRule(eos=True, strings=("x",), token_ids=(1,))
     asked = SampleRequest("s", 0, 1, [], SamplingParams(1, 1.0, 1.0, -1, 0, stop), PromptQuestions(logprobs=True))
-    return parameters.sampling_params(asked, 1, (1,), 100, 0, 1)
+    return protocol.sampling_params(asked, 1, (1,), 100, 0, 1)

@@ -2,7 +2,7 @@
 
 Invariant: The parts of an adapter that a vLLM server does not apply are merged into the weights, or the model is refused; probes detect
 them.
-Also: `tests/sampling/vllm/test_probes.py`.
+Also: `tests/sampling/vllm/test_verify.py`.
 """
 
 import itertools
@@ -26,7 +26,7 @@ BOUND = 5e-4
 """As in `test_agreement.py`."""
 
 
-@pytest.mark.slow  # `tests/sampling/vllm/test_probes.py` has what probes show and what is merged
+@pytest.mark.slow  # `tests/sampling/vllm/test_verify.py` has what probes show and what is merged
 def test_what_is_not_applied_is_merged_or_refused(tmp_path: Path) -> None:
     write_tiny_model("qwen3-5", tmp_path / "model")
     options = [f"--vllm-arg={option}" for option in ("--lora-target-modules", *APPLIED)]

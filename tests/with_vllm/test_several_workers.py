@@ -9,7 +9,7 @@ Also: `tests/sampling/vllm/test_launch.py`, `tests/engine/test_devices.py`.
 
 Invariant: The processes of a vLLM server that divide a model hold the trainer's weights, each its share; an error of one is told at once
 and lets none wait, and one that dies ends the server.
-Also: `tests/sampling/inside_vllm/test_shares.py`, `tests/sampling/inside_vllm/test_transfer_group.py`,
+Also: `tests/sampling/inside_vllm/test_identity.py`, `tests/sampling/inside_vllm/test_transfer_group.py`,
 `tests/sampling/vllm/test_launch.py`.
 """
 

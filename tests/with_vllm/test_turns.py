@@ -103,7 +103,7 @@ def test_a_sample_wakes_the_servers_and_new_weights_are_sampled(taking_turns: Se
             assert agrees(client, prompt, sample(snapshot(client), prompt))
 
 
-@pytest.mark.slow  # it takes another start; `tests/sampling/vllm/test_nap.py` has servers that die or disobey
+@pytest.mark.slow  # it takes another start; `tests/sampling/vllm/test_sleep.py` has servers that die or disobey
 def test_a_server_that_dies_asleep_starts_again_when_a_sample_needs_it(taking_turns: Server) -> None:
     with tinker.ServiceClient(base_url=taking_turns.url, api_key="tml-turns") as service:
         client = train(service, "tiny", rank=8)

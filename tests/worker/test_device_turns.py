@@ -2,7 +2,7 @@
 
 Invariant: Trainer and vLLM servers that take turns on a device both go on, however much the other has to do; kept samples have right
 numbers; what sleeps is not written to, and a server that does not obey is ended.
-Also: `tests/sampling/vllm/test_nap.py`, `tests/with_vllm/test_turns.py`.
+Also: `tests/sampling/vllm/test_sleep.py`, `tests/with_vllm/test_turns.py`.
 """
 
 from concurrent.futures import Future

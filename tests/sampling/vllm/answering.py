@@ -9,8 +9,8 @@ from typing import Any, ParamSpec
 
 from aiohttp import web
 
-from tinsmith.sampling.vllm.connection import Connection
 from tinsmith.sampling.vllm.instance import Instance, Slots
+from tinsmith.sampling.vllm.protocol import Connection
 
 P = ParamSpec("P")
 

@@ -17,7 +17,17 @@ from tinsmith.models.base import BaseModel, loading_of
 from tinsmith.models.families import empty_network
 from tinsmith.models.layout import layout_of
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.launch import Sizes, _environment, check_divisible, divided, gpus_of, longest_sequence, sizes_of, transfer_kind
+from tinsmith.sampling.vllm.launch import (
+    Sizes,
+    _environment,
+    check_divisible,
+    divided,
+    gpus_of,
+    launches,
+    longest_sequence,
+    sizes_of,
+    transfer_kind,
+)
 
 GIB = 2**30
 CONTEXT = 262_144
@@ -191,6 +201,12 @@ def test_a_worker_that_only_compares_loads_into_the_hosts_memory_in_the_precisio
     assert (loading_of(config).device, loading_of(config).dtype) == ("cpu", "bfloat16")
     config.sampling.sampler = "local"
     assert loading_of(config) is config.models
+
+
+def test_a_server_is_asked_for_logprobs_at_the_temperature_that_samples_have(text_base: BaseModel, tmp_path: Path) -> None:
+    """Without the option vLLM answers those of temperature 1."""
+    (launch,), _ = launches(text_base, config_of(ONE, device="cpu", data_dir=str(tmp_path)), tmp_path)
+    assert launch.command[launch.command.index("--logprobs-mode") + 1] == "processed_logprobs"
 
 
 # How long a sequence fits

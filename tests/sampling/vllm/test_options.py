@@ -12,8 +12,8 @@ from tests.preloaded import REAL_PYTHON
 from tinsmith.config import load
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
+from tinsmith.sampling.vllm.launch import check_installed, refusal
 from tinsmith.sampling.vllm.options import check_options, require_vllm, share_of, value_of
-from tinsmith.sampling.vllm.versions import check_installed, refusal
 
 CLONE = Path(__file__).parents[3]
 URLS = ["http://127.0.0.1:1"]

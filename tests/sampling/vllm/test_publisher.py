@@ -18,13 +18,11 @@ from tinsmith.models.full import new_full_weights
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.sampling.sampler import ref_of
-from tinsmith.sampling.vllm.canary import Canary, ServedWeights
-from tinsmith.sampling.vllm.connection import Connection, ServerFailedError
 from tinsmith.sampling.vllm.generate import generate
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN
-from tinsmith.sampling.vllm.parameters import scoring_params
-from tinsmith.sampling.vllm.probes import make_probes
+from tinsmith.sampling.vllm.protocol import Connection, ServerFailedError, scoring_params
 from tinsmith.sampling.vllm.publisher import Publisher
+from tinsmith.sampling.vllm.verify import Canary, PublishedWeights, make_probes
 from tinsmith.sampling.vllm.weights import WeightFiles
 
 
@@ -34,9 +32,9 @@ class Bench:
     def __init__(self, base: BaseModel, files: WeightFiles) -> None:
         canary = Canary(base, renderer(base))
         self.publisher = Publisher(files, canary, base.device)
-        self.served = ServedWeights(None, canary.expected(None), WeightsRef.of_base("tiny"))
+        self.published = PublishedWeights(None, canary.expected(None), WeightsRef.of_base("tiny"))
         self.adapter = random_adapter(base, seed=1)
-        self.served_adapter = ServedWeights(self.adapter, self.served.canary, ref_of(self.adapter, "tiny"))
+        self.published_adapter = PublishedWeights(self.adapter, self.published.canary, ref_of(self.adapter, "tiny"))
         self.asked: list[str] = []
         """The paths that the server was asked for."""
         self.answers = asyncio.Event()
@@ -52,9 +50,9 @@ class Bench:
     def connect(self, connection: Connection) -> None:
         self.instance = instance_of(connection)
 
-    async def take(self, weights: ServedWeights) -> None:
+    async def take(self, weights: PublishedWeights) -> None:
         """Get weights onto the server, compare them, and let go of them."""
-        async with self.publisher.serving(self.instance, weights):
+        async with self.publisher.using(self.instance, weights):
             pass
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -74,7 +72,7 @@ class Bench:
         body = await request.json()
         ids = body["token_ids"]
         values = np.zeros(len(ids))
-        values[self.publisher.canary.text] = self.served.canary.logprobs
+        values[self.publisher.canary.text] = self.published.canary.logprobs
         scores: list[Any] = [None, *({str(token): {"logprob": value}} for token, value in zip(ids[1:], values[1:].tolist(), strict=True))]
         return web.json_response({"choices": [], "prompt_logprobs": scores, "model": self.name or body["model"]})
 
@@ -95,7 +93,7 @@ async def test_new_weights_are_compared_while_samples_fill_all_slots(base: str, 
     """They would wait for samples that wait for them. With pictures, one goes ahead."""
     async with bench_of(request.getfixturevalue(base), tmp_path) as bench:
         async with bench.instance.slots.reserve(1), asyncio.timeout(600):
-            await bench.take(bench.served)
+            await bench.take(bench.published)
         assert bench.asked == ["/weight_info", *["/inference/v1/generate"] * (2 if base == "vision_base" else 1)]
 
 
@@ -103,12 +101,13 @@ async def test_new_weights_are_compared_while_samples_fill_all_slots(base: str, 
 async def test_after_a_transfer_everything_is_compared_anew(text_base: BaseModel, tmp_path: Path) -> None:
     """Adapters too: they lie over what has come."""
     async with bench_of(text_base, tmp_path) as bench:
-        await bench.take(bench.served)
+        await bench.take(bench.published)
         bench.instance.checks["m/1"] = bench.instance.checks[BASE]
         bench.instance.weights_lock.weights = UNKNOWN
-        async with bench.publisher.serving(bench.instance, bench.served):
+        async with bench.publisher.using(bench.instance, bench.published):
             assert "m/1" not in bench.instance.checks
-        assert bench.asked.count("/update_weights") == 1
+        told = [path for path in bench.asked if path not in ("/inference/v1/generate", "/weight_info", "/pause")]
+        assert told == ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume"]
         assert bench.asked.count("/inference/v1/generate") == 2
 
 
@@ -117,13 +116,13 @@ async def test_a_comparison_that_nobody_waits_for_any_more_keeps_its_weights(tex
     """Else it would be computed with what comes next."""
     async with bench_of(text_base, tmp_path) as bench:
         bench.answers.clear()
-        given_up = asyncio.create_task(bench.take(bench.served))
+        given_up = asyncio.create_task(bench.take(bench.published))
         await bench.is_asked.wait()
         given_up.cancel()
         await asyncio.wait([given_up])
         shape = LoraShape(rank=0, seed=0)
         weights = new_full_weights(shape, text_base.full_targets(shape), text_base.dtype)
-        next_one = asyncio.create_task(bench.take(ServedWeights(weights, bench.served.canary, new_ref())))
+        next_one = asyncio.create_task(bench.take(PublishedWeights(weights, bench.published.canary, new_ref())))
         await bench.instance.connection.get("/health")  # what would have come before has come
         assert bench.asked == ["/weight_info", "/inference/v1/generate", "/health"]
         assert len(bench.instance.weights_lock.queue) == 1
@@ -137,9 +136,9 @@ async def test_a_comparison_that_nobody_waits_for_any_more_keeps_its_weights(tex
 async def test_a_reply_with_another_adapter_is_an_error(text_base: BaseModel, tmp_path: Path) -> None:
     """Its name says which weights it was computed with: the identity of these stands at its end."""
     async with bench_of(text_base, tmp_path) as bench:
-        await bench.take(bench.served_adapter)  # the canary's reply has come and gone
-        async with bench.publisher.serving(bench.instance, bench.served_adapter) as serving:
-            name, rendered = serving.model, bench.publisher.canary.rendered
+        await bench.take(bench.published_adapter)  # the canary's reply has come and gone
+        async with bench.publisher.using(bench.instance, bench.published_adapter) as loaded:
+            name, rendered = loaded.model, bench.publisher.canary.rendered
             assert name is not None
             assert name.endswith(f"-{bench.publisher.files.identity(bench.adapter)}")
             bench.name = name[:-1] + ("0" if name[-1] != "0" else "1")
@@ -155,7 +154,7 @@ async def test_a_server_that_does_not_compare_adapters_is_not_sampled(text_base:
     async with bench_of(text_base, tmp_path) as bench:
         bench.failures = {"/collective_rpc": "unknown method"}
         with pytest.raises(TinsmithError, match="does not compare adapters with the trainer's; start it with --worker-extension-cls"):
-            await bench.take(bench.served_adapter)
+            await bench.take(bench.published_adapter)
         assert bench.asked == ["/weight_info", "/v1/load_lora_adapter", "/collective_rpc", "/v1/unload_lora_adapter"]
 
 
@@ -165,7 +164,7 @@ async def test_the_first_error_of_a_transfer_is_told_though_the_server_ends_then
         bench.failures = {"/update_weights": "no memory left", "/finish_weight_update": "", "/resume": ""}
         bench.instance.weights_lock.weights = UNKNOWN
         with pytest.raises(ServerFailedError, match="no memory left"):
-            await bench.take(bench.served)
+            await bench.take(bench.published)
         assert bench.asked[-3:] == ["/update_weights", "/finish_weight_update", "/resume"]
 
 
@@ -176,13 +175,13 @@ async def test_probes_that_failed_come_before_the_first_adapter_is_sampled(text_
         publisher = bench.publisher
         publisher.probes = make_probes(publisher.canary, publisher.files)
         bench.failures = {"/inference/v1/generate": "not now"}
-        for sample in (publisher.try_probes(bench.instance), publisher.prepare(bench.instance, bench.served_adapter)):
+        for sample in (publisher.try_probes(bench.instance), publisher.prepare(bench.instance, bench.published_adapter)):
             with pytest.raises(ServerFailedError, match="not now"):
                 await sample
         bench.failures = {}
         with pytest.raises(UserError, match=r"vLLM (applies no adapters to|cannot compute with)"):
-            await bench.take(bench.served_adapter)
+            await bench.take(bench.published_adapter)
         asked = len(bench.asked)
         with pytest.raises(UserError):
-            await publisher.prepare(bench.instance, bench.served_adapter)
+            await publisher.prepare(bench.instance, bench.published_adapter)
         assert len(bench.asked) == asked, "they are known now"

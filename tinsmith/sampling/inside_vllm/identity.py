@@ -89,3 +89,16 @@ def _odd(count: int, device: torch.device) -> Tensor:
 def _key(name: str) -> int:
     """An odd number for a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) | 1
+
+
+def share_of(whole: Tensor, slot: Tensor, rank: int, ranks: int) -> Tensor:
+    """The part of a whole matrix that is to lie in a worker's slot, whose size says along which dimension it was divided.
+
+    A slot has room for adapters of any rank, so it may be larger. Heads of keys and values that are fewer than workers are on several.
+    """
+    share = whole
+    for dimension, (size, room) in enumerate(zip(whole.shape, slot.shape, strict=True)):
+        if room < size:
+            shares = size // room
+            share = share.narrow(dimension, rank * shares // ranks * room, room)
+    return share

@@ -15,7 +15,7 @@ import threading
 import time
 
 _GRACE_S = 5.0
-"""How long vLLM may take to end by itself."""
+"""Seconds that vLLM may take to end by itself."""
 
 _ALWAYS_SO_BEFORE = ("--enable-scale-out", "--no-mm-device-do-normalize")
 """Options that vLLM 0.26 does not know, because it does what they say without being asked."""

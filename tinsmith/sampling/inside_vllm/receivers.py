@@ -25,9 +25,9 @@ from tinsmith.sampling.inside_vllm.identity import Identity
 from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TransferGroup
 
 _OLDER = not hasattr(BaseLayerWithLoRA, "load_weights")
-"""Whether this is vLLM 0.26, whose wrappers of layers for adapters do not hand weights on to what is inside."""
+"""True for vLLM 0.26, whose wrappers of layers for adapters do not hand weights on to what is inside."""
 _DEVICE_ARGUMENT = 6
-"""Where `rebuild_cuda_tensor` takes the number of the GPU, which may be another in this process."""
+"""Position of the GPU's number in the arguments of `rebuild_cuda_tensor`: it may be another in this process."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class NoPreparation(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """What the trainer says about an update."""
+    """The trainer's description of an update."""
 
     identity: str
     """The identity of all its tensors, by their names in the checkpoint (`identity.py`)."""
@@ -60,7 +60,7 @@ class IpcUpdate(Update):
 
 @dataclass
 class MeetingPoint(WeightTransferInitInfo):
-    """Where the trainer waits."""
+    """The place where the trainer waits."""
 
     meeting_point: str
 
@@ -74,7 +74,7 @@ class BroadcastUpdate(Update):
 
 
 class _LayerByLayer(WeightTransferEngine[Any, Any]):
-    """What all receivers share; they differ in `receive_weights`."""
+    """Base of all receivers, which differ in `receive_weights`."""
 
     init_info_cls = NoPreparation
 

@@ -17,9 +17,9 @@ from torch import Tensor, distributed
 log = logging.getLogger(__name__)
 
 TRAINER, FIRST_WORKER = 0, 1
-"""Their ranks; further workers follow."""
+"""Ranks of the two; further workers follow."""
 _LONGEST = timedelta(minutes=5)
-"""How long one end waits for the others to come, unless told otherwise; and, with NCCL, for each tensor. NCCL ends the whole process
+"""Longest wait of one end for the others, unless told otherwise; and, with NCCL, for each tensor. NCCL ends the whole process
 then, so the trainer gives up before that."""
 _LONGEST_WITH_GLOO = timedelta(seconds=30)
 """The same for each tensor with Gloo, which cannot be told to give up."""
@@ -105,7 +105,7 @@ class _Received(Iterator[Tensor]):
 
     def __init__(self, group: TransferGroup, shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
         self.count = 0
-        """How many have been received."""
+        """Number of tensors that have been received."""
         self._group = group
         self._shapes = shapes
 

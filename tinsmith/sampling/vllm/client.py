@@ -17,21 +17,19 @@ import uvloop
 
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.sampler import SampleResult
-from tinsmith.sampling.vllm.canary import ServedWeights
-from tinsmith.sampling.vllm.connection import ServerFailedError, ServerLostError
-from tinsmith.sampling.vllm.instance import Instance
-from tinsmith.sampling.vllm.job import Job, sample
-from tinsmith.sampling.vllm.nap import Nap
-from tinsmith.sampling.vllm.pieces import NewestWeights, sample_in_pieces
+from tinsmith.sampling.vllm.instance import Instance, SleepMode
+from tinsmith.sampling.vllm.job import Job, NewestWeights, sample, sample_in_segments
+from tinsmith.sampling.vllm.protocol import ServerFailedError, ServerLostError
 from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.servers import Launch, Server, Servers
+from tinsmith.sampling.vllm.verify import PublishedWeights
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _STOPS_WITHIN_S = 5.0
-"""How long closing waits for the servers to end."""
+"""Seconds that closing waits for the servers to end."""
 
 _ATTEMPTS = 5
 """A request that loses so many servers is likely to be the reason."""
@@ -46,8 +44,8 @@ class VLLMClient:
         """Each source is a server to start, or the URL of one that runs. See `Server` for `slots` and `hung_s`."""
         self.publisher = publisher
         self.newest: WeakValueDictionary[str, NewestWeights] = WeakValueDictionary()
-        """By model id, of inflight weights from which something is being sampled."""
-        self.nap = Nap()
+        """Model id -> newest weights, for models with inflight samples under way."""
+        self.sleep_mode = SleepMode()
         self.loop = uvloop.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
         self.thread.start()
@@ -62,20 +60,20 @@ class VLLMClient:
         """Start a job."""
         return self.run(self._sample(job))
 
-    def publish(self, served: ServedWeights) -> None:
+    def publish(self, published: PublishedWeights) -> None:
         """Let samples that follow the same model go on with these weights, and prepare the servers that are ready."""
-        self.run(self._publish(served))
+        self.run(self._publish(published))
 
     def fall_asleep(self) -> "Future[None]":
-        """Let the servers leave their GPU to the trainer; done when they have."""
-        return self.run(self.nap.fall_asleep())
+        """Put all servers to sleep, so that the trainer has their GPU; done when they sleep."""
+        return self.run(self.sleep_mode.fall_asleep())
 
     def wake_up(self) -> "Future[None]":
-        """Let them have it again."""
-        return self.run(self.nap.wake_up())
+        """Let the servers have the GPU again."""
+        return self.run(self.sleep_mode.wake_up())
 
     def forget(self, key: str) -> None:
-        """Nothing refers to the weights of this key any more."""
+        """Take the weights of this key off all servers: nothing refers to them any more."""
         self.run(self.publisher.forget(self.servers.all, key))
 
     def close(self) -> None:
@@ -89,7 +87,7 @@ class VLLMClient:
 
     async def _open(self, sources: list[Launch | str], slots: int, hung_s: float) -> Servers:
         changed = asyncio.Condition()
-        return Servers([Server(source, slots, hung_s, changed, self.publisher.try_probes, self.nap) for source in sources], changed)
+        return Servers([Server(source, slots, hung_s, changed, self.publisher.try_probes, self.sleep_mode) for source in sources], changed)
 
     async def _sample(self, job: Job) -> SampleResult:
         lost, newest = "", self._newest(job)
@@ -111,26 +109,27 @@ class VLLMClient:
     async def _sample_on(self, instance: Instance, job: Job, newest: NewestWeights | None) -> SampleResult:
         if newest is None:
             return await sample(self.publisher, instance, job)
-        return await sample_in_pieces(self.publisher, instance, job, newest)
+        return await sample_in_segments(self.publisher, instance, job, newest)
 
     def _newest(self, job: Job) -> NewestWeights | None:
-        """The weights that the job follows, as others may do; its own if its tokens are read as they come; None if it needs no pieces."""
-        model_id = job.served.ref.inflight_of
+        """Return the weights that the job follows, None if it needs no segments. A streamed job not inflight follows its own."""
+        model_id = job.published.ref.inflight_of
         if model_id is None:
-            return None if job.tell is None else NewestWeights(job.served)
+            return None if job.tell is None else NewestWeights(job.published)
         newest = self.newest.get(model_id)
         if newest is None:
-            newest = self.newest[model_id] = NewestWeights(job.served)
+            newest = self.newest[model_id] = NewestWeights(job.published)
         return newest
 
-    async def _publish(self, served: ServedWeights) -> None:
+    async def _publish(self, published: PublishedWeights) -> None:
         instances = [server.instance for server in self.servers.all if server.state == "ready" and server.instance is not None]
-        model_id = served.ref.inflight_of
+        model_id = published.ref.inflight_of
         if model_id is not None and model_id in self.newest:
-            self.newest[model_id].replace(served)
-        for failed in await asyncio.gather(*(self.publisher.prepare(instance, served) for instance in instances), return_exceptions=True):
+            self.newest[model_id].replace(published)
+        preparing = [self.publisher.prepare(instance, published) for instance in instances]
+        for failed in await asyncio.gather(*preparing, return_exceptions=True):
             if failed is not None:
-                log.info("%s is not ready yet on a vLLM server: %s", served, failed)
+                log.info("%s is not ready yet on a vLLM server: %s", published, failed)
 
 
 async def _cancel_everything() -> None:

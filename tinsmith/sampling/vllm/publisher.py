@@ -1,4 +1,8 @@
-"""Getting weights onto a server before a request that needs them, comparing them, and taking them off when nothing refers to them any more.
+"""Gets weights onto a server before a request that needs them, compares them, and takes them off when nothing refers to them any more.
+
+    write     an adapter becomes files; full weights become tensors by their names in the checkpoint
+    load      the server reads them, and compares their identity with the trainer's
+    verify    the server scores the canary, as the trainer has; a new server shows with probes what of an adapter it applies
 
 Adapters lie side by side on a server, each under a name of its own, over the base's weights. Full weights replace the base's: requests that
 need others wait until those that run have ended, in the order in which they came (`WeightsLock`).
@@ -9,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, MutableMapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,14 +26,12 @@ from tinsmith.models.full import Weights
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD
 from tinsmith.models.lora import Adapter
 from tinsmith.sampling.inside_vllm.identity import identity
-from tinsmith.sampling.vllm.canary import Canary, ServedWeights
-from tinsmith.sampling.vllm.connection import RefusedError, ServerFailedError
 from tinsmith.sampling.vllm.generate import score
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
-from tinsmith.sampling.vllm.parameters import scoring_params
-from tinsmith.sampling.vllm.probes import AdapterProbe, kind_of
+from tinsmith.sampling.vllm.launch import has_delta_nets, refusal
+from tinsmith.sampling.vllm.protocol import RefusedError, ServerFailedError, scoring_params
 from tinsmith.sampling.vllm.servers import Server
-from tinsmith.sampling.vllm.versions import has_delta_nets, refusal
+from tinsmith.sampling.vllm.verify import AdapterProbe, Canary, PublishedWeights, kind_of
 from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, Tensors, Transfer, WeightFiles, new_transfer
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ _LABEL = "tinsmith:"
 
 
 @dataclass(frozen=True, eq=False)
-class Serving:
+class Loaded:
     """Weights that a server computes with as long as they are held."""
 
     model: str | None
@@ -84,66 +86,66 @@ class Publisher:
         self.longest_broadcast_s = longest_broadcast_s
         self._transfers = itertools.count(1)
         self.folders: dict[str, asyncio.Task[Path]] = {}
-        """By the key of an adapter: writes its files, and gives their directory."""
+        """Key of an adapter -> task that writes its files and returns their directory."""
 
-    async def try_probes(self, instance: Instance) -> None:
-        """Find out whether an instance can be sampled from, and to which kinds of layers it applies adapters, unless that is known.
+    @asynccontextmanager
+    async def using(self, instance: Instance, published: PublishedWeights) -> AsyncIterator[Loaded]:
+        """Run the body while the server computes with these weights; the canary is compared at the same time.
 
-        Raises as `Connection.post`, and TinsmithError if it computes something else than the trainer with the base's weights. Who comes
-        next tries again then.
+        Raises TinsmithError if the server refuses the weights. It also does after the body, which then must not use what it has got, if the
+        server computes something else with them than the trainer does.
         """
-        await once(instance.probing, BASE, partial(self._probe, instance))
-
-    async def _probe(self, instance: Instance) -> None:
         await self._learn_about(instance)
-        if instance.refusal is not None:
-            log.error("the vLLM server at %s is not sampled from: %s", instance.connection.url, instance.refusal)
+        if published.adapter is not None:
+            await self.try_probes(instance)  # nothing is known if that failed when the server was new
+        merged = self.is_merged(instance, published.adapter.masters if published.adapter is not None else ())
+        full = published.weights if merged else published.full
+        async with instance.weights_lock.holding(BASE if full is None else published.ref.key, partial(self._transfer, instance, full)):
+            name = None
+            if published.adapter is not None and not merged:
+                name = await self._load_once(instance, published.ref.key, published.adapter)
+            compared = self._compared(instance, published, name)
+            try:
+                yield Loaded(name, compared)
+            except TinsmithError:
+                await compared  # wrong weights are taken off the server at once: then that is the error
+                raise
+            await compared
+            await self._compared(instance, published, name)  # again, if it has slept since
+
+    async def prepare(self, instance: Instance, published: PublishedWeights) -> None:
+        """Load an adapter, and compare it if nobody has to wait for that, before a request needs it. Raises as `using`."""
+        if published.adapter is None:
             return
-        async with instance.weights_lock.holding(BASE, partial(self._transfer, instance, None)):
-            if self.probes:  # weights that are not the trainer's are left alone: they may be somebody else's
-                reply = await score(instance, self.canary.rendered, scoring_params(0), None)
-                self.canary.compare(reply["prompt_logprobs"], self.probes[0].bare, "the base weights")
-            left_out = [probe for probe in self.probes if not await self._applies(instance, probe)]
-        instance.merged_kinds = frozenset(probe.kind for probe in left_out)
-        for probe in left_out:
-            if not await self._applies_merged(instance, probe):
-                instance.refused_kinds |= {probe.kind}
-        if left_out:
-            log.warning(
-                "the vLLM server at %s applies no adapters to %s; what trains these is merged into the base's weights, or refused with %s",
-                instance.connection.url,
-                ", ".join(sorted(instance.merged_kinds)),
-                ", ".join(sorted(instance.refused_kinds)) or "none",
-            )
+        await self.try_probes(instance)
+        if self.is_merged(instance, published.adapter.masters):
+            return
+        if instance.weights_lock.weights == BASE and not instance.weights_lock.queue:
+            async with self.using(instance, published):
+                pass
+        else:
+            await self._load_once(instance, published.ref.key, published.adapter)
 
-    async def _applies(self, instance: Instance, probe: AdapterProbe) -> bool:
-        key = f"probe/{probe.kind}"
-        try:
-            name = await self._loaded(instance, key, probe.adapter)
-            reply = await score(instance, self.canary.rendered, scoring_params(0), name)
-            await self._take_off(instance, name)
-        except (RefusedError, ServerFailedError) as error:
-            if not await instance.answers():
-                raise
-            log.info("the vLLM server at %s refuses a probe of %s: %s", instance.connection.url, probe.kind, error)
-            return False
-        finally:
-            instance.adapters.pop(key, None)
-        return probe.is_shown_by(self.canary.difference(reply["prompt_logprobs"], probe.expected))
+    async def forget(self, servers: list[Server], key: str) -> None:
+        """Take an adapter off all servers and delete its files: nothing samples from it any more.
 
-    async def _applies_merged(self, instance: Instance, probe: AdapterProbe) -> bool:
-        try:
-            async with instance.weights_lock.holding(f"probe/{probe.kind}", partial(self._transfer, instance, probe.adapter)):
-                reply = await score(instance, self.canary.rendered, scoring_params(0), None)
-        except (RefusedError, ServerFailedError, UserError) as error:
-            if not await instance.answers():
-                raise
-            log.info("the vLLM server at %s refuses a merged probe of %s: %s", instance.connection.url, probe.kind, error)
-            return False
-        return probe.is_shown_by(self.canary.difference(reply["prompt_logprobs"], probe.expected))
+        If it is sampled from again later it gets other files, and so another name on the servers.
+        """
+        folder = self.folders.pop(key, None)
+        instances = [server.instance for server in servers if server.instance is not None]
+        for instance in instances:
+            instance.checks.pop(key, None)
+        for instance, task in [(instance, instance.adapters.pop(key)) for instance in instances if key in instance.adapters]:
+            try:
+                await self._take_off(instance, await task)
+            except TinsmithError as error:
+                log.warning("adapter %s stays on a vLLM server: %s", key, error)
+        if folder is not None:
+            with suppress(TinsmithError):  # they could not be written
+                await asyncio.to_thread(self.files.remove, await folder)
 
     def is_merged(self, instance: Instance, targets: Iterable[str]) -> bool:
-        """Whether adapters with these targets get to an instance merged into the base's weights. Full weights have no targets.
+        """Return whether an instance takes adapters with these targets merged into the base's weights. Full weights have no targets.
 
         Raises UserError if it can compute with them in neither way, or is not sampled from at all.
         """
@@ -166,97 +168,9 @@ class Publisher:
             )
         return True
 
-    @asynccontextmanager
-    async def serving(self, instance: Instance, served: ServedWeights) -> AsyncIterator[Serving]:
-        """Run the body while the server computes with these weights; the canary is compared at the same time.
+    # Write and load
 
-        Raises TinsmithError if the server refuses the weights. It also does after the body, which then must not use what it has got, if the
-        server computes something else with them than the trainer does.
-        """
-        await self._learn_about(instance)
-        if served.adapter is not None:
-            await self.try_probes(instance)  # nothing is known if that failed when the server was new
-        merged = self.is_merged(instance, served.adapter.masters if served.adapter is not None else ())
-        full = served.weights if merged else served.full
-        async with instance.weights_lock.holding(BASE if full is None else served.ref.key, partial(self._transfer, instance, full)):
-            name = None
-            if served.adapter is not None and not merged:
-                name = await self._loaded(instance, served.ref.key, served.adapter)
-            compared = self._compared(instance, served, name)
-            try:
-                yield Serving(name, compared)
-            except TinsmithError:
-                await compared  # wrong weights are taken off the server at once: then that is the error
-                raise
-            await compared
-            await self._compared(instance, served, name)  # again, if it has slept since
-
-    async def prepare(self, instance: Instance, served: ServedWeights) -> None:
-        """Load an adapter, and compare it if nobody has to wait for that, before a request needs it. Raises as `serving`."""
-        if served.adapter is None:
-            return
-        await self.try_probes(instance)
-        if self.is_merged(instance, served.adapter.masters):
-            return
-        if instance.weights_lock.weights == BASE and not instance.weights_lock.queue:
-            async with self.serving(instance, served):
-                pass
-        else:
-            await self._loaded(instance, served.ref.key, served.adapter)
-
-    async def forget(self, servers: list[Server], key: str) -> None:
-        """Take an adapter off all servers and delete its files: nothing samples from it any more.
-
-        If it is sampled from again later it gets other files, and so another name on the servers.
-        """
-        folder = self.folders.pop(key, None)
-        instances = [server.instance for server in servers if server.instance is not None]
-        for instance in instances:
-            instance.checks.pop(key, None)
-        for instance, task in [(instance, instance.adapters.pop(key)) for instance in instances if key in instance.adapters]:
-            try:
-                await self._take_off(instance, await task)
-            except TinsmithError as error:
-                log.warning("adapter %s stays on a vLLM server: %s", key, error)
-        if folder is not None:
-            with suppress(TinsmithError):  # they could not be written
-                await asyncio.to_thread(self.files.remove, await folder)
-
-    async def _learn_about(self, instance: Instance) -> None:
-        """Ask a server once what it calls its full weights, which vLLM 0.26 cannot say, and whether it can be sampled from."""
-        if instance.label_known:
-            return
-        refused = None
-        if not instance.started_by_us and has_delta_nets(self.canary.base):
-            refused = refusal(self.canary.base, (await instance.connection.get("/version"))["version"], self.served_on)
-        label = None
-        with suppress(RefusedError):
-            label = (await instance.connection.get("/weight_info"))["weight_version"]
-        if not instance.label_known:
-            instance.label_known, instance.label, instance.refusal = True, label, refused
-            if not instance.started_by_us and (label is None or label.startswith(_LABEL)):
-                # A process before this one may have left its weights there.
-                instance.weights_lock.weights = UNKNOWN
-
-    def _compared(self, instance: Instance, served: ServedWeights, name: str | None) -> "asyncio.Future[None]":
-        """The comparison of the canary, which all requests for these weights share. The weights stay on the server until it has ended."""
-        is_new = served.ref.key not in instance.checks
-        compared = once(instance.checks, served.ref.key, partial(self._compare, instance, served, name))
-        if is_new:
-            leave = instance.weights_lock.keep()
-            instance.checks[served.ref.key].add_done_callback(lambda _: leave())
-        return compared
-
-    async def _compare(self, instance: Instance, served: ServedWeights, name: str | None) -> None:
-        reply = await score(instance, self.canary.rendered, scoring_params(0), name)
-        try:
-            self.canary.compare(reply["prompt_logprobs"], served.canary, str(served))
-        except TinsmithError:
-            if instance.adapters.pop(served.ref.key, None) is not None and name is not None:
-                await self._take_off(instance, name)
-            raise
-
-    async def _loaded(self, instance: Instance, key: str, adapter: Adapter) -> str:
+    async def _load_once(self, instance: Instance, key: str, adapter: Adapter) -> str:
         """The name of an adapter that is on the server now."""
         return await once(instance.adapters, key, partial(self._load, instance, key, adapter))
 
@@ -267,7 +181,7 @@ class Publisher:
         # what it has loaded with the identity at the end.
         name = f"{self.files.root.name}-{instance.number}-{path.name}-{await asyncio.to_thread(self.files.identity, adapter)}"
         written = time.monotonic()
-        async with instance.nap.kept_awake():
+        async with instance.sleep_mode.kept_awake():
             loading = time.monotonic()
             await instance.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
             loaded = time.monotonic()
@@ -289,7 +203,7 @@ class Publisher:
         return name
 
     async def _take_off(self, instance: Instance, name: str) -> None:
-        async with instance.nap.kept_awake():
+        async with instance.sleep_mode.kept_awake():
             await self._unload(instance, name)
 
     async def _unload(self, instance: Instance, name: str) -> None:
@@ -302,7 +216,7 @@ class Publisher:
         After a failure the server holds nothing that could be sampled from, but the next attempt can begin.
         """
         tensors = await asyncio.to_thread(self.files.tensors, weights)
-        async with instance.nap.kept_awake():
+        async with instance.sleep_mode.kept_awake():
             await self._transfer_tensors(instance, tensors)
         instance.checks.clear()  # adapters too are computed over what has just come
 
@@ -335,9 +249,98 @@ class Publisher:
         if instance.label is not None:
             instance.label = label
 
+    # Verify
+
+    def _compared(self, instance: Instance, published: PublishedWeights, name: str | None) -> "asyncio.Future[None]":
+        """Compare the canary, once for all requests for these weights, which stay on the server until that has ended."""
+        is_new = published.ref.key not in instance.checks
+        compared = once(instance.checks, published.ref.key, partial(self._compare, instance, published, name))
+        if is_new:
+            leave = instance.weights_lock.keep()
+            instance.checks[published.ref.key].add_done_callback(lambda _: leave())
+        return compared
+
+    async def _compare(self, instance: Instance, published: PublishedWeights, name: str | None) -> None:
+        reply = await score(instance, self.canary.rendered, scoring_params(0), name)
+        try:
+            self.canary.compare(reply["prompt_logprobs"], published.canary, str(published))
+        except TinsmithError:
+            if instance.adapters.pop(published.ref.key, None) is not None and name is not None:
+                await self._take_off(instance, name)
+            raise
+
+    async def try_probes(self, instance: Instance) -> None:
+        """Find out whether an instance can be sampled from, and to which kinds of layers it applies adapters, unless that is known.
+
+        Raises as `Connection.post`, and TinsmithError if it computes something else than the trainer with the base's weights. Who comes
+        next tries again then.
+        """
+        await once(instance.probing, BASE, partial(self._probe, instance))
+
+    async def _probe(self, instance: Instance) -> None:
+        await self._learn_about(instance)
+        if instance.refusal is not None:
+            log.error("the vLLM server at %s is not sampled from: %s", instance.connection.url, instance.refusal)
+            return
+        async with instance.weights_lock.holding(BASE, partial(self._transfer, instance, None)):
+            if self.probes:  # weights that are not the trainer's are left alone: they may be somebody else's
+                reply = await score(instance, self.canary.rendered, scoring_params(0), None)
+                self.canary.compare(reply["prompt_logprobs"], self.probes[0].bare, "the base weights")
+            left_out = [probe for probe in self.probes if not await self._shows(instance, probe, self._as_adapter(instance, probe))]
+        instance.merged_kinds = frozenset(probe.kind for probe in left_out)
+        for probe in left_out:
+            merged = instance.weights_lock.holding(f"probe/{probe.kind}", partial(self._transfer, instance, probe.adapter))
+            if not await self._shows(instance, probe, merged):
+                instance.refused_kinds |= {probe.kind}
+        if left_out:
+            log.warning(
+                "the vLLM server at %s applies no adapters to %s; what trains these is merged into the base's weights, or refused with %s",
+                instance.connection.url,
+                ", ".join(sorted(instance.merged_kinds)),
+                ", ".join(sorted(instance.refused_kinds)) or "none",
+            )
+
+    async def _shows(self, instance: Instance, probe: AdapterProbe, loaded: AbstractAsyncContextManager[str | None]) -> bool:
+        """Return whether a server computes what the trainer does while it has a probe `loaded`. One that refuses the probe does not."""
+        try:
+            async with loaded as name:
+                reply = await score(instance, self.canary.rendered, scoring_params(0), name)
+        except (RefusedError, ServerFailedError, UserError) as error:
+            if not await instance.answers():
+                raise
+            log.info("the vLLM server at %s refuses a probe of %s: %s", instance.connection.url, probe.kind, error)
+            return False
+        return probe.is_shown_by(self.canary.difference(reply["prompt_logprobs"], probe.expected))
+
+    @asynccontextmanager
+    async def _as_adapter(self, instance: Instance, probe: AdapterProbe) -> AsyncIterator[str]:
+        key = f"probe/{probe.kind}"
+        try:
+            name = await self._load_once(instance, key, probe.adapter)
+            yield name
+            await self._take_off(instance, name)
+        finally:
+            instance.adapters.pop(key, None)
+
+    async def _learn_about(self, instance: Instance) -> None:
+        """Ask a server once what it calls its full weights, which vLLM 0.26 cannot say, and whether it can be sampled from."""
+        if instance.label_known:
+            return
+        refused = None
+        if not instance.started_by_us and has_delta_nets(self.canary.base):
+            refused = refusal(self.canary.base, (await instance.connection.get("/version"))["version"], self.served_on)
+        label = None
+        with suppress(RefusedError):
+            label = (await instance.connection.get("/weight_info"))["weight_version"]
+        if not instance.label_known:
+            instance.label_known, instance.label, instance.refusal = True, label, refused
+            if not instance.started_by_us and (label is None or label.startswith(_LABEL)):
+                # A process before this one may have left its weights there.
+                instance.weights_lock.weights = UNKNOWN
+
 
 async def _has_compared(instance: Instance, name: str) -> bool:
-    """Whether all workers of a server have compared an adapter (`adapter_check.py`)."""
+    """Return whether all workers of a server have compared an adapter (`inside_vllm/worker.py`)."""
     try:
         reply = await instance.connection.post("/collective_rpc", {"method": "tinsmith_checked_adapter", "args": [name]})
     except (RefusedError, ServerFailedError):  # it has no such method

@@ -31,14 +31,13 @@ from tinsmith.sampling.prefix import BLOCK, prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled, ref_of
 from tinsmith.sampling.stopping import stop_rule
-from tinsmith.sampling.vllm.canary import Canary, Expectation, ServedWeights, score_prompt
 from tinsmith.sampling.vllm.client import VLLMClient
 from tinsmith.sampling.vllm.job import Draft, Job
 from tinsmith.sampling.vllm.launch import launches
-from tinsmith.sampling.vllm.parameters import check_parameters, longest_answer
-from tinsmith.sampling.vllm.probes import make_probes
+from tinsmith.sampling.vllm.protocol import check_parameters, longest_answer
 from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.servers import Launch
+from tinsmith.sampling.vllm.verify import Canary, Expectation, PublishedWeights, make_probes, score_prompt
 from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, WeightFiles
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SampleRequest, VersionSpan
@@ -60,12 +59,12 @@ class _Pending:
     """None until the client has it."""
 
     def fills(self, context: int) -> bool:
-        """Whether there is no room behind its prompt: vLLM refuses it, and the trainer's model answers all."""
+        """Return whether its prompt fills the context: vLLM refuses it, and the trainer's model answers all."""
         return len(self.rendered) >= context
 
     @property
     def local_questions(self) -> PromptQuestions:
-        """What it asks about its prompt that vLLM cannot answer: log-probabilities of ids of the client's choice, alternative tokens."""
+        """Questions about its prompt that vLLM cannot answer: log-probabilities of ids of the client's choice, alternative tokens."""
         return replace(self.request.questions, logprobs=False, topk=0, last_n=None)
 
     def taken_future(self) -> "Future[SampleResult]":
@@ -89,14 +88,14 @@ class VLLMSampler:
         self.logits_chunk = logits_chunk
         self.wake = wake
         self.pending: dict[str, _Pending] = {}
-        """By request id."""
+        """Request id -> request."""
         self.new: deque[_Pending] = deque()
         """Requests that the client does not have yet."""
         self.published: deque[Weights] = deque()
         self.came: deque[tuple[_Pending, TokensSampled | None]] = deque()
         """Requests with their new tokens, None if they have ended. Filled by the client's thread."""
         self.canaries: dict[str, Expectation] = {}
-        """What the trainer computes for the canary, by the key of the weights, as long as these are in memory."""
+        """Key of the weights -> the trainer's results for the canary, as long as the weights are in memory."""
         self.copies: dict[str, set[int]] = {}
         """The `id` of all objects in memory that hold the weights of a key."""
         self.gone: deque[tuple[str, int]] = deque()
@@ -113,7 +112,7 @@ class VLLMSampler:
 
     @property
     def room(self) -> int:
-        """As many may wait for a server as it computes at a time."""
+        """Requests that may still be added: as many may wait for a server as it computes at a time."""
         return 2 * sum(server.slots for server in self.client.servers.all) - sum(self.load)
 
     def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:
@@ -126,15 +125,15 @@ class VLLMSampler:
 
     @property
     def has_samples(self) -> bool:
-        """Whether its servers are needed: requests have not ended."""
+        """True while requests have not ended, so that the servers are needed."""
         return bool(self.pending)
 
     def fall_asleep(self) -> "Future[None]":
-        """As `VLLMClient.fall_asleep`. `wake` is called when it is done."""
+        """Call `VLLMClient.fall_asleep`, and `wake` when it is done."""
         return self._told(self.client.fall_asleep())
 
     def wake_up(self) -> "Future[None]":
-        """As `VLLMClient.wake_up`. `wake` is called when it is done."""
+        """Call `VLLMClient.wake_up`, and `wake` when it is done."""
         return self._told(self.client.wake_up())
 
     def _told(self, future: "Future[None]") -> "Future[None]":
@@ -202,9 +201,9 @@ class VLLMSampler:
             self._submit(self.new.popleft(), events)
 
     def _publish(self, weights: Weights) -> None:
-        """What is wrong with the weights is told to the requests that sample from them."""
+        """Hand weights to the client. Their faults are raised for the requests that sample from them."""
         try:
-            self.client.publish(self._served(weights))
+            self.client.publish(self._with_canary(weights))
         except Exception as error:
             if isinstance(error, DeviceLostError):
                 raise
@@ -228,17 +227,17 @@ class VLLMSampler:
             pending.future.add_done_callback(partial(self._take, pending, None))
 
     def _job(self, pending: _Pending) -> Job:
-        served = self._served(pending.weights)
+        published = self._with_canary(pending.weights)
         return Job(
             request_id=pending.request_id,
             request=pending.request,
             rendered=pending.rendered,
-            served=served,
+            published=published,
             max_tokens=pending.max_tokens,
             eos=self.base.eos_token_ids(),
             vocab_size=self.base.vocab_size,
             tokenizer=self.base.tokenizer,
-            keys=prompt_keys(weights_key(served.ref), pending.rendered, [], [], len(pending.rendered) // BLOCK),
+            keys=prompt_keys(weights_key(published.ref), pending.rendered, [], [], len(pending.rendered) // BLOCK),
             answers=self._local_answers(pending),
             tell=partial(self._take, pending) if pending.stream else None,
             drafts=[Draft() for _ in range(pending.request.num_samples)],
@@ -284,10 +283,10 @@ class VLLMSampler:
         return SampleResult(pending.request_id, sequences, answers, len(pending.rendered), 0)
 
     def _is_known(self, weights: Weights | None) -> bool:
-        """Whether the canary was computed with these weights."""
+        """Return whether the canary was computed with these weights."""
         return ref_of(weights, self.base.name).key in self.canaries
 
-    def _served(self, weights: Weights | None) -> ServedWeights:
+    def _with_canary(self, weights: Weights | None) -> PublishedWeights:
         self._forget_unused()
         ref = ref_of(weights, self.base.name)
         if ref.key not in self.canaries:
@@ -296,7 +295,7 @@ class VLLMSampler:
         if weights is not None and id(weights) not in copies:
             copies.add(id(weights))
             weakref.finalize(weights, self.gone.append, (ref.key, id(weights))).atexit = False
-        return ServedWeights(weights, self.canaries[ref.key], ref)
+        return PublishedWeights(weights, self.canaries[ref.key], ref)
 
     def _forget_unused(self) -> None:
         """Take weights off the servers that no object in memory holds any more. Those that left it and came back have another object."""

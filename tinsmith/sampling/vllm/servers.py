@@ -17,15 +17,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cachetools import LRUCache
 
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.connection import Connection
-from tinsmith.sampling.vllm.instance import Instance, Slots
-from tinsmith.sampling.vllm.nap import Nap
+from tinsmith.sampling.vllm.instance import Instance, SleepMode, Slots, running
+from tinsmith.sampling.vllm.protocol import Connection
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +32,10 @@ _POLL_S = 0.25
 _STARTS_WITHIN_S = 900.0
 """A server that loads a large model takes minutes."""
 _LOOK_EVERY_S = 2.0
-"""How often a server is asked whether its engine still runs."""
+"""Seconds between two questions whether a server's engine still runs."""
 _ANSWERS_WITHIN_S = 10.0
-"""How long a server may go on refusing: saying that its engine or a worker has ended, or taking no connections. One that we did not start
-must answer within this time. Mere silence of an engine is judged by `hung_s`."""
+"""Seconds for which a server may go on refusing: saying that its engine or a worker has ended, or taking no connections. One that we did
+not start must answer within this time. Mere silence of an engine is judged by `hung_s`."""
 _LONGEST_DELAY_S = 30.0
 _MOST_TOGETHER = 64
 """Most samples of one prompt in one request."""
@@ -49,7 +48,7 @@ _MOST_ERRORS = 5
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start a server."""
+    """A server to start."""
 
     command: list[str]
     """Without the option for the socket."""
@@ -57,10 +56,10 @@ class Launch:
     sockets: Path
     """A directory that only the user can enter."""
     name: str
-    """Of the server; no two have the same."""
+    """Name of the server, which no other has."""
     log: Path
     transfer_kind: TransferKind
-    """How full weights get there."""
+    """Way of full weights to the server."""
     ranks: int = 1
     """Its workers, over which the model is divided."""
 
@@ -75,22 +74,22 @@ class Server:
         hung_s: float,
         changed: asyncio.Condition,
         try_out: Callable[[Instance], Awaitable[None]] | None = None,
-        nap: Nap | None = None,
+        sleep_mode: SleepMode | None = None,
     ) -> None:
         """`source` says how to start it, or is the URL of one that runs already. It gets at most `slots` samples at a time.
 
         If it has samples to compute and its engine is silent for `hung_s` seconds, it is replaced. `changed` is notified whenever `state`
-        changes. `try_out` is awaited for each new instance before that is ready. It sleeps when the `nap` says so, with others.
+        changes. `try_out` is awaited for each new instance before that is ready. It sleeps when `sleep_mode` says so, with others.
         """
         self.try_out = try_out
-        self.nap = nap or Nap()
+        self.sleep_mode = sleep_mode or SleepMode()
         self.source = source
         self.slots = slots
         self.hung_s = hung_s
         self.changed = changed
         self.state: Literal["starting", "ready", "down"] = "starting"
         self.reason = "it is starting"
-        """Why it is not ready."""
+        """Reason why it is not ready."""
         self.instance: Instance | None = None
         self.load = 0
         """Sequences that are being sampled there, or wait for it."""
@@ -135,11 +134,13 @@ class Server:
         failing: asyncio.Task[str] | None = None
         self._fault = ""
         try:
-            async with self.nap.kept_awake():  # it takes its memory while it starts
+            async with self.sleep_mode.kept_awake():  # it takes its memory while it starts
                 began = time.monotonic()
                 connection = Connection(await self._start())
-                instance = Instance(connection, slots, together, started_by_us, kind, nap=self.nap, ranks=ranks, end=self._end)
-                self.nap.instances.add(instance)
+                instance = Instance(
+                    connection, slots, together, started_by_us, kind, sleep_mode=self.sleep_mode, ranks=ranks, end=self._end
+                )
+                self.sleep_mode.instances.add(instance)
                 answers = await self._within(_STARTS_WITHIN_S if started_by_us else _ANSWERS_WITHIN_S, instance.answers)
             if not answers:
                 if self.process is not None and self.process.returncode is None:
@@ -159,7 +160,7 @@ class Server:
                 await instance.connection.close()
             await self._end()
             if instance is not None:
-                self.nap.instances.discard(instance)
+                self.sleep_mode.instances.discard(instance)
 
     async def _change(self, state: Literal["starting", "ready", "down"], reason: str) -> None:
         async with self.changed:
@@ -187,7 +188,7 @@ class Server:
         return f"unix:{socket}"
 
     async def _becomes_ready(self, instance: Instance, began: float, failing: asyncio.Task[str]) -> bool:
-        """Whether an instance that answers, and was started at `began`, can be used."""
+        """Try an instance out that answers, and was started at `began`; returns whether it is ready."""
         if not await self._is_tried_out(instance, failing):
             return False
         self.instance = instance
@@ -197,7 +198,7 @@ class Server:
         return True
 
     async def _is_tried_out(self, instance: Instance, failing: asyncio.Task[str]) -> bool:
-        """Whether it is still there afterwards. What else fails is tried again for the first sample that needs it, which is told.
+        """Try an instance out; returns whether it is still there. Other failures come again with the first sample that needs it.
 
         An unexpected error is most likely the trainer's, such as a lack of memory: the server stays.
         """
@@ -222,30 +223,26 @@ class Server:
     async def _watch(self, instance: Instance, failing: asyncio.Task[str]) -> None:
         """Return when the server has gone, or fails."""
         while True:
-            gone: list[asyncio.Task[Any]] = [asyncio.create_task(self._suspected.wait())]
-            if self.process is not None:
-                gone.append(asyncio.create_task(self.process.wait()))
-            try:
-                await asyncio.wait((failing, *gone), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in gone:
-                    task.cancel()
+            async with running(self._suspected.wait()) as suspected, running(self._process_ends()) as ended:
+                await asyncio.wait((failing, suspected, ended), return_when=asyncio.FIRST_COMPLETED)
             if failing.done() or not await self._answers_again(instance, failing):
                 return
             self._suspected.clear()
             await self._change("ready", "")
 
+    async def _process_ends(self) -> None:
+        """Return when our process has ended; never for a server that we did not start."""
+        await (self.process.wait() if self.process is not None else asyncio.Event().wait())
+
     async def _answers_again(self, instance: Instance, failing: asyncio.Task[str]) -> bool:
-        """Whether a server on which a request failed can be used. Its engine may be busy: only an error is an answer that it cannot."""
+        """Return whether a server on which a request failed can be used. Its engine may be busy: only an error is a no."""
         refused_at: float | None = None
         while not failing.done() and (self.process is None or self.process.returncode is None):
-            asked_at, asked = time.monotonic(), asyncio.create_task(instance.answers())
-            try:
+            asked_at = time.monotonic()
+            async with running(instance.answers()) as asked:
                 await asyncio.wait((asked, failing), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                asked.cancel()
-            if asked.done() and asked.result():
-                return True
+                if asked.done() and asked.result():
+                    return True
             if refused_at is None or time.monotonic() - asked_at > _ANSWERS_WITHIN_S:  # meanwhile it was busy
                 refused_at = time.monotonic()
             if time.monotonic() - refused_at > _ANSWERS_WITHIN_S:
@@ -262,7 +259,7 @@ class Server:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             is_tried_out = self.instance is not instance
-            is_needed = self.state != "ready" or self.load > 0 or self.nap.is_put_off
+            is_needed = self.state != "ready" or self.load > 0 or self.sleep_mode.is_delayed
             if is_needed:
                 longest_s = max(self.hung_s, _STARTS_WITHIN_S) if is_tried_out else self.hung_s
                 seen = await instance.look(longest_s)
@@ -276,7 +273,7 @@ class Server:
                 return "its engine has ended, or it takes no requests any more"
 
     async def _is_alive_soon(self, instance: Instance) -> bool:
-        """Whether an idle server is alive. One of ours that says nothing may be busy, and is left alone until it is needed."""
+        """Return whether an idle server is alive. One of ours that says nothing may be busy, and is left alone until it is needed."""
         try:
             async with asyncio.timeout(_ANSWERS_WITHIN_S):
                 return await instance.is_alive()
@@ -284,7 +281,7 @@ class Server:
             return instance.started_by_us
 
     async def _within(self, limit_s: float, asked: Callable[[], Awaitable[bool]]) -> bool:
-        """Whether a question to the server gets a yes in that time. It is asked again and again, as long as our process runs."""
+        """Ask the server again and again, as long as our process runs; returns whether a yes came in that time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.process is None or self.process.returncode is None:

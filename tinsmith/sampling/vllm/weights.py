@@ -35,18 +35,18 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import DELTA_NET_PARTS, TransferKind
 from tinsmith.sampling.inside_vllm.identity import Identity
 from tinsmith.sampling.inside_vllm.transfer_group import TRAINER, TransferGroup
-from tinsmith.sampling.vllm.connection import Connection, ServerFailedError
+from tinsmith.sampling.vllm.protocol import Connection, ServerFailedError
 from tinsmith.training.peft_format import write_adapter
 
 PREFIX = "tinsmith-weights-"
-"""How the names of directories of weights begin."""
+"""Beginning of the names of directories of weights."""
 _MEMORY = Path("/dev/shm")
 LONGEST_BROADCAST_S = 240.0
-"""How long trainer and server may take to connect, which takes a second if nothing is wrong, and how long a broadcast may take. After five
+"""Seconds that trainer and server may take to connect, where one is usual, and that a broadcast may take. After five
 minutes of a broadcast NCCL would end the trainer (`transfer_group.py`)."""
 
 Tensors = Mapping[str, Tensor]
-"""By their names in the model's checkpoint. They must not change before `Transfer.send` has returned."""
+"""Tensors by their names in the model's checkpoint. They must not change before `Transfer.send` has returned."""
 
 
 class WeightFiles:
@@ -81,7 +81,7 @@ class WeightFiles:
         return str(whole)
 
     def _name_at_server(self, name: str) -> str:
-        """What a target of LoRA is called at a server: as in transformers, but for parts of a layer, which have names of their own."""
+        """Return the server's name for a target of LoRA: that of transformers, but parts of a layer have names of their own."""
         if self.base.layout.targets[name].rows is None:
             return self.base.layout.module_name(name)
         layer, part = name.rsplit(".", 2)[0], ".".join(name.rsplit(".", 2)[1:])

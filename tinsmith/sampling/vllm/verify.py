@@ -1,7 +1,12 @@
-"""The canary: a prompt on whose log-probabilities vLLM and the trainer must agree before a client gets a sample.
+"""Checks that vLLM computes what the trainer does: the canary for each set of new weights, probes for each new instance of a server.
 
-vLLM leaves out parts of an adapter that it cannot apply, pixel values may be normalized twice, a transfer may be half done: to vLLM none of
-that is an error, but it changes these log-probabilities.
+The canary is a prompt on whose log-probabilities vLLM and the trainer must agree before a client gets a sample. Pixel values may be
+normalized twice, a transfer may be half done: to vLLM that is no error, but it changes these log-probabilities.
+
+Probes are adapters that each change one kind of layer, by which a server shows what of an adapter it applies. To vLLM it is no error if it
+leaves out a part, and while an adapter has learned little that changes less than rounding does. A probe changes its layers as much as their
+own weights do. Where a server computes something else with it than the trainer, adapters that reach such layers are sent there merged into
+the base's weights.
 """
 
 import hashlib
@@ -19,15 +24,18 @@ from PIL import Image
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights
-from tinsmith.models.lora import Adapter
+from tinsmith.models.layout import GROUPS
+from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.threads import threads_for
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.prompt_scores import PromptScores
-from tinsmith.sampling.vllm.replies import prompt_answers
+from tinsmith.sampling.vllm.protocol import prompt_answers
+from tinsmith.sampling.vllm.weights import WeightFiles
 from tinsmith.training.logprobs import head_logits, head_lora
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
@@ -45,21 +53,21 @@ _PARAMS = SamplingParams(None, 1.0, 1.0, -1, 0, StopRule(eos=False, strings=(), 
 
 @dataclass(frozen=True, eq=False)
 class Expectation:
-    """What the trainer computes for the canary with some weights."""
+    """The trainer's results for the canary with some weights."""
 
     logprobs: NDArray[np.float32]
     """[text tokens but the first]"""
     limit: float
-    """How far those of vLLM may be from them on average, in nats (`allowed_difference`)."""
+    """Largest mean difference of vLLM's from them, in nats (`allowed_difference`)."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether they can be compared at all: what is infinite or NaN agrees with anything, or with nothing."""
+        """False if they cannot be compared: what is infinite or NaN agrees with anything, or with nothing."""
         return bool(np.isfinite(self.logprobs).all() and np.isfinite(self.limit))
 
 
 def allowed_difference(logit_size: float, dtype: torch.dtype) -> float:
-    """How far apart log-probabilities may be on average, in nats, where the largest logits have this absolute value.
+    """Return the mean difference of log-probabilities that is allowed, in nats, where the largest logits have this absolute value.
 
         limit = (0.001 in float32, 0.1 in bfloat16) + 2 * unit * logit_size
 
@@ -71,13 +79,13 @@ def allowed_difference(logit_size: float, dtype: torch.dtype) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class ServedWeights:
-    """Weights that vLLM servers are asked to sample from."""
+class PublishedWeights:
+    """Weights to sample from at vLLM servers, with what a server must compute with them."""
 
     weights: Weights | None
     """None are the base's."""
     canary: Expectation
-    """What the trainer computes for the canary with them."""
+    """The trainer's results for the canary with them."""
     ref: WeightsRef
 
     @property
@@ -137,7 +145,7 @@ class Canary:
         self.text[0] = False
 
     def expected(self, weights: Weights | None) -> Expectation:
-        """What the trainer computes for the canary. To be called in the trainer's thread."""
+        """Compute the canary with the trainer's model, in the trainer's thread."""
         scores = PromptScores(self.rendered, _QUESTIONS, _PARAMS, 0)
         sizes: list[torch.Tensor] = []
         """[positions] of the largest absolute logit of each position."""
@@ -164,7 +172,7 @@ class Canary:
             )
 
     def difference(self, scores: Sequence[dict[str, Any] | None], expected: Expectation) -> float:
-        """How far vLLM's prompt_logprobs of the canary are from the trainer's on average, in nats; NaN if one of them is."""
+        """Return the mean difference of vLLM's prompt_logprobs of the canary from the trainer's, in nats; NaN if one of them is."""
         got = prompt_answers(scores, self.rendered, _QUESTIONS).logprobs
         assert got is not None
         return float(np.abs(got[self.text] - expected.logprobs).mean())
@@ -174,3 +182,73 @@ def _picture() -> ImageChunk:
     file = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(file, "PNG")
     return ImageChunk(hashlib.sha256(file.getvalue()).digest(), file.getvalue(), "png", None)
+
+
+# Probes
+
+_SIZE = 2.0
+"""Size of a probe's change of a weight, as a multiple of the weight's (Frobenius norms)."""
+_APPLIED = 0.5
+"""A probe is applied if the log-probabilities are off by less than this part of what it changes them by."""
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterProbe:
+    """An adapter of rank 1 that changes the layers of one kind and no others."""
+
+    kind: str
+    """Such as `linear_attn.in_proj_qkv.q`: the names of its targets without the number of the layer."""
+    adapter: Adapter
+    expected: Expectation
+    """The trainer's results for the canary with it."""
+    bare: Expectation
+    """The same with the base's weights alone."""
+
+    @property
+    def change(self) -> float:
+        """Mean difference of the two, in nats."""
+        return float(np.abs(self.expected.logprobs - self.bare.logprobs).mean())
+
+    @property
+    def allowed(self) -> float:
+        """A server applies it if its log-probabilities differ from those expected by no more than this on average, in nats."""
+        return max(_APPLIED * self.change, self.expected.limit)
+
+    def is_shown_by(self, difference: float) -> bool:
+        """Return whether a server applies it whose mean difference from the expected is this. What is not finite shows nothing."""
+        return self.expected.is_finite and self.bare.is_finite and difference <= self.allowed
+
+
+def kind_of(target: str) -> str:
+    """The kind of a target of LoRA: its name without the number of its layer."""
+    parts = [part for part in target.split(".") if not part.isdecimal()]
+    return ".".join(parts[1:] or parts)
+
+
+@torch.no_grad()
+def make_probes(canary: Canary, files: WeightFiles) -> list[AdapterProbe]:
+    """A probe for each kind of layer that LoRA can train. To be called in the trainer's thread."""
+    bare = canary.expected(None)
+    kinds: dict[str, list[str]] = {}
+    for name in canary.base.layout.targets:
+        kinds.setdefault(kind_of(name), []).append(name)
+    probes = []
+    for kind, names in kinds.items():
+        adapter = _adapter(files, names)
+        probes.append(AdapterProbe(kind, adapter, canary.expected(adapter), bare))
+    return probes
+
+
+def _adapter(files: WeightFiles, names: list[str]) -> Adapter:
+    """An adapter that changes these targets. It has the others of their group too, as every adapter that is trained."""
+    base = files.base
+    group = base.layout.targets[names[0]].group
+    shape = LoraShape(1, seed=0, **{f"train_{each}": each == group for each in GROUPS})
+    adapter = new_adapter(shape, base.layout, base.device, base.dtype)
+    generator = torch.Generator().manual_seed(0)
+    for name in names:
+        a, b = adapter.masters[name]
+        b.copy_(torch.randn(b.shape, generator=generator))
+        b.mul_(_SIZE * torch.linalg.vector_norm(files.base_weight(name), dtype=torch.float32) / (adapter.scale * a.norm() * b.norm()))
+    adapter.refresh()
+    return adapter

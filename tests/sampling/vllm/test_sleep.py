@@ -11,8 +11,8 @@ import pytest
 from tests.sampling.vllm.answering import in_a_loop
 from tests.sampling.vllm.test_servers import HUNG_S, STUB, TryOut, launch_of, ready, supervised
 from tinsmith.sampling.vllm import servers as room
-from tinsmith.sampling.vllm.connection import ServerLostError
 from tinsmith.sampling.vllm.instance import Instance
+from tinsmith.sampling.vllm.protocol import ServerLostError
 from tinsmith.sampling.vllm.servers import Server
 
 SLEEPS = [*STUB, "--sleeps"]
@@ -33,19 +33,19 @@ async def switches_of(instance: Instance) -> list[str]:
 @in_a_loop
 async def test_what_keeps_a_server_awake_ends_first_and_what_comes_later_waits(tmp_path: Path) -> None:
     async with starting(tmp_path, SLEEPS) as server:
-        nap, instance = server.nap, await ready(server)
+        sleep_mode, instance = server.sleep_mode, await ready(server)
         instance.pictures["known"] = 1
         instance.checks["weights"] = asyncio.create_task(asyncio.sleep(0))
         done: list[str] = []
 
         async def used(name: str) -> None:
-            async with nap.kept_awake():
+            async with sleep_mode.kept_awake():
                 done.append(name)
 
-        async with nap.kept_awake():
-            falling = asyncio.create_task(nap.fall_asleep())
+        async with sleep_mode.kept_awake():
+            falling = asyncio.create_task(sleep_mode.fall_asleep())
             await asyncio.sleep(0)
-            later, waiting = asyncio.create_task(used("later")), asyncio.create_task(nap.until_awake())
+            later, waiting = asyncio.create_task(used("later")), asyncio.create_task(sleep_mode.until_awake())
             await asyncio.wait([falling], timeout=0.1)
             assert await switches_of(instance) == []
         await falling
@@ -53,7 +53,7 @@ async def test_what_keeps_a_server_awake_ends_first_and_what_comes_later_waits(t
         await asyncio.wait([later, waiting], timeout=0.1)
         assert (done, waiting.done()) == ([], False)
         assert instance.pictures
-        await nap.wake_up()
+        await sleep_mode.wake_up()
         await asyncio.gather(later, waiting)
         assert await switches_of(instance) == ["/sleep?level=1&mode=keep", "/wake_up"]
         assert done == ["later"]
@@ -66,13 +66,13 @@ async def test_a_server_that_does_not_obey_is_ended_before_the_trainer_has_the_g
 ) -> None:
     """The stub knows no sleep, and answers 404."""
     async with starting(tmp_path, STUB) as server:
-        nap, instance = server.nap, await ready(server)
-        await nap.fall_asleep()
+        sleep_mode, instance = server.sleep_mode, await ready(server)
+        await sleep_mode.fall_asleep()
         assert server.process is not None
         assert server.process.returncode is not None
         await asyncio.sleep(0.1)
-        assert nap.instances == set(), "no other has started meanwhile"
-        await nap.wake_up()
+        assert sleep_mode.instances == set(), "no other has started meanwhile"
+        await sleep_mode.wake_up()
         assert await (await ready(server, after=instance)).answers()
     assert "is ended, because it does not fall asleep, or wake" in caplog.text
 
@@ -86,7 +86,7 @@ async def test_a_server_that_dies_while_it_is_tried_out_lets_nobody_wait_for_eve
     async def try_out(instance: Instance) -> None:
         begun.set()
         await sleeps.wait()
-        await instance.nap.until_awake()
+        await instance.sleep_mode.until_awake()
         await instance.connection.get("/health")
 
     async with starting(tmp_path, SLEEPS, try_out=try_out) as server:
@@ -95,14 +95,14 @@ async def test_a_server_that_dies_while_it_is_tried_out_lets_nobody_wait_for_eve
         assert first is not None
         if dies == "before it sleeps":
             first.kill()
-        falling = asyncio.create_task(server.nap.fall_asleep())
+        falling = asyncio.create_task(server.sleep_mode.fall_asleep())
         await asyncio.sleep(0)
         sleeps.set()
         await falling
         if dies == "asleep":
             first.kill()
             await first.wait()
-        await server.nap.wake_up()
+        await server.sleep_mode.wake_up()
         assert await (await ready(server)).answers()
         assert server.process is not first
 
@@ -116,13 +116,13 @@ async def test_a_server_that_hangs_with_what_keeps_it_awake_lets_the_trainer_wai
     async with starting(tmp_path, SLEEPS, HUNG_S) as server:
         instance = await ready(server)
         assert server.process is not None
-        async with server.nap.kept_awake():
+        async with server.sleep_mode.kept_awake():
             server.process.send_signal(signal.SIGSTOP)
-            falling = asyncio.create_task(server.nap.fall_asleep())
+            falling = asyncio.create_task(server.sleep_mode.fall_asleep())
             with pytest.raises(ServerLostError):
                 await instance.connection.post("/v1/load_lora_adapter")
         await falling
-        assert server.nap.instances == set()
+        assert server.sleep_mode.instances == set()
 
 
 @in_a_loop
@@ -131,10 +131,10 @@ async def test_nothing_is_taken_for_compared_that_ends_before_the_slowest_server
     async with starting(tmp_path, SLEEPS) as server:
         instance = await ready(server)
         instance.checks["weights"] = asyncio.create_task(asyncio.sleep(0))
-        await server.nap.fall_asleep()
+        await server.sleep_mode.fall_asleep()
         assert instance.checks, "what came before it fell asleep was compared"
         await instance.connection.get("/busy?for_s=3600")
-        waking = asyncio.create_task(server.nap.wake_up())
+        waking = asyncio.create_task(server.sleep_mode.wake_up())
         while "/wake_up" not in await switches_of(instance):
             await asyncio.wait([waking], timeout=0.01)
         assert instance.checks == {}

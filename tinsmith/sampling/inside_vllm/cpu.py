@@ -1,21 +1,25 @@
-"""Gated delta nets for vLLM on a CPU, in plain torch: for float32, and for sizes of heads that vLLM's own kernels refuse.
+"""Gated delta nets and LoRA products for vLLM on a CPU, in plain torch. They run inside vLLM; on a GPU they are not used.
 
-vLLM's kernels for a CPU take bfloat16 only, whose rounding would hide an adapter that is applied in part. These compute in the precision of
-the model. They run inside vLLM; on a GPU they are not used.
+vLLM's kernels of gated delta nets take bfloat16 only, whose rounding would hide an adapter that is applied in part, and two sizes of heads.
+Ours compute in the precision of the model. vLLM's LoRA products copy an adapter's matrices for every token, which costs time and memory,
+and apply the last slot's adapter to a token without one (slot -1). Ours go adapter by adapter.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+# Gated delta nets
+
 KERNEL_HEADS = (64, 128)
 """The sizes of heads that vLLM's kernels take."""
 
 
 def kernels_take(layer: Any, inputs: Tensor) -> bool:
-    """Whether vLLM's own kernels compute this layer."""
+    """Return whether vLLM's own kernels compute this layer."""
     return inputs.dtype == torch.bfloat16 and layer.head_k_dim == layer.head_v_dim and layer.head_k_dim in KERNEL_HEADS
 
 
@@ -73,3 +77,46 @@ def _unit(vectors: Tensor) -> Tensor:
 def _channels_first(states: Tensor, channels: int) -> Tensor:
     """The convolution's states as [slots, channels, taps - 1], whichever way vLLM keeps them."""
     return states if states.shape[1] == channels else states.transpose(1, 2)
+
+
+# LoRA products
+
+
+def shrink(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scaling: float = 1.0) -> None:
+    """Set `output` [tokens, rank] to scaling · inputs [tokens, in] · weights[slot]ᵀ, each token with its slot's; 0 where that is -1.
+
+    `weights` are [slots, rank, in], or with a 1 behind the slots, as below.
+    """
+    output.zero_()
+    for slot, rows in _groups(slots, len(inputs)):
+        matrix = _matrix(weights, slot, output.dtype)
+        output[rows, : len(matrix)] = scaling * (inputs[rows].to(output.dtype) @ matrix.T)
+
+
+def expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_inputs: bool = True) -> None:
+    """Add inputs [tokens, rank] · weights[slot]ᵀ to `output` [tokens, out], which is set to 0 before unless `add_inputs`."""
+    columns = min(weights.shape[-2], output.shape[1])  # they are padded differently
+    expand_slice(inputs, weights, output, slots, 0, columns, add_inputs)
+
+
+def expand_slice(
+    inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, slice_offset: int, slice_size: int, add_inputs: bool = True
+) -> None:
+    """Do the same as `expand` with the columns [slice_offset, slice_offset + slice_size)."""
+    part = output[:, slice_offset : slice_offset + slice_size]
+    if not add_inputs:
+        part.zero_()
+    for slot, rows in _groups(slots, len(inputs)):
+        part[rows] += inputs[rows].to(output.dtype) @ _matrix(weights, slot, output.dtype)[:slice_size].T
+
+
+def _groups(slots: Tensor, tokens: int) -> Iterator[tuple[int, Tensor | slice]]:
+    """The slots that are in use, and the tokens that use each."""
+    used = slots.unique().tolist()
+    for slot in used:
+        if slot >= 0:
+            yield slot, slice(None) if len(used) == 1 or len(slots) != tokens else torch.nonzero(slots == slot).squeeze(1)
+
+
+def _matrix(weights: Tensor, slot: int, dtype: torch.dtype) -> Tensor:
+    return weights[slot].reshape(weights.shape[-2:]).to(dtype)

@@ -2,7 +2,7 @@
 
 import torch
 
-from tinsmith.sampling.inside_vllm import cpu_lora
+from tinsmith.sampling.inside_vllm import cpu
 
 
 def test_each_token_gets_its_slot_and_none_where_there_is_none() -> None:
@@ -11,8 +11,8 @@ def test_each_token_gets_its_slot_and_none_where_there_is_none() -> None:
     a, b = torch.randn(3, 1, 4, 8, generator=generator), torch.randn(3, 1, 6, 4, generator=generator)
     slots = torch.tensor([2, -1, 0, 2, -1])
     low, out = torch.ones(5, 4), torch.ones(5, 9)
-    cpu_lora.shrink(inputs, a, low, slots, 2.0)
-    cpu_lora.expand_slice(low, b, out, slots, 1, 6)
+    cpu.shrink(inputs, a, low, slots, 2.0)
+    cpu.expand_slice(low, b, out, slots, 1, 6)
     for token, slot in enumerate(slots.tolist()):
         expected = torch.ones(9)
         if slot >= 0:
@@ -23,7 +23,7 @@ def test_each_token_gets_its_slot_and_none_where_there_is_none() -> None:
 def test_one_slot_for_many_rows() -> None:
     inputs, weights = torch.ones(3, 2), torch.ones(2, 4, 2)
     output = torch.zeros(3, 4)
-    cpu_lora.expand(inputs, weights, output, torch.tensor([1]))
+    cpu.expand(inputs, weights, output, torch.tensor([1]))
     assert (output == 2).all()
-    cpu_lora.expand(inputs, weights, output, torch.tensor([-1]), add_inputs=False)
+    cpu.expand(inputs, weights, output, torch.tensor([-1]), add_inputs=False)
     assert (output == 0).all()

@@ -57,12 +57,12 @@ async def test_a_picture_that_a_server_has_forgotten_in_its_sleep_is_sent_again_
     async with answering(tmp_path, answer) as connection:
         instance = instance_of(connection)
         instance.pictures[names[0]] = 1
-        await instance.nap.fall_asleep()
+        await instance.sleep_mode.fall_asleep()
         sending = asyncio.create_task(send_pictures(instance, rendered, None))
         await asyncio.wait([sending], timeout=0.1)
         assert not sending.done()
         instance.wakes()
-        await instance.nap.wake_up()
+        await instance.sleep_mode.wake_up()
         await sending
         await send_pictures(instance, rendered, None)
     assert known == set(names)
