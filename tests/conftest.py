@@ -16,6 +16,7 @@ import pytest
 if os.environ.get("TINSMITH_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which transformers does; its kernels then compute on a CPU
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the server has it: threads that spin take the cores from other processes
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # here and in what tests start: threads waited for each other a tenth of the time
 
 from tests.crashes import pytest_testnodedown
 from tests.extent import EVERYTHING
@@ -66,14 +67,6 @@ def pytest_report_header() -> list[str]:
     libraries = [f"{name} {metadata.version(name)}" for name in ("torch", "triton", "transformers")]
     day = time.strftime("%Y-%m-%d", time.gmtime())
     return [f"{torch.cuda.get_device_name()}, {', '.join(libraries)}, commit {os.environ.get('COMMIT') or commit or 'unknown'}, {day}"]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def two_threads() -> None:
-    """The suite is planned for two cores; more threads only compete with the servers that tests start."""
-    import torch
-
-    torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")

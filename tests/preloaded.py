@@ -47,9 +47,15 @@ DIRECTORY = "TINSMITH_TEST_PRELOADED"
 """The environment variable that names the directory of the small program to all processes of a test run."""
 
 PRELOADED = (
+    "alembic.context",
+    "hypothesis",
+    "moto.server",
+    "peft",
     "tests.bases",
     "tinker.cli",
+    "tinsmith.cli",
     "tinsmith.engine.__main__",
+    "tinsmith.sampling.vllm.canary",
     "tinsmith.server.main",
     "tinsmith.server.parser_process",
     "tinsmith.worker.bases",

@@ -29,6 +29,12 @@ REAL_PROGRAM = [REAL_PYTHON, *PROGRAM[1:]]
 """The same, of which each process imports what it needs."""
 
 
+def limited_program(limit: int, most: int) -> list[str]:
+    """The program, which first sets a soft limit of `resource` for itself. In this process it would hold for other tests, too."""
+    code = f"import resource; resource.setrlimit({limit}, ({most}, resource.getrlimit({limit})[1])); {PROGRAM[2]}"
+    return [PROGRAM[0], "-c", code]
+
+
 def tinsmith(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """The program in a process of its own. A command that needs torch then takes seconds to import it: see `tinsmith_here`."""
     return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, check=False, timeout=START_S)

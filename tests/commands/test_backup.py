@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -11,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.test_recover import saved
-from tests.preloaded import REAL_PYTHON
-from tests.running import tinsmith_here
+from tests.running import limited_program, tinsmith_here
 from tests.store.test_blobs import DIGEST, IMAGE, blobs_in, with_model
 from tests.store.test_commands import MODEL, done, step
 from tests.store.test_kept import kept
@@ -174,12 +174,8 @@ def test_files_that_are_gone_from_an_object_store_are_no_copy(tmp_path: Path) ->
     assert every_checkpoint(Store.open(tmp_path / "copy")) == []
 
 
-LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)); from tinsmith.cli import main; main()"
-
-
 def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(data: Path, tmp_path: Path) -> None:
-    """In a process of its own: the limit would hold for all that this one writes."""
-    command = [REAL_PYTHON, "-c", LIMITED, "backup", str(tmp_path / "copy"), "--data-dir", str(data)]
+    command = [*limited_program(resource.RLIMIT_FSIZE, 5000), "backup", str(tmp_path / "copy"), "--data-dir", str(data)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith(f"tinsmith: {data} could not be copied to {tmp_path / 'copy'}: ")

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,26 @@ from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.pass_memory import KEEP_ALL, Effort
-from tinsmith.models.sizing import size_of
+from tinsmith.models.sizing import Sizes, size_of
 
 GIB = 2**30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sized_once() -> Iterator[None]:
+    """Lay out each model once: a large one takes a third of a second."""
+    known: dict[tuple[str, str], Sizes] = {}
+
+    def size(source: str, config: ModelsConfig) -> Sizes:
+        file = Path(source) / "config.json"
+        key = (file.read_text(), repr(config)) if file.is_file() else (source, repr(config))
+        if key not in known:
+            known[key] = size_of(source, config)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tinsmith.memory.plan.size_of", size)
+        yield
 
 
 def plan(*arguments: str, code: int = 0) -> str:

@@ -37,7 +37,7 @@ from torch import Tensor
 from tests.bases import datum, load, on_host, picture_chunks, random_tokens, renderer
 from tests.distributed.conftest import Processes
 from tests.distributed.devices import EXACT, EXACT_IN_HALF, ON_GPUS, Member, here
-from tests.extent import EVERYTHING, slow
+from tests.extent import EVERYTHING, amount, slow
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
@@ -73,16 +73,20 @@ SAVED = ("four", "all")
 OWNERS = [
     (0, 0, 1, 0, 1, 1, 2, 2),
     (1, 1, 1, 1, 1, 1, 1, 1),
+    (2, 1, 1, 0, 1, 0, 0, 2),
     (0, 0, 2, 2, 2, 0, 2, 0),
     (1, 2, 0, 1, 0, 0, 1, 0),
-    (2, 1, 1, 0, 1, 0, 0, 2),
 ]
 """Which worker computes each datum of a step, counted round the workers there are: at the second step all others have none."""
-STEPS = len(OWNERS)
-PICTURES = [{4: (320, 64), 5: (384, 64), 6: (64, 64), 7: (128, 64)}] * 4 + [{1: (64, 64), 2: (96, 64), 3: (448, 448), 4: (64, 96)}]
+STEPS = amount(3, len(OWNERS))
+"""The moments matter from the second step on. Those that are left out have other shares of the same kinds."""
+UNLIKE = 2
+"""The step whose pictures differ much in size."""
+PICTURES = [{4: (320, 64), 5: (384, 64), 6: (64, 64), 7: (128, 64)}] * len(OWNERS)
+PICTURES[UNLIKE] = {1: (64, 64), 2: (96, 64), 3: (448, 448), 4: (64, 96)}
 """Which datums of a step have pictures, and of which width and height, if the base takes them.
 
-At the last step one worker has several small ones and another one of 196 tokens; the last of three workers has text alone.
+At step `UNLIKE` one worker has several small ones and another one of 196 tokens; the last of three workers has text alone.
 """
 FAULTS = {
     "forward": ("base", "layer", 2),
@@ -551,9 +555,9 @@ def test_losses_gradients_and_weights_are_those_of_one_worker(
 
 def test_pictures_of_a_step_differ_in_size_from_worker_to_worker() -> None:
     """As many as 196 tokens here and several of a few there, with texts alone where there are more than two workers."""
-    sizes = PICTURES[-1]
+    sizes = PICTURES[UNLIKE]
     for count in (2, 3):
-        shares = [[sizes[place] for place in share_of(range(8), STEPS - 1, rank, count) if place in sizes] for rank in range(count)]
+        shares = [[sizes[place] for place in share_of(range(8), UNLIKE, rank, count) if place in sizes] for rank in range(count)]
         assert shares == [[(448, 448)], [(64, 64), (96, 64), (64, 96)], *([] for _ in range(2, count))]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -52,8 +53,18 @@ def test_pinned_memory_that_nobody_uses_is_given_back() -> None:
     assert pinned() == before
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """As if nobody had asked for another number; other tests run with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="threads only matter on a CPU")
 @pytest.mark.parametrize(("size", "threads"), [(0.5, 1), (2.0, 2)])
+@pytest.mark.usefixtures("two_threads")
 def test_a_small_pass_takes_one_thread_and_leaves_the_number_as_it_was_also_if_it_fails(
     text_base: BaseModel, size: float, threads: int
 ) -> None:
@@ -67,6 +78,7 @@ def test_a_small_pass_takes_one_thread_and_leaves_the_number_as_it_was_also_if_i
 
 
 @pytest.mark.parametrize(("parameters", "threads"), [(SMALL_STEP - 1, 1), (SMALL_STEP, 2)])
+@pytest.mark.usefixtures("two_threads")
 def test_small_optimizer_steps_take_one_thread(parameters: int, threads: int) -> None:
     with threads_for_step(parameters):
         assert torch.get_num_threads() == threads

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.running import START_S, Server, serving
+from tests.running import START_S, Server, limited_program, serving
 from tinsmith.store.store import Store
 
 
@@ -155,19 +155,14 @@ def test_a_server_that_is_stopped_while_its_engine_loads_tells_of_no_models(tiny
 
 
 def test_a_low_limit_of_open_files_is_raised_and_a_data_dir_has_one_server(tiny: list[str], tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    own = len(list(Path("/proc/self/fd").iterdir()))  # files that other tests left open in this process, which has the limit too
-    resource.setrlimit(resource.RLIMIT_NOFILE, (own + 256, hard))
-    try:
-        with serving(tmp_path, *tiny) as server:
-            server.wait_for_health(503)
-            assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (min(hard, 65536), hard)
-            with (tmp_path / "second.log").open("w") as log:
-                second = Server(log, tmp_path / "data", tiny)
-                assert second.process.wait(timeout=START_S) == 2
-            assert "is used by another server" in second.log.read_text()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving(tmp_path, *tiny, program=limited_program(resource.RLIMIT_NOFILE, 256)) as server:
+        server.wait_for_health(503)
+        assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (min(hard, 65536), hard)
+        with (tmp_path / "second.log").open("w") as log:
+            second = Server(log, tmp_path / "data", tiny)
+            assert second.process.wait(timeout=START_S) == 2
+        assert "is used by another server" in second.log.read_text()
 
 
 def test_an_engine_that_cannot_start_ends_the_server(tiny: list[str], tmp_path: Path) -> None:
