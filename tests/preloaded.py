@@ -55,7 +55,7 @@ PRELOADED = (
     "tinker.cli",
     "tinsmith.cli",
     "tinsmith.engine.__main__",
-    "tinsmith.sampling.vllm.canary",
+    "tinsmith.sampling.vllm.verify",
     "tinsmith.server.main",
     "tinsmith.server.parser_process",
     "tinsmith.worker.bases",
