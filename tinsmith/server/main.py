@@ -50,6 +50,7 @@ def run_server(config: Config) -> None:
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         store.check()
+        store.let_shrink()
         signals = uvloop.run(_serve(config, listener, store, data_dir))
     if len(signals) > 1:
         raise SystemExit(128 + signals[-1])

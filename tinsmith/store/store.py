@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 from tinsmith.errors import NotFoundError, StoreUnavailableError, UserError
 from tinsmith.store import checkpoints, commands, endings, retention, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
-from tinsmith.store.database import BUSY_S, Database, check, give_back, open_database, require_data
+from tinsmith.store.database import BUSY_S, Database, check, give_back, let_shrink, open_database, require_data
 from tinsmith.store.files import ABOUT_FILE, WRITING_S, CheckpointFiles
 from tinsmith.store.records import Checkpoint, Command, Model, NewCommand, Outcome, SamplingSession, Session
 from tinsmith.wire.paths import CheckpointKind, parse_path
@@ -70,6 +70,10 @@ class Store:
     def check(self) -> None:
         """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone, both with the remedy."""
         check(self._database)
+
+    def let_shrink(self) -> None:
+        """Let a file of an older version give back space. It may be written anew, so this is for the start of a server."""
+        let_shrink(self._database)
 
     def require_there(self) -> None:
         """Raise StoreUnavailableError if the database's file is not in its directory any more. Checkpoints are not added then."""
