@@ -97,6 +97,8 @@ def http_config(hub: Hub) -> uvicorn.Config:
         create_app(hub),
         http=http_protocol(server.max_header_kib, server.connection_idle_s),
         ws="none",
+        # Behind a proxy on this machine clients have an address each. A process here may lie, but can keep the processors busy anyway.
+        forwarded_allow_ips=["127.0.0.1", "::1"],
         lifespan="off",
         access_log=False,
         log_config=None,
