@@ -417,7 +417,7 @@ def base_of_saved(data_dir: Path, tinker_path: str) -> str | None:
     try:
         size = files.sizes(place).get(ABOUT_FILE, 0)
         source = json.loads(b"".join(files.read(place, ABOUT_FILE, range(size))))["base_source"]
-    except (OSError, ValueError, KeyError, TypeError):  # whoever reads it to use it says what is wrong
+    except (OSError, ValueError, KeyError, TypeError):  # the export reads it again and says what is wrong
         return None
     return source if isinstance(source, str) else None
 
