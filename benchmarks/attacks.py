@@ -1,8 +1,9 @@
 """How much slower a neighbour's heartbeat, text sample and training step are while somebody sends what is cheap to send and dear to serve.
 
 A server process with two tiny base models, one of them with vision. The neighbour asks over plain HTTP, one question after the other. Each
-attack runs in a process of its own, as fast as it gets answers; its bodies are built before. Before and after each attack the neighbour is
-measured without one, and the medians are compared. `python -m benchmarks.attacks NAME...` runs some of them.
+attack runs in a process of its own, as fast as it gets answers; its bodies are built before. The neighbour is measured in pairs, without
+an attack and while it runs, and the medians are compared. All the time two more processes compute, as on a machine that has other work.
+`python -m benchmarks.attacks NAME...` runs some of them.
 
 Run it with: taskset -c 0,1 python -m benchmarks.attacks
 """
@@ -18,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,8 +39,11 @@ from tinsmith.models.tiny import write_tiny_model
 from tinsmith.wire import tinker_pb2 as pb
 
 VISION_MODEL = "vision"
-MEASURED_S, ROUNDS, HEARTBEATS = 8.0, 8, 10
-"""The neighbour is measured for so long each time, but for so many rounds at least, with so many heartbeats in each."""
+PAIRS, MEASURED_S, ROUNDS, HEARTBEATS = 2, 5.0, 4, 10
+"""So many times the neighbour is measured without and with each attack: for so many seconds each time, but for so many rounds at least,
+with so many heartbeats in each."""
+BUSY = 2
+"""Processes that compute meanwhile."""
 
 PROCESSES = multiprocessing.get_context("spawn")
 ZSTD = {"Content-Encoding": "zstd"}
@@ -92,15 +97,13 @@ class Neighbour:
         self.model.forward_backward(first, self.data)
         self.model.result(self.model.optim_step(second, types.AdamParams(learning_rate=1e-4)))
 
-    def measure(self) -> dict[str, list[float]]:
-        """Seconds of each question."""
-        times: dict[str, list[float]] = {"heartbeat": [], "sample": [], "step": []}
-        end = time.monotonic() + MEASURED_S
-        while time.monotonic() < end or len(times["step"]) < ROUNDS:
+    def measure(self, times: dict[str, list[float]]) -> None:
+        """Add the seconds of each question."""
+        end, rounds = time.monotonic() + MEASURED_S, len(times["step"]) + ROUNDS
+        while time.monotonic() < end or len(times["step"]) < rounds:
             times["heartbeat"] += [seconds(self.heartbeat) for _ in range(HEARTBEATS)]
             times["sample"].append(seconds(self.sample))
             times["step"].append(seconds(self.step))
-        return times
 
 
 # ---- Attacks. Each is set up with the URL, and returns what is then sent again and again, by so many threads.
@@ -204,9 +207,9 @@ def zero_chunks(url: str) -> Send:
 
 
 def ended_sessions(url: str) -> Send:
-    """Two sequences of 16,000 tokens; then the session ends."""
+    """Eight sequences of 4,000 tokens; then the session ends. What a single sequence takes nobody is spared, so none is longer."""
     http = Client(url).http
-    data = random_datums([16_000, 16_000])
+    data = random_datums([4_000] * 8)
 
     def send(_: int) -> None:
         model = RawModel(http, BASE_MODEL)
@@ -265,6 +268,27 @@ def run_attack(name: str, url: str, ready: Event, stop: Event) -> None:
         each.result()
 
 
+def compute(stop: Event) -> None:
+    """Compute until told to stop."""
+    while not stop.is_set():
+        sum(range(10**5))
+
+
+@contextmanager
+def busy_machine() -> Iterator[None]:
+    """While the body runs, other processes compute."""
+    stop = PROCESSES.Event()
+    processes = [PROCESSES.Process(target=compute, args=(stop,)) for _ in range(BUSY)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for process in processes:
+            process.join()
+
+
 @contextmanager
 def attacking(name: str, url: str) -> Iterator[None]:
     """While the body runs, the attack does, which has been answered once."""
@@ -286,14 +310,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_model("qwen3-vl", Path(folder))
         for name in sys.argv[1:] or ATTACKS:  # each on a server that no other has attacked
-            with tinsmith_server("--base-model", f"{VISION_MODEL}={folder}") as url:
+            without, during = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+            with tinsmith_server("--base-model", f"{VISION_MODEL}={folder}") as url, busy_machine():
                 neighbour = Neighbour(url)
                 neighbour.step()
-                before = neighbour.measure()
-                with attacking(name, url):
-                    during = neighbour.measure()
-                after = neighbour.measure()
-                without = {question: times + after[question] for question, times in before.items()}
+                for _ in range(PAIRS):
+                    neighbour.measure(without)
+                    with attacking(name, url):
+                        neighbour.measure(during)
             for question, times in during.items():
                 report(
                     f"{question}_while_{name}",

@@ -577,9 +577,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a client gives up the samples of another session",
-        "tinsmith/server/routes/futures.py",
-        'if ids.parse_request_id(request_id) is None or request_id.rpartition("/")[0] != sampling_session_id:',
-        "if ids.parse_request_id(request_id) is None:",
+        "tinsmith/wire/service_requests.py",
+        "for each in dict.fromkeys(asked.retrieved_request_ids) if each.startswith(prefix)",
+        "for each in dict.fromkeys(asked.retrieved_request_ids)",
         ("tests/server/test_sampling.py::test_a_client_gives_up_only_samples_of_its_own_session",),
     ),
     Mutation(

@@ -309,12 +309,11 @@ def export_checkpoint(
     require_empty(directory)
     if base_model is not None:
         _, base_model = base_model_source(base_model)
-        from tinsmith.models.files import require_usable
+    from tinsmith.models.files import require_usable
+    from tinsmith.store.store import base_of_saved
 
-        require_usable([base_model], whole=merge)
-    from tinsmith.store.store import require_saved
-
-    require_saved(data_dir, path)  # before the next import, which takes seconds
+    trained_on = base_of_saved(data_dir, path)
+    require_usable([source for source in [base_model or trained_on] if source is not None], whole=merge)
     from tinsmith.commands.exchange import export_checkpoint
 
     export_checkpoint(data_dir, path, directory, merge, base_model)

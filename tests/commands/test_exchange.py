@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.bases import random_adapter
+from tests.preloaded import REAL_PYTHON
 from tests.running import limited_program, tinsmith_here
 from tinsmith.commands.exchange import _whole, import_adapter
 from tinsmith.config_values import require_empty
@@ -60,6 +61,38 @@ def test_an_export_that_fails_leaves_nothing_and_can_be_repeated(
     assert tinsmith_here(*command).returncode == 0
     assert target.stat().st_mode == (tmp_path / "out").stat().st_mode
     assert "config.json" in {file.name.removeprefix("adapter_") for file in target.iterdir()}
+
+
+PROGRAM = """
+import sys
+from tinsmith.cli import main
+try:
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("trouble", ["damaged", "absent", "named"])
+def test_what_is_wrong_with_a_base_is_said_before_torch_is_imported(
+    trouble: str, checkpoint: str, data: Path, base: Path, tmp_path: Path
+) -> None:
+    """That of the checkpoint, where none is named."""
+    moved = tmp_path / "moved"
+    shutil.copytree(base, moved)
+    for file in data.rglob("checkpoint.json"):
+        assert file.read_text().count(str(base)) == 1
+        file.write_text(file.read_text().replace(str(base), str(tmp_path if trouble == "named" else moved)))
+    if trouble == "absent":
+        shutil.rmtree(moved)
+    else:
+        (moved / "model.safetensors").write_bytes(b"version https://git-lfs")
+    named = ["--base-model", str(moved)] if trouble == "named" else []
+    command = [REAL_PYTHON, "-c", PROGRAM, "export", checkpoint, str(tmp_path / "out"), "--data-dir", str(data), *named]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "False\n", 1), done.stderr
+    said = ", where the base model was, is no directory" if trouble == "absent" else "/model.safetensors is a pointer of Git LFS"
+    assert done.stderr.startswith(f"tinsmith: {moved}{said}"), done.stderr
 
 
 ENDS_WHILE_IT_WRITES = """

@@ -302,7 +302,6 @@ def test_a_configuration_alone_is_enough_to_plan_and_nothing_is_said_of_what_is_
 
 
 COMMANDS = {
-    "export": ["export", "tinker://a/weights/b", "OUT", "--base-model", "MODEL", "--data-dir", "DIR"],
     "serve": ["serve", "--base-model", "MODEL"],
     "plan": ["plan", "MODEL"],
     "import": ["import", "DIR", "name", "--base-model", "MODEL", "--data-dir", "DIR"],
@@ -312,7 +311,7 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_it_before_torch_is_imported(command: str, model: Path, tmp_path: Path) -> None:
     cut(model, "model.safetensors", 50000)
-    arguments = [{"MODEL": str(model), "DIR": str(tmp_path), "OUT": str(tmp_path / "out")}.get(word, word) for word in COMMANDS[command]]
+    arguments = [{"MODEL": str(model), "DIR": str(tmp_path)}.get(word, word) for word in COMMANDS[command]]
     program = f"""
 import sys
 from tinsmith.cli import main

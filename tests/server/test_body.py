@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from importlib import import_module
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 import zstandard
@@ -24,7 +25,9 @@ from tinker.types.sample_request import SampleRequest
 
 from tests.server.serving import Served, parsers
 from tests.server.test_training import PROTOBUF, forward_backward_body
+from tinsmith.errors import UserError
 from tinsmith.server import routes
+from tinsmith.server.main import http_config
 from tinsmith.store.store import Store
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.wire.json_body import StrictModel, TolerantModel
@@ -109,6 +112,29 @@ async def test_a_large_body_waits_in_the_queue_of_its_session(server: Served, mo
     await server.client.post("/api/v1/forward_backward", content=unknown, headers=PROTOBUF)
     await server.client.post("/api/v1/forward_backward", content=unknown[:100] * 1000, headers=packed)
     assert (queues, clients) == ([session_id, session_id, session_id, "", ""], {"127.0.0.1"})
+
+
+@pytest.mark.parametrize(
+    ("connects_from", "known_as"), [("127.0.0.1", "203.0.113.7"), ("::1", "203.0.113.7"), ("203.0.113.9", "203.0.113.9")]
+)
+async def test_clients_behind_a_proxy_on_this_machine_are_told_apart(
+    server: Served, monkeypatch: pytest.MonkeyPatch, connects_from: str, known_as: str
+) -> None:
+    """By what the proxy has added. Nobody else can choose an address."""
+    clients = list[str]()
+
+    async def noted(*_: Any, client: str, session: str) -> None:
+        clients.append(client)
+        raise UserError(session)
+
+    monkeypatch.setattr(server.hub.bodies.parser, "run", noted)
+    uvicorn = http_config(server.hub)
+    uvicorn.load()
+    transport = httpx.ASGITransport(uvicorn.loaded_app, client=(connects_from, 1))
+    headers = {"Content-Type": "application/json", "X-Forwarded-For": "127.0.0.1, 198.51.100.1, 203.0.113.7"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert (await client.post("/api/v1/asample", content=bytes(20_000), headers=headers)).status_code == 400
+    assert clients == [known_as]
 
 
 async def test_a_heartbeat_waits_for_nothing_that_is_written(server: Served) -> None:

@@ -132,6 +132,22 @@ async def test_a_body_must_come_at_some_rate(
         writer.close()
 
 
+@pytest.mark.parametrize(("part", "count", "is_read"), [(1, 1024, True), (1, 20_000, False), (64, 2_000, True)])
+async def test_a_body_in_very_many_very_small_chunks_is_not_read(
+    tmp_path: Path, part: int, count: int, is_read: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eight connections that sent nothing else made a heartbeat take ten times as long."""
+    async with listening(tmp_path) as (_, connect):
+        reader, writer = await connect()
+        chunk = b"%x\r\n%b\r\n" % (part, b" " * part)
+        with contextlib.suppress(ConnectionError):  # it is closed while we send
+            writer.write(POST.replace(b"telemetry", b"asample") + b"transfer-encoding: chunked\r\n\r\n" + chunk * count + b"0\r\n\r\n")
+            await writer.drain()
+            assert b"HTTP/1.1 400" in await reader.readline() if is_read else not await reader.read()
+        writer.close()
+    assert ("a body in chunks of 1 bytes was not read" in caplog.text) == (not is_read)
+
+
 async def test_who_waits_for_our_reply_is_not_sent_away_and_neither_is_a_body_that_we_do_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -385,6 +385,9 @@ async def test_a_client_polls_for_all_of_its_samples(server: Served) -> None:
         server.hub.sample_reports.add(request_id, "failed")
     assert [r["request_id"] for r in (await poll(again["cursor"]))["completions"]] == [lost]
     assert [r["request_id"] for r in (await poll(0, clone=1))["completions"]] == [other]
+    for clone in (2, 3, 2**63 - 1):
+        assert await poll(2**62, clone, timeout=0) == {"completions": [], "cursor": 2**62}
+    assert set(server.hub.sample_reports._boxes) == {(sampler, 0), (sampler, 1)}  # nothing is kept for numbers that anyone can make up
     assert (await server.post("retrieve_futures", {"target": {"sampling_session_id": "x:sample:0"}})).status_code == 404
 
 

@@ -4,9 +4,12 @@ Invariant: The rows of an ended session go after their time, its checkpoints and
 again.
 """
 
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
+import pytest
 from sqlalchemy import func, select
 
 from tests.store.test_commands import DESCRIPTION
@@ -60,6 +63,40 @@ def test_the_space_of_what_is_dropped_is_given_back_bit_by_bit(store: Store, tmp
     assert 0 <= grown - 256 * 4096 - size() < 4 * 4096
     store.give_back_space(spare_pages=16)
     assert size() < before + 20 * 4096
+
+
+def test_a_database_of_an_older_version_gives_back_space_once_it_may_be_written_anew(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pragma(name: str) -> int:
+        with store.reading() as connection:
+            connection.exec_driver_sql("SELECT count(*) FROM sessions").scalar_one()  # or it may tell what it read earlier
+            return int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())
+
+    store.close()
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as older:
+        older.executescript("PRAGMA auto_vacuum=NONE; VACUUM;")
+    store = Store.open(tmp_path)
+    run(store, "s", steps=1, finished=False)
+    store.append([NewCommand("s:train:0", 2, "optim_step", bytes(2**22))])
+    store.record([Outcome("s:train:0/2", b"", "json", None, None)])
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        store.let_shrink()
+    assert "cannot be written anew (database is locked): it does not become smaller" in caplog.text
+    store.give_back_space(spare_pages=16)
+    assert (pragma("auto_vacuum"), pragma("freelist_count")) > (0, 1000)
+    store.let_shrink()
+    assert (pragma("auto_vacuum"), pragma("freelist_count")) == (2, 0)
+    assert rows(store)["commands"] == 3
+    before = (tmp_path / FILE_NAME).stat().st_ino
+    store.let_shrink()
+    store.require_there()
+    assert (tmp_path / FILE_NAME).stat().st_ino == before
+    store.append([NewCommand("s:train:0", 3, "optim_step", bytes(2**22))])
+    store.record([Outcome("s:train:0/3", b"", "json", None, None)])
+    store.give_back_space(spare_pages=16)
+    assert pragma("freelist_count") <= 16
 
 
 def test_an_ended_session_leaves_nothing_behind(store: Store) -> None:

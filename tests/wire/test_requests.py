@@ -22,6 +22,7 @@ from tinsmith.wire import checkpoint_requests as checkpoint
 from tinsmith.wire import service_requests as service
 from tinsmith.wire import training_requests as training
 from tinsmith.wire.json_body import parse_json
+from tinsmith.wire.sample import parse_sample_request
 
 
 def sent(request: BaseModel) -> bytes:
@@ -118,6 +119,30 @@ def test_what_is_wrong_impossible_or_not_built_is_refused_and_named(model: type[
 @pytest.mark.parametrize("lora", [{}, {"lora_config": None}, {"lora_config": {"rank": 0}}])
 def test_without_a_rank_all_parameters_are_trained(lora: dict[str, Any]) -> None:
     assert parse_json(training.CreateModelRequest, creation(base_model="b", **lora)).lora_config == training.LoraConfig(rank=0)
+
+
+def test_a_poll_names_samples_of_its_session_and_each_once() -> None:
+    named = ["s:sample:0/1", "x", "t:sample:0/1", "s:sample:0/2", "s:sample:0/1", "s:sample:01/1"]
+    asked = service.parse_poll(orjson.dumps({"target": {"sampling_session_id": "s:sample:0"}, "retrieved_request_ids": named}))
+    assert asked.retrieved_request_ids == ["s:sample:0/1", "s:sample:0/2"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (b",".join(b'"%d": 1' % number for number in range(1001)), "body: 1001 fields are wrong or not known; send those of the API alone"),
+        (b'"target_prompt_logprobs": {"data": [], "dtype": "int64", "sparse_crow_indices": [' + b"0.5," * 2000 + b"1]}", "indices.0: "),
+    ],
+    ids=["unknown fields", "values of a list"],
+)
+def test_of_a_body_that_is_wrong_in_many_places_not_all_are_described(wrong: bytes, message: str) -> None:
+    """That would take seconds, and a gigabyte."""
+    body = b'{"prompt": {"chunks": []}, "sampling_params": {}, %s}' % wrong
+    with pytest.raises(UserError, match=message) as caught:
+        parse_sample_request(body)
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() in (1, 1001)
 
 
 def test_long_values_are_cut_in_messages() -> None:

@@ -17,7 +17,7 @@ from tinsmith.config import Config, base_model_source
 from tinsmith.config_values import WRITTEN_BESIDE, require_empty
 from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.errors import ConfigError, TinsmithError, UserError
-from tinsmith.models.files import holds_all_weights, local_directory, require_usable
+from tinsmith.models.files import holds_all_weights, local_directory
 from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of
 from tinsmith.models.full import FullWeights
 from tinsmith.models.layout import read_layout
@@ -53,7 +53,6 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
             about = read_about(files)
             weights = stored_weights(files, about)
     source = base_source or about.base_source
-    require_usable([source], whole=merge)
     base = read_layout(source)
     if base.family.model_type != about.architecture:
         raise UserError(f"{source} is of architecture {base.family.model_type}; {path} was saved for {about.architecture}")

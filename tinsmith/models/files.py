@@ -71,6 +71,9 @@ def problems(source: str, whole: bool) -> Iterator[str]:
 
 
 def _problems(source: str, whole: bool) -> Iterator[str]:
+    if Path(source).is_absolute() and not Path(source).is_dir():  # a checkpoint says that the model was there
+        yield f"{source}, where the base model was, is no directory; say where it is now, with --base-model"
+        return
     directory = local_directory(source)
     if directory is None:
         return

@@ -64,7 +64,7 @@ class LargeBodies:
     ) -> Result:
         """`parse(body, *args)` of the whole body, decompressed. What is not small is parsed by `ParserProcess.run`, clients in turn.
 
-        A client is an address. API keys are not checked, so anyone could have many.
+        A client is an address, behind a proxy here the last in X-Forwarded-For. API keys are not checked; anyone may have many.
 
         Raises as `read_body`, `parse` and `ParserProcess.run` do.
         """

@@ -7,17 +7,23 @@ uvicorn has no limit for this; its `h11_max_incomplete_event_size` is for h11 on
 """
 
 import asyncio
+import logging
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tinsmith.server.replies import json_reply
 
+log = logging.getLogger(__name__)
+
 _PIECE_BYTES = 16 * 1024
 """Bytes that are parsed before the limit is checked again."""
 
 _BODY_BYTES_PER_S = 4096
 """Least rate of a body, over each `idle_s`. Phones upload ten times as fast; at a byte a minute a body would stay open for ever."""
+
+_MANY_PARTS, _PART_BYTES = 1024, 64
+"""A body that comes in more parts has so many bytes in each, on average: each part of a chunked body takes as long as some kilobytes."""
 
 _LINGER_S = 2.0
 """Seconds that a refused connection stays open. If it were closed at once, the client could not read the reason."""
@@ -39,6 +45,9 @@ class BoundedHttp(HttpToolsProtocol):
         self.in_body = False
         self.came = 0
         """Bytes of the body since `waiting_since`."""
+        self.is_chunked = False
+        self.parts = self.part_bytes = 0
+        """How many parts of the body have come, and their bytes."""
         self.refused = False
         self.waiting_since = 0.0
         """Since when the client has owed us what comes next, if it does; in the loop's time."""
@@ -79,8 +88,8 @@ class BoundedHttp(HttpToolsProtocol):
         self.waiting_since = self.loop.time()
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser; headers in pieces, up to the limit."""
-        size = len(data) if self.in_body else _PIECE_BYTES
+        """Feed the parser; headers and chunked bodies in pieces, up to the limit."""
+        size = len(data) if self.in_body and not self.is_chunked else _PIECE_BYTES
         for start in range(0, len(data), size):
             if self.refused or self.transport.is_closing():
                 return
@@ -93,12 +102,21 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The header is complete, so counting starts again."""
         super().on_headers_complete()
-        self.outside_body = self.came = 0
+        self.outside_body = self.came = self.parts = self.part_bytes = 0
         self.in_body = True
+        self.is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         self.waiting_since = self.loop.time()
 
     def on_body(self, body: bytes) -> None:
         """Bodies have a limit of their own."""
+        self.parts += 1
+        self.part_bytes += len(body)
+        if self.refused or (self.is_chunked and self.parts > _MANY_PARTS and self.part_bytes < self.parts * _PART_BYTES):
+            if not self.refused:
+                log.warning("a body in chunks of %d bytes was not read: send larger ones, or Content-Length", self.part_bytes // self.parts)
+            self.refused = True
+            self.transport.close()
+            return
         super().on_body(body)
         self.outside_body = 0
         self.came += len(body)

@@ -50,6 +50,7 @@ def run_server(config: Config) -> None:
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         store.check()
+        store.let_shrink()
         signals = uvloop.run(_serve(config, listener, store, data_dir))
     if len(signals) > 1:
         raise SystemExit(128 + signals[-1])
@@ -96,6 +97,8 @@ def http_config(hub: Hub) -> uvicorn.Config:
         create_app(hub),
         http=http_protocol(server.max_header_kib, server.connection_idle_s),
         ws="none",
+        # Behind a proxy on this machine clients have an address each. A process here may lie, but can keep the processors busy anyway.
+        forwarded_allow_ips=["127.0.0.1", "::1"],
         lifespan="off",
         access_log=False,
         log_config=None,

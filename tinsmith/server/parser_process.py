@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import io
 import logging
+import os
 import pickle
 import socket
 import struct
@@ -34,6 +35,9 @@ _SIZE = struct.Struct("!Q")
 
 _NEEDED = ("tinsmith.wire.forward_backward", "tinsmith.server.sample_checks")
 """Imported before the first body comes."""
+
+_NICE = 10
+"""The process gives way to those that serve, train and sample, where they have too few processors: nobody else waits for its bodies."""
 
 Result = TypeVar("Result")
 
@@ -193,6 +197,7 @@ def main() -> None:
     """Answer the server at the socket whose file descriptor is the first argument, until it is closed."""
     leave_signals_to_server()
     start_logging("parser")
+    os.nice(_NICE)
     for module in _NEEDED:
         importlib.import_module(module)
     with socket.socket(fileno=int(sys.argv[1])) as connection:

@@ -44,6 +44,8 @@ class _Mailbox:
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     cursor: int = 0
     """Cursor of the newest report."""
+    polls: int = 0
+    """How many wait for a report."""
 
     def next_cursor(self) -> int:
         self.cursor = max(self.cursor + 1, time.time_ns() // 1000)
@@ -91,8 +93,20 @@ class SampleReports:
         self._boxes = {client: box for client, box in self._boxes.items() if ids.session_of(client[0]) != session_id}
 
     async def after(self, client: Client, cursor: int, timeout_s: float) -> list[Report]:
-        """The reports after `cursor`, waited for up to `timeout_s` seconds. Those up to it have reached the client and are dropped."""
+        """The reports after `cursor`, waited for up to `timeout_s` seconds. Those up to it have reached the client and are dropped.
+
+        An empty mailbox that nobody waits at is dropped too: anyone can poll as any number of clients. The next poll brings its cursor.
+        """
         box = self._boxes.setdefault(client, _Mailbox())
+        box.polls += 1
+        try:
+            return await self._waited(box, cursor, timeout_s)
+        finally:
+            box.polls -= 1
+            if not box.polls and not box.reports and self._boxes.get(client) is box:
+                del self._boxes[client]
+
+    async def _waited(self, box: _Mailbox, cursor: int, timeout_s: float) -> list[Report]:
         box.go_on_behind(cursor)
         while box.reports and box.reports[0].cursor <= cursor:
             self._journal.strike(box.reports.popleft().request_id)

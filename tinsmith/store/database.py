@@ -13,6 +13,7 @@ let files of checkpoints be written, which `tinsmith recover` finds.
 """
 
 import json
+import logging
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from sqlalchemy.exc import DatabaseError
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store import schema
 from tinsmith.store.sync import make_directory, sync
+
+log = logging.getLogger(__name__)
 
 FILE_NAME = "tinsmith.db"
 REVISIONS = "tinsmith.store:revisions"
@@ -138,6 +141,24 @@ def require_data(data_dir: Path) -> None:
     """Raise ConfigError if a directory holds no database."""
     if not (data_dir / FILE_NAME).is_file():
         raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it); name its --data-dir")
+
+
+def let_shrink(database: Database) -> None:
+    """Write a file anew that is too old to give back space, if nobody else uses it and there is room; else it stays as it is."""
+    writing = _engine(database.file.path, "FULL", 1.0, database.file)
+    try:
+        with writing.connect() as connection:
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            ((mode,),) = driver.execute("PRAGMA auto_vacuum")
+            if not mode:
+                log.info("the database %s is written anew, so that it gives back space from now on", database.file.path)
+                driver.execute("PRAGMA auto_vacuum=INCREMENTAL")
+                driver.execute("VACUUM")
+    except sqlite3.Error as error:
+        log.warning("the database %s cannot be written anew (%s): it does not become smaller; start again later", database.file.path, error)
+    finally:
+        writing.dispose()
 
 
 def check(database: Database) -> None:

@@ -5,6 +5,7 @@ of any process (`database.py`). Images are files (`blobs.py`): they are written 
 one that releases them.
 """
 
+import json
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,8 +18,8 @@ from sqlalchemy import Connection
 from tinsmith.errors import NotFoundError, StoreUnavailableError, UserError
 from tinsmith.store import checkpoints, commands, endings, retention, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
-from tinsmith.store.database import BUSY_S, Database, check, give_back, open_database, require_data
-from tinsmith.store.files import WRITING_S
+from tinsmith.store.database import BUSY_S, Database, check, give_back, let_shrink, open_database, require_data
+from tinsmith.store.files import ABOUT_FILE, WRITING_S, CheckpointFiles
 from tinsmith.store.records import Checkpoint, Command, Model, NewCommand, Outcome, SamplingSession, Session
 from tinsmith.wire.paths import CheckpointKind, parse_path
 
@@ -69,6 +70,10 @@ class Store:
     def check(self) -> None:
         """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone, both with the remedy."""
         check(self._database)
+
+    def let_shrink(self) -> None:
+        """Let a file of an older version give back space. It may be written anew, so this is for the start of a server."""
+        let_shrink(self._database)
 
     def require_there(self) -> None:
         """Raise StoreUnavailableError if the database's file is not in its directory any more. Checkpoints are not added then."""
@@ -400,11 +405,21 @@ class Store:
             checkpoints.forget(connection, directory)
 
 
-def require_saved(data_dir: Path, tinker_path: str) -> None:
-    """Raise as `require_checkpoint` if a data directory has no checkpoint of this path, ConfigError if it has no database."""
+def base_of_saved(data_dir: Path, tinker_path: str) -> str | None:
+    """The directory or Hub id of the base model that a checkpoint of a data directory was trained on; None if its files do not say.
+
+    Raises as `require_checkpoint` if there is none of this path, ConfigError if there is no database.
+    """
     require_data(data_dir)
     with closing(Store.open(data_dir)) as store:
-        store.require_checkpoint(tinker_path)
+        place = store.require_checkpoint(tinker_path).directory
+    files = CheckpointFiles(data_dir)
+    try:
+        size = files.sizes(place).get(ABOUT_FILE, 0)
+        source = json.loads(b"".join(files.read(place, ABOUT_FILE, range(size))))["base_source"]
+    except (OSError, ValueError, KeyError, TypeError):  # the export reads it again and says what is wrong
+        return None
+    return source if isinstance(source, str) else None
 
 
 def absent(connection: Connection, tinker_path: str) -> NotFoundError:

@@ -25,11 +25,12 @@ from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, LoraPair
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
+from tinsmith.store.files import ABOUT_FILE
 from tinsmith.training.update_check import MOMENTS
 
 FORMAT_VERSION = 2
 
-ABOUT_FILE, WEIGHTS_FILE, OPTIMIZER_FILE = "checkpoint.json", "adapter.safetensors", "optimizer.safetensors"
+WEIGHTS_FILE, OPTIMIZER_FILE = "adapter.safetensors", "optimizer.safetensors"
 _HOST = torch.device("cpu")
 
 

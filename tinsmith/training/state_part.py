@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch import Size, Tensor
 
 from tinsmith.models.flat_row import FlatRow
+from tinsmith.store.files import ABOUT_FILE
 from tinsmith.store.pieces import FilePiece
-from tinsmith.training.checkpoint import ABOUT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, About
+from tinsmith.training.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, About
 from tinsmith.training.tensor_file import BYTES, TensorFile
 from tinsmith.training.update_check import MOMENTS
 

@@ -13,6 +13,9 @@ MAX_ID = 300
 MAX_SEQ_ID = 2**31 - 1
 """The largest seq_id of a training operation: protobuf requests have it as int32."""
 
+_MOST_ERRORS = 1000
+"""Of a body whose first error is named. Pydantic describes all at once, which takes a kilobyte and microseconds for each."""
+
 
 def _check_finite(values: dict[str, Any]) -> dict[str, Any]:
     """Refuse NaN and infinity, which JSON does not have: a search could not read the stored object."""
@@ -69,7 +72,9 @@ def parse_query(model_cls: type[ModelT], values: Mapping[str, str]) -> ModelT:
 
 
 def _explained(error: ValidationError, whole: str) -> UserError:
-    """The first error as a UserError; `whole` names the body or query if no single field is wrong."""
+    """The first error as a UserError; `whole` names the body or query if no single field is wrong, or very many are."""
+    if error.error_count() > _MOST_ERRORS:
+        return UserError(f"{whole}: {error.error_count()} fields are wrong or not known; send those of the API alone")
     first = error.errors(include_url=False, include_context=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or whole
     got = quoted(first["input"])

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import FailFast
+from pydantic import FailFast, Field
 
-from tinsmith.errors import UserError
+from tinsmith.errors import UserError, quoted
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.json_body import StrictModel
 from tinsmith.wire.tensors import csr_rows
@@ -93,15 +93,15 @@ class TensorBody(StrictModel):
 
     data: Annotated[list[int], FailFast()]
     dtype: Literal["int64"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: Annotated[list[int], Field(fail_fast=True)] | None = None
+    sparse_crow_indices: Annotated[list[int], Field(fail_fast=True)] | None = None
+    sparse_col_indices: Annotated[list[int], Field(fail_fast=True)] | None = None
 
 
 def parse_targets(body: TensorBody) -> TargetIds:
     """The ids of `target_prompt_logprobs`. Raises UserError if it is no matrix, or its parts do not fit together."""
     if body.shape is None or len(body.shape) != 2 or min(body.shape) < 0 or max(body.shape) >= 2**31:
-        raise UserError(f"target_prompt_logprobs.shape must be [prompt length - 1, K], got {body.shape}")
+        raise UserError(f"target_prompt_logprobs.shape must be [prompt length - 1, K], got {quoted(body.shape)}")
     shape = body.shape[0], body.shape[1]
     ids = _int64("data", body.data)
     if len(ids) > MAX_CELLS:

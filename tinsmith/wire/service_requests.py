@@ -74,8 +74,12 @@ class RetrieveFuturesRequest(StrictModel):
 
 
 def parse_poll(body: bytes) -> RetrieveFuturesRequest:
-    """The body of a poll, which may hold many ids. Raises as `parse_json`."""
-    return parse_json(RetrieveFuturesRequest, body)
+    """The body of a poll, which may hold many ids. Those of samples of its session are kept, each once. Raises as `parse_json`."""
+    asked = parse_json(RetrieveFuturesRequest, body)
+    prefix = f"{asked.target.sampling_session_id}/"
+    return asked.model_copy(
+        update={"retrieved_request_ids": [each for each in dict.fromkeys(asked.retrieved_request_ids) if each.startswith(prefix)]}
+    )
 
 
 class JoinSamplingSessionRequest(StrictModel):

@@ -87,6 +87,8 @@ class Passes:
         """Passes that the device has not been given, by number, in the order in which they came."""
         self.rendered: dict[int, list[Rendered | None]] = {}
         """Their datums; None for one whose pictures are being decoded."""
+        self.of_pictures: set[int] = set()
+        """Those with pictures of these and of what the device has not computed, by number."""
         self.behind: dict[int, list[Callable[[], None]]] = {}
         """Work for the device behind a pass, by the pass's number."""
         self.timed: deque[tuple[RunPass, Stopwatch]] = deque()
@@ -143,6 +145,8 @@ class Passes:
         self.passes[message.number] = message
         late = [place for place, (_, datum) in enumerate(pieces) if datum.undecoded]
         self.rendered[message.number] = [None if place in late else _render(*piece) for place, piece in enumerate(pieces)]
+        if late:
+            self.of_pictures.add(message.number)
         for place in late:
             session = ids.session_of(pieces[place][1].model_id)
             self.pictures.run(partial(_render, *pieces[place]), partial(self._take, message, place), session)
@@ -157,7 +161,8 @@ class Passes:
         """Give the device what can be computed now.
 
         The passes of a model keep their order, because another would round the sums of its gradients otherwise, and so do all before and
-        behind one that exchanges something.
+        behind one that exchanges something. Of passes with pictures, which take long, the device has one at a time: what comes meanwhile
+        goes ahead of the next.
         """
         waiting: set[str] = set()
         """Models of passes whose pictures are being decoded, or that wait for such."""
@@ -165,7 +170,8 @@ class Passes:
             models = {operation.rpartition("/")[0] for operation, _ in message.pieces}
             rendered = [datum for datum in self.rendered[number] if datum is not None]
             is_held = waiting and (self._exchanges(message) or not waiting.isdisjoint(models))
-            if is_held or len(rendered) < len(self.rendered[number]):
+            has_one = number in self.of_pictures and not self._exchanges(message) and not self.of_pictures <= self.passes.keys()
+            if is_held or has_one or len(rendered) < len(self.rendered[number]):
                 if self._exchanges(message):
                     return
                 waiting |= models
@@ -201,6 +207,8 @@ class Passes:
         watch.stop()
         if not exchanges and not failures:
             self.timed.append((message, watch))
+        self.of_pictures.discard(message.number)
+        self._enqueue()
         for piece in [piece for piece, result in results.items() if np.isnan(result.logprobs).any()]:
             del results[piece]
             failures[piece] = UserError(

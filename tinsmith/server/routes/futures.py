@@ -54,7 +54,7 @@ async def retrieve_futures(request: Request) -> Response:
     hub.lifetimes.saw(client[0])
     await hub.sampling_sessions.find(client[0])
     for number, request_id in enumerate(asked.retrieved_request_ids):
-        await _forget(hub, client[0], request_id)
+        await _forget(hub, request_id)
         if number % _FORGOTTEN_AT_A_TIME == 0:
             await asyncio.sleep(0)
     longest = hub.config.server.long_poll_s
@@ -75,10 +75,8 @@ async def cancel_future(request: Request) -> Response:
     return json_reply({})
 
 
-async def _forget(hub: Hub, sampling_session_id: str, request_id: str) -> None:
-    """The client no longer needs this sample of its session. If it still runs, it is cancelled."""
-    if ids.parse_request_id(request_id) is None or request_id.rpartition("/")[0] != sampling_session_id:
-        return
+async def _forget(hub: Hub, request_id: str) -> None:
+    """The client no longer needs this sample. If it still runs, it is cancelled."""
     sample = hub.samples.remove(request_id)
     if sample is not None and sample.outcome is None:
         hub.waiters.look_again(request_id)
