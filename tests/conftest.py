@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if os.environ.get("TINSMITH_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which transformers does; its kernels then compute on a CPU
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from tinsmith.models.base import BaseModel
 
 __all__ = ["pytest_testnodedown"]  # a hook
+
+settings.register_profile("busy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machines")
 
 ALONE = "TINSMITH_TEST_ALONE"
 """Set in the process of a test that is marked `alone`."""

@@ -37,10 +37,10 @@ def test_a_bad_request_is_refused_with_a_reason_and_leaves_no_trace(case: Case, 
 
 
 @pytest.mark.parametrize("base_model", ["text", "vision"])
-def test_after_bad_requests_a_step_is_refused_once_and_the_next_is_like_that_of_a_new_model(
-    targets: dict[str, tuple[Target, list[float]]], server: Server, base_model: str
-) -> None:
-    target, before = targets[base_model]
+def test_after_bad_requests_a_step_is_refused_once_and_the_next_is_like_that_of_a_new_model(server: Server, base_model: str) -> None:
+    """It trains, so it has a model of its own."""
+    target = Target(server, base_model)
+    before = target.scores()
     training(example(target_tokens=[1]))(target)
     model = target.model
     model.forward_backward(target.next(), GOOD)
@@ -54,4 +54,5 @@ def test_after_bad_requests_a_step_is_refused_once_and_the_next_is_like_that_of_
     other.model.forward_backward(other.next(), GOOD)
     assert norm == pytest.approx(other.model.grad_norm(other.model.optim_step(other.next(), RAW_STEP)), rel=1e-6)
     assert target.http.get("healthz").status_code == 200
-    other.http.close()
+    for each in (target, other):
+        each.http.close()

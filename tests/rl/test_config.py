@@ -128,5 +128,5 @@ def test_what_cannot_work_is_refused(change: dict[str, Any], message: str) -> No
 def test_a_base_model_whose_name_leads_to_no_tokenizer_needs_one(server_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     config = from_tree({**SMALLEST, "server": {"url": server_url, "api_key": "tml-test"}})
-    with pytest.raises(ConfigError, match="model: tokenizer is empty, and the base model's name is not that of a tokenizer either"):
+    with pytest.raises(ConfigError, match="model: tokenizer is empty, and the one that the server names cannot be loaded"):
         run_evaluation(config, Console(quiet=True))

@@ -125,9 +125,9 @@ def test_a_run_goes_on_when_what_it_trains_on_is_started_again(victim: str, tmp_
     assert [line["step"] for line in logged(out)] == list(range(1, 10))
     assert state == state_of(out)
     assert state.step == 9
-    losses = [record.getMessage() for record in caplog.records if record.name == "tinsmith.rl.trainer"]
-    assert any("the server has lost weights or the model" in loss for loss in losses)
-    if victim == "server":
+    if victim == "server":  # a worker's models come back, perhaps before the run asks for them
+        losses = [record.getMessage() for record in caplog.records if record.name == "tinsmith.rl.trainer"]
+        assert any("the server has lost weights or the model" in loss for loss in losses)
         assert any(re.search(r"the run goes on from step [24] with its last checkpoint, tinker://", loss) for loss in losses)
 
 
