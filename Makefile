@@ -2,7 +2,7 @@
 # make dev      the same, and what tests and checks need
 # make demo     fine-tune a tiny vision-language model to read handwritten digits
 # make test     run the tests that every change needs
-# make test-slow run the tests that are marked slow, which CI runs too
+# make test-slow run the tests that are marked slow, which CI runs too; those of recipes and vLLM run with test-all alone
 # make test-all run everything there is: slow tests, long random runs, recipes, real vLLM servers
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make mutations        put faults into a copy of the product, one after the other, each of which a test must find (about 6 minutes)

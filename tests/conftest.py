@@ -5,7 +5,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -71,6 +71,17 @@ def pytest_report_header() -> list[str]:
     libraries = [f"{name} {metadata.version(name)}" for name in ("torch", "triton", "transformers")]
     day = time.strftime("%Y-%m-%d", time.gmtime())
     return [f"{torch.cuda.get_device_name()}, {', '.join(libraries)}, commit {os.environ.get('COMMIT') or commit or 'unknown'}, {day}"]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """As if nobody had asked for another number of threads; other tests compute with one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -118,6 +118,13 @@ MUTATIONS = (
         (CAPTURED,),
     ),
     Mutation(
+        "of texts of several adapters that are computed apart, those of the last are computed with each",
+        "tinsmith/training/backend.py",
+        "return list(models.values()) if len(texts)",
+        "return [own] * len(models) if len(texts)",
+        (CAPTURED,),
+    ),
+    Mutation(
         "a position's weight is dropped: it counts as 1",
         "tinsmith/training/losses.py",
         "return torch.where(weights == 0, 0.0, weights * logprobs)",

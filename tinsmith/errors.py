@@ -59,7 +59,7 @@ class NotBuiltError(UserError):
 
 
 class GivenUpError(UserError):
-    """Nobody waits for the work any more: it ends in the middle, and leaves nothing."""
+    """Nobody waits for the work any more: it ends in the middle. What is left of it is never stepped with."""
 
 
 class ConfigError(TinsmithError):

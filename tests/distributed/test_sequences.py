@@ -36,7 +36,7 @@ from tinsmith.wire.chunks import Chunk
 
 SETTINGS = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1.0, weight_decay=0.1, grad_clip_norm=0.0)
 """eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
-LENGTHS = amount((97, 75), (97, 75, 64))
+LENGTHS = amount((97, 64), (97, 64, 75))
 """Tokens of the long sequence of each step, or about as many where it has pictures; two or three workers do not divide all of them."""
 STEPS = len(LENGTHS)
 CASES = {

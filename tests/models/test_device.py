@@ -22,7 +22,7 @@ def test_weights_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     network.tied = network.turned
     network.register_buffer("buffer", torch.arange(5))
     expected = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    move_weights(network, torch.device(DEVICE, 0))
+    move_weights(network, torch.device(DEVICE, torch.cuda.device_count() - 1))
     found = network.state_dict()
     assert network.tied is network.turned
     assert {tensor.device.type for tensor in found.values()} == {"cuda"}

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -51,15 +50,6 @@ def test_pinned_memory_that_nobody_uses_is_given_back() -> None:
     assert pinned() - before == 2**27
     give_back_pinned_memory()
     assert pinned() == before
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """As if nobody had asked for another number; other tests run with one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="threads only matter on a CPU")

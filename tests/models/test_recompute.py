@@ -19,6 +19,8 @@ from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack
 
+pytestmark = pytest.mark.usefixtures("two_threads")  # their sums must not depend on what else is computed either
+
 FAMILIES = ["llama", "qwen3", "olmo", "gemma2", "gemma", "gpt_neox", "qwen3_vl", "qwen3_5"]
 
 

@@ -22,6 +22,8 @@ from tinsmith.sampling.sampler import SampleResult
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
 
+pytestmark = pytest.mark.usefixtures("two_threads")  # their sums must not depend on what else is computed either
+
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def base(request: pytest.FixtureRequest, family_dir: Callable[[str], Path]) -> BaseModel:

@@ -98,8 +98,24 @@ def test_small_texts_of_several_adapters_are_replayed_one_by_one(base: BaseModel
         work = [*work_of(base, "a", 20, 30, seed=seed), *work_of(base, "b", 40, seed=seed + 5), *work_of(base, "a", 9, seed=seed + 7)]
         for found, wanted in zip(compute(backend, work), compute(plain, work), strict=True):
             np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=BOUND, atol=BOUND)
+        for graph in backend.captured.passes.values():
+            graph.seconds = 0.0
     for model in ("a", "b"):
         assert_same(gradients(backend, model), gradients(plain, model), BOUND)
+    assert len(backend.captured.passes) == 2
+
+
+def test_graphs_of_several_adapters_come_back_after_a_while(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_pass, "PAUSE", 2)
+    backend = replaying(base, a=4, b=8)
+    work = [*work_of(base, "a", 20), *work_of(base, "b", 20)]
+    for _ in range(PATIENCE):
+        compute(backend, work)
+    assert backend._give_back()
+    compute(backend, work)
+    assert not backend.captured.passes
+    for _ in range(2 + PATIENCE):
+        compute(backend, work)
     assert len(backend.captured.passes) == 2
 
 

@@ -3,8 +3,8 @@
 Invariant: Steps and sequences of all workers have the same order on every worker, however long images take to decode.
 Also: `tests/engine/test_worker_group.py`.
 
-Invariant: A pass that no client waits for ends between layers and adds no gradient; long passes are cut, and none is queued ahead of
-other sessions.
+Invariant: A pass that no client waits for ends between layers, and no step counts what it added; long passes are cut, and none is queued
+ahead of other sessions.
 Also: `tests/worker/test_loop.py`, `tests/engine/test_passes.py`.
 
 Invariant: A model's passes are computed in their order, however long their images take to decode, and no other model's texts wait for

@@ -51,7 +51,8 @@ def move_weights(network: Any, device: torch.device) -> None:
         stages = SimpleQueue[Tensor]()
         for _ in range(STAGES):
             stages.put(torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True))
-        with ThreadPoolExecutor(STAGES) as threads:
+        # Each thread has to say on which device it works: on another it would take memory too.
+        with ThreadPoolExecutor(STAGES, initializer=torch.cuda.set_device, initargs=(device,)) as threads:
             list(threads.map(partial(_copy_staged, device=device, stages=stages), network.parameters()))
     network.to(device)  # what is left: buffers
 
@@ -61,12 +62,14 @@ def _copy_staged(parameter: Tensor, device: torch.device, stages: SimpleQueue[Te
     copied = torch.empty_like(source, device=device)
     torch.cuda.current_stream(device).synchronize()  # nothing that was given to the device before writes into that memory
     stage, stream = stages.get(), torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        pieces = [tensor.view(-1).view(torch.uint8).split(STAGE_BYTES) for tensor in (source, copied)]
-        for read, written in zip(*pieces, strict=True):
-            written.copy_(stage[: len(read)].copy_(read), non_blocking=True)
-            stream.synchronize()
-    stages.put(stage)
+    try:
+        with torch.cuda.stream(stream):
+            pieces = [tensor.view(-1).view(torch.uint8).split(STAGE_BYTES) for tensor in (source, copied)]
+            for read, written in zip(*pieces, strict=True):
+                written.copy_(stage[: len(read)].copy_(read), non_blocking=True)
+                stream.synchronize()
+    finally:
+        stages.put(stage)
     parameter.data = copied
 
 

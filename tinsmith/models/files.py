@@ -47,6 +47,8 @@ _READ += ["special_tokens_map.json", "added_tokens.json", "vocab.json"]
 """Further files of JSON that are read when a model is loaded."""
 _EMBEDDING, _EMBEDDED = "embed_tokens.weight", ("vocab_size", "hidden_size")
 """How the name of the embedding ends, and the sizes of a configuration that are its shape."""
+_NARROWER = ("word_embed_proj_dim", "embedding_size")
+"""Settings of models whose embedding is narrower than their layers."""
 _TEMPLATED = ("chat_template.json", "tokenizer_config.json")
 """Files of JSON that may hold a chat template."""
 _SAME_SIZES = {"patch_size": "patch_size", "merge_size": "spatial_merge_size", "temporal_patch_size": "temporal_patch_size"}
@@ -267,6 +269,8 @@ def _weights(directory: Path, config: dict[str, Any], whole: bool) -> Iterator[s
 def _embedding(directory: Path, config: dict[str, Any], held: dict[str, dict[str, Any]]) -> Iterator[str]:
     """An embedding of other sizes than the configuration says, in the headers of files by their names."""
     sizes = [_text(config).get(name) for name in _EMBEDDED]
+    if any(name in _text(config) for name in _NARROWER):
+        return
     if not all(isinstance(size, int) for size in sizes):
         return
     for file, header in held.items():
@@ -341,7 +345,7 @@ def wrong_template(template: Any) -> str:
         Environment(extensions=[Generation, loopcontrols]).parse(text)
     except TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
-    except (UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no Unicode, a number of thousands of digits
         return str(error)
     return ""
 

@@ -195,6 +195,8 @@ def tokenizer_of(source: str, client: tinker.TrainingClient | tinker.SamplingCli
         tokenizer: PreTrainedTokenizerBase = (
             AutoTokenizer.from_pretrained(source, trust_remote_code=False) if source else client.get_tokenizer()
         )
+    except (tinker.TinkerError, MemoryError):  # of the connection, for example
+        raise
     except Exception as error:  # of any kind: that is what the tokenizers library raises for a file that it cannot use
         which = f"tokenizer={source!r}" if source else "tokenizer is empty, and the one that the server names"
         reason = " ".join(str(error).split()) or repr(error)

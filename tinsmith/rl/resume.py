@@ -13,7 +13,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -106,7 +105,7 @@ def load_state(directory: Path) -> RunState | None:
 
 def home_of(directory: Path) -> str:
     """What tells a directory from a copy of it."""
-    return f"{platform.node()}:{directory.resolve()} ({directory.stat().st_ino})"
+    return f"{directory.resolve()} ({directory.stat().st_ino})"
 
 
 @dataclass

@@ -196,7 +196,7 @@ def _blaming_the_environment() -> Iterator[None]:
     """Messages that cannot be shown to the model are a failure of the environment; a template that changes them is not."""
     try:
         yield
-    except TemplateError:
+    except (TemplateError, MemoryError):
         raise
     except UserError as error:
         raise EnvError(str(error)) from error

@@ -125,7 +125,9 @@ class BoundedHttp(HttpToolsProtocol):
             self.waiting_since = self.loop.time() + (self.idle_s if self.flow.read_paused else 0.0)  # or `_look` may miss a pause
 
     def on_message_complete(self) -> None:
-        """The next request begins."""
+        """The next request begins. Of one that was refused the rest was not read: it never becomes complete."""
+        if self.refused:
+            return
         super().on_message_complete()
         self.outside_body = 0
         self.in_body = False

@@ -146,6 +146,8 @@ def comes_from_here(request: Request) -> bool:
     client, server = request.client, request.scope.get("server")
     if client is None or server is None:
         return False
+    if "x-forwarded-for" in request.headers and client.host == server[0]:
+        return False  # a proxy here that connects to this machine's address: its clients may be anywhere
     return client.host == server[0] or client.host.removeprefix("::ffff:") in ("127.0.0.1", "::1")
 
 

@@ -116,6 +116,8 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
     signals: list[int] = []
 
     def on_signal(number: int) -> None:
+        if number == signal.SIGHUP and stop.is_set():
+            return  # a terminal that is closed sends two: its shell does, and the system
         signals.append(number)
         holds = hub.engine.takes_messages
         if stop.is_set():

@@ -36,8 +36,9 @@ _SIZE = struct.Struct("!Q")
 _NEEDED = ("tinsmith.wire.forward_backward", "tinsmith.server.sample_checks")
 """Imported before the first body comes."""
 
-_NICE = 10
-"""The process gives way to those that serve, train and sample, where they have too few processors: nobody else waits for its bodies."""
+_NICE = 5
+"""The process gives way to those that serve, train and sample, where they have too few processors: only those who send large bodies wait
+for it."""
 
 Result = TypeVar("Result")
 

@@ -14,6 +14,8 @@ let files of checkpoints be written, which `tinsmith recover` finds.
 
 import json
 import logging
+import os
+import shutil
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -151,14 +153,27 @@ def let_shrink(database: Database) -> None:
             driver = connection.connection.driver_connection
             assert driver is not None
             ((mode,),) = driver.execute("PRAGMA auto_vacuum")
-            if not mode:
-                log.info("the database %s is written anew, so that it gives back space from now on", database.file.path)
-                driver.execute("PRAGMA auto_vacuum=INCREMENTAL")
-                driver.execute("VACUUM")
+            if mode:
+                return
+            if (place := _place_without_room(driver, database.file.path)) is not None:
+                log.warning("the database %s does not become smaller: %s has no room to write it anew", database.file.path, place)
+                return
+            log.info("the database %s is written anew, so that it gives back space from now on", database.file.path)
+            driver.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            driver.execute("VACUUM")
     except sqlite3.Error as error:
         log.warning("the database %s cannot be written anew (%s): it does not become smaller; start again later", database.file.path, error)
     finally:
         writing.dispose()
+
+
+def _place_without_room(driver: Any, file: Path) -> Path | None:
+    """The directory that lacks room to write a database anew: once in a temporary file of SQLite's, and once more in the log beside it."""
+    pages, free, size = (next(driver.execute(f"PRAGMA {name}"))[0] for name in ("page_count", "freelist_count", "page_size"))
+    named = (os.environ.get(name, "") for name in ("SQLITE_TMPDIR", "TMPDIR"))
+    temporary = next(place for place in (*map(Path, filter(None, named)), Path("/var/tmp"), Path("/tmp"), Path()) if place.is_dir())
+    needed = 2 * (pages - free) * size
+    return next((place for place in (file.parent, temporary) if shutil.disk_usage(place).free < needed), None)
 
 
 def check(database: Database) -> None:

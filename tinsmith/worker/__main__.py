@@ -106,11 +106,12 @@ class Steps:
 @contextmanager
 def _absent(*packages: str) -> Iterator[None]:
     """Let what is imported meanwhile find that packages are not installed."""
-    sys.modules.update(dict.fromkeys(packages, cast("ModuleType", None)))  # Python's own way to say so
+    absent = [package for package in packages if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent, cast("ModuleType", None)))  # Python's own way to say so
     try:
         yield
     finally:
-        for package in packages:
+        for package in absent:
             del sys.modules[package]
 
 

@@ -276,11 +276,11 @@ class Instance:
     running: set[str] = field(default_factory=set)
     """Names of requests that have been sent with a name, by which the server can be told to abort them."""
     refusal: str | None = None
-    """Why it is not sampled from at all (`versions.py`)."""
+    """Why it is not sampled from at all (`launch.py`)."""
     probing: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     """The task that finds out the kinds below (`Publisher.try_probes`), under the key of the base's weights."""
     merged_kinds: frozenset[str] = frozenset()
-    """The kinds of layers to which it applies no adapters (`probes.py`). Adapters that train one of them are merged into the base."""
+    """The kinds of layers to which it applies no adapters (`verify.py`). Adapters that train one of them are merged into the base."""
     refused_kinds: frozenset[str] = frozenset()
     """Those of them with which it computes something else than the trainer even then."""
     pictures: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_PICTURE_CACHE, getsizeof=lambda size: size))
