@@ -16,6 +16,7 @@ import uvicorn
 
 from tests.server.serving import served
 from tinsmith.config import Config, ServerConfig
+from tinsmith.server import body
 from tinsmith.server.body import LargeBodies
 from tinsmith.server.http_protocol import BoundedHttp
 from tinsmith.server.main import http_config
@@ -146,6 +147,32 @@ async def test_a_body_in_very_many_very_small_chunks_is_not_read(
             assert b"HTTP/1.1 400" in await reader.readline() if is_read else not await reader.read()
         writer.close()
     assert ("a body in chunks of 1 bytes was not read" in caplog.text) == (not is_read)
+
+
+async def test_a_body_that_is_refused_is_not_taken_for_a_shorter_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it comes at once, and what was read of it would be a body, too."""
+    read, closed = list[bytes](), asyncio.Event()
+    small, lost = body._small, BoundedHttp.connection_lost
+
+    def noted(content: bytes, encoding: str) -> bytes | None:
+        read.append(content)
+        return small(content, encoding)
+
+    def connection_lost(protocol: BoundedHttp, exc: Exception | None) -> None:
+        lost(protocol, exc)
+        closed.set()
+
+    monkeypatch.setattr(body, "_small", noted)
+    monkeypatch.setattr(BoundedHttp, "connection_lost", connection_lost)
+    async with listening(tmp_path) as (_, connect):
+        reader, writer = await connect()
+        chunks = b"".join(b"1\r\n%c\r\n" % letter for letter in b"{}" + b" " * 1198)
+        writer.write(POST.replace(b"telemetry", b"asample") + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+        assert not await reader.read()
+        await closed.wait()
+        await asyncio.sleep(0)  # what waited for the body goes on before the server ends
+        writer.close()
+    assert read == []
 
 
 async def test_who_waits_for_our_reply_is_not_sent_away_and_neither_is_a_body_that_we_do_not_read(
