@@ -7,6 +7,7 @@ at once.
 
 import inspect
 import json
+import shlex
 import signal
 import sys
 import typing
@@ -205,7 +206,8 @@ def tiny_model(
     from tinsmith.models.tiny import write_tiny_model
 
     write_tiny_model(kind, directory, hidden=hidden, layers=layers, vocab=vocab, seed=seed)
-    typer.echo(f"wrote a random {kind} model to {directory}; serve it with: tinsmith serve --base-model tiny={directory}")
+    base_model = shlex.quote(f"tiny={directory}")
+    typer.echo(f"wrote a random {kind} model to {directory}; serve it with: tinsmith serve --base-model {base_model}")
 
 
 @app.command()

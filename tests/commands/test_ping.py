@@ -154,7 +154,7 @@ def test_a_server_that_can_be_used_is_described_with_what_scripts_lack(monkeypat
         assert "must begin with tml-" in refusal(url, "sk-x")
         ready = f"{url} is ready and serves tiny, org/big"
         unnamed, keyless = (
-            "TINKER_BASE_URL does not name it, so scripts must: base_url=",
+            f"TINKER_BASE_URL does not name it, so scripts must: base_url={url!r}",
             "TINKER_API_KEY is not set, so scripts must give a key",
         )
         assert ping(url, "", "tiny:variant").startswith(f"{ready}; {unnamed}; {keyless}")

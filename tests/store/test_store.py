@@ -31,6 +31,17 @@ from tinsmith.wire.paths import parse_path
 DESCRIPTION = {"tags": ["a"], "user_metadata": {"k": 1}, "sdk_version": "0", "project_id": None, "display_name": "run"}
 
 
+@pytest.mark.parametrize("name", ["a?b", "a#b", "a%20b", "a=b c", "ü&~"])
+def test_a_directory_of_any_name_has_its_database(name: str, tmp_path: Path) -> None:
+    """To SQLAlchemy `a?b` as text of a URL was the file `a`, in the directory above."""
+    with_name = tmp_path / name
+    with_name.mkdir()
+    Store.open(with_name).create_session("s", DESCRIPTION)
+    assert (with_name / FILE_NAME).exists()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert Store.open(with_name).session("s") is not None
+
+
 def test_a_session_is_finished_once(store: Store) -> None:
     store.create_session("s", DESCRIPTION)
     assert store.finish_session("s", "errored", "detail")

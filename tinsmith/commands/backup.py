@@ -7,6 +7,7 @@ are copied into the data directory of the copy, which therefore needs nothing el
 """
 
 import contextlib
+import shlex
 import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator
@@ -52,7 +53,7 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
         with contextlib.closing(Store.open(data_dir)) as source, contextlib.closing(Store.open(copy)) as store:
             store.copy_blobs_from(source)
             yield from _copy_checkpoints(_Side(source, CheckpointFiles(data_dir)), _Side(store, CheckpointFiles(copy)), problems)
-    yield f"{target} is a copy of {data_dir}: tinsmith serve --data-dir {target}"
+    yield f"{target} is a copy of {data_dir}: tinsmith serve --data-dir {shlex.quote(str(target))}"
     if problems:
         raise TinsmithError(f"{len(problems)} checkpoints in {data_dir} are damaged or have no files: {'; '.join(problems)}")
 

@@ -5,6 +5,7 @@ Complete checkpoints that are not in the database are kept, because `tinsmith re
 """
 
 import contextlib
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
             total = sum(stray.size_bytes for stray in strays)
             yield (
                 f"{total:>15,}  bytes are kept in {len(strays)} complete checkpoints that are not in the database: "
-                f"`tinsmith recover --data-dir {data_dir}` adds them, `tinsmith gc --unknown` deletes them"
+                f"`tinsmith recover --data-dir {shlex.quote(str(data_dir))}` adds them, `tinsmith gc --unknown` deletes them"
             )
 
 

@@ -46,7 +46,7 @@ def ping(url: str, key: str, base_model: str) -> str:
         raise ConfigError(f"base model {base_model!r} is not served at {url}; there are: {', '.join(names)}")
     notes = [f"{url} is ready and serves {', '.join(names)}"]
     if os.environ.get("TINKER_BASE_URL", "").rstrip("/") != full:
-        notes.append("TINKER_BASE_URL does not name it, so scripts must: base_url=")
+        notes.append(f"TINKER_BASE_URL does not name it, so scripts must: base_url={url!r}")
     if not key:
         notes.append("TINKER_API_KEY is not set, so scripts must give a key: any that begins with tml-, such as tml-anything")
     return "; ".join(notes)

@@ -15,6 +15,7 @@ let files of checkpoints be written, which `tinsmith recover` finds.
 import json
 import logging
 import os
+import shlex
 import shutil
 import sqlite3
 from collections.abc import Mapping
@@ -90,7 +91,7 @@ class _OpenFile:
     def _refuse(self, path: Path, what: str) -> NoReturn:
         raise StoreUnavailableError(
             f"the database {path} {what} while the server runs: put this very file back; or save what is loaded, stop the server, and "
-            f"run `tinsmith recover --data-dir {self.path.parent}`, which registers the checkpoints again"
+            f"run `tinsmith recover --data-dir {shlex.quote(str(self.path.parent))}`, which registers the checkpoints again"
         )
 
 
@@ -263,7 +264,7 @@ def _engine(
         except ValueError as error:
             raise damaged(path, f"a column of JSON holds {text[:40]!r}") from error
 
-    place = _only_read(path) if only_read else f"sqlite:///{path}"
+    place = _only_read(path) if only_read else URL.create("sqlite", database=str(path))  # its name may hold ? or #
     engine = create_engine(place, connect_args={"timeout": busy_s}, json_deserializer=parse_json)
     event.listen(engine, "do_connect", require_there)  # a connection would make a new file in the place of one that is gone
     event.listen(engine, "connect", prepare)
@@ -286,7 +287,7 @@ def damaged(path: Path, found: str) -> ConfigError:
     line = " ".join(found.removeprefix("*** in database main ***").split())
     return ConfigError(
         f"{path} is damaged: {line}. Put back a copy of the data directory (made by `tinsmith backup`); or move {path.name}* away and "
-        f"run `tinsmith recover --data-dir {path.parent}`, which registers the checkpoints again in a new database"
+        f"run `tinsmith recover --data-dir {shlex.quote(str(path.parent))}`, which registers the checkpoints again in a new database"
     )
 
 
