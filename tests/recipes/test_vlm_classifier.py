@@ -9,10 +9,10 @@ from tests.recipes.workshop import CHAT_MODEL, Outcome, Workshop
 
 SCANS_TO_TEST = 297
 EPOCHS = amount(4, 12)
-RIGHT = amount(0.55, 0.9)
-"""The share of held-out scans that it names then: about 0.75 and 0.92 in runs that were looked at."""
-LEFT = amount(0.2, 0.05)
-"""Nats a token, likewise: 0.05 and 0.02."""
+RIGHT = amount(0.3, 0.8)
+"""The least share of held-out scans that it names then; who does not look names a tenth. It was 0.49 to 0.75, and 0.92, on different processors."""
+LEFT = amount(0.15, 0.08)
+"""The most nats a token, likewise; who knows the names and does not look needs 0.18. It was 0.07 to 0.1, and 0.02."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_curves(training: Outcome) -> None:
     train_nll, test_nll, accuracy = (training.curve(metric) for metric in ("train_mean_nll", "test/nll", "accuracy"))
 
     assert train_nll[0] > 5
-    assert train_nll[-1] < LEFT
+    assert sum(train_nll[-5:]) / 5 < LEFT
     assert test_nll[0] > 5
     assert test_nll[-1] < LEFT
     assert accuracy[0] < 0.2
