@@ -345,10 +345,13 @@ def import_adapter(
     from tinsmith.models.files import require_usable
 
     require_usable([source], whole=False)
-    from tinsmith.store.database import require_data
+    from tinsmith.store.store import require_unused
+    from tinsmith.training.peft_config import require_peft
+    from tinsmith.wire.paths import imported_paths
 
-    require_data(data_dir)  # before the next import, which takes seconds
-    from tinsmith.commands.exchange import import_adapter
+    require_unused(data_dir, map(str, imported_paths(name)))
+    require_peft(adapter)
+    from tinsmith.commands.exchange import import_adapter  # which takes seconds
 
     for path in import_adapter(data_dir, adapter, name, base_model):
         typer.echo(path)

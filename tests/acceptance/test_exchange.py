@@ -67,7 +67,7 @@ def test_a_checkpoint_leaves_and_comes_back(
     assert done.stdout.split() == ["tinker://imported/weights/back", "tinker://imported/sampler_weights/back"], done.stderr
     training, sampling = done.stdout.split()
     twice = tinsmith_here("import", str(tmp_path / "adapter"), "back", "--base-model", f"text={base}", *data)
-    taken = f"NAME='back': {training} and {sampling} exist already; import under another name, or delete what is there first"
+    taken = f"{training} and {sampling} exist already; import under another name, or delete what is there first"
     assert (twice.returncode, twice.stderr) == (2, f"tinsmith: {taken}\n")
     again = service.create_training_client_from_state(training).result()
     assert scores(again, [ITEM])[0].tolist() == expected.tolist()

@@ -95,6 +95,30 @@ def test_what_is_wrong_with_a_base_is_said_before_torch_is_imported(
     assert done.stderr.startswith(f"tinsmith: {moved}{said}"), done.stderr
 
 
+@pytest.mark.usefixtures("checkpoint")
+@pytest.mark.parametrize(
+    ("name", "files", "said"),
+    [
+        ("a", {}, "tinker://imported/weights/a and tinker://imported/sampler_weights/a exist already"),
+        ("a%", {}, "path='a%' cannot name a checkpoint"),
+        ("b", {}, "is no PEFT adapter: it must hold adapter_config.json and adapter_model.safetensors"),
+        ("b", {"adapter_model.safetensors": b"\x09" * 8}, "adapter_model.safetensors is damaged or cut (8 bytes"),
+        ("b", {"adapter_model.safetensors": b"\x02" + bytes(7) + b"{}"}, "peft_type='' of PEFT cannot be used"),
+    ],
+)
+def test_what_is_wrong_with_an_import_is_said_before_torch_is_imported(
+    name: str, files: dict[str, bytes], said: str, data: Path, base: Path, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "given"
+    adapter.mkdir()
+    for file, content in (files and {"adapter_config.json": b'{"peft_type": ""}'} | files).items():
+        (adapter / file).write_bytes(content)
+    command = [REAL_PYTHON, "-c", PROGRAM, "import", str(adapter), name, "--base-model", str(base), "--data-dir", str(data)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "False\n", 1), done.stderr
+    assert said in done.stderr
+
+
 ENDS_WHILE_IT_WRITES = """
 import os, signal, sys
 from pathlib import Path

@@ -28,13 +28,10 @@ from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
 from tinsmith.training.checkpoint import About, SavedState, read_about, stored_weights, write_state
 from tinsmith.training.peft_format import read_peft, write_merged, write_peft
-from tinsmith.wire.paths import CheckpointKind, CheckpointPath, check_name, parse_path
+from tinsmith.wire.paths import imported_paths, parse_path
 from tinsmith.worker.checkpoint_files import opened_files, write_files
 
 log = logging.getLogger(__name__)
-
-IMPORTED = "imported"
-"""The model id in the paths of imported checkpoints."""
 
 
 def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, base_source: str | None) -> None:
@@ -104,7 +101,7 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
 
     `base_model` is [NAME=]PATH_OR_HUB_ID, as the server is given it. Raises TinsmithError: not a LoRA adapter of that base, name taken.
     """
-    check_name(name)
+    paths = imported_paths(name)
     base_name, source = base_model_source(base_model)
     base = read_layout(source)
     adapter = read_peft(adapter_dir, base, source)
@@ -118,13 +115,9 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     if fingerprint is None:
         log.warning("the weights of %s are not on this machine: no server can check that it serves the same as %s", source, base_name)
     about = About(base_name, source, base.family.model_type, adapter.shape, fingerprint)
-    kinds: tuple[CheckpointKind, ...] = ("training", "sampler")
-    paths = [CheckpointPath(IMPORTED, kind, name) for kind in kinds]
     write = partial(write_state, SavedState(about, adapter.named_tensors()))
     with _opened(data_dir) as checkpoints:
-        taken = [str(path) for path in paths if checkpoints.store.checkpoint(str(path)) is not None]
-        if taken:
-            raise UserError(f"NAME={name!r}: {' and '.join(taken)} exist already; import under another name, or delete what is there first")
+        checkpoints.store.require_unused(map(str, paths))
         for path in paths:
             row = checkpoints.announce(path, base_name, about.architecture, asdict(adapter.shape))
             found = write_files(checkpoints.files, row, write)

@@ -394,6 +394,12 @@ class Store:
         with self._read.begin() as connection:
             return checkpoints.living(connection, time.time())
 
+    def require_unused(self, tinker_paths: Iterable[str]) -> None:
+        """Raise UserError if a checkpoint has one of these paths."""
+        taken = [path for path in tinker_paths if self.checkpoint(path) is not None]
+        if taken:
+            raise UserError(f"{' and '.join(taken)} exist already; import under another name, or delete what is there first")
+
     def known_directories(self) -> set[str]:
         """The directories of all checkpoints, of saves that have begun, and those that are to be deleted."""
         with self._read.begin() as connection:
@@ -420,6 +426,13 @@ def base_of_saved(data_dir: Path, tinker_path: str) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):  # the export reads it again and says what is wrong
         return None
     return source if isinstance(source, str) else None
+
+
+def require_unused(data_dir: Path, tinker_paths: Iterable[str]) -> None:
+    """Raise UserError if a checkpoint of a data directory has one of these paths, ConfigError if there is no database."""
+    require_data(data_dir)
+    with closing(Store.open(data_dir)) as store:
+        store.require_unused(tinker_paths)
 
 
 def absent(connection: Connection, tinker_path: str) -> NotFoundError:

@@ -1,4 +1,4 @@
-"""`adapter_config.json` of PEFT: rank and alpha of each layer, checked. What asks for more than plain LoRA is refused."""
+"""The folder of a PEFT adapter, and its `adapter_config.json`: rank and alpha of each layer, checked. Only plain LoRA is taken."""
 
 import math
 import re
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.errors import UserError, quoted
-from tinsmith.models.files import read_object
+from tinsmith.models.files import read_header, read_object
 
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PICKLED_FILE = "adapter_model.bin"
 _UNSUPPORTED = (
     "use_dora",
     "modules_to_save",
@@ -64,6 +66,19 @@ class PeftConfig:
         """Return the factor of B·A of a layer."""
         rank = self.rank_of(name)
         return _of_layer(name, self.alphas, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
+
+
+def require_peft(directory: Path) -> PeftConfig:
+    """The configuration of a folder whose files are those of a PEFT adapter, and whole. No weights are read.
+
+    Raises UserError: other files, or more than plain LoRA. Raises ConfigError for a damaged file.
+    """
+    if (directory / _PICKLED_FILE).is_file() and not (directory / WEIGHTS_FILE).is_file():
+        raise UserError(f"{directory} holds {_PICKLED_FILE} and no {WEIGHTS_FILE}: save the adapter again with safe_serialization=True")
+    if not (directory / CONFIG_FILE).is_file() or not (directory / WEIGHTS_FILE).is_file():
+        raise UserError(f"{directory} is no PEFT adapter: it must hold {CONFIG_FILE} and {WEIGHTS_FILE}")
+    read_header(directory / WEIGHTS_FILE)  # which says what is damaged
+    return read_peft_config(directory / CONFIG_FILE)
 
 
 def read_peft_config(file: Path) -> PeftConfig:

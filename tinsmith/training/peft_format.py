@@ -29,9 +29,8 @@ from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.layout import GROUPS, LM_HEAD, Layout, LoraTarget
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, new_adapter
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.training.peft_config import PeftConfig, read_peft_config
+from tinsmith.training.peft_config import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, require_peft
 
-_CONFIG, _WEIGHTS, _PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*.jinja")
 """Files beside a model's weights that transformers reads."""
 _ROOT = "base_model.model."
@@ -89,7 +88,7 @@ def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_n
     for name, pair in layers.items():
         tensors[f"{_ROOT}{name}.lora_A.weight"] = pair.a
         tensors[f"{_ROOT}{name}.lora_B.weight"] = pair.b
-    save_file(tensors, directory / _WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     ranks = {name.rpartition(".")[2]: len(pair.a) for name, pair in layers.items() if len(pair.a) != rank}
     config = {
         "peft_type": "LORA",
@@ -104,8 +103,8 @@ def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_n
         "target_modules": targets,
         "inference_mode": True,
     }
-    (directory / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    _share_as(directory / _CONFIG)
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    _share_as(directory / CONFIG_FILE)
 
 
 @torch.no_grad()
@@ -202,17 +201,12 @@ def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapt
 
     Raises UserError for what LoRA on this base cannot be, and ConfigError for a damaged file.
     """
-    if (directory / _PICKLED).is_file() and not (directory / _WEIGHTS).is_file():
-        raise UserError(f"{directory} holds {_PICKLED} and no {_WEIGHTS}: save the adapter again with safe_serialization=True")
-    if not (directory / _CONFIG).is_file() or not (directory / _WEIGHTS).is_file():
-        raise UserError(f"{directory} is no PEFT adapter: it must hold {_CONFIG} and {_WEIGHTS}")
-    config = read_peft_config(directory / _CONFIG)
-    read_header(directory / _WEIGHTS)  # which says what is damaged
-    tensors = load_file(directory / _WEIGHTS)
+    config = require_peft(directory)
+    tensors = load_file(directory / WEIGHTS_FILE)
     for name, tensor in tensors.items():
         if tensor.dtype not in _READ or not tensor.isfinite().all():
             what = "holds values that are not finite" if tensor.dtype in _READ else f"is in {str(tensor.dtype).removeprefix('torch.')}"
-            raise UserError(f"{directory / _WEIGHTS}: {name} {what}, which cannot be used; train or export the adapter again")
+            raise UserError(f"{directory / WEIGHTS_FILE}: {name} {what}, which cannot be used; train or export the adapter again")
     _drop_copies(tensors, base, source)
     found = _adapters(tensors, config, base)
     rank = _common_rank(found, config.rank)

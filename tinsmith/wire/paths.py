@@ -13,6 +13,8 @@ CheckpointKind = Literal["training", "sampler", "external"]
 _SCHEME = "tinker://"
 _SEGMENTS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 _KINDS: dict[str, CheckpointKind] = {segment: kind for kind, segment in _SEGMENTS.items()}
+_IMPORTED = "imported"
+"""The model id in the paths of imported checkpoints."""
 _MAX_NAME = 200
 _NOT_IN_NAMES = set("/\\?#%")
 """They have a meaning in URLs, and clients put names into URLs without escaping them."""
@@ -41,6 +43,12 @@ def check_name(name: str) -> str:
     if name != name.strip() or not name.isprintable() or _NOT_IN_NAMES & set(name):
         raise UserError(f"path={name!r} cannot name a checkpoint; use printable characters but / \\ ? # %, and no blanks around them")
     return name
+
+
+def imported_paths(name: str) -> list[CheckpointPath]:
+    """The paths of an imported adapter: one to train further from, one to sample. Raises UserError as `check_name` does."""
+    kinds: tuple[CheckpointKind, ...] = ("training", "sampler")
+    return [CheckpointPath(_IMPORTED, kind, check_name(name)) for kind in kinds]
 
 
 def is_path(text: str) -> bool:
