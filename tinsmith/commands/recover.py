@@ -58,7 +58,7 @@ def _read(files: CheckpointFiles, place: str) -> Checkpoint | str:
 
 
 def _refusal(store: Store, files: CheckpointFiles, found: Checkpoint) -> str | None:
-    """Why a complete checkpoint is not added; None if it can be."""
+    """Return the reason why a complete checkpoint is not added; None if it can be."""
     if found.expires_at is not None and found.expires_at <= time.time():
         return f"{found.tinker_path} has expired"
     known = store.checkpoint(found.tinker_path)

@@ -1,4 +1,4 @@
-"""Which workers share a host, and with it the host's memory."""
+"""The hosts of the workers: workers on one host share its memory."""
 
 from tinsmith.distributed.process_group import ProcessGroup
 

@@ -29,7 +29,7 @@ class OthersFailedError(Exception):
 
 @dataclass(frozen=True)
 class JointFailure:
-    """Why nobody has a result: the same on all workers."""
+    """The reason why nobody has a result, the same on all workers."""
 
     error_type: str
     """Name of the class of the error of the first worker that failed."""

@@ -23,7 +23,7 @@ from tinsmith.protocol.questions import Answers
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT = timedelta(hours=2)
-"""For a worker that still computes. One that has ended, and all that wait for each other, are noticed by the engine, long before."""
+"""Longest wait for a worker that still computes. The engine notices much earlier that one has ended, or that all wait for each other."""
 _join = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 """Gathers one tensor of each worker. torch 2.13 has given it another name."""
 _sum_parts = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor

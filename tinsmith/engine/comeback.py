@@ -33,7 +33,7 @@ class Comeback:
         self.lost: dict[str, str] = {}
         """Models that do not come back, and why, until `take_lost`."""
         self.reason = ""
-        """Why the last workers ended."""
+        """The reason why the last workers ended."""
         self.under_way: tuple[str, int] | None = None
         """The model that is being brought back, and the number of the call."""
         self._to_delete: list[tuple[str, str]] = []

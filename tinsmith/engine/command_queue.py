@@ -28,7 +28,7 @@ class ModelQueue:
     held: dict[int, Command] = field(default_factory=dict)
     """All of them by seq_id; the one at `next_seq`, if there, is ready."""
     filed_at: dict[int, float] = field(default_factory=dict)
-    """When each of `held` was filed, in monotonic time: clocks may be set while a command waits."""
+    """The monotonic time at which each of `held` was filed: clocks may be set while a command waits."""
     ended: set[int] = field(default_factory=set)
     """seq_ids that have ended while ones before them were put back."""
 
@@ -76,7 +76,7 @@ class ModelQueue:
         return overdue
 
     def waiting_since(self) -> float | None:
-        """When the earliest command that is held behind a gap was filed (monotonic); None if none is."""
+        """The monotonic time at which the earliest command that is held behind a gap was filed; None if none is."""
         return self.filed_at[min(self.held)] if self.held and self.head() is None else None
 
     def is_late(self, seq_id: int) -> bool:

@@ -50,7 +50,7 @@ class WorkerProgram(Protocol):
     """The program of a worker, wherever it runs. `subprocess.Popen` is one, but for `fault`."""
 
     fault: str
-    """Why it has ended, if its exit code does not say that."""
+    """The reason why it has ended, if its exit code does not say that."""
 
     @property
     def pid(self) -> int | None:
@@ -100,7 +100,7 @@ class ChildProcess(subprocess.Popen[bytes]):
 
     fault = ""
     _given_up_at = math.inf
-    """When it is taken to have ended though it has not (monotonic time)."""
+    """The monotonic time at which it is taken to have ended though it has not."""
     _was_given_up = False
 
     def kill(self) -> None:

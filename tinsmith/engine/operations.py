@@ -51,7 +51,7 @@ class LoadedModel:
     base_model: str
     shape: LoraShape
     spoiled: str | None = None
-    """Why the gradients since the last optim_step are not what the client asked for."""
+    """The reason why the gradients since the last optim_step are not what the client asked for."""
     origin: Origin | None = None
     """Place of the state that the last finished step left; None if there is none, and the model ends with its workers."""
     added_seq: int = -1

@@ -45,7 +45,7 @@ class ForwardOperation:
     results: dict[int, DatumOutput] = field(default_factory=dict)
     """Results of the datums that are computed, by index."""
     failures: list[TinsmithError] = field(default_factory=list)
-    """Why datums failed. Then no more of the operation is computed, and it ends when none of it is in a pass any more."""
+    """The reason why datums failed. Then no more of the operation is computed, and it ends when none of it is in a pass any more."""
     started_at: float = field(default_factory=time.monotonic)
     """Monotonic time of its start."""
 

@@ -26,7 +26,7 @@ GIVEN_BY_RAY = ("CUDA_VISIBLE_DEVICES",)
 
 
 PARENT = "PARENT"
-"""In the place of the actor's process id, among the arguments of a program."""
+"""A placeholder for the actor's process id, among the arguments of a program."""
 
 
 class WorkerActor:
@@ -69,7 +69,7 @@ class WorkerActor:
 
 
 def why_not(program: str, directory: str, node: str, shared: dict[str, str]) -> str:
-    """Why a program cannot be started here; empty if it can."""
+    """Return the reason why a program cannot be started here; empty if it can."""
     if ray.get_runtime_context().get_node_id() != node:
         return "Ray has moved it to another host meanwhile"
     here = socket.gethostname()

@@ -163,7 +163,7 @@ class RayProgram:
         self._code = -int(signal.SIGKILL)
         self._ended = threading.Event()
         self._given_up_at = math.inf
-        """When it is taken to have ended though Ray has not said so (monotonic time)."""
+        """The monotonic time at which it is taken to have ended though Ray has not said so."""
         threading.Thread(target=self._follow, name="actor", daemon=True).start()
 
     def poll(self) -> int | None:

@@ -23,7 +23,7 @@ class StatusReporter:
         self.due = 0.0
 
     def report(self) -> None:
-        """To be called whenever the engine has done something, and at least every few seconds."""
+        """Call it whenever the engine has done something, and at least every few seconds."""
         now = time.monotonic()
         if now < self.due:
             return

@@ -89,7 +89,7 @@ class Trainer:
         self.put_off: set[str] = set()
         """Models whose next command, or whose saving, waits for the database."""
         self.backoff = Backoff()
-        """When the models that are put off are tried again."""
+        """The time at which the models that are put off are tried again."""
         self.comeback = Comeback(operations, send)
         self.suspects: set[str] = set()
         """Operations that were under way when workers ended, and are computed again."""
@@ -133,7 +133,7 @@ class Trainer:
 
     @property
     def overdue_at(self) -> float | None:
-        """When `fail_overdue` has something to do next (monotonic time); None if nothing waits for its predecessor alone."""
+        """The monotonic time at which `fail_overdue` has something to do next; None if nothing waits for its predecessor alone."""
         return self.queue.next_deadline(self._begun)
 
     @property
@@ -195,7 +195,7 @@ class Trainer:
     # ---- When the server stops
 
     def begin_to_stop(self) -> None:
-        """From now on `finish` takes the place of `turn`: all models are saved, but for those whose clients ended their sessions."""
+        """Begin to end: `finish` takes the place of `turn`, and saves all models but those whose clients ended their sessions."""
         self.stops = True
         self._end_all()
         self.unsaved.clear()

@@ -61,13 +61,13 @@ class Signs:
 
     @property
     def silence(self) -> str:
-        """That it has shown no sign of life for too long; else empty."""
+        """Return that it has shown no sign of life for too long; else an empty text."""
         limit_s, name = self._shorter if self.is_stopped else self._patience
         return f"shown no sign of life for {self._silent_s:.0f} s ({name})" if self._silent_s >= limit_s else ""
 
     @property
     def stillness(self) -> str:
-        """That it beats, and nothing has moved there for too long, be it that it waits for others; else empty."""
+        """Return that it beats and has made no progress for too long, even if it waits for others; else an empty text."""
         limit_s, name = self._patience
         return f"made no progress in its work for {self._last.still_s:.0f} s ({name})" if self._last.still_s >= limit_s else ""
 
@@ -78,13 +78,13 @@ class Signs:
 
     @property
     def standstill(self) -> str:
-        """That it beats, and has been in one call for so long that it will not come back, whatever moves; else empty."""
+        """Return that it has been in one call for so long that it will not come back, though it beats; else an empty text."""
         too_long = self.stuck_s >= self._config.worker_stuck_s
         return f"been in one and the same call for {self.stuck_s:.0f} s (worker_stuck_s)" if too_long else ""
 
     @property
     def fault(self) -> str:
-        """Why it hangs by itself; empty if it does not. While it waits for others, they are the reason.
+        """Return the reason why it hangs by itself; empty if it does not, or if it waits for others.
 
         One that is starting may take hours in one call: it downloads a model, or waits for another process that does. Only when others wait
         for it is that too long (`hanging`).

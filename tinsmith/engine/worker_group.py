@@ -137,7 +137,7 @@ class WorkerGroup:
         self._meeting: OwnDirectory | None = None
         """Directory in which workers on this host find each other."""
         self._look_at = 0.0
-        """When to look again on which hosts workers can start (monotonic time)."""
+        """The monotonic time at which to look again on which hosts workers can start."""
         self._left: list[str] = []
         """Directories of saves that ended with the workers before."""
         self._told = False
@@ -240,7 +240,7 @@ class WorkerGroup:
             worker.kill_hung(f"{why}it had {signs.stillness or signs.standstill} and was killed")
 
     def ended(self) -> str | None:
-        """Why the workers have ended, told once; None while they run, or if none does."""
+        """The reason why the workers have ended, told once; None while they run, or if none does."""
         reasons = self._ends()
         if not reasons:
             return None

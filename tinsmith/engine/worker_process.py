@@ -66,7 +66,7 @@ class WorkerProcess:
         """Heartbeats of the current worker."""
         self.was_ever_ready = False
         self.fault = ""
-        """Why the worker that runs, or has just ended, was to end; empty if nobody knows."""
+        """The reason for which the worker that runs, or has just ended, was to end; empty if nobody knows."""
         self.follows = False
         """Whether the worker that has just ended did so because another had."""
         self.last_messages: list[Message] = []
@@ -161,7 +161,7 @@ class WorkerProcess:
         self.signs = Signs(self.config.server)
 
     def ended(self) -> str | None:
-        """Why the worker has ended, told once; None while it runs, or if none does. What else it had said is in `last_messages`."""
+        """The reason why the worker has ended, told once; None while it runs, or if none does. Its last messages are in `last_messages`."""
         if self.process is None or (exit_code := self.process.poll()) is None:
             return None
         assert self.link is not None

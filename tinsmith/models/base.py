@@ -54,7 +54,7 @@ class PackedRow:
     lengths: list[int]
     """Tokens of each sequence, in row order."""
     segments: list[Segment]
-    """Which adapter owns which slice of the row; they cover it."""
+    """The slices of the row and the adapter of each; together they cover it."""
     picture_index: Tensor
     """[image tokens] int64: row indices that take picture features, in the order of `pictures`."""
     pictures: list[PictureInput]
@@ -94,7 +94,7 @@ class BaseModel:
 
     @property
     def fingerprint(self) -> str:
-        """Which weights these are (`models/fingerprint.py`). Raises ConfigError if their files cannot be read any more."""
+        """The fingerprint of these weights (`models/fingerprint.py`). Raises ConfigError if their files cannot be read any more."""
         return self.computed_fingerprint.result()
 
     @property

@@ -29,7 +29,7 @@ class ModelBytes:
     """One trained model of the planned rank."""
 
     training: int
-    """With accumulated gradients and what AdamW remembers."""
+    """Bytes of a model with accumulated gradients and AdamW's moments."""
     snapshot: int
     """A frozen copy that is sampled."""
     host: int = 0

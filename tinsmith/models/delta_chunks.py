@@ -233,7 +233,7 @@ def _unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 def _join_blocks(lower: Tensor, inverse: Tensor | None, block: int) -> Tensor:
-    """From the inverses of diagonal blocks of `block` rows (None: the identity) to that of the whole."""
+    """Compute the inverse from those of its diagonal blocks of `block` rows (None: the identity)."""
     size = lower.shape[-1]
     row = torch.arange(size, device=lower.device)
     while block < size:

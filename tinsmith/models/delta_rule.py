@@ -133,7 +133,7 @@ class _Places:
 
 @lru_cache(maxsize=16)
 def _places_of(lengths: tuple[int, ...], history: int, device: torch.device) -> _Places:
-    """For windows that reach `history` tokens back. The layers of a pass share the answer."""
+    """Return the places in a row that has `history` more tokens before each sequence. The layers of a pass share them."""
     counts = np.array(lengths)
     ends = np.cumsum(counts + history)  # of each sequence in the longer row
     own = np.arange(counts.sum()) + np.repeat(history * (1 + np.arange(len(counts))), counts)

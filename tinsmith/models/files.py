@@ -46,7 +46,7 @@ _READ = [_PROCESSOR, _PROCESSORS, "generation_config.json", "tokenizer_config.js
 _READ += ["special_tokens_map.json", "added_tokens.json", "vocab.json"]
 """Further files of JSON that are read when a model is loaded."""
 _EMBEDDING, _EMBEDDED = "embed_tokens.weight", ("vocab_size", "hidden_size")
-"""How the name of the embedding ends, and the sizes of a configuration that are its shape."""
+"""The end of the embedding's name, and the sizes of a configuration that are its shape."""
 _NARROWER = ("word_embed_proj_dim", "embedding_size")
 """Settings of models whose embedding is narrower than their layers."""
 _TEMPLATED = ("chat_template.json", "tokenizer_config.json")
@@ -324,7 +324,7 @@ def _templates(directory: Path) -> Iterator[str]:
 
 
 def wrong_template(template: Any) -> str:
-    """Why a chat template cannot be used; empty if nothing is wrong with it."""
+    """Return the reason why a chat template cannot be used; empty if it can."""
     from jinja2 import Environment, TemplateSyntaxError, nodes  # here, because it takes a while to import
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser

@@ -19,7 +19,7 @@ from tinsmith.models.with_kernel import with_kernel
 
 
 def _exact(x: Tensor) -> Tensor:
-    """In the precision that we compute in."""
+    """Return x in float32, or in float64 if it has that."""
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -54,7 +54,7 @@ class HostLayers:
     """The layers for our own decoder, of which one is on the device."""
 
     def __init__(self, parts: DecoderParts, language_model: nn.Module, layout: Layout, device: torch.device) -> None:
-        """To be made before LoRA is attached to the linears of the language model."""
+        """Make it before LoRA is attached to the linears of the language model."""
         self.builds = parts.layers
         self.device = device
         self.linears = [

@@ -18,7 +18,7 @@ class WeightPiece(NamedTuple):
     """Rows of a joined linear layer whose weights lie in one tensor."""
 
     rows: tuple[int, int]
-    """Which outputs [start, end) they compute."""
+    """The outputs [start, end) that they compute."""
     weight: Tensor
     """[end - start, in]"""
     bias: Tensor | None

@@ -46,7 +46,7 @@ class DeltaNet:
 
     @property
     def sections(self) -> dict[str, tuple[int, int]]:
-        """Which channels [start, end) of the convolution, and outputs of `in_proj_qkv`, are queries, keys and values."""
+        """The channels [start, end) of the convolution, and outputs of `in_proj_qkv`, of queries, keys and values."""
         keys = self.key_heads * self.key_dim
         return {"q": (0, keys), "k": (keys, 2 * keys), "v": (2 * keys, self.channels)}
 

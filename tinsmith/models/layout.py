@@ -51,7 +51,7 @@ class LoraTarget:
     in_features: int
     out_features: int
     rows: tuple[int, int] | None = None
-    """Which rows [start, end) of its weight these are, that is to say which of its outputs; None means all."""
+    """The rows [start, end) of its weight, that is to say its outputs; None means all."""
 
     @property
     def width(self) -> int:
@@ -236,7 +236,7 @@ def _same_input(name: str, linears: dict[str, nn.Linear]) -> tuple[str, tuple[st
 
 
 def _group(name: str) -> Group | None:
-    """Which group a linear of the language model belongs to, by the last part of its name; None if LoRA leaves it alone."""
+    """Return the group of a linear of the language model, by the last part of its name; None if LoRA leaves it alone."""
     last = _last_part(name)
     return "attn" if last in ATTENTION_LINEARS else "mlp" if last in MLP_LINEARS else None
 

@@ -244,7 +244,7 @@ class Adapter:
 
 @lru_cache(maxsize=64)
 def _order_in_memory(names: tuple[str, ...]) -> list[int]:
-    """Which of `Adapter.tensors` comes first in its buffer, second and so on, for modules in this order."""
+    """Return the order of `Adapter.tensors` in its buffer, for modules in this order."""
     places = {name: 2 * number for number, name in enumerate(names)}  # of A; B is the next
     return [places[name] + part for group in side_by_side(names) for part in (0, 1) for name in group]
 

@@ -41,7 +41,7 @@ class Machine:
     memory_available: int
     gpus: list[Gpu]
     no_gpu_because: str
-    """Why PyTorch has no CUDA device; empty if it has."""
+    """The reason why PyTorch has no CUDA device; empty if it has one."""
 
 
 def look_around() -> Machine:
@@ -127,7 +127,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def why_no_gpu() -> str:
-    """Why PyTorch has no CUDA device here."""
+    """Return the reason why PyTorch has no CUDA device here."""
     if torch.version.cuda is None:
         return f"torch {INSTALLED['torch']} is built without CUDA"
     return f"torch is built for CUDA {torch.version.cuda}, but finds no device: is there one, and does its driver run?"

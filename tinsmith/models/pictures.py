@@ -48,7 +48,7 @@ class PictureInput:
     grid_thw: tuple[int, int, int]
     """Frames, rows and columns of patches."""
     rows: slice
-    """Which of its image tokens lie in the sequence: all, unless the sequence is a part of one."""
+    """Its image tokens that lie in the sequence: all, unless the sequence is a part of one."""
 
     @property
     def pixel_values(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""When a child process is looked at and started again, and how its end is told: for the engine below the server, and workers below it."""
+"""The rules for child processes: how often one is looked at, when it is started again, how its end is told. For engine and workers."""
 
 import signal
 

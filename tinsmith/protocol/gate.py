@@ -1,4 +1,4 @@
-"""Who may connect to a socket that other hosts can reach: the one child that it was made for.
+"""Guards a socket that other hosts can reach: only the child that it was made for may connect.
 
 Both ends prove with keys who they are, and all that they say is encrypted (CURVE, which is part of ZeroMQ). A parent makes new keys for
 every child and gives them to it privately. A program that has none, or others, is refused while it connects and takes nobody's place.
@@ -67,7 +67,7 @@ class Gate:
 
 
 class _Guest:
-    """Who may connect to one socket."""
+    """The guard of one socket."""
 
     def __init__(self, key: bytes, once: bool) -> None:
         self._key = key

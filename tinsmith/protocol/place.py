@@ -16,7 +16,7 @@ class Place:
     """One of `count` workers."""
 
     rank: int = 0
-    """From 0 to `count` - 1."""
+    """Its number, from 0 to `count` - 1."""
     count: int = 1
     meeting: str = ""
     """Address at which the workers of a group meet: `file://` and a path if all are on the server's host, otherwise `tcp://` and the

@@ -179,7 +179,7 @@ class Answering:
     """The engine's end: a thread that answers one worker until it is closed."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", answers: Answers) -> None:
-        """From now on `socket`, of type REP, belongs to the thread. It is bound already."""
+        """Take over `socket`, which is of type REP and bound. It belongs to the thread from now on."""
         self._socket = socket
         self._answers = answers
         self._bell, self._rope = os.pipe()

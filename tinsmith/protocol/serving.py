@@ -183,6 +183,6 @@ class Bye(Message):
     """The engine has recorded everything and exits."""
 
     reason: str = ""
-    """Why it cannot go on; empty if it was told to stop."""
+    """The reason why it cannot go on; empty if it was told to stop."""
     follows: bool = False
     """Whether it ends because another worker has ended, which is the one to name."""

@@ -25,7 +25,7 @@ class LoraShape:
 
 
 def rank_refusal(rank: int, largest: int) -> str:
-    """Why a model of that rank is not made."""
+    """Return the reason why a model of that rank is not made."""
     return f"lora_config.rank={rank}: this server takes up to {largest}; ask for less, or start it with --max-lora-rank {rank}"
 
 

@@ -1,4 +1,4 @@
-"""Which weights: the one identity that engine, workers, samplers and caches share."""
+"""The identity of weights that engine, workers, samplers and caches share."""
 
 from dataclasses import dataclass
 

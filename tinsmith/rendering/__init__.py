@@ -1,1 +1,1 @@
-"""From the chunks of a ModelInput to token ids, image spans and pixel values: the only place that does this."""
+"""Renders the chunks of a ModelInput to token ids, image spans and pixel values. The only place that does this."""

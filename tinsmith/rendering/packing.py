@@ -21,7 +21,7 @@ def packing_order(lengths: Sequence[int], owners: Sequence[Weights | None]) -> l
 
 
 def shared_rows(owners: Sequence[Weights | None]) -> list[list[int]]:
-    """Which owners (indices, in order) may share a row: all adapters and the bare base one, each model with full weights one of its own."""
+    """Group the owners (indices, in order) that may share a row: all adapters and the bare base; each model with full weights is alone."""
     rows: dict[int, list[int]] = {}
     for index, owner in enumerate(owners):
         rows.setdefault(id(owner) if isinstance(owner, FullWeights) else 0, []).append(index)

@@ -67,7 +67,7 @@ class Renderer:
     def __init__(
         self, base: BaseModel, limits: ImagesConfig, read_blob: Callable[[bytes], bytes], processor: Processor | None = None
     ) -> None:
-        """Without a `processor` the model's own is loaded, if it takes pictures. `read_blob` and `processor` are called by any thread."""
+        """Load the model's own processor if none is given and it takes pictures. `read_blob` and `processor` are called by any thread."""
         self.base = base
         self.limits = limits
         self.read_blob = read_blob

@@ -1,4 +1,4 @@
-"""How messages become tokens: a model's chat template, and a conversation that grows turn by turn.
+"""Turns messages into tokens: a model's chat template, and a conversation that grows turn by turn.
 
 What the model sampled is kept as it is and never tokenized again. The environment's messages are rendered once. After every turn the whole
 conversation is rendered as a text, only to compare: if that text begins with what the model has seen, the rest of it is appended to the
@@ -194,7 +194,7 @@ class Conversation:
     """
 
     prompt: TokenSequence
-    """What the model gets for its next answer."""
+    """Return the prompt of the model's next answer."""
 
     def __init__(
         self, template: ChatTemplate, messages: Sequence[ChatMessage], end_turn_after_stop_string: bool = True, context_turns: int = 0
@@ -265,7 +265,7 @@ class Conversation:
         return len(sampled) > 0 and int(sampled[-1]) in self.template.stop_ids
 
     def _appended(self, text: str, seen: str, sampled: NDArray[np.int32], stopped: bool) -> str | None:
-        """What the template adds behind the text that was seen and sampled; None if `text` does not begin with that."""
+        """Return the text that the template adds behind what was seen and sampled; None if `text` does not begin with that."""
         if not text.startswith(seen):
             return None
         rest, end = text[len(seen) :], self.template.end_of_turn

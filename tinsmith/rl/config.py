@@ -44,7 +44,7 @@ class ModelSection:
 
 @dataclass
 class PromptsSection:
-    """What episodes are about."""
+    """The environment of the episodes."""
 
     count: int = setting(
         0,
@@ -77,7 +77,7 @@ class EnvSection:
 
 @dataclass
 class GenerationSection:
-    """How episodes are sampled."""
+    """The sampling of episodes."""
 
     max_tokens: int = setting(256, "Maximum length of one answer", "tokens", 1)
     max_turns: int = setting(32, "Maximum number of turns in an episode", "turns", 1)
@@ -97,7 +97,7 @@ class GenerationSection:
 
 @dataclass
 class TrainingSection:
-    """What a training step does."""
+    """The training steps."""
 
     steps: int = setting(100, "Steps of the whole run", "steps", 1)
     groups: int = setting(16, "Groups in a batch", "groups", 1)
@@ -155,7 +155,7 @@ class EvaluationSection:
 
 @dataclass
 class OutputSection:
-    """What is written, and where."""
+    """The files of a run, and where they are written."""
 
     directory: str = setting(
         "", "Directory for metrics, trajectories and the state of the run; if empty, rl-output/NAME for a configuration in NAME.yaml"
@@ -191,7 +191,7 @@ class RlConfig:
 
     @property
     def staleness(self) -> int:
-        """How many steps old the weights of a group may be."""
+        """Return the most steps by which the weights of a group may be old."""
         return {"sync": 0, "one_step_off": 1, "async": self.training.max_staleness}[self.training.mode]
 
 

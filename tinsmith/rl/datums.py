@@ -1,4 +1,4 @@
-"""From rewards to training data: advantages, their corrections, and datums in the SDK's form.
+"""Makes training data of rewards: advantages, their corrections, and datums in the SDK's form.
 
 A group is several episodes of one prompt; advantages compare their rewards. The corrections work on logprobs of two models for the same
 sampled tokens, in nats. A datum predicts target i at position i of its input, so a sample of n tokens has n - 1 positions.

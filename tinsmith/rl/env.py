@@ -1,4 +1,4 @@
-"""What an environment is, and how it gets a name.
+"""The interface of an environment, and the registry of their names.
 
 An environment opens a conversation, reads what the model says, replies and gives rewards. One object serves one episode:
 
@@ -41,7 +41,7 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an episode is about. All episodes of a group have the same prompt.
+    """The task of an episode. All episodes of a group have the same prompt.
 
     Example: Prompt(seed=12), or Prompt(seed=0, messages=({"role": "user", "content": "2 + 2 ="},), fields={"answer": "4"})
     """

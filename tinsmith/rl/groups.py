@@ -1,4 +1,4 @@
-"""When groups of episodes are played, and on which weights. One rule on staleness covers all schedules.
+"""Schedules groups of episodes, each on some weights. One rule on staleness covers all schedules.
 
 A step trains on a batch of B groups. With weights of version v (after v steps) and a limit s on staleness, groups are started until
 (v + 1 + s) · B of them count.
@@ -41,10 +41,10 @@ class Group:
 
 @dataclass
 class Replaced:
-    """How many groups were discarded and replaced since the last batch was taken."""
+    """The number of groups that were discarded and replaced since the last batch was taken."""
 
     without_variance: int = 0
-    """By dynamic sampling."""
+    """The number that dynamic sampling discarded."""
     stale: int = 0
 
 

@@ -1,4 +1,4 @@
-"""What is measured of a batch of trajectories, and where the numbers are logged.
+"""Measures a batch of trajectories, and logs the numbers.
 
 Names mean the same in training and in evaluation. Every tracker implements one small interface; `metrics.jsonl` is always written.
 """

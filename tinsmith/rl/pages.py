@@ -24,7 +24,7 @@ class Span:
     """A piece of a sample on the page: a text in which all tokens have the same loss mask, or a picture."""
 
     text: str
-    """What is shown, or the title of the picture."""
+    """The text that is shown, or the title of the picture."""
     sampled: bool = False
     reward: float = 0.0
     """Reward on the last token; 0.0 is not shown."""
@@ -66,7 +66,7 @@ def spans(sample: TrainingSample, template: ChatTemplate) -> Iterator[Span]:
 
 
 def _span_edges(sample: TrainingSample) -> list[int]:
-    """Where spans begin, and the end: at pictures, where the loss mask changes, and behind rewards."""
+    """Return where spans begin, and the end: at pictures, where the loss mask changes, and behind rewards."""
     first = sample.prompt_length
     edges = {0, first, len(sample.sequence)}
     for placed in sample.sequence.pictures:

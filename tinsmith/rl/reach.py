@@ -18,11 +18,11 @@ from tinsmith.rl.config import ServerSection
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
-"""For one request."""
+"""Maximum seconds of one request."""
 _PAUSE_S = 0.5
 """Between two requests to a server that is not ready."""
 _STORED_KEYS = Path("~/.tinker/credentials.json")
-"""Where `tinker auth login` of the SDK stores keys."""
+"""The file in which `tinker auth login` of the SDK stores keys."""
 
 
 def require_server(server: ServerSection) -> None:

@@ -1,4 +1,4 @@
-"""How a run continues after it was stopped or killed: its state, its checkpoints on the server, and its output directory.
+"""Continues a run that was stopped or killed: its state, its checkpoints on the server, and its output directory.
 
 `state.json` in the output directory says where a run continues. A checkpoint is saved first and recorded there afterwards, and it is
 deleted only after `state.json` has ceased to name it, so at any moment the file names checkpoints that exist.
@@ -76,7 +76,7 @@ class RunState:
     home: str = ""
     """The directory of the run, as `home_of` names it. In a copy of the directory it is another one."""
     others: tuple[str, ...] = ()
-    """Which of these checkpoints were saved by a run in another directory, of which this one is a copy."""
+    """Return the checkpoints that were saved by a run in another directory, of which this one is a copy."""
 
     @property
     def paths(self) -> frozenset[str]:
@@ -104,7 +104,7 @@ def load_state(directory: Path) -> RunState | None:
 
 
 def home_of(directory: Path) -> str:
-    """What tells a directory from a copy of it."""
+    """Return the identity of a directory, which a copy of it does not share."""
     return f"{directory.resolve()} ({directory.stat().st_ino})"
 
 
@@ -120,7 +120,7 @@ class RunCheckpoints:
     rest: tinker.RestClient
     directory: Path
     keep: int
-    """How many steps' checkpoints stay, besides the best weights; 0 deletes nothing."""
+    """The number of steps whose checkpoints stay, besides the best weights; 0 deletes nothing."""
     recorded: RunState
     """The content of state.json."""
 
@@ -238,7 +238,7 @@ def _check_allowed_changes(keys: list[str], settings: dict[str, Any]) -> None:
 
 
 def _changes(directory: Path, step: int, settings: dict[str, Any], allowed: list[str]) -> list[str]:
-    """What changes for the run, apart from MAY_DIFFER. Raises ConfigError for what is neither in MAY_CHANGE nor `allowed`."""
+    """Return the changes for the run, apart from MAY_DIFFER. Raises ConfigError for what is neither in MAY_CHANGE nor `allowed`."""
     file = directory / SETTINGS
     try:
         recorded = _flat(json.loads(file.read_text(encoding="utf-8")))

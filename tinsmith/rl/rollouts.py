@@ -63,10 +63,10 @@ def prompt_of_group(prompts: Sequence[Prompt], group: int, seed: int) -> Prompt:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How an episode is played."""
+    """The rules of an episode."""
 
     request: SamplingRequest
-    """How each answer is sampled. `max_tokens` is lowered near the end of the context, and `seed` differs from turn to turn."""
+    """The sampling of each answer. `max_tokens` is lowered near the end of the context, and `seed` differs from turn to turn."""
     max_turns: int
     max_context: int
     """Longest sequence in tokens, prompt and answer together."""
@@ -75,7 +75,7 @@ class RolloutSettings:
     end_turn_after_stop_string: bool = True
     """Put the end-of-turn token behind an answer that ended on a stop string."""
     context_turns: int = 0
-    """How many turns the model sees, including the one that it is about to answer; 0 is all."""
+    """The number of turns that the model sees, including the one that it is about to answer; 0 is all."""
     pixel_values: bool = False
     """Give samples the pixel values of their pictures."""
     thought: str = ""

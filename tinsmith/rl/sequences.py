@@ -112,7 +112,7 @@ def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:
 
 
 class PictureProcessor:
-    """How a vision-language model processes pictures, read from the model's files in `source` (a directory or a Hub id)."""
+    """The image processor of a vision-language model, read from the model's files in `source` (a directory or a Hub id)."""
 
     def __init__(self, source: str) -> None:
         self.placeholder_id = int(AutoConfig.from_pretrained(source, trust_remote_code=False).image_token_id)

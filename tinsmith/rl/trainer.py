@@ -61,7 +61,7 @@ MOST_LOSSES = 3
 """So many times may the server lose something at one step until the run ends."""
 
 SHOWN_EVERY_S = 60.0
-"""How often a log file says what a long step is doing."""
+"""Seconds between two lines of a log file on what a long step is doing."""
 
 
 def train(config: RlConfig, console: Console | None = None) -> RunState:
@@ -141,7 +141,7 @@ class TrainingLoop:
     console: Console
     state: RunState
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of the current step, by stage."""
+    """Seconds of the current step, by stage."""
 
     def __post_init__(self) -> None:
         self._warm = self._begun = self.state.step > 0

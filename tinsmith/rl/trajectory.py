@@ -1,4 +1,4 @@
-"""What an episode leaves behind: its turns, the samples to train on that are made of them, and the finished trajectory.
+"""The record of an episode: its turns, the samples to train on that are made of them, and the finished trajectory.
 
 A turn whose prompt begins with everything that was seen and sampled before continues the sample; any other turn begins a new one. So an
 episode is one sample where the chat template only appends, and several where it drops earlier reasoning. All classes are frozen.
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tinsmith.rl.sequences import PictureProcessor, TokenSequence, concatenate, text_sequence
 
 StopReason = Literal["done", "length", "context", "max_turns", "empty", "env_error", "env_timeout"]
-"""Why an episode ended.
+"""The reason why an episode ended.
 
 done: the environment said so. length: an answer reached the limit on its tokens. context: no room was left for another answer.
 max_turns: the limit on turns was reached. empty: the first answer had no tokens. env_error: the environment raised, or returned a wrong
@@ -76,7 +76,7 @@ class TrainingSample:
     is_last_step: bool
     """Whether the episode ends with this sample."""
     answers: tuple[tuple[str, int, int], ...] = ()
-    """Of each answer that is not empty: the server's name for it, and where in the sequence it begins and ends."""
+    """The server's name for each answer that is not empty, and where in the sequence it begins and ends."""
     pixel_values: NDArray[np.float32] | None = None
     """[patches, patch_dim] of the pictures; None unless asked for, or without pictures."""
     image_grid_thw: NDArray[np.int64] | None = None
@@ -104,7 +104,7 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class EpisodeId:
-    """Which episode a trajectory records."""
+    """The episode that a trajectory records."""
 
     env: str
     seed: int
@@ -126,11 +126,11 @@ class Trajectory:
     """One, or several where the chat template does not only append."""
     stop_reason: StopReason
     turns: int
-    """How many answers were sampled."""
+    """The number of answers that were sampled."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The environment's numbers about the episode."""
     error: str = ""
-    """How the environment failed, in one line; empty if it did not."""
+    """The failure of the environment, in one line; empty if there was none."""
     details: str = ""
     """The failure with its traceback, if there is one."""
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Where environments run: in the event loop, in threads, or in processes. All calls have a time-out, but those that block the event loop.
+"""Runs environments in the event loop, in threads, or in processes. All calls have a time-out, but those that block the event loop.
 
 An environment may block, raise or hang, and only its own episode may suffer. Threads suit environments that wait for something, such as a
 service or a simulator. Processes suit environments that compute, or that may hang for good: a process serves one episode at a time and is
@@ -207,7 +207,7 @@ class ProcessWorkers:
 
 
 _of_this_process: dict[str, Any] = {}
-"""In a process of `ProcessWorkers`: its environment as "env", and as "loop" what runs asynchronous methods."""
+"""The state of a process of `ProcessWorkers`: its environment as "env", and as "loop" what runs asynchronous methods."""
 
 
 def _open_in_process(factory: Callable[..., Env], options: dict[str, Any]) -> None:
@@ -253,7 +253,7 @@ def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Any]"
 
 
 async def _awaited(timeout_s: float, value: Any) -> Any:
-    """What a call returned; of an asynchronous method, what comes of it. Raises as `_within` does."""
+    """Return the value of a call, awaited if the method is asynchronous. Raises as `_within` does."""
     return await _within(timeout_s, value) if inspect.isawaitable(value) else value
 
 

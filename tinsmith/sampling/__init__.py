@@ -1,1 +1,1 @@
-"""From prompts to tokens and their log-probabilities."""
+"""Samples tokens and their log-probabilities for prompts."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 NOISE = 3.0
-"""In half precision we may differ from transformers by this many times what it differs from itself, computed with other roundings."""
+"""The most by which we may differ from transformers in half precision, in units of what it differs from itself with other roundings."""
 EXACT_NOISE = 10.0
 """The same in float32, for models that enlarge rounding, such as some that were trained with high learning rates. It is more than in half
 precision: single values count there, not means, and sums inside of a module round more often than its output does here."""

@@ -28,7 +28,7 @@ class TokensSampled:
 
     request_id: str
     index: int
-    """Which of the request's samples."""
+    """The number of the sample among the request's."""
     tokens: list[int]
     logprobs: list[float]
     """Log-probability of each token, at the temperature of the request."""

@@ -60,7 +60,7 @@ LENGTHS: tuple[int, ...] = (40, 7, 25, 25)
 ANSWER = 12
 """Tokens sampled after each."""
 QUICK = slice(1, 3)
-"""Which texts the quick form takes: of two adapters, the longer one longer than a window."""
+"""The texts of the quick form: of two adapters, the longer one longer than a window."""
 QUICK_ANSWER = 3
 """Tokens sampled after each in the quick form."""
 FURTHER = 9
@@ -109,7 +109,7 @@ def check_base_model(base: BaseModel, samples: bool, quick: bool = False) -> Non
 
 
 def _compile(base: BaseModel, probes: list[Probe], samples: bool) -> None:
-    """On a GPU, have the kernels compiled at once that the check would compile one after the other."""
+    """Compile the check's kernels side by side on a GPU, instead of one after the other."""
     if base.device.type != "cuda" or not has_triton():
         return
 

@@ -1,4 +1,4 @@
-"""When a generated sequence ends: end-of-sequence ids, the request's stop ids, or its stop strings."""
+"""Decides when a generated sequence ends: end-of-sequence ids, the request's stop ids, or its stop strings."""
 
 from collections import deque
 from collections.abc import Iterable

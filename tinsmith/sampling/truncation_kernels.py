@@ -81,7 +81,7 @@ def _descend(
     BITS: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """Which part the answer of one row lies in, and what all keys above that part weigh."""
+    """Return the part in which the answer of one row lies, and the weight of all keys above that part."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, 1 << BITS)
     chunk = tl.arange(0, PADDED)

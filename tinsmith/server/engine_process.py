@@ -61,7 +61,7 @@ class EngineProcess:
         """Time that the engine may take to end, once it was told to."""
         self._bye = asyncio.Event()
         self._fault = ""
-        """Why the engine that runs, or has just ended, was to end; empty if nobody knows."""
+        """The reason for which the engine that runs, or has just ended, was to end; empty if nobody knows."""
         self._was_ready = False
         """Whether the engine that runs, or has just ended, was ever ready."""
         self._beaten = False
@@ -71,7 +71,7 @@ class EngineProcess:
         `engine_silent_s`."""
         self._progress = StartProgress(Path(config.data_dir))
         self.reason = self._progress.text
-        """Why the engine is not ready, if it is not."""
+        """The reason why the engine is not ready, if it is not."""
         self.busy_s = 0.0
         """Seconds that its loop had been in its current turn at the last heartbeat; 0 while it waits for work."""
 

@@ -47,7 +47,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Bytes of the body since `waiting_since`."""
         self.is_chunked = False
         self.parts = self.part_bytes = 0
-        """How many parts of the body have come, and their bytes."""
+        """The number of parts of the body that have come, and their bytes."""
         self.refused = False
         self.waiting_since = 0.0
         """Since when the client has owed us what comes next, if it does; in the loop's time."""

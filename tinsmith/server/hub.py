@@ -100,7 +100,7 @@ class Hub:
         self._lose_samples()
 
     def _lose_samples(self) -> None:
-        """Who computed samples is gone. Clients send those again whose weights are still there."""
+        """Fail the samples that run: what computed them is gone. Clients send those again whose weights are still there."""
         for request_id in self.samples.lose_running():
             self.sample_reports.add(request_id, "failed")
         self.sampling_sessions.forget_snapshots()

@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 _LONGEST_ROUND_S = 30.0
 _CHECK_S = 60.0
-"""From one check of the database to the next, at least."""
+"""Least seconds from one check of the database to the next."""
 _CHECK_PAUSE = 100
 """The time between two checks, in times of what one takes."""
 
 
 class Lifetimes:
-    """When each session was last heard of, and the round that ends what is over."""
+    """The times at which sessions were last heard of, and the round that ends what is over."""
 
     def __init__(self, config: ServerConfig, store: AsyncStore, files: CheckpointFiles) -> None:
         """No session ends earlier than `session_idle_s` after the first round, because clients could not reach this server before."""

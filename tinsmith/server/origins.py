@@ -41,7 +41,7 @@ class Origins:
         return await self.app(scope, receive, send)
 
     def _refusal(self, host: bytes | None, origin: bytes | None) -> str:
-        """Why a request with these headers is refused; empty if it is served."""
+        """Return the reason why a request with these headers is refused; empty if it is served."""
         address = "" if host is None else host.decode("latin-1").lower()
         if host is not None and not self._is_known(_name_of(f"//{address}")):
             return f"Host {address[:300]!r} is not a name of this server; call it by its address, or allow it with --allowed-host"

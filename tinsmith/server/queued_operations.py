@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 _KNOWN_MODELS = 4096
-"""For so many models the last operation that ended is remembered."""
+"""The number of models whose last ended operation is remembered."""
 
 
 class QueuedOperations:

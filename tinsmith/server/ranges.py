@@ -7,7 +7,7 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.IGNORECASE)
 
 
 def wanted_bytes(headers: Mapping[str, str], size: int) -> range:
-    """Which bytes of a file of `size` bytes to send; empty if the range lies outside of the file.
+    """Return the bytes of a file of `size` bytes to send; empty if the range lies outside of the file.
 
     The whole file, as the RFC allows, if the header is anything but a single range of bytes, or comes with If-Range: our replies have no
     ETag and no date that it could compare.

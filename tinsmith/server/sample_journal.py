@@ -23,7 +23,7 @@ _MOST_BYTES = 64 * 2**20
 
 
 class SampleJournal:
-    """Which samples clients wait for."""
+    """The samples that clients wait for."""
 
     def __init__(self, data_dir: Path) -> None:
         """Read what the server before left, and begin a new file with the samples that are still waited for.

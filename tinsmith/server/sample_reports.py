@@ -1,4 +1,4 @@
-"""Which samples have ended, for clients that ask about all of theirs with one poll (retrieve_futures).
+"""Reports the samples that have ended to clients that ask about all of theirs with one poll (retrieve_futures).
 
 Several clients may share a sampling session; each has its own list of reports. A report has a number, its cursor, which only rises, and is
 kept until the client has sent that cursor back. A server that starts takes cursors from its clock, so that they are higher than those of
@@ -45,7 +45,7 @@ class _Mailbox:
     cursor: int = 0
     """Cursor of the newest report."""
     polls: int = 0
-    """How many wait for a report."""
+    """The number that wait for a report."""
 
     def next_cursor(self) -> int:
         self.cursor = max(self.cursor + 1, time.time_ns() // 1000)

@@ -31,7 +31,7 @@ class StreamedTokens:
     """New tokens of one sequence of a sample."""
 
     index: int
-    """Which of the sample's `num_samples` sequences."""
+    """Its number among the sample's `num_samples` sequences."""
     tokens: list[int]
     logprobs: list[float]
     """Log-probability of each token, at the temperature of the request."""

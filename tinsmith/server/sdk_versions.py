@@ -1,4 +1,4 @@
-"""Which versions of the SDK work with this server. Clients of other versions are told when their session begins, before anything fails."""
+"""The versions of the SDK that work with this server. Clients of others are told when their session begins, before anything fails."""
 
 from packaging.version import InvalidVersion, Version
 

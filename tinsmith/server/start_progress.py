@@ -1,4 +1,4 @@
-"""How far an engine has come with its start, and how many seconds are left: each step is expected to take what it took the last time."""
+"""The progress of an engine's start, and the seconds left: each step is expected to take what it took the last time."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from tinsmith.protocol.serving import Starting
 log = logging.getLogger(__name__)
 
 FILE = "start_times.json"
-"""In the data directory: seconds of each step of the last start that took it, by step."""
+"""A file in the data directory: seconds of each step of the last start that took it, by step."""
 
 
 class StartProgress:
@@ -62,7 +62,7 @@ class StartProgress:
 
     @property
     def text(self) -> str:
-        """What the engine does, and how long it takes."""
+        """Return what the engine does and how long it takes, as a sentence."""
         if not self._current.step:
             return "the engine is starting"
         done, count, left_s = len(self._taken), len(self._taken) + 1 + len(self._current.to_come), self.left_s
@@ -71,7 +71,7 @@ class StartProgress:
 
 
 def _read(file: Path) -> dict[str, float]:
-    """What the file says; nothing if there is none, or if it is damaged: it is only a guess."""
+    """Return the seconds in the file; nothing if there is none, or if it is damaged: they are only a guess."""
     try:
         content = json.loads(file.read_text())
     except FileNotFoundError:

@@ -38,7 +38,7 @@ _VERSION = 1
 _PURGE_S = 60.0
 """Seconds between two looks for what has expired."""
 _IDS_AT_A_TIME = 500
-"""In one statement; SQLite takes 32,766 variables, older versions 999."""
+"""Variables of one statement; SQLite takes 32,766, older versions 999."""
 _LEFT_SHARE = 0.9
 """Share of the limit that is kept when some have to go, so that this does not happen with every sample."""
 _ROW_BYTES = 200

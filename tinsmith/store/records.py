@@ -83,7 +83,7 @@ class SamplingSession:
     model_path: str | None = None
     """The saved checkpoint to sample from, instead of a snapshot."""
     gone: str | None = None
-    """Why its weights no longer exist; None while they exist."""
+    """The reason why its weights no longer exist; None while they exist."""
     inflight: bool = False
     """Whether it samples the newest weights of its model, instead of those of `snapshot_id` only."""
 

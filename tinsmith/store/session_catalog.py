@@ -71,7 +71,7 @@ class SessionFilter:
 
 @dataclass(frozen=True)
 class LoggedOperation:
-    """When a training operation was submitted and finished."""
+    """The times at which a training operation was submitted and finished."""
 
     model_id: str
     seq_id: int

@@ -112,7 +112,7 @@ class Store:
         return queued
 
     def check_repeat(self, new: NewCommand) -> None:
-        """For a command that `append` has not queued: raise UserError if its key belongs to another operation."""
+        """Raise UserError if the key of a command that `append` has not queued belongs to another operation."""
         with self._read.begin() as connection:
             commands.check_repeat(connection, new)
 
@@ -142,7 +142,7 @@ class Store:
         return found
 
     def refusal(self, model_id: str) -> str | None:
-        """Why a model takes no operations any more, and how to go on; None if it takes some. Raises NotFoundError if there is none."""
+        """Return why a model takes no operations any more, and the remedy; None if it takes some. Raises NotFoundError if there is none."""
         with self._read.begin() as connection:
             refusal = endings.refusal(connection, model_id, time.time())
         return None if refusal is None else refusal[0]

@@ -48,14 +48,14 @@ class PassResult:
     """Outcome of each datum, by its index in the work: either a result or a failure."""
 
     results: list[DatumResult | None]
-    """In the order of the work; None for a datum that failed."""
+    """Results in the order of the work; None for a datum that failed."""
     failures: dict[int, str]
-    """Why a datum failed, by its index. It left no gradient."""
+    """The reason why a datum failed, by its index. It left no gradient."""
 
 
 @dataclass(frozen=True)
 class PassError:
-    """Why a pass failed. It holds no tensors of the pass, as the exception and its traceback do."""
+    """The reason why a pass failed. It holds no tensors of the pass, as the exception and its traceback do."""
 
     reason: str
     out_of_memory: bool
@@ -73,7 +73,7 @@ class LocalBackend:
     """Whether each of several workers must be given every pass, be it one without a datum: they compute it together."""
 
     def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup | None = None, eager: bool = False) -> None:
-        """With a `group` every worker of it holds the same models, and steps add up the gradients of all. `eager`: no pass is a graph."""
+        """Join a `group`, if given: its workers hold the same models, and steps add up all their gradients. `eager`: no pass is a graph."""
         self.base = base
         self.group = group
         self.config = config

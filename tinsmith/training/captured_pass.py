@@ -103,7 +103,7 @@ class CapturedPass:
     hidden: Tensor
     """[kind.tokens, hidden]: what `forward` leaves."""
     reached: Sequence[bool]
-    """Which leaves of the adapter get a gradient from the layers."""
+    """The leaves of the adapter that get a gradient from the layers."""
     launched_s: float = 0.0
     """Seconds of the layers launch by launch."""
     seconds: float = 0.0

@@ -101,7 +101,7 @@ class DividedBackend(LocalBackend):
         self.optimizers[model_id] = optimizer
 
     def _new_optimizer(self, shape: LoraShape) -> DividedOptimizer:
-        """With weights of no numbers yet. Raises UserError if this mode, or the memory of this worker, does not take them."""
+        """Create a model whose weights have no numbers yet. Raises UserError if this mode, or the memory of this worker, cannot."""
         require_float32_state(self.base, self.full_state)
         needed = bytes_of(self.base, shape, self.together.count)
         self._require_memory(f"a worker's part of full-parameter training of {self.base.name}", needed.device, self.base.device)

@@ -41,7 +41,7 @@ class DividedLayers:
         self.backward = False
         """Whether that pass has a backward, which begins with the last layer."""
         self.step = -1
-        """Which of them is there."""
+        """The step of `order` whose layer is there; -1 before the first."""
         self.arrived: Callable[[], None] | None = None
         """Waits for the one behind it."""
 

@@ -44,7 +44,7 @@ class HeadPart(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """In which order the rows of a pass are computed."""
+    """The order in which the rows of a pass are computed."""
 
     order: Tensor | None
     """[tokens] int64: the place of each in the row, first those that may have a gradient; None if all may, or none."""

@@ -98,7 +98,7 @@ class LossGroup:
 
 
 def trained_positions(groups: Sequence[LossGroup]) -> NDArray[np.bool_]:
-    """Which positions of neighbouring datums, which these groups hold, may have a gradient."""
+    """Return the positions of neighbouring datums, which these groups hold, that may have a gradient."""
     found: dict[int, NDArray[np.bool_]] = {}
     for group in groups:
         trained = group.loss.trains({name: torch.from_numpy(array) for name, array in group.inputs.items()}).any(-1)  # [positions]

@@ -75,7 +75,7 @@ def gspo(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: D
 
 
 def _counted(inputs: Inputs) -> Tensor:
-    """Which positions were sampled (bool): those that the inputs "mask" and "weights" do not set to 0.
+    """Return the positions that were sampled (bool): those that the inputs "mask" and "weights" do not set to 0.
 
     Without both, all but those that look like the padding of a prompt: advantage and sampled log-probability exactly 0.
     """
@@ -138,7 +138,7 @@ class Loss:
     inputs: tuple[str, ...]
     """loss_fn_inputs that it needs besides target_tokens, each of the shape of target_tokens."""
     trains: Callable[[Inputs], Tensor]
-    """Which positions may have a gradient (bool), by the inputs alone, in their shape. At all others it is exactly 0."""
+    """Return the positions that may have a gradient (bool), by the inputs alone, in their shape. At all others it is exactly 0."""
     config: Mapping[str, float] = field(default_factory=dict)
     """Its settings, all of them: in `LOSSES` the defaults."""
     optional_inputs: tuple[str, ...] = ()

@@ -78,5 +78,5 @@ def _weights(logprobs: Tensor, inputs: Mapping[str, Tensor], sampled: Tensor, sp
 
 
 def _has_moved(gap: Tensor, advantages: Tensor) -> Tensor:
-    """Which tokens have moved by the factor `STOP` the way that their advantage wants [N, bool]."""
+    """Return the tokens that have moved by the factor `STOP` the way that their advantage wants [N, bool]."""
     return gap * advantages.sign() > math.log(STOP)

@@ -11,7 +11,7 @@ from math import prod
 _ALIGNED = 8
 """The tensors begin at a multiple of so many bytes."""
 _LENGTH_BYTES = 8
-"""In front of the header, its length."""
+"""Bytes in front of the header, which hold its length."""
 BYTES = 4
 """Bytes of an element: all are float32."""
 

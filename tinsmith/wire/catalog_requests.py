@@ -18,7 +18,7 @@ class Query(BaseModel):
 
 
 class ScopeQuery(Query):
-    """Whose objects to list. There is one owner, so both scopes mean the same."""
+    """The owner whose objects to list. There is one owner, so both scopes mean the same."""
 
     access_scope: Literal["owned", "accessible"] = "owned"
 
@@ -100,7 +100,7 @@ class StatusWanted(StrictModel):
 
 
 class OwnerWanted(StrictModel):
-    """Whose sessions to search."""
+    """The owner whose sessions to search."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: Annotated[list[str], Field(min_length=1, max_length=10)] | None = None

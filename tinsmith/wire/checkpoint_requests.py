@@ -10,7 +10,7 @@ from tinsmith.wire.training_requests import OptimizerConfig
 
 CheckpointName = Annotated[str, AfterValidator(check_name)]
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
-"""From one hour to ten years."""
+"""Limits of a lifetime: one hour to ten years."""
 
 
 class SaveWeightsRequest(StrictModel):
@@ -58,7 +58,7 @@ class SaveWeightsExternalRequest(StrictModel):
     path: CheckpointName
     ttl_seconds: TtlSeconds | None = None
     age_encryption_recipients: Annotated[list[str], Field(min_length=1, max_length=10)] | None = None
-    """Who can decrypt the files: age1... keys and SSH public keys. None leaves them as they are."""
+    """The keys that can decrypt the files: age1... keys and SSH public keys. None leaves them as they are."""
     type: Literal["save_weights_external"] = "save_weights_external"
 
 
@@ -99,6 +99,6 @@ class CreateFromCheckpointRequest(StrictModel):
 
 
 class LoadWeightsAddress(TolerantModel):
-    """Which of the two forms of load_weights a request has: into a model that exists, or, without `model_id`, into a new one."""
+    """Tell the two forms of load_weights apart: into a model that exists, or, without `model_id`, into a new one."""
 
     model_id: Id | None = None

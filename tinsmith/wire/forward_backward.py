@@ -94,7 +94,7 @@ class ReceivedRequest:
     digest: bytes
     """SHA-256 of the body."""
     refused: str | None = None
-    """Why the operation fails, if it holds more than a setting allows. Nothing is stored of it then."""
+    """The reason why the operation fails, if it holds more than a setting allows. Nothing is stored of it then."""
 
 
 def receive(body: bytes, limits: RequestsConfig, longest: int | None = None) -> ReceivedRequest:

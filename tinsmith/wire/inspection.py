@@ -33,7 +33,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 @dataclass
 class RequestKey:
-    """Which operation a request is, as far as it has been read."""
+    """The operation that a request is, as far as it has been read."""
 
     model_id: str = ""
     seq_id: int = 0

@@ -14,7 +14,7 @@ MAX_SEQ_ID = 2**31 - 1
 """The largest seq_id of a training operation: protobuf requests have it as int32."""
 
 _MOST_ERRORS = 1000
-"""Of a body whose first error is named. Pydantic describes all at once, which takes a kilobyte and microseconds for each."""
+"""Most errors of a body whose first is named. Pydantic describes all at once, which takes a kilobyte and microseconds for each."""
 
 
 def _check_finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which pydantic model parses the body of each kind of training operation.
+"""The pydantic model that parses the body of each kind of training operation.
 
 The server stores the body as the client sent it, and the engine parses it. So an error in it ends the operation's future and does not leave
 a hole in the sequence.

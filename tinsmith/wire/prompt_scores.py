@@ -157,7 +157,7 @@ class TargetLogprobs:
     """[cells] of `asked`; 0.0 where nothing was asked, and at image positions."""
 
     def encode(self) -> tinker_pb2.Tensor:
-        """In the layout of the question."""
+        """Encode the values in the layout of the question."""
         values, crow, col = self.values.astype("<f4"), self.asked.crow, self.asked.col
         if crow is None or col is None:
             return _dense(values.reshape(self.asked.shape), tinker_pb2.DTYPE_FLOAT32)

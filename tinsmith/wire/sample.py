@@ -36,7 +36,7 @@ _BASE64_PIECE = 2**20
 
 @dataclass(frozen=True)
 class StopRule:
-    """When a sequence ends before max_tokens. The token that ends it is part of the sequence."""
+    """The stop tokens or strings that end a sequence before max_tokens. The token that ends it is part of the sequence."""
 
     eos: bool
     """The model's end-of-sequence tokens end it. False only if the client sent `stop=[]`."""
@@ -55,7 +55,7 @@ class SamplingParams:
     temperature: float
     """0 chooses the most likely token."""
     top_p: float
-    """In (0, 1]."""
+    """Share of the probability that the considered tokens have at least, in (0, 1]."""
     top_k: int
     """-1 considers all tokens."""
     seed: int | None
@@ -113,7 +113,7 @@ class SampledSequence:
     topk: TopLogprobs | None = None
     """Likeliest tokens of each position, at the temperature of the request; None if they were not asked for."""
     versions: tuple[VersionSpan, ...] = ()
-    """Which weights gave which tokens, in order. Several only if the weights were replaced meanwhile (`inflight`)."""
+    """The weights that gave the tokens, in order. Several only if the weights were replaced meanwhile (`inflight`)."""
 
 
 class _TextBody(StrictModel):

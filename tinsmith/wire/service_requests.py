@@ -53,12 +53,12 @@ class CancelFutureRequest(StrictModel):
 
 
 class SamplesOfClient(StrictModel):
-    """Whose samples retrieve_futures asks about."""
+    """The client whose samples retrieve_futures asks about."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: Id
     cloned_sampler_id: CountFromZero = 0
-    """Which client of the sampling session; 0 is the one that created it."""
+    """The number of the client of the sampling session; 0 is the one that created it."""
 
 
 class RetrieveFuturesRequest(StrictModel):

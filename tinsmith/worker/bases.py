@@ -125,7 +125,7 @@ def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: 
 
 
 def _why_full(passed: Path, known: str) -> str:
-    """Why the quick form does not suffice; empty if it does. A file that cannot be read, or says something else, counts for nothing."""
+    """Return why the quick form does not suffice; empty if it does. A file that cannot be read, or is of something else, does not count."""
     try:
         return "" if passed.read_text() == known else f"{passed} is damaged"
     except FileNotFoundError:

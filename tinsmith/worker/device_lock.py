@@ -148,7 +148,7 @@ def _directory() -> int:
 
 
 def _holders(file: int) -> str:
-    """Who holds the lock of a file, as part of a sentence; empty if the system does not tell."""
+    """Return the holder of a file's lock, as part of a sentence; empty if the system does not tell."""
     if not _LOCKS.is_file():
         return ""
     inode = os.fstat(file).st_ino

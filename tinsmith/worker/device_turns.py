@@ -36,7 +36,7 @@ class Sleeper(Protocol):
 
 
 class DeviceTurns:
-    """Who has the GPU. For the worker's thread."""
+    """Decides whether training or the samplers' servers have the GPU. For the worker's thread."""
 
     def __init__(
         self, sleepers: Sequence[Sleeper], turn_s: float, leave: Callable[[], None], clock: Callable[[], float] = time.monotonic

@@ -49,7 +49,7 @@ class KeptCopies:
         """Bytes that the copies of each model take on the disk: two of them, because the former stays while the next is written. Of models
         whose copies this worker writes."""
         self.paid_off_at: dict[str, float] = {}
-        """When the last copy of each model will have taken no more than its share of the time, in monotonic time."""
+        """The monotonic time at which the last copy of each model will have taken no more than its share of the time."""
 
     def keep(self, backend: LocalBackend, model_id: str, directory: Path, before: str, then: Callable[[bool], None]) -> None:
         """Copy a model as it is now. `then` is told later whether `directory` holds the copy.

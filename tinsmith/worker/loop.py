@@ -97,7 +97,7 @@ class Worker:
         place: Place | None = None,
         compared: dict[str, BaseModel] | None = None,
     ) -> None:
-        """With a `group` others hold the same models and get a share of each pass. Without a `place` it is alone, beside its engine.
+        """Join a `group`, if given: its workers hold the same models and share each pass. Without a `place` it is alone, beside its engine.
 
         `compared` are whole base models for the sampler, where those that train are divided (`worker/bases.py`).
         """
@@ -184,7 +184,7 @@ class Worker:
             threads.deliver()
 
     def _dropped(self) -> set[str]:
-        """In the middle of a pass: the operations that the engine has dropped meanwhile. Whatever it says is handled after the pass.
+        """Return, in the middle of a pass, the operations that the engine has dropped meanwhile. Its messages are handled after the pass.
 
         Steps before the pass whose copies are kept by now are answered.
         """

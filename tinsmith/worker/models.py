@@ -132,7 +132,7 @@ class Models:
         self._beside(message, partial(write_files, self.files, message.checkpoint, write))
 
     def _refusal(self, base_model: str, shape: LoraShape) -> TinsmithError | None:
-        """Why a model of this shape could not be sampled."""
+        """Return the reason why a model of this shape could not be sampled."""
         refusals: list[TinsmithError] = []
         with failing_into(refusals.append):
             self.check(base_model, shape)

@@ -57,7 +57,7 @@ class Started:
     """A sample whose turn has come."""
 
     message: Sample
-    """Without the payload, which is needed no more."""
+    """The request without its payload, which is needed no more."""
     started_at: float
     """Monotonic time of its start."""
     in_sampler: bool = False

@@ -71,11 +71,11 @@ class Snapshots:
         self.disk_bytes = disk_bytes
         self.idle_s = idle_s
         self.held: OrderedDict[Key, Held] = OrderedDict()
-        """In memory, least recently sampled first."""
+        """Snapshots in memory, least recently sampled first."""
         self.sampled_at: dict[Key, float] = {}
-        """When each ephemeral snapshot was published or last sampled (monotonic), wherever it is."""
+        """The monotonic time at which each ephemeral snapshot was published or last sampled, wherever it is."""
         self.dropped: dict[Key, str] = {}
-        """Why a snapshot of a model that is still there was dropped."""
+        """The reason why a snapshot of a model that is still there was dropped."""
         self.newest: dict[tuple[str, str], Key] = {}
         """The last snapshot of each model, by base model and model id."""
         self.watchers: list[Callable[[str, Weights], None]] = []

@@ -35,12 +35,12 @@ class WorkerStatusReporter:
         """Passes and calls that the device has done."""
         self.due = 0.0
         self.summed_up = (time.monotonic(), 0, 0)
-        """When the log last got its line on samples (monotonic), and how many samples and tokens there had been."""
+        """The monotonic time of the log's last line on samples, and the numbers of samples and tokens then."""
         self.graphs: dict[str, int] = {}
         """Numbers of graphs that were already logged."""
 
     def report(self) -> None:
-        """To be called whenever the worker has done something, and at least every few seconds."""
+        """Call it whenever the worker has done something, and at least every few seconds."""
         now = time.monotonic()
         if now < self.due:
             return

@@ -22,7 +22,7 @@ class ExternalChat:
         self.questions: Queue[list[ChatMessage] | None] = Queue()
         """Messages of each request; None marks the end of the conversation."""
         self.refusal = ""
-        """Why a request was refused; empty if none was."""
+        """The reason why a request was refused; empty if none was."""
         self._answers: Queue[str | None] = Queue()
 
     def answer(self, text: str) -> None:

@@ -56,7 +56,7 @@ class GymnasiumEnv(Env):
         self.env.close()
 
     def metrics(self) -> dict[str, float]:
-        """How many steps were made, and whether an answer that is no action ended the episode."""
+        """The number of steps, and whether an answer that is no action ended the episode."""
         return {"steps": float(self.steps), "invalid": float(self.invalid)}
 
     def _shown(self, observation: Any) -> ChatMessage:

@@ -121,7 +121,7 @@ class VerifiersEnv(Env):
         self.episodes.endpoint.expect(trace.id, self._chat)
 
     def _fault(self) -> str:
-        """Why a finished episode failed; empty if it did not."""
+        """Return the reason why a finished episode failed; empty if it did not."""
         if self._chat.refusal:
             return self._chat.refusal
         if self._episode.cancelled():

@@ -130,7 +130,7 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
 
 
 class FileReceiver(_LayerByLayer):
-    """From a file in memory."""
+    """Receives weights from a file in memory."""
 
     update_info_cls = FileUpdate
 
@@ -141,7 +141,7 @@ class FileReceiver(_LayerByLayer):
 
 
 class IpcReceiver(_LayerByLayer):
-    """From the trainer's memory on this GPU."""
+    """Receives weights from the trainer's memory on this GPU."""
 
     update_info_cls = IpcUpdate
 
@@ -158,7 +158,7 @@ class IpcReceiver(_LayerByLayer):
 
 
 class BroadcastReceiver(_LayerByLayer):
-    """From the trainer's GPU to this one, and to those of other workers at the same time. Each gets all tensors and loads its share."""
+    """Receives weights from the trainer's GPU, as other workers do at the same time. Each gets all tensors and loads its share."""
 
     init_info_cls = MeetingPoint
     update_info_cls = BroadcastUpdate

@@ -73,7 +73,7 @@ class StepRows:
     """Whether a row has columns of `BatchedAdapters`."""
     groups: Sequence[AttendTogether]
     owner: Weights | None = None
-    """Whose weights all rows are computed with, where these are not among the columns; None for the base and its columns."""
+    """The owner of the weights of all rows, where these are not among the columns; None for the base and its columns."""
 
 
 class StepsInPlace:

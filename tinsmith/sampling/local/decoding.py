@@ -57,7 +57,7 @@ class Flight:
     drawn: Tensor
     """[rows, 2] tokens and log-probabilities, on the host once the step is done."""
     tops: Tops | Exception | None
-    """Why there are none, if the rows that want them cannot have them."""
+    """The reason why there are none, if the rows that want them cannot have them."""
     done: torch.cuda.Event | None
     """None on a CPU, which is done at once."""
 

@@ -39,7 +39,7 @@ from tinsmith.sampling.prefix import BLOCK
 """Columns of `DeviceBatch.state`."""
 
 Columns = tuple[int, int]
-"""From which column, inclusive, to which, exclusive. Equal numbers mean the base."""
+"""The first column of its adapter and the one behind the last. Equal numbers mean the base."""
 
 
 class DeviceBatch:

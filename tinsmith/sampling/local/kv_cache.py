@@ -60,7 +60,7 @@ class KVCache:
         self.key_of.clear()
 
     def take(self, count: int) -> list[int]:
-        """That many blocks. `clean` must be called before they are read.
+        """Take that many blocks. Call `clean` before they are read.
 
         Raises KeyError when there are too few: callers look at `available` first.
         """

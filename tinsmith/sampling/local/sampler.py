@@ -73,7 +73,7 @@ class LocalSampler:
         self.meanwhile: list[SampleEvent] = []
         """Events of steps in the middle of a pass over prompts, if `deliver` does not take them."""
         self.deliver: Callable[[Items[SampleEvent]], None] | None = None
-        """That of the `step` under way."""
+        """Takes such events at once. It is that of the `step` under way."""
         self.failed_meanwhile: list[SampleJob] | None = None
         """Jobs that failed in the middle of such a pass: it computes their prompts too, so they are dropped behind it."""
         self.must_settle = False
@@ -185,7 +185,7 @@ class LocalSampler:
         return events + self._read(flights)
 
     def _decode_between(self) -> None:
-        """In the middle of a pass over prompts: sequences that run do not wait for all of it, if their next step was launched ahead."""
+        """Read the steps that were launched ahead, in the middle of a pass over prompts: running sequences do not wait for all of it."""
         if self.flights:
             self.meanwhile += self._read(self.flights)
             if self.deliver is not None:

@@ -1,4 +1,4 @@
-"""Which sequences wait, which prompts are being computed, and which sequences run.
+"""Decides which sequences wait, which prompts are being computed, and which sequences run.
 
     waiting -> filling (has its blocks; the prompt is computed, perhaps in several passes) -> running (one token a step) -> ended
 

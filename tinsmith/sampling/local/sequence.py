@@ -118,7 +118,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
     """The keys of its first full blocks, as far as they were needed."""
     reason: Literal["stop", "length"] | None = None
-    """Why it ended; None while it runs."""
+    """The reason why it ended; None while it runs."""
 
     @property
     def length(self) -> int:

@@ -252,7 +252,7 @@ class Instance:
 
     connection: Connection
     slots: Slots
-    """For samples."""
+    """Adapter slots for samples."""
     spare_slot: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """One more, in which new weights are compared."""
     samples_per_request: int
@@ -276,7 +276,7 @@ class Instance:
     running: set[str] = field(default_factory=set)
     """Names of requests that have been sent with a name, by which the server can be told to abort them."""
     refusal: str | None = None
-    """Why it is not sampled from at all (`launch.py`)."""
+    """The reason why it is not sampled from at all (`launch.py`)."""
     probing: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     """The task that finds out the kinds below (`Publisher.try_probes`), under the key of the base's weights."""
     merged_kinds: frozenset[str] = frozenset()

@@ -350,7 +350,7 @@ def check_installed(base: BaseModel, python: str, served_on: torch.device) -> No
 
 
 def refusal(base: BaseModel, version: str, served_on: torch.device) -> str | None:
-    """Why this version of vLLM does not sample a base model on a device of that type; None if it does."""
+    """Return the reason why this version of vLLM does not sample a base model on a device of that type; None if it does."""
     numbers, device = ".".join(version.split(".")[:2]), served_on.type
     if not has_delta_nets(base) or (numbers, device) in RUN_WITH_DELTA_NETS:
         return None

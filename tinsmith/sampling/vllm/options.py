@@ -33,7 +33,7 @@ _REFUSED = {
     "--fully-sharded-loras": "what a process holds of an adapter is not compared then",
     "--config": "Tinsmith does not read that file, and must know what is in it: pass its options one by one",
 }
-"""Why each cannot work. A size or count of 1 is allowed, because that is what vLLM does by default."""
+"""The reason why each cannot work. A size or count of 1 is allowed, because that is what vLLM does by default."""
 _SHORTEST_PREFIX = 8
 """Characters from which a beginning is compared too: vLLM accepts the beginning of an option's name for the whole."""
 

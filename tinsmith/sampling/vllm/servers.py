@@ -51,7 +51,7 @@ class Launch:
     """A server to start."""
 
     command: list[str]
-    """Without the option for the socket."""
+    """The command line, without the option for the socket."""
     environment: Mapping[str, str]
     sockets: Path
     """A directory that only the user can enter."""
@@ -97,7 +97,7 @@ class Server:
         self._starts = itertools.count()
         self._suspected = asyncio.Event()
         self._fault = ""
-        """Why the last instance was ended; empty if it ended by itself."""
+        """The reason why the last instance was ended; empty if it ended by itself."""
 
     def suspect(self, instance: Instance, reason: str) -> None:
         """A request to `instance` was lost: send no more until the server is known to answer."""
@@ -330,7 +330,7 @@ class Servers:
         self.tasks = [asyncio.create_task(server.run()) for server in servers]
         self.changed = changed
         self.affinity: LRUCache[bytes, Server] = LRUCache(2**16)
-        """Which server computed a prompt, by the key of its last full block."""
+        """The server that computed a prompt, by the key of the prompt's last full block."""
 
     async def pick(self, keys: list[bytes], max_lead: int) -> tuple[Server, Instance]:
         """A server that is ready, and its instance. Waits while servers are being started.

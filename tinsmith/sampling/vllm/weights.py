@@ -179,7 +179,7 @@ class IpcTransfer:
 
 
 class BroadcastTransfer:
-    """From the trainer's GPU to all of the server's at the same time, tensor by tensor (`transfer_group.py`)."""
+    """Sends weights from the trainer's GPU to all of the server's at the same time, tensor by tensor (`transfer_group.py`)."""
 
     def __init__(self, directory: Path, device: torch.device, ranks: int = 1, longest_s: float = LONGEST_BROADCAST_S) -> None:
         """Trainer and workers, `ranks` of them, find each other through a file in `directory`, which only the user can enter.

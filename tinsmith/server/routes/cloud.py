@@ -29,7 +29,7 @@ async def audit(request: Request) -> Response:
 
 @router.get("/auth/apikey/me")
 async def describe_key(request: Request) -> Response:
-    """Whose the API key is. Keys are not checked, so every key is the owner's."""
+    """The owner of the API key. Keys are not checked, so every key is the same owner's."""
     details = {"org_details": {"name": OWNER}, "user_details": {"email": ""}}
     return json_reply({"key_id": 0, "name": OWNER, "note": "this server does not check keys", "details": details})
 

@@ -47,7 +47,7 @@ async def retrieve_future(request: Request) -> Response:
 
 @router.post("/retrieve_futures")
 async def retrieve_futures(request: Request) -> Response:
-    """Which samples of a client have ended since it last asked, after up to `long_poll_s`. The client then fetches each result."""
+    """Return the samples of a client that have ended since it last asked, after up to `long_poll_s`. The client fetches each result."""
     hub = hub_of(request)
     asked = await hub.bodies.read_parsed(request, _MAX_POLL_BYTES, None, "application/json", parse_poll)
     client = asked.target.sampling_session_id, asked.target.cloned_sampler_id
@@ -124,7 +124,7 @@ def _sample_reply(hub: Hub, ended: SampleDone | SampleFailed) -> Response:
 
 
 async def _reason_unknown(hub: Hub, request_id: str) -> Exception:
-    """Why a sample is unknown. If its weights are gone this is a 404: after a 410 the SDK would submit the sample again and again."""
+    """Return the error for an unknown sample. If its weights are gone it is a 404: after a 410 the SDK would submit it again and again."""
     key = ids.parse_request_id(request_id)
     if key is None:
         return NotFoundError(f"request_id={request_id!r} does not exist")

@@ -48,7 +48,7 @@ async def readyz(request: Request) -> Response:
 
 @router.post("/client/config")
 async def client_config(request: Request) -> Response:
-    """Which optional parts of the protocol the SDK is to use with this server."""
+    """Return the optional parts of the protocol that the SDK is to use with this server."""
     config = hub_of(request).config.server
     return json_reply(
         {

@@ -39,7 +39,7 @@ async def _require_training(request: Request) -> None:  # as a plain function it
 
 
 _TRAINS = [Depends(_require_training)]
-"""For every route of training: where nothing is trained there is no sequence of operations in which a refusal would leave a hole."""
+"""Refuse every route of training where nothing is trained: there is no sequence of operations in which that would leave a hole."""
 
 
 async def _body(request: Request, hub: Hub) -> bytes:
