@@ -10,7 +10,7 @@ from tests.recipes.workshop import CHAT_MODEL, Outcome, Workshop
 SCANS_TO_TEST = 297
 EPOCHS = amount(4, 12)
 RIGHT = amount(0.3, 0.8)
-"""The least share of held-out scans that it names then; who does not look names a tenth. It was 0.49 to 0.75, and 0.92, on different processors."""
+"""The least share of held-out scans that it names then; guesses name a tenth. It was 0.49 to 0.75, and 0.92, on several processors."""
 LEFT = amount(0.15, 0.08)
 """The most nats a token, likewise; who knows the names and does not look needs 0.18. It was 0.07 to 0.1, and 0.02."""
 
