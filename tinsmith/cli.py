@@ -86,6 +86,18 @@ def serve(config: Path | None, **options: Any) -> None:
     serve(configuration_of(config, options))
 
 
+def warm(config: Path | None, **options: Any) -> None:
+    """Do what makes the first start slow, such as compiling kernels, and exit.
+
+    Give it the settings of the server: a later `tinsmith serve` with them and the same data directory starts quickly. Run it before a
+    server is needed, or while an image of a machine is made.
+    """
+    from tinsmith.commands.serve import configuration_of, warm
+
+    took = warm(configuration_of(config, options))
+    typer.echo(f"ready after {took:.0f} s; what was compiled and checked is kept for the next start with these settings")
+
+
 def doctor(config: Path | None, **options: Any) -> None:
     """Check what this machine offers and what is missing.
 
@@ -183,6 +195,7 @@ def _signature(own: list[inspect.Parameter], chosen: Iterable[Setting]) -> inspe
 # Typer reads a command's options from its signature. Those of these commands are made from the settings.
 for _command, _own, _chosen in (
     (serve, [], list(settings())),
+    (warm, [], list(settings())),
     (doctor, [], list(settings())),
     (plan, _PLAN_OPTIONS, [each for each in settings() if each.name in _PLANNED]),
 ):

@@ -1,4 +1,4 @@
-"""`tinsmith serve`: the configuration that a person asks for, checked as a whole, and the server that runs with it."""
+"""`tinsmith serve` and `tinsmith warm`: the configuration that a person asks for, checked as a whole, and what runs with it."""
 
 import importlib.util
 import os
@@ -12,6 +12,24 @@ from tinsmith.errors import ConfigError
 
 def serve(config: Config) -> None:
     """Serve until Ctrl-C. Raises ConfigError for what cannot work, before anything slow is imported."""
+    _require_servable(config)
+    from tinsmith.server.main import run_server
+
+    run_server(config)
+
+
+def warm(config: Config) -> float:
+    """Start as `serve` does and end when the engine is ready, which keeps what was compiled and checked. Returns the seconds it took.
+
+    Raises ConfigError as `serve` does.
+    """
+    _require_servable(config)
+    from tinsmith.server.main import warm_up
+
+    return warm_up(config)
+
+
+def _require_servable(config: Config) -> None:
     sources = base_model_sources(config)
     from tinsmith.models.files import require_usable
 
@@ -25,9 +43,6 @@ def serve(config: Config) -> None:
     from tinsmith.memory.shard_choice import chosen_shard
 
     config.distributed.shard = chosen_shard(config, workers)
-    from tinsmith.server.main import run_server
-
-    run_server(config)
 
 
 def configuration_of(file: Path | None, options: dict[str, Any]) -> Config:

@@ -62,6 +62,8 @@ class EngineProcess:
         self._bye = asyncio.Event()
         self._fault = ""
         """The reason for which the engine that runs, or has just ended, was to end; empty if nobody knows."""
+        self.ready = asyncio.Event()
+        """Set once an engine was ready."""
         self._was_ready = False
         """Whether the engine that runs, or has just ended, was ever ready."""
         self._beaten = False
@@ -195,6 +197,7 @@ class EngineProcess:
             self._progress.finish()
             log.info("the engine is ready: %s", ", ".join(model["name"] for model in message.models))
             await self._on_ready()
+            self.ready.set()
 
     async def _listen(self, link: ServerLink) -> None:
         while True:

@@ -9,6 +9,7 @@ import math
 import resource
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,21 @@ def run_server(config: Config) -> None:
     Raises ConfigError: no base model, an address that cannot be used, a data_dir that cannot be used or that another server uses, a damaged
     database, or an engine that ends before it was ever ready.
     """
+    _run(config, until_ready=False)
+
+
+def warm_up(config: Config) -> float:
+    """Run a server until its engine is ready, for what the next start finds then. It listens on a free port of this machine.
+
+    Returns the seconds it took. Raises as `run_server` does.
+    """
+    config.server.host, config.server.port = "127.0.0.1", 0
+    began = time.monotonic()
+    _run(config, until_ready=True)
+    return time.monotonic() - began
+
+
+def _run(config: Config, until_ready: bool) -> None:
     start_logging("server", config.log_level)
     if not config.base_models:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
@@ -51,8 +67,8 @@ def run_server(config: Config) -> None:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         store.check()
         store.let_shrink()
-        signals = uvloop.run(_serve(config, listener, store, data_dir))
-    if len(signals) > 1:
+        signals = uvloop.run(_serve(config, listener, store, data_dir, until_ready))
+    if len(signals) > 1 or (signals and until_ready):
         raise SystemExit(128 + signals[-1])
 
 
@@ -108,8 +124,8 @@ def http_config(hub: Hub) -> uvicorn.Config:
     )
 
 
-async def _serve(config: Config, listener: socket.socket, store: Store, data_dir: Path) -> list[int]:
-    """Serve until a signal; returns the signals that came."""
+async def _serve(config: Config, listener: socket.socket, store: Store, data_dir: Path, until_ready: bool) -> list[int]:
+    """Serve until a signal, or until the engine is ready; returns the signals that came."""
     hub = Hub(config, store, data_dir)
     http = _HttpServer(http_config(hub))
     stop = asyncio.Event()
@@ -139,12 +155,14 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
     http_task = asyncio.create_task(http.serve([listener]))
     stop_task = asyncio.create_task(stop.wait())
     lifetimes_task = asyncio.create_task(keep_up(hub.lifetimes, partial(hub.end_session, save=True)))
-    await asyncio.wait([engine_task, http_task, stop_task], return_when=asyncio.FIRST_COMPLETED)
+    ready_task = [asyncio.create_task(hub.engine.ready.wait())] if until_ready else []
+    await asyncio.wait([engine_task, http_task, stop_task, *ready_task], return_when=asyncio.FIRST_COMPLETED)
     http.should_exit = True
     hub.waiters.close()
     await hub.engine.stop()
     await http_task
-    stop_task.cancel()
+    for waiting in (stop_task, *ready_task):
+        waiting.cancel()
     lifetimes_task.cancel()
     try:
         await engine_task
