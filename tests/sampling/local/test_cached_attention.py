@@ -11,22 +11,11 @@ from tests.bases import DEVICE
 from tinsmith.models.attention import continued_attention
 from tinsmith.models.layers import Attention
 from tinsmith.sampling.local.cache_shape import CacheShape
-from tinsmith.sampling.local.cached_attention import NARROW, CachedPlan, ContinuedWindows, Window, group_similar
+from tinsmith.sampling.local.cached_attention import CachedPlan, ContinuedWindows, Window
 from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
 from tinsmith.sampling.prefix import BLOCK
 
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3
-
-
-@pytest.mark.parametrize(
-    ("windows", "groups"),
-    [
-        ([Window([0] * count, 5, 6) for count in (1, NARROW, 2000, 3, 1025, NARROW + 1, 1024)], [[0, 1, 3], [2, 4], [5], [6]]),
-        ([Window([1], 5, end) for end in (6, 8, 6, 12)], [[0, 2], [1, 3]]),
-    ],
-)
-def test_a_long_sequence_does_not_widen_the_short_ones_and_single_tokens_are_apart(windows: list[Window], groups: list[list[int]]) -> None:
-    assert [[i for i, _ in group] for group in group_similar(list(enumerate(windows)))] == groups
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])])
