@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.bases import DEVICE
 from tests.extent import amount, slow
-from tinsmith.sampling.choose import COLDEST, Choice, choose, choose_next, choose_reference, draw, draws_needed, logprobs_at
+from tinsmith.sampling.choose import COLDEST, Choice, choose, choose_reference, draw, draws_needed, logprobs_at
 from tinsmith.sampling.randomness import as_bits, uniforms
 from tinsmith.sampling.truncation import WEIGHT_BITS, last_kept_reference, order_preserving, truncate
 
@@ -51,22 +51,13 @@ def chosen(logits: torch.Tensor, how: Choice) -> tuple[list[int], list[float]]:
     return [c.token for c in found], [c.logprob for c in found]
 
 
-def test_each_row_reports_as_many_of_the_likeliest_as_it_asks_for() -> None:
-    how = replace(same_for_all(3, temperature=0.5), topk=np.array([2, 0, 3]))
-    expected = (LOGITS / 0.5).log_softmax(-1).sort(descending=True)
-    tops = [c.top for c in choose(LOGITS.expand(3, -1).to(DEVICE), how)]
-    for (ids, logprobs), k in zip(tops, [2, 0, 3], strict=True):
-        assert ids == expected.indices[:k].tolist()
-        np.testing.assert_allclose(logprobs, expected.values[:k], atol=1e-6)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_frequencies_follow_the_tempered_distribution(temperature: float) -> None:
-    draws = 40_000
+    draws = 10_000
     tokens, logprobs = chosen(LOGITS.expand(draws, -1), same_for_all(draws, temperature))
     expected = (LOGITS / temperature).softmax(-1)
     counts = np.bincount(tokens, minlength=6) / draws
-    np.testing.assert_allclose(counts, expected.numpy(), atol=0.01)
+    np.testing.assert_allclose(counts, expected.numpy(), atol=0.02)
     np.testing.assert_allclose(logprobs, expected.log()[tokens].numpy(), atol=1e-6)
 
 
@@ -85,27 +76,18 @@ def test_the_likeliest_stays_the_likeliest_at_any_temperature(temperature: float
     assert set(tokens) <= {3, 4}
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "kept"),
-    [
-        (2, 1.0, {0, 1}),
-        (1, 1.0, {0}),
-        (100, 1.0, {0, 1, 2, 3, 4, 5}),
-        (-1, 0.5, {0}),
-        (-1, 0.6, {0, 1}),
-        (-1, 1e-9, {0}),
-        (-1, 1e-50, {0}),
-        (2, 0.75, {0, 1}),
-        (2, 0.7, {0}),  # of the first two tokens the first has 0.73 of the probability
-    ],
-)
-def test_truncation_keeps_exactly_these(top_k: int, top_p: float, kept: set[int]) -> None:
+KEPT = [(2, 1.0, 2), (1, 1.0, 1), (100, 1.0, 6), (-1, 0.5, 1), (-1, 0.6, 2), (-1, 1e-50, 1), (2, 0.75, 2)]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "kept"), [*KEPT, (2, 0.7, 1)])  # of the first two tokens the first has 0.73 of the probability
+def test_truncation_keeps_exactly_these(top_k: int, top_p: float, kept: int) -> None:
+    """Log-probabilities are over the whole vocabulary, before truncation."""
     logprobs = LOGITS.log_softmax(-1).unsqueeze(0)
     rest = truncate(LOGITS.unsqueeze(0), logprobs, torch.tensor([top_k]), torch.tensor([top_p]))[0]
-    assert set(rest.isfinite().nonzero().squeeze(1).tolist()) == kept
+    assert rest.isfinite().tolist() == [token < kept for token in range(6)]
     tokens, reported = chosen(LOGITS.expand(500, -1), same_for_all(500, top_k=top_k, top_p=top_p))
-    assert set(tokens) <= kept
-    np.testing.assert_allclose(reported, logprobs[0][tokens].numpy(), atol=1e-6)  # over the whole vocabulary, before truncation
+    assert max(tokens) < kept
+    np.testing.assert_allclose(reported, logprobs[0][tokens].numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 15, 17, 256, 300, 5000])
@@ -185,22 +167,6 @@ def test_truncation_is_that_of_a_sorted_vocabulary(steps: list[int], top_k: int,
     assert set(rest[0].isfinite().nonzero().flatten().tolist()) == kept
     assert rest[1].isfinite().nonzero().flatten().tolist() == [0]
     torch.testing.assert_close(rest[2], logprobs[2], atol=0, rtol=0)
-
-
-def test_rows_chosen_on_the_device_are_those_chosen_one_by_one() -> None:
-    rows, vocabulary = 12, 700
-    logits = (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1)) * 3).to(DEVICE)
-    how = replace(
-        same_for_all(rows),
-        temperature=np.tile(np.array([0, 0.7, 1, 2], np.float32), 3),
-        top_k=np.repeat(np.array([-1, 5, 50]), 4),
-        top_p=np.array([1, 0.9, 0.5, 1] * 3, np.float32),
-        seed=np.arange(rows, dtype=np.uint64) + np.uint64(2**63),
-    )
-    tokens, logprobs = choose_next(logits, how.on(logits.device), truncates=True)
-    alone = [choose(logits[row : row + 1], how.of(slice(row, row + 1)))[0] for row in range(rows)]
-    assert tokens.tolist() == [one.token for one in alone]
-    np.testing.assert_allclose(logprobs.cpu(), [one.logprob for one in alone], atol=1e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [3, 300, 5000, *slow(70_000)])  # the tree of 70,000 has one level more

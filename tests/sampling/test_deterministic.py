@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.bases import DEVICE, datum, load, picture_chunks, random_adapter, renderer
-from tests.sampling.local.test_cached_attention import whole
+from tests.sampling.local.test_kernels import whole
 from tests.sampling.local.test_sampler import PARAMS, ask, check, prompt_of, run, sampled, sampler_of
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import ConfigError

@@ -18,14 +18,12 @@ from tests.sampling.local.test_sampler import (
     PARAMS,
     Bench,
     ask,
-    check_versions,
     forward_logprobs,
     full_weights,
     prompt_of,
     run,
     sampler_of,
     tokens_of,
-    versions_of,
 )
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
@@ -62,21 +60,6 @@ def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(
     assert decode_graph.captures() >= before + len(graphs_of(captured))
     assert not captured.decoding.run.eager
     assert not graphs_of(eager)
-
-
-def test_a_replayed_graph_reads_the_newest_adapter(text_base: BaseModel) -> None:
-    """Published in flight, and sampled one after the other; no graph is captured for it."""
-    sampler, rendered, versions = sampler_of(text_base), prompt_of(text_base, (0, 20)), versions_of(text_base, 4)
-    sampler.add("x", ask(replace(PARAMS, max_tokens=40)), rendered, versions[0])
-    for newest in versions[1:]:
-        for _ in range(6):
-            sampler.step()
-        before = dict(graphs_of(sampler))
-        sampler.publish(newest)
-    result = run(sampler)["x"]
-    assert graphs_of(sampler) == before
-    assert [span.version for span in result.sequences[0].versions] == ["v0", "v1", "v2", "v3"]
-    check_versions(text_base, rendered, [*versions], result)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
@@ -159,26 +142,6 @@ def test_a_capture_that_fails_leaves_the_step_as_it_is(
     captured.decoding.run.steps += decode_graph.RETRY
     answers(captured, 24)
     assert 8 in {kind.rows for kind in graphs_of(captured)}
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("eager", [False, True])
-def test_nothing_in_a_step_waits_for_the_device(family_base: Callable[[str], BaseModel], family: str, eager: bool) -> None:
-    """PyTorch raises where it would wait."""
-    sampler = sampler_of(family_base(family), eager=eager)
-    inner = sampler.decoding.run
-
-    def watched(batch: Any, rows: Any) -> Any:
-        if inner._find(batch, rows) is None and not eager:
-            return inner(batch, rows)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return inner(batch, rows)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    sampler.decoding.run = watched  # type: ignore[assignment]
-    answers(sampler)
 
 
 def test_full_weights_have_graphs_of_their_own_as_long_as_they_are_sampled(text_base: BaseModel) -> None:

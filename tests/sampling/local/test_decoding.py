@@ -78,9 +78,7 @@ def check_equal(done: dict[str, SampleResult], expected: dict[str, SampleResult]
 
 
 @pytest.mark.parametrize("how", ["step by step", "ahead", "ahead, with dead rows"])
-def test_whoever_comes_and_goes_each_gets_what_it_would_get_alone(
-    answered_alone: tuple[BaseModel, dict[str, SampleResult]], how: str
-) -> None:
+def test_each_gets_what_it_would_get_alone(answered_alone: tuple[BaseModel, dict[str, SampleResult]], how: str) -> None:
     """With joins, ends and preemptions. A graph computes dead rows, which nobody has: here these read and write NaN."""
     base, expected = answered_alone
     roomy = how == "ahead, with dead rows"
@@ -118,21 +116,28 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_a_step_waits_for_nothing(family_base: Callable[[str], BaseModel], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With adapters and all ways to choose tokens. Attention is the one that reads its lengths on the device, as the kernel does."""
+@pytest.mark.parametrize("any_base", ["qwen3_vl", "qwen3_5"], indirect=True)
+def test_a_step_waits_for_nothing(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters, full weights and all ways to choose tokens, so it can be captured. Attention reads its lengths on the device here."""
     monkeypatch.setattr(decode_step, "paged_attention", paged_reference)
-    sampler = sampler_of(family_base(family), runs_ahead=True)
-    inner, steps = sampler.decoding.run, []
+    sampler, full = sampler_of(any_base, runs_ahead=True), full_weights(any_base)
+    inner, seen = DecodeStep.__call__, list[StepRows]()
 
-    def watched(batch: DeviceBatch, rows: StepRows) -> Tensor | None:
-        steps.append(rows)
+    def watched(step: DecodeStep, batch: DeviceBatch, rows: StepRows, in_place: bool = False) -> Tensor:
+        seen.append(rows)
+        if rows.owner is full:
+            assert step.can_be_captured(batch, rows)
+            with monkeypatch.context() as patch:  # here each row copies what it attends to
+                patch.setattr(decode_step, "MOST_GATHERED", rows.count * batch.table.shape[1] * 2 * step.cache.keys[0, 0].nbytes - 1)
+                assert not step.can_be_captured(batch, rows)
         with NoWaiting():
-            return inner(batch, rows)
+            return inner(step, batch, rows, in_place)
 
-    sampler.decoding.run = watched  # type: ignore[assignment]
+    monkeypatch.setattr(DecodeStep, "__call__", watched)
+    sampler.add("full", ask(num_samples=2), prompt_of(any_base, (0, 9)), full)
     answers(sampler)
-    assert any(rows.truncates and rows.has_adapters and rows.needs_logits for rows in steps)
+    assert any(rows.truncates and rows.has_adapters and rows.needs_logits for rows in seen)
+    assert any(rows.owner is full for rows in seen)
     with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
         torch.ones(3).max().item()
 
@@ -140,13 +145,12 @@ def test_a_step_waits_for_nothing(family_base: Callable[[str], BaseModel], famil
 # Steps that are launched ahead
 
 
-@pytest.mark.parametrize(("family", "when"), [("qwen3", 2), ("qwen3_5", 3)])
-def test_what_happens_between_steps_finds_one_under_way(family_base: Callable[[str], BaseModel], family: str, when: int) -> None:
+@pytest.mark.parametrize(("any_base", "when"), [("qwen3", 2), ("qwen3_5", 3)], indirect=["any_base"])
+def test_what_happens_between_steps_finds_one_under_way(any_base: BaseModel, when: int) -> None:
     """A sample is cancelled, another stops at a token that nobody foresaw: the rest get their tokens."""
-    base = family_base(family)
-    alone, bench = (Bench(base, runs_ahead=runs_ahead) for runs_ahead in (False, True))
+    alone, bench = (Bench(any_base, runs_ahead=runs_ahead) for runs_ahead in (False, True))
     for number in range(4):
-        alone.add(str(number), prompt_of(base, (number, 14 + number)), ask(num_samples=2))
+        alone.add(str(number), prompt_of(any_base, (number, 14 + number)), ask(num_samples=2))
     expected = {name: tokens_of(result) for name, result in run(alone.sampler).items()}
     stop = expected["1"][0][when]
     for name, (rendered, _) in alone.asked.items():
@@ -161,9 +165,7 @@ def test_what_happens_between_steps_finds_one_under_way(family_base: Callable[[s
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_likeliest_tokens_that_cannot_be_had_fail_their_job_alone(
-    any_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
-) -> None:
+def test_likeliest_tokens_that_are_not_had_fail_their_job(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool) -> None:
     """The step is done by then, and is not computed again."""
     bench, calls = Bench(any_base, runs_ahead=runs_ahead), []
 
@@ -215,10 +217,8 @@ def test_rows_take_the_columns_of_newer_weights(vision_base: BaseModel) -> None:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("injected")])
-def test_running_sequences_go_on_in_the_middle_of_a_pass_over_prompts(
-    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
-    """With `error` one of them fails there, while another sample of its job is being computed again."""
+def test_running_sequences_go_on_amid_a_pass(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
+    """A pass over prompts. With `error` one of them fails there, while another sample of its job is being computed again."""
     bench = Bench(text_base, runs_ahead=True, prefill_tokens_beside=20)
     sampler = bench.sampler
     bench.add("first", prompt_of(text_base, (0, 9)), ask(num_samples=2))
@@ -245,28 +245,6 @@ def test_running_sequences_go_on_in_the_middle_of_a_pass_over_prompts(
     assert any(between)
     assert not sampler.meanwhile
     assert ("first" in bench.check(ended)) == (error is None)
-
-
-def test_a_step_with_full_weights_waits_for_nothing(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it can be captured too."""
-    monkeypatch.setattr(decode_step, "paged_attention", paged_reference)
-    full, inner, owners = full_weights(text_base), DecodeStep.__call__, set()
-
-    def watched(step: DecodeStep, batch: DeviceBatch, rows: StepRows, in_place: bool = False) -> Tensor:
-        assert step.can_be_captured(batch, rows)
-        with monkeypatch.context() as patch:  # here each row copies what it attends to
-            patch.setattr(decode_step, "MOST_GATHERED", rows.count * batch.table.shape[1] * 2 * step.cache.keys[0, 0].nbytes - 1)
-            assert not step.can_be_captured(batch, rows)
-        owners.add(id(rows.owner))
-        with NoWaiting():
-            return inner(step, batch, rows, in_place)
-
-    monkeypatch.setattr(DecodeStep, "__call__", watched)
-    bench, rendered = Bench(text_base, runs_ahead=True), prompt_of(text_base, (0, 9))
-    bench.add("full", rendered, ask(num_samples=2), full)
-    bench.add("base", rendered, ask(num_samples=2))
-    bench.run()
-    assert owners == {id(full), id(None)}
 
 
 def test_what_a_lack_of_memory_preempts_is_not_launched_with_the_next_group(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.bases import DEVICE, load, picture_chunks, random_adapter, random_tokens, renderer
 from tests.extent import amount
 from tests.sampling.local import test_sampler as local
-from tests.sampling.local.test_sampler import PARAMS, Bench, ask, count_tokens, full_weights, of_session, prompt_of
+from tests.sampling.local.test_sampler import Bench, ask, count_tokens, full_weights, of_session, prompt_of
 from tinsmith.models.base import BaseModel
 from tinsmith.models.delta_rule import gated_delta_rule
 from tinsmith.models.full import Weights
@@ -91,14 +91,6 @@ def test_states_of_running_sequences_are_never_more_than_places(hybrid_base: Bas
     assert most == 7
 
 
-def test_a_growing_sequence_takes_no_saved_state_while_others_wait(hybrid_base: BaseModel) -> None:
-    """The saved state of a prompt stays for those that wait with the same one."""
-    bench = Bench(hybrid_base, slots=4)
-    for number in range(9):
-        bench.add(str(number), prompt_of(hybrid_base, (0, 70)), ask(replace(PARAMS, seed=number, max_tokens=40)))
-    assert sorted(result.cached_tokens for result in bench.run().values()) == [0] + [64] * 8
-
-
 def test_tokens_that_a_prompt_computed_itself_are_not_called_cached(any_base: BaseModel) -> None:
     """A prompt in pieces that gives way to another session finds its own blocks when it goes on."""
     bench = Bench(any_base, prefill_tokens=64, max_running=2)
@@ -161,22 +153,18 @@ def check_failing(bench: Bench, failing: Failing, error: str) -> None:
 @pytest.mark.parametrize(
     ("error", "step", "layer"), [("out of memory", 0, 0), ("out of memory", 2, 2), ("out of memory", 9, 1), ("another", 9, 2)]
 )
-def test_a_pass_that_fails_in_any_layer_steps_no_state(
-    hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: str, step: int, layer: int
-) -> None:
-    """In the prompts, and while answers grow: twice, so that the smaller pass that follows fails too."""
+def test_a_layer_that_fails_steps_none(hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: str, step: int, layer: int) -> None:
+    """Of all states. In the prompts, and while answers grow: twice, so that the smaller pass that follows fails too."""
     failing = Failing(gated_delta_rule, [3 * step + layer, 3 * step + layer + 2], ERRORS[error])
     monkeypatch.setattr(states_module, "gated_delta_rule", failing)
     check_failing(Bench(hybrid_base, prefill_tokens=60), failing, error)
 
 
-@pytest.mark.parametrize(("error", "runs_ahead"), [("out of memory", True), ("another", False)])
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("place", PLACES)
-def test_what_fails_behind_the_layers_steps_no_state(
-    hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: str, place: str, runs_ahead: bool
-) -> None:
-    """In passes over prompts, and in decoding steps."""
-    bench = Bench(hybrid_base, runs_ahead=runs_ahead, prefill_tokens=30)
+def test_what_fails_behind_the_layers_steps_none(hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: str, place: str) -> None:
+    """Of all states. In passes over prompts, and in decoding steps, which run ahead in half of the cases."""
+    bench = Bench(hybrid_base, runs_ahead=error == "out of memory", prefill_tokens=30)
     holder, name = PLACES[place](bench.sampler)
     # A copy that is made is given back by whom it is given.
     failing = Failing(getattr(holder, name), [1, 4], ERRORS[error], after=place != "copies")
@@ -266,14 +254,11 @@ EVENTS = st.lists(
     requests=st.lists(REQUESTS, min_size=1, max_size=6),
     events=EVENTS,
     cache=st.sampled_from([(400, 40), (30, 6), (24, 1), (400, 3), (20, 12)]),
-    prefill=st.sampled_from([40, 64, 4096]),
-    runs_ahead=st.booleans(),
+    settings=st.fixed_dictionaries({"prefill_tokens": st.sampled_from([40, 64, 4096]), "runs_ahead": st.booleans()}),
 )
-def test_states_are_right_whatever_happens(
-    hybrid_base: BaseModel, requests: Any, events: Any, cache: tuple[int, int], prefill: int, runs_ahead: bool
-) -> None:
+def test_states_are_right_whatever_happens(hybrid_base: BaseModel, requests: Any, events: Any, cache: Any, settings: Any) -> None:
     """Requests come, are cancelled, go on with newer weights, and passes fail, in any order, in large and in tiny caches."""
-    play = Play(Bench(hybrid_base, *cache, runs_ahead=runs_ahead, prefill_tokens=prefill), requests)
+    play = Play(Bench(hybrid_base, *cache, **settings), requests)
     play.add()
     for steps, event in events:
         for _ in range(steps):

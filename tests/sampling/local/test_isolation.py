@@ -90,9 +90,7 @@ def test_scores_and_weights_that_cannot_be_computed_fail_their_requests_alone(an
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_step_that_always_fails_for_one_job_fails_that_job_alone(
-    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
-) -> None:
+def test_a_step_that_always_fails_for_a_job_fails_it_alone(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool) -> None:
     expected, inner = undisturbed(text_base), DecodeStep.__call__
 
     def failing(step: DecodeStep, batch: DeviceBatch, rows: StepRows) -> torch.Tensor:
@@ -142,14 +140,10 @@ def test_memory_that_never_suffices_fails_one_request_after_the_other(text_base:
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_memory_for_one_sequence_alone_serves_all_of_them_one_after_the_other(
-    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, prompts: int
-) -> None:
+def test_memory_for_one_sequence_alone_serves_all_of_them(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, prompts: int) -> None:
     """Neither two sequences fit, nor a token of a prompt beside one that runs: then the prompt waits until nothing runs."""
     asked = [(of_session(str(number), 12), prompt_of(text_base, (number, 20))) for number in range(1 + prompts)]
-    expected = {
-        str(number): tokens_of(sampled(sampler_of(text_base), rendered, request)) for number, (request, rendered) in enumerate(asked)
-    }
+    expected = {str(number): tokens_of(sampled(sampler_of(text_base), *each[::-1])) for number, each in enumerate(asked)}
     sampler, inner, compute, refused = sampler_of(text_base), text_base.hidden_states, DecodeStep.__call__, list[str]()
 
     def alone_only(row: PackedRow, plan: PassPlan, **others: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ Invariant: Sampler logprobs equal the trainer's; seeds ignore batch mates; a sma
 Also: `tests/acceptance/test_sampling.py`.
 
 Invariant: A prompt in pieces, a prefix from the cache, a cut image change nothing; nothing is shared between weights or images.
-Also: `tests/sampling/local/test_cached_attention.py`.
+Also: `tests/sampling/local/test_kernels.py`.
 
 Invariant: Tokens that are read while they come are those of the result, each once, whatever weights replace others and whatever server is
 lost.
@@ -12,9 +12,7 @@ Also: `tests/sampling/vllm/test_sampler.py`, `tests/with_vllm/test_a_sampler.py`
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -84,21 +82,20 @@ def run(sampler: LocalSampler) -> dict[str, SampleResult]:
     return done
 
 
-def forward_logprobs(base: BaseModel, weights: Weights | None, rendered: RenderedInput, answer: list[int]) -> tuple[np.ndarray, np.ndarray]:
+Scores = tuple[np.ndarray, np.ndarray]
+
+
+def forward_logprobs(base: BaseModel, weights: Weights | None, rendered: RenderedInput, answer: list[int]) -> Scores:
     """The trainer's log-probabilities of the prompt after its first token, and of the answer."""
-    (found,) = forward_of_answers(base, weights, rendered, [answer])
-    return found
+    return forward_of_answers(base, weights, rendered, [answer])[0]
 
 
-def forward_of_answers(
-    base: BaseModel, weights: Weights | None, rendered: RenderedInput, answers: list[list[int]]
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def forward_of_answers(base: BaseModel, weights: Weights | None, rendered: RenderedInput, answers: list[list[int]]) -> list[Scores]:
     """`forward_logprobs` of each of several answers to a prompt, in one pass."""
     backend = LocalBackend(base, TrainingConfig())
     backend.optimizers["a"] = ModelOptimizer(weights or random_adapter(base, b_scale=0.0))
-    work = [datum("a", followed_by(rendered, answer)) for answer in answers]
-    found = [result.logprobs for result in backend.run_pass(work, backward=False).results if result is not None]
-    assert len(found) == len(answers)
+    results = backend.run_pass([datum("a", followed_by(rendered, answer)) for answer in answers], backward=False).results
+    found = [result.logprobs for result in results if result is not None]
     return [(logprobs[: len(rendered) - 1], logprobs[len(rendered) - 1 : -1]) for logprobs in found]
 
 
@@ -126,11 +123,9 @@ def of_session(name: str, max_tokens: int, num_samples: int = 1, seed: int = 0) 
     return replace(request, sampling_session_id=f"{name}:sample:0")
 
 
-def sampled(
-    sampler: LocalSampler, rendered: RenderedInput, request: SampleRequest | None = None, weights: Weights | None = None
-) -> SampleResult:
+def sampled(sampler: LocalSampler, rendered: RenderedInput, asked: SampleRequest | None = None, weights: Any = None) -> SampleResult:
     """What comes of a single request."""
-    sampler.add("x", request or ask(), rendered, weights)
+    sampler.add("x", asked or ask(), rendered, weights)
     return run(sampler)["x"]
 
 
@@ -220,19 +215,14 @@ class Bench:
 
 # A family with windows, one that takes images and one that keeps states; the others have the layers of these.
 @pytest.mark.parametrize("prefill_tokens", [4096, 7])
-@pytest.mark.parametrize("family", ["mistral", "qwen3_vl", "qwen3_5", *slow("llama", "qwen2", "qwen3", "qwen2_5_vl")])
-def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(
-    family_base: Callable[[str], BaseModel], family: str, prefill_tokens: int
-) -> None:
-    base = family_base(family)
-    bench, render = Bench(base, prefill_tokens=prefill_tokens), renderer(base)
-    without_unembed, without_mlp = random_adapter(base, 8, 2, train_unembed=False), random_adapter(base, 2, 3, train_mlp=False)
-    weights = [None, random_adapter(base, 4, 1), without_unembed, without_mlp]
-    for number, chunks in enumerate(prompts(base)):
-        asked = ask(replace(PARAMS, max_tokens=20), prompt_logprobs=True)
-        bench.add(str(number), render.render(chunks), asked, weights[number % 4])
-    for result in bench.run().values():
-        assert [len(tokens) for tokens in tokens_of(result)] == [20]
+@pytest.mark.parametrize("any_base", ["mistral", "qwen3_vl", "qwen3_5", *slow("llama", "qwen2", "qwen3", "qwen2_5_vl")], indirect=True)
+def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(any_base: BaseModel, prefill_tokens: int) -> None:
+    bench, render = Bench(any_base, prefill_tokens=prefill_tokens), renderer(any_base)
+    without_unembed, without_mlp = random_adapter(any_base, 8, 2, train_unembed=False), random_adapter(any_base, 2, 3, train_mlp=False)
+    weights = [None, random_adapter(any_base, 4, 1), without_unembed, without_mlp]
+    for number, chunks in enumerate(prompts(any_base)):
+        bench.add(str(number), render.render(chunks), ask(replace(PARAMS, max_tokens=20), prompt_logprobs=True), weights[number % 4])
+    assert {len(tokens) for result in bench.run().values() for tokens in tokens_of(result)} == {20}
 
 
 def test_long_and_short_sequences_in_one_step_equal_the_trainers(text_base: BaseModel) -> None:
@@ -265,51 +255,23 @@ def test_without_a_seed_two_requests_differ(text_base: BaseModel) -> None:
     assert first != second
 
 
-PREEMPTED = {
-    str(i): (replace(of_session("ab"[i % 2], 40, 1 + i % 3, seed=i), questions=PromptQuestions(logprobs=True)), i) for i in range(5)
-}
-"""Requests of two sessions, and the number of the prompt of each."""
-
-
-def lengthening(base: BaseModel, number: int) -> RenderedInput:
-    """A prompt, longer than those before."""
-    return prompt_of(base, (number, 10 + 3 * number))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(family_base: Callable[[str], BaseModel]) -> Callable[[str], dict[str, list[list[int]]]]:
-    """What a family answers to PREEMPTED where all have room."""
-
-    @cache
-    def answers(family: str) -> dict[str, list[list[int]]]:
-        base = family_base(family)
-        sampler = sampler_of(base, runs_ahead=False)
-        for name, (request, number) in PREEMPTED.items():
-            sampler.add(name, request, lengthening(base, number), None)
-        return {name: tokens_of(result) for name, result in run(sampler).items()}
-
-    return answers
-
-
-@pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize(
-    ("family", "blocks", "slots", "max_running"),
-    [("qwen3", 14, 40, 256), ("qwen3", 6, 40, 2), ("qwen3_5", 400, 1, 256), ("qwen3_5", 10, 3, 256)],
+    ("any_base", "caches"), [("qwen3", [(14, 40, 256), (6, 40, 2)]), ("qwen3_5", [(400, 1, 256), (10, 3, 256)])], indirect=["any_base"]
 )
-def test_a_small_cache_preempts_and_changes_nothing(
-    family_base: Callable[[str], BaseModel],
-    undisturbed: Callable[[str], dict[str, list[list[int]]]],
-    family: str,
-    blocks: int,
-    slots: int,
-    max_running: int,
-    runs_ahead: bool,
-) -> None:
+def test_a_small_cache_preempts_and_changes_nothing(any_base: BaseModel, caches: list[tuple[int, int, int]]) -> None:
     """Nor do the turns of sessions."""
-    small = Bench(family_base(family), blocks, slots, runs_ahead=runs_ahead, max_running=max_running, prefill_tokens=32)
-    for name, (request, number) in PREEMPTED.items():
-        small.add(name, lengthening(small.base, number), request)
-    assert {name: tokens_of(result) for name, result in small.run().items()} == undisturbed(family)
+
+    def answers(*sizes: int, runs_ahead: bool = False, **settings: int) -> dict[str, list[list[int]]]:
+        bench = Bench(any_base, *sizes, runs_ahead=runs_ahead, **settings)
+        for number in range(5):
+            request = replace(of_session("ab"[number % 2], 40, 1 + number % 3, seed=number), questions=PromptQuestions(logprobs=True))
+            bench.add(str(number), prompt_of(any_base, (number, 10 + 3 * number)), request)
+        return {name: tokens_of(result) for name, result in bench.run().items()}
+
+    expected = answers()
+    for blocks, slots, max_running in caches:
+        for runs_ahead in (False, True):
+            assert answers(blocks, slots, runs_ahead=runs_ahead, max_running=max_running, prefill_tokens=32) == expected
 
 
 def test_a_sample_takes_the_room_that_there_is_and_what_can_never_fit_is_refused_with_both_numbers(text_base: BaseModel) -> None:
@@ -399,18 +361,15 @@ def count_tokens(sampler: LocalSampler, monkeypatch: pytest.MonkeyPatch) -> list
     return passes
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", *slow("mistral", "qwen2_5_vl")])  # as above
-def test_a_conversation_that_grows_computes_only_its_tail(
-    family_base: Callable[[str], BaseModel], family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = family_base(family)
-    bench, render, adapter = Bench(base), renderer(base), random_adapter(base, 4, 1)
+@pytest.mark.parametrize("any_base", ["qwen3_vl", "qwen3_5", *slow("mistral", "qwen2_5_vl")], indirect=True)  # as above
+def test_a_conversation_that_grows_computes_only_its_tail(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, render, adapter = Bench(any_base), renderer(any_base), random_adapter(any_base, 4, 1)
     chunks: list[Chunk] = [random_tokens(0, 27)]
     passes = count_tokens(bench.sampler, monkeypatch)
     before = 0
     for turn in range(3):
-        if base.family.takes_images:
-            chunks += picture_chunks(base, turn, 3, width=96, height=128)
+        if any_base.family.takes_images:
+            chunks += picture_chunks(any_base, turn, 3, width=96, height=128)
         rendered = render.render(chunks)
         result = bench.answer(rendered, ask(replace(PARAMS, seed=turn, max_tokens=20)), adapter)
         # A step that was launched ahead has computed the last token too.
@@ -422,12 +381,10 @@ def test_a_conversation_that_grows_computes_only_its_tail(
         chunks += [text(*tokens), random_tokens(turn + 1, 9)]
 
 
-@pytest.mark.parametrize(("family", "computed"), [("qwen3", [70, 7 * 6]), ("qwen3_5", [64, 8 * 6])])
-def test_equal_prompts_are_computed_once(
-    family_base: Callable[[str], BaseModel], family: str, computed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("any_base", "computed"), [("qwen3", [70, 7 * 6]), ("qwen3_5", [64, 8 * 6])], indirect=["any_base"])
+def test_equal_prompts_are_computed_once(any_base: BaseModel, computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """By requests that come together, and by one that comes later: all but its last tokens."""
-    bench, rendered = Bench(family_base(family)), prompt_of(family_base(family), (0, 70))
+    bench, rendered = Bench(any_base), prompt_of(any_base, (0, 70))
     passes = count_tokens(bench.sampler, monkeypatch)
     for seed in range(8):
         bench.add(str(seed), rendered, ask(replace(PARAMS, seed=seed)))
@@ -470,16 +427,14 @@ def test_pictures_are_told_apart_by_content_and_from_text_of_the_same_ids(vision
 # Weights that replace others
 
 
-@pytest.mark.parametrize(
-    ("family", "blocks", "runs_ahead"), [("qwen3_vl", 400, False), ("qwen3_vl", 12, True), ("qwen3_5", 12, False), ("qwen3_5", 400, True)]
-)
-def test_samples_go_on_with_the_weights_that_replace_theirs(
-    family_base: Callable[[str], BaseModel], family: str, blocks: int, runs_ahead: bool
-) -> None:
+CACHES = [("qwen3_vl", 400, False), ("qwen3_vl", 12, True), ("qwen3_5", 12, False), ("qwen3_5", 400, True)]
+
+
+@pytest.mark.parametrize(("any_base", "blocks", "runs_ahead"), CACHES, indirect=["any_base"])
+def test_samples_go_on_with_the_weights_that_replace_theirs(any_base: BaseModel, blocks: int, runs_ahead: bool) -> None:
     """Twice, with other samples beside them: each token is what its version gives after all tokens before it."""
-    base = family_base(family)
-    sampler, rendered = sampler_of(base, blocks, runs_ahead=runs_ahead), renderer(base).render(prompts(base)[-1])
-    versions = versions_of(base, 3)
+    sampler, rendered = sampler_of(any_base, blocks, runs_ahead=runs_ahead), renderer(any_base).render(prompts(any_base)[-1])
+    versions = versions_of(any_base, 3)
     sampler.add("follows", ask(num_samples=2), rendered, versions[0])
     sampler.add("fixed", ask(), rendered, versions[0].snapshot(new_ref("v0")))
     sampler.add("other", ask(), rendered, versions[0].snapshot(new_ref("v0", "n")))
@@ -491,7 +446,7 @@ def test_samples_go_on_with_the_weights_that_replace_theirs(
     for name, result in run(sampler).items():
         for sequence in result.sequences:
             assert [span.version for span in sequence.versions] == (["v0", "v1", "v2"] if name == "follows" else ["v0"])
-        check_versions(base, rendered, [*versions], result)
+        check_versions(any_base, rendered, [*versions], result)
 
 
 def test_a_sequence_that_is_computed_again_token_by_token_is_the_same(any_base: BaseModel) -> None:
