@@ -28,10 +28,8 @@ def all_logprobs(base: BaseModel, rendered: RenderedInput, adapter: Adapter | No
     return logprobs.roll(1, 0).cpu()
 
 
-def answers_to(
-    base: BaseModel, rendered: RenderedInput, questions: PromptQuestions, adapter: Adapter | None = None, **settings: int
-) -> tuple[Any, Any, Any, Any]:
-    """What is answered about log-probabilities, the likeliest tokens, targets and alternatives: all must be asked for."""
+def answers_to(base: BaseModel, rendered: RenderedInput, questions: PromptQuestions, adapter: Any = None, **settings: int) -> Any:
+    """What is answered about log-probabilities, the likeliest tokens, targets and alternatives."""
     answers = sampled(sampler_of(base, **settings), rendered, replace(ask(), questions=questions), adapter).answers
     return answers.logprobs, answers.topk, answers.targets, answers.alternatives
 

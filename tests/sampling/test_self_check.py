@@ -29,6 +29,8 @@ from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.sampling.self_check import LENGTHS, QUICK, check_base_model
 
+Dir = Callable[[str], Path]
+
 KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
@@ -40,7 +42,7 @@ def test_what_we_serve_passes(family_base: Callable[[str], BaseModel], family: s
 
 # The layers of qwen3 and qwen3_vl are those of qwen3_5. What mistral adds, a window, is checked below: one that is left out is found.
 @pytest.mark.parametrize("family", ["qwen3_5", *slow("qwen3", "qwen3_vl", "mistral")])
-def test_rounding_to_bfloat16_passes(family_dir: Callable[[str], Path], family: str) -> None:
+def test_rounding_to_bfloat16_passes(family_dir: Dir, family: str) -> None:
     base = load(family_dir(family), dtype="bfloat16")
     for quick in (False, True):
         check_base_model(base, samples=True, quick=quick)
@@ -51,7 +53,7 @@ def test_a_network_whose_linears_see_no_batch_passes(tmp_path: Path) -> None:
     check_base_model(load(tmp_path), samples=True)
 
 
-def test_the_check_leaves_the_model_as_it_was(family_dir: Callable[[str], Path]) -> None:
+def test_the_check_leaves_the_model_as_it_was(family_dir: Dir) -> None:
     base = load(family_dir("mistral"), max_context=20)
     before = copy.deepcopy(base.network.config.to_dict())
     check_base_model(base, samples=True)
@@ -178,16 +180,15 @@ PACKED: dict[str, tuple[str, Callable[[BaseModel, pytest.MonkeyPatch], None], st
         *[(fault, "bfloat16") for fault in PACKED if fault.startswith(("layers", "a leak", "a convolution of", "a delta rule that"))],
     ],
 )
-def test_what_reaches_another_sequence_or_loses_a_gradient_is_refused(
-    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, fault: str, dtype: str
-) -> None:
+def test_what_reaches_a_neighbour_or_loses_a_gradient(family_dir: Dir, monkeypatch: pytest.MonkeyPatch, fault: str, dtype: str) -> None:
+    """It is refused."""
     family, install, reason, quickly = PACKED[fault]
     base = load(family_dir(family), dtype=dtype)
     install(base, monkeypatch)
     refused(base, reason, samples=False, quickly=quickly)
 
 
-def test_a_model_that_enlarges_rounding_passes_and_a_wrong_one_is_refused(family_dir: Callable[[str], Path]) -> None:
+def test_a_model_that_enlarges_rounding_passes_and_a_wrong_one_is_refused(family_dir: Dir) -> None:
     """Its logits are so large that rounding in float32 moves log-probabilities by more than is allowed otherwise."""
     base = load(family_dir("qwen3"))
     base.lm_head.mul_(100)
@@ -197,7 +198,7 @@ def test_a_model_that_enlarges_rounding_passes_and_a_wrong_one_is_refused(family
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_decoding_that_differs_is_refused(family_dir: Callable[[str], Path], dtype: str) -> None:
+def test_decoding_that_differs_is_refused(family_dir: Dir, dtype: str) -> None:
     decoded = {len(LENGTHS), len(LENGTHS[QUICK])}
     base = load(family_dir("qwen3"), dtype=dtype)
     doctor(base, lambda output: output * 1.5 if output.shape[1] in decoded else output)
@@ -217,12 +218,10 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("what", SPOILED)
-def test_states_that_are_not_those_of_the_tokens_are_refused(
-    family_base: Callable[[str], BaseModel], monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_states_that_are_not_those_of_the_tokens_are_refused(hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     holder, name, instead, reason = SPOILED[what]
     monkeypatch.setattr(holder, name, instead)
-    refused(family_base("qwen3_5"), reason, samples=True, quickly="decoding with a cache gives other" if reason == OF_PROMPTS else None)
+    refused(hybrid_base, reason, samples=True, quickly="decoding with a cache gives other" if reason == OF_PROMPTS else None)
 
 
 def spoil_first_layer(decoder: Decoder, **changes: Any) -> Decoder:
@@ -252,7 +251,7 @@ WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
 
 
 @pytest.mark.parametrize("what", WRONG_DECODERS)
-def test_a_decoder_of_ours_that_computes_something_else_is_refused(family_dir: Callable[[str], Path], what: str) -> None:
+def test_a_decoder_of_ours_that_computes_something_else_is_refused(family_dir: Dir, what: str) -> None:
     family, spoil = WRONG_DECODERS[what]
     base = load(family_dir(family))
     assert base.decoder is not None
@@ -260,7 +259,7 @@ def test_a_decoder_of_ours_that_computes_something_else_is_refused(family_dir: C
     refused(base, f"{TRANSFORMERS}: they differ by", samples=False, quickly=f"{TRANSFORMERS}: they differ by")
 
 
-def test_a_window_that_we_are_not_told_of_is_refused(family_dir: Callable[[str], Path]) -> None:
+def test_a_window_that_we_are_not_told_of_is_refused(family_dir: Dir) -> None:
     base = load(family_dir("gemma3_text"))
     base.language_model.layers[0].self_attn.sliding_window = None
     refused(base, f"{TRANSFORMERS}: they differ by", samples=False)
@@ -282,7 +281,7 @@ def unsorted(own: Any, *arguments: Any) -> Any:
     ],
 )
 def test_a_tower_that_computes_otherwise_is_refused(
-    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, part: str, fault: Any, dtype: str
+    family_dir: Dir, monkeypatch: pytest.MonkeyPatch, family: str, part: str, fault: Any, dtype: str
 ) -> None:
     monkeypatch.setattr(vision_tower, part, partial(fault, getattr(vision_tower, part)))
     reason = r"cannot be served: transformers computes other features of pictures: they differ by \d"

@@ -13,18 +13,9 @@ import pytest
 import torch
 
 from tests.bases import DEVICE, load, new_ref, random_adapter
+from tests.sampling.local import test_sampler as local
 from tests.sampling.local.test_decoding import answers, check_equal
-from tests.sampling.local.test_sampler import (
-    PARAMS,
-    Bench,
-    ask,
-    forward_logprobs,
-    full_weights,
-    prompt_of,
-    run,
-    sampler_of,
-    tokens_of,
-)
+from tests.sampling.local.test_sampler import PARAMS, Bench, ask, full_weights, prompt_of, run, sampler_of, tokens_of
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
@@ -46,14 +37,11 @@ def graphs_of(sampler: LocalSampler) -> dict[decode_graph.Kind, decode_graph.Cap
     return sampler.decoding.run.graphs
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("any_base", ["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True)
 @pytest.mark.parametrize(("blocks", "prefill"), [(400, 4096), (30, 24)])
-def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(
-    family_base: Callable[[str], BaseModel], family: str, blocks: int, prefill: int
-) -> None:
+def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(any_base: BaseModel, blocks: int, prefill: int) -> None:
     """With adapters, all ways to choose a token, joins, ends, prompts in pieces, and preemptions where the cache is small."""
-    base = family_base(family)
-    captured, eager = (sampler_of(base, blocks, prefill_tokens=prefill, max_running=24, eager=eager) for eager in (False, True))
+    captured, eager = (sampler_of(any_base, blocks, prefill_tokens=prefill, max_running=24, eager=eager) for eager in (False, True))
     before = decode_graph.captures()
     check_equal(answers(captured, 24), answers(eager, 24))
     assert graphs_of(captured)
@@ -85,7 +73,7 @@ def test_in_half_precision_too_a_replayed_graph_reads_the_newest_weights(family_
             sampler.publish(newest)
         (sequence,) = run(sampler)["x"].sequences
         assert [span.version for span in sequence.versions] == ["v0", "v1", "v2"]
-        scored = [forward_logprobs(base, version, rendered, sequence.tokens)[1] for version in versions]
+        scored = [local.forward_logprobs(base, version, rendered, sequence.tokens)[1] for version in versions]
         for index, span in enumerate(sequence.versions):
             own = slice(span.start, span.end)
             apart = [float(np.abs(np.array(sequence.logprobs[own]) - each[own]).mean()) for each in scored]

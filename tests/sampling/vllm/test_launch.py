@@ -159,10 +159,8 @@ def longest(base: BaseModel, gpus: tuple[int, ...], *vllm: str, **options: Any) 
     return longest_sequence(base, config_of(*vllm, **options), gpus)
 
 
-def test_what_fits_into_the_share_of_a_gpu_is_chosen_and_said(
-    qwen3_vl_8b: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With the share that docs/vllm.md names. Of two GPUs each has half of the weights, and of the heads of keys and values."""
+def test_what_fits_into_a_share_is_said(qwen3_vl_8b: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a GPU, with the share that docs/vllm.md names. Of two GPUs each has half of the weights, and of the heads of keys and values."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
     with caplog.at_level(logging.INFO):
         assert longest(qwen3_vl_8b, (0,), SHARE) == 38_912
@@ -183,9 +181,7 @@ def test_a_length_that_is_passed_on_counts(qwen3_vl_8b: BaseModel) -> None:
             longest(qwen3_vl_8b, (0,), f"--max-model-len={wrong}")
 
 
-def test_a_cpu_server_has_its_cache_and_gated_delta_nets_a_state(
-    qwen3_vl_8b: BaseModel, text_base: BaseModel, hybrid_base: BaseModel
-) -> None:
+def test_a_cpu_server_has_a_cache_and_delta_nets_a_state(qwen3_vl_8b: BaseModel, text_base: BaseModel, hybrid_base: BaseModel) -> None:
     """Of four layers one attends, with 2 heads of 32; the others have 128 channels before 3 taps and 4 heads of 16 by 16."""
     assert longest(qwen3_vl_8b, (), kv_cache_gib=2.0) == 14_336
     assert longest(text_base, ()) == text_base.max_context

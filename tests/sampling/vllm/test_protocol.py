@@ -96,9 +96,8 @@ async def test_a_request_after_a_failure_takes_another_connection(tmp_path: Path
     ],
 )
 @in_a_loop
-async def test_a_stream_is_read_event_by_event_until_it_ends_or_breaks_off(
-    tmp_path: Path, last: str, error: type[Exception], message: str
-) -> None:
+async def test_a_stream_is_read_event_by_event(tmp_path: Path, last: str, error: type[Exception], message: str) -> None:
+    """Until it ends or breaks off."""
     asked = {"numbers": 2, "last": last}
     async with answering(tmp_path, answer) as connection, aclosing(connection.stream("/stream", asked)) as events:
         assert [await anext(events), await anext(events)] == [{"number": 0}, {"number": 1}]

@@ -121,10 +121,8 @@ def test_urls_are_whole_and_belong_to_one_base_model(text_base: BaseModel, bases
         start_vllm_sampler(text_base, renderer(text_base), load(options={"base_models": [*bases], "vllm_urls": [url]}), lambda: None)
 
 
-def test_the_trainers_model_works_for_one_request_in_each_step_and_one_that_it_cannot_score_fails_alone(
-    alone: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not in `add`: training waits for a step, and would wait for a whole queue."""
+def test_the_trainers_model_works_for_one_request_in_each_step(alone: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in `add`: training waits for a step, and would wait for a whole queue. One that it cannot score fails alone."""
     scored: list[int] = []
 
     def score(*arguments: Any) -> None:

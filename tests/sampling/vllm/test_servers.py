@@ -156,9 +156,7 @@ async def test_a_given_server_that_goes_while_idle_and_comes_back_begins_a_new_l
 )
 @pytest.mark.usefixtures("impatient")
 @in_a_loop
-async def test_a_server_that_hangs_or_whose_engine_ended_is_replaced(
-    path: str, load: int, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_server_that_hangs_or_whose_engine_ended_is_replaced(path: str, load: int, why: str, tmp_path: Path, caplog: Any) -> None:
     """VLLM's server ends only when all requests have ended, and it never answers some that were under way when its engine died."""
     async with one_stub(tmp_path, hung_s=HUNG_S if path == "/stop" else 600) as (_, server, instance):
         server.load, former = load, pid_of(server)

@@ -113,10 +113,8 @@ async def test_a_broadcast_that_fails_ends_with_its_error_and_the_next_server_ge
 
 @pytest.mark.parametrize(("comes", "words"), [(True, "nowhere0"), (False, "it took more than 0.5 s")])
 @pytest.mark.skipif(ON_GPU, reason="it names an interface for Gloo")
-def test_what_keeps_trainer_and_server_from_connecting_is_said_with_a_remedy(
-    comes: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread that waits for workers that never come ends, too: `asyncio.run` waits for it."""
+def test_what_keeps_both_from_connecting_is_said(comes: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a remedy. The thread that waits for workers that never come ends, too: `asyncio.run` waits for it."""
     if comes:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
 
