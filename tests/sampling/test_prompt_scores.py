@@ -28,7 +28,7 @@ def all_logprobs(base: BaseModel, rendered: RenderedInput, adapter: Adapter | No
     return logprobs.roll(1, 0).cpu()
 
 
-def answers_to(base: BaseModel, rendered: RenderedInput, questions: PromptQuestions, adapter: Any = None, **settings: int) -> Any:
+def answers_to(base: BaseModel, rendered: RenderedInput, questions: PromptQuestions, adapter: Any = None, **settings: Any) -> Any:
     """What is answered about log-probabilities, the likeliest tokens, targets and alternatives."""
     answers = sampled(sampler_of(base, **settings), rendered, replace(ask(), questions=questions), adapter).answers
     return answers.logprobs, answers.topk, answers.targets, answers.alternatives
@@ -64,7 +64,7 @@ def test_alternatives_are_drawn_at_the_temperature_and_reproducibly(text_base: B
     rendered = prompt_of(text_base, (0, 4))
     expected = all_logprobs(text_base, rendered, None)[1:]
 
-    def drawn(temperature: float, seed: int) -> np.ndarray:
+    def drawn(temperature: float, seed: int) -> Any:
         request = replace(ask(replace(PARAMS, temperature=temperature, seed=seed)), questions=PromptQuestions(alternatives=1000))
         alternatives: Any = sampled(sampler_of(text_base), rendered, request).answers.alternatives
         return alternatives.token_ids

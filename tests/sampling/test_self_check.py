@@ -159,7 +159,9 @@ GRADIENTS = "a sequence has other gradients in a packed row than alone: by"
 DEPENDS = "a sequence depends on others in its packed row: they differ by"
 CHANGES = "a sequence changes with the tokens of others in its packed row: by"
 
-PACKED: dict[str, tuple[str, Callable[[BaseModel, pytest.MonkeyPatch], None], str, str]] = {
+Install = Callable[[BaseModel, pytest.MonkeyPatch], None]
+
+PACKED: dict[str, tuple[str, Install, str, str | None]] = {
     "layers that carry state along the row": ("qwen3", lambda base, _: doctor(base, lambda x: x + x.roll(1, 1)), DEPENDS, TRANSFORMERS),
     "such layers of transformers": ("olmo", lambda base, _: doctor(base, lambda x: x + x.roll(1, 1)), DEPENDS, TRANSFORMERS),
     "a leak below the rounding": ("qwen3", lambda base, _: doctor(base, lambda x: x + x.roll(1, 1) / 64), CHANGES, CHANGES),

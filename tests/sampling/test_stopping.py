@@ -1,6 +1,7 @@
 """When a sequence ends."""
 
 import random
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -52,7 +53,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 def test_bytes_that_are_no_utf8_end_neither_the_sequence_nor_its_stop_strings(byte_fallback: PreTrainedTokenizerFast) -> None:
     """A letter is given out when its byte comes; a byte behind it that makes the run invalid would turn it into a replacement character."""
     spelled = ["a", *byte_tokens(b"A\xff"), "▁x", "▁world", *byte_tokens("€".encode()), "b"]
-    tokens = byte_fallback.convert_tokens_to_ids(spelled)
+    tokens: Any = byte_fallback.convert_tokens_to_ids(spelled)
     plain = DecodeStream(skip_special_tokens=False)
     with pytest.raises(Exception, match="Invalid prefix encountered"):
         [plain.step(byte_fallback.backend_tokenizer, token) for token in tokens]

@@ -50,12 +50,6 @@ def test_prompts_that_share_a_beginning_compute_it_once(hybrid_base: BaseModel, 
     assert passes == [96, 16 + 4 * 24, 8]  # the first saves its own last block too
 
 
-def test_a_beginning_that_comes_again_is_known_from_the_third_prompt_on(hybrid_base: BaseModel) -> None:
-    """Nothing says where the first will be continued in another way. The second shows it."""
-    bench = Bench(hybrid_base)
-    assert [bench.answer(prompt_of(hybrid_base, (0, 100), (number, 30))).cached_tokens for number in range(1, 5)] == [0, 0, 96, 96]
-
-
 def test_pictures_adapters_and_full_weights_find_their_own(hybrid_base: BaseModel) -> None:
     """Full weights have rows of their own beside those of the others."""
     bench = Bench(hybrid_base, prefill_tokens=50)
@@ -73,35 +67,6 @@ def test_a_model_without_attention_keeps_states_alone(tmp_path: Path) -> None:
     bench = Bench(load(tmp_path), prefill_tokens=40)
     rendered = prompt_of(bench.base, (0, 90))
     assert [bench.answer(rendered, ask(num_samples=2)).cached_tokens for _ in range(2)] == [0, 80]
-
-
-# Places and memory
-
-
-def test_states_of_running_sequences_are_never_more_than_places(hybrid_base: BaseModel) -> None:
-    """A job with more samples than places gets them one after the other; an eighth of the slots is for saved states."""
-    bench = Bench(hybrid_base, slots=8)
-    for count, length in ((20, 70), (3, 40)):
-        bench.add(str(count), prompt_of(hybrid_base, (count, length)), ask(num_samples=count))
-    most, schedule = 0, bench.sampler.schedule
-    while bench.sampler.has_work:
-        for event in bench.sampler.step():
-            assert isinstance(event, SampleResult)
-            bench.check({event.request_id: event})
-        most = max(most, len(schedule.running) + len(schedule.filling))
-    assert most == 7
-
-
-def test_tokens_that_a_prompt_computed_itself_are_not_called_cached(any_base: BaseModel) -> None:
-    """A prompt in pieces that gives way to another session finds its own blocks when it goes on."""
-    bench = Bench(any_base, prefill_tokens=64, max_running=2)
-    for number in range(2):
-        bench.add(f"long{number}", prompt_of(any_base, (number, 300)), of_session("long", 2))
-    bench.step(2)
-    bench.add("short", prompt_of(any_base, (9, 10)), of_session("short", 2))
-    bench.step()
-    assert len(bench.sampler.schedule.waiting) == 1
-    assert [result.cached_tokens for result in bench.run().values()] == [0, 0, 0]
 
 
 # Passes that fail

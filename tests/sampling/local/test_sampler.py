@@ -1,7 +1,7 @@
 """The local sampler against the trainer's forward, alone and in company.
 
 Invariant: Sampler logprobs equal the trainer's; seeds ignore batch mates; a small cache changes nothing.
-Also: `tests/acceptance/test_sampling.py`.
+Also: `tests/sampling/local/test_decoding.py`, `tests/acceptance/test_sampling.py`.
 
 Invariant: A prompt in pieces, a prefix from the cache, a cut image change nothing; nothing is shared between weights or images.
 Also: `tests/sampling/local/test_kernels.py`.
@@ -232,42 +232,10 @@ def test_long_and_short_sequences_in_one_step_equal_the_trainers(text_base: Base
     bench.run()
 
 
-def test_a_seed_gives_the_same_tokens_whatever_runs_beside(vision_base: BaseModel) -> None:
-    render, adapter = renderer(vision_base), random_adapter(vision_base, 4, 1)
-    rendered = render.render(picture_chunks(vision_base, 1, 6))
-    expected = tokens_of(sampled(sampler_of(vision_base), rendered, ask(num_samples=3), adapter))
-    assert len({tuple(tokens) for tokens in expected}) == 3
-
-    crowded = sampler_of(vision_base)
-    for i in range(6):
-        crowded.add(f"before{i}", ask(replace(PARAMS, seed=i, max_tokens=3 + 5 * i)), prompt_of(vision_base, (i, 4 + i)), None)
-    crowded.step()
-    crowded.step()
-    crowded.add("ahead", ask(replace(PARAMS, max_tokens=2)), prompt_of(vision_base, (8, 2)), adapter)  # of one pass with "x"
-    crowded.add("x", ask(num_samples=3), rendered, adapter)
-    crowded.add("after", ask(replace(PARAMS, temperature=0.3, top_k=3), 4), prompt_of(vision_base, (9, 30)), adapter)
-    assert tokens_of(run(crowded)["x"]) == expected
-    first, second = (tokens_of(sampled(crowded, rendered, ask(replace(PARAMS, seed=None, temperature=2.0)))) for _ in range(2))
+def test_without_a_seed_two_requests_differ(text_base: BaseModel) -> None:
+    sampler, request = sampler_of(text_base), ask(replace(PARAMS, seed=None, temperature=2.0))
+    first, second = (tokens_of(sampled(sampler, prompt_of(text_base, (0, 4)), request)) for _ in range(2))
     assert first != second
-
-
-@pytest.mark.parametrize(
-    ("any_base", "caches"), [("qwen3", [(14, 40, 256), (6, 40, 2)]), ("qwen3_5", [(400, 1, 256), (10, 3, 256)])], indirect=["any_base"]
-)
-def test_a_small_cache_preempts_and_changes_nothing(any_base: BaseModel, caches: list[tuple[int, int, int]]) -> None:
-    """Nor do the turns of sessions."""
-
-    def answers(*sizes: int, runs_ahead: bool = False, **settings: int) -> dict[str, list[list[int]]]:
-        bench = Bench(any_base, *sizes, runs_ahead=runs_ahead, **settings)
-        for number in range(5):
-            request = replace(of_session("ab"[number % 2], 40, 1 + number % 3, seed=number), questions=PromptQuestions(logprobs=True))
-            bench.add(str(number), prompt_of(any_base, (number, 10 + 3 * number)), request)
-        return {name: tokens_of(result) for name, result in bench.run().items()}
-
-    expected = answers()
-    for blocks, slots, max_running in caches:
-        for runs_ahead in (False, True):
-            assert answers(blocks, slots, runs_ahead=runs_ahead, max_running=max_running, prefill_tokens=32) == expected
 
 
 def test_a_sample_takes_the_room_that_there_is_and_what_can_never_fit_is_refused_with_both_numbers(text_base: BaseModel) -> None:

@@ -149,9 +149,9 @@ def test_seeds_of_neighbours_share_no_samples_and_only_the_first_answer_about_th
 
 def test_what_vllm_would_do_differently_or_has_no_room_for_is_refused() -> None:
     """An answer that is scored again leaves a token free."""
-    for params in ({"temperature": 0.009}, {"temperature": 0.5, "top_k": 2}, {"temperature": 0.5, "top_p": 0.9}):
+    for refused in (request(temperature=0.009), request(temperature=0.5, top_k=2), request(temperature=0.5, top_p=0.9)):
         with pytest.raises(UserError, match=r"temperature"):
-            check_parameters(request(**params))
+            check_parameters(refused)
     for asked, longest in ((request(max_tokens=None), 10), (request(max_tokens=10), 10), (request(max_tokens=None, top_k=2), 9)):
         assert longest_answer(asked, 90, 100, "tiny") == longest
     for asked, words in ((request(max_tokens=11), "90 \\+ 11 > 100"), (request(max_tokens=10, top_k=2), "max_tokens=9")):

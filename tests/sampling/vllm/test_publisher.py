@@ -19,7 +19,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.sampling.sampler import ref_of
 from tinsmith.sampling.vllm.generate import generate
-from tinsmith.sampling.vllm.instance import BASE, UNKNOWN
+from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
 from tinsmith.sampling.vllm.protocol import ServerFailedError, scoring_params
 from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.verify import Canary, PublishedWeights, make_probes
@@ -28,6 +28,8 @@ from tinsmith.sampling.vllm.weights import WeightFiles
 
 class Bench(Agreeing):
     """A publisher, and a server that computes what the trainer does with the base's weights."""
+
+    instance: Instance
 
     def __init__(self, base: BaseModel, files: WeightFiles) -> None:
         super().__init__()

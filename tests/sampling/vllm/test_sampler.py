@@ -290,6 +290,8 @@ def test_a_prompt_that_fills_the_context_is_answered_by_the_trainers_model(bench
     assert stub.bodies == []
     assert isinstance(full, SampleResult)
     assert isinstance(roomy, SampleResult)
+    assert full.answers.logprobs is not None
+    assert roomy.answers.logprobs is not None
     full.check_finite(asked.questions)
     assert [event.tokens for event in told if isinstance(event, TokensSampled)] == [s.tokens for s in full.sequences]
     assert [sequence.tokens for sequence in full.sequences] == [sequence.tokens for sequence in roomy.sequences]
