@@ -81,11 +81,12 @@ def check_equal(done: dict[str, SampleResult], expected: dict[str, SampleResult]
 
 
 HOW: dict[str, dict[str, Any]] = {
-    "step by step": {"blocks": 16, "slots": 3, "max_running": 6, "prefill_tokens": 24, "runs_ahead": False},
-    "ahead": {"blocks": 14, "slots": 8, "max_running": 6, "prefill_tokens": 24, "runs_ahead": True},
+    "step by step": {"blocks": 5, "slots": 8, "max_running": 6, "prefill_tokens": 24, "runs_ahead": False},
+    "ahead": {"blocks": 8, "slots": 4, "max_running": 6, "prefill_tokens": 24, "runs_ahead": True},
     "in one place": {"blocks": 400, "slots": 1, "max_running": 2, "prefill_tokens": 32, "runs_ahead": True},
     "with dead rows": {"max_running": 16, "runs_ahead": True},
 }
+"""In the first two, from two to eleven sequences are preempted."""
 
 
 @pytest.mark.parametrize("how", HOW)
