@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.bases import DEVICE, load, picture_chunks, random_adapter, random_tokens, renderer
+from tests.bases import DEVICE, load, new_ref, picture_chunks, random_adapter, random_tokens, renderer
 from tests.extent import amount
 from tests.sampling.local import test_sampler as local
 from tests.sampling.local.test_sampler import Bench, ask, count_tokens, full_weights, of_session, prompt_of
@@ -150,14 +150,15 @@ class Play:
 
     def __init__(self, bench: Bench, requests: list[tuple[int, int, int, int, bool, int, str]]) -> None:
         self.bench, self.to_come = bench, list(enumerate(requests))
-        self.fixed, self.versions = random_adapter(bench.base, 4, 1), list[Weights](local.versions_of(bench.base, 17))
-        self.published, self.cancelled, self.done = 1, set[str](), dict[str, SampleResult]()
+        self.fixed, self.versions = random_adapter(bench.base, 4, 1), list[Weights]()
+        self.cancelled, self.done = set[str](), dict[str, SampleResult]()
+        self.publish()
 
     def add(self) -> None:
         if self.to_come:
             number, (beginning, pieces, own, samples, scores, whose, session) = self.to_come.pop(0)
             request = replace(of_session(session, 5 + 4 * samples, samples, seed=number), questions=PromptQuestions(logprobs=scores))
-            weights = (None, self.fixed, self.versions[self.published - 1])[whose]
+            weights = (None, self.fixed, self.versions[-1])[whose]
             self.bench.add(str(number), prompt_of(self.bench.base, (beginning, 40 * pieces), (10 + number, own)), request, weights)
 
     def step(self) -> None:
@@ -171,8 +172,9 @@ class Play:
             self.step()
 
     def publish(self) -> None:
-        self.published += 1
-        self.bench.sampler.publish(self.versions[self.published - 1])
+        number = len(self.versions)
+        self.versions.append(random_adapter(self.bench.base, 4, 2 + number, ref=new_ref(f"v{number}", "m")))
+        self.bench.sampler.publish(self.versions[-1])
 
     def cancel(self) -> None:
         for name in [name for name in self.bench.asked if name not in self.done][:1]:
