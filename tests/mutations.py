@@ -396,7 +396,7 @@ MUTATIONS = (
         "tinsmith/sampling/local/sequence.py",
         "seed=np.array([s.job.seed for s in sequences], dtype=np.uint64),",
         "seed=np.array([s.job.seed + place for place, s in enumerate(sequences)], dtype=np.uint64),",
-        (f"{SAMPLER}::test_a_seed_gives_the_same_tokens_whatever_runs_beside",),
+        ("tests/sampling/local/test_decoding.py::test_each_gets_what_it_would_get_alone",),
     ),
     Mutation(
         "the samples of a request share their random numbers",

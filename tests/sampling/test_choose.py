@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.bases import DEVICE
 from tests.extent import amount, slow
-from tinsmith.sampling.choose import COLDEST, Choice, choose, choose_next, choose_reference, draw, draws_needed, logprobs_at
+from tinsmith.sampling.choose import COLDEST, Choice, choose, choose_reference, draw, draws_needed, logprobs_at
 from tinsmith.sampling.randomness import as_bits, uniforms
 from tinsmith.sampling.truncation import WEIGHT_BITS, last_kept_reference, order_preserving, truncate
 
@@ -24,6 +24,12 @@ def numbers_of(seeds: NDArray[np.uint64], samples: NDArray[np.uint64], positions
     """`uniforms` of unsigned numbers."""
     bits = [as_bits(array).to(DEVICE) for array in (seeds, samples, positions)]
     return uniforms(bits[0], bits[1], bits[2], count).cpu()
+
+
+def draws_of(logprobs: Tensor, draws: int) -> Tensor:
+    """So many draws from one row of log-probabilities [1, vocabulary], at positions one after the other."""
+    zeros, count = np.zeros(draws, np.uint64), np.arange(draws, dtype=np.uint64)
+    return draw(logprobs, numbers_of(zeros, zeros, count, draws_needed(logprobs.shape[1])).unsqueeze(1))[0]
 
 
 def same_for_all(count: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, seed: int = 0) -> Choice:
@@ -45,100 +51,53 @@ def chosen(logits: torch.Tensor, how: Choice) -> tuple[list[int], list[float]]:
     return [c.token for c in found], [c.logprob for c in found]
 
 
-def test_each_row_reports_as_many_of_the_likeliest_as_it_asks_for() -> None:
-    how = replace(same_for_all(3, temperature=0.5), topk=np.array([2, 0, 3]))
-    expected = (LOGITS / 0.5).log_softmax(-1).sort(descending=True)
-    tops = [c.top for c in choose(LOGITS.expand(3, -1).to(DEVICE), how)]
-    for (ids, logprobs), k in zip(tops, [2, 0, 3], strict=True):
-        assert ids == expected.indices[:k].tolist()
-        np.testing.assert_allclose(logprobs, expected.values[:k], atol=1e-6)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_frequencies_follow_the_tempered_distribution(temperature: float) -> None:
-    draws = 40_000
+    draws = 10_000
     tokens, logprobs = chosen(LOGITS.expand(draws, -1), same_for_all(draws, temperature))
     expected = (LOGITS / temperature).softmax(-1)
     counts = np.bincount(tokens, minlength=6) / draws
-    np.testing.assert_allclose(counts, expected.numpy(), atol=0.01)
+    np.testing.assert_allclose(counts, expected.numpy(), atol=0.02)
     np.testing.assert_allclose(logprobs, expected.log()[tokens].numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize(("temperature", "logprob"), [(0.0, LOGITS.log_softmax(-1)[0].item()), (1e-40, 0.0)])
-def test_the_lowest_temperatures_take_the_likeliest(temperature: float, logprob: float) -> None:
-    """At zero its log-probability is that at one."""
-    tokens, logprobs = chosen(LOGITS.expand(3, -1), same_for_all(3, temperature))
-    assert tokens == [0, 0, 0]
-    np.testing.assert_allclose(logprobs, logprob, atol=1e-6)
-
-
-@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1.0, 1e30, float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-40, 1e-38, 1.0, 1e30, float("inf")])
 def test_the_likeliest_stays_the_likeliest_at_any_temperature(temperature: float) -> None:
-    """At 1e30 the log-probabilities of all tokens are the same number."""
+    """At zero log-probabilities are those at one. At 1e30 those of all tokens are the same number."""
     logits = LOGITS.roll(3).expand(50, -1)
     how = replace(same_for_all(50, temperature, top_k=1), topk=np.full(50, 3))
     found = choose(logits.to(DEVICE), how)
     assert {c.token for c in found} == {3}
     assert {tuple(c.top[0]) for c in found} == {(3, 4, 5)}
-    expected = (logits[0].double() - 2.0).div(max(temperature, COLDEST)).log_softmax(-1)
+    expected = (logits[0].double() - 2.0).div(max(temperature or 1.0, COLDEST)).log_softmax(-1)
     np.testing.assert_allclose(found[0].logprob, expected[3].item(), atol=1e-6)
     np.testing.assert_allclose(found[0].top[1], expected[[3, 4, 5]].numpy(), atol=1e-6, rtol=1e-6)
+    tokens, _ = chosen(logits, same_for_all(50, temperature, top_k=2))
+    assert set(tokens) <= {3, 4}
 
 
-def test_top_k_at_a_high_temperature_keeps_the_likeliest() -> None:
-    tokens, _ = chosen(LOGITS.flip(0).expand(2000, -1), same_for_all(2000, 1e30, top_k=2))
-    np.testing.assert_allclose(np.bincount(tokens, minlength=6) / 2000, [0, 0, 0, 0, 0.5, 0.5], atol=0.05)
+KEPT = [(2, 1.0, 2), (1, 1.0, 1), (100, 1.0, 6), (-1, 0.5, 1), (-1, 0.6, 2), (-1, 1e-50, 1), (2, 0.75, 2)]
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "kept"),
-    [
-        (2, 1.0, {0, 1}),
-        (1, 1.0, {0}),
-        (100, 1.0, {0, 1, 2, 3, 4, 5}),
-        (-1, 0.5, {0}),
-        (-1, 0.6, {0, 1}),
-        (-1, 1e-9, {0}),
-        (-1, 1e-50, {0}),
-        (2, 0.75, {0, 1}),
-        (2, 0.7, {0}),  # of the first two tokens the first has 0.73 of the probability
-    ],
-)
-def test_truncation_keeps_exactly_these(top_k: int, top_p: float, kept: set[int]) -> None:
+@pytest.mark.parametrize(("top_k", "top_p", "kept"), [*KEPT, (2, 0.7, 1)])  # of the first two tokens the first has 0.73 of the probability
+def test_truncation_keeps_exactly_these(top_k: int, top_p: float, kept: int) -> None:
+    """Log-probabilities are over the whole vocabulary, before truncation."""
     logprobs = LOGITS.log_softmax(-1).unsqueeze(0)
     rest = truncate(LOGITS.unsqueeze(0), logprobs, torch.tensor([top_k]), torch.tensor([top_p]))[0]
-    assert set(rest.isfinite().nonzero().squeeze(1).tolist()) == kept
+    assert rest.isfinite().tolist() == [token < kept for token in range(6)]
     tokens, reported = chosen(LOGITS.expand(500, -1), same_for_all(500, top_k=top_k, top_p=top_p))
-    assert set(tokens) <= kept
-    np.testing.assert_allclose(reported, logprobs[0][tokens].numpy(), atol=1e-6)  # over the whole vocabulary, before truncation
+    assert max(tokens) < kept
+    np.testing.assert_allclose(reported, logprobs[0][tokens].numpy(), atol=1e-6)
 
 
-def test_random_numbers_are_a_function_of_seed_sample_and_position() -> None:
-    n = 20_000
-    zeros, count = np.zeros(n, np.uint64), np.arange(n, dtype=np.uint64)
-    (by_position,) = numbers_of(zeros, zeros, count).numpy()
-    (by_sample,) = numbers_of(zeros, count, zeros).numpy()
-    (by_seed,) = numbers_of(count, zeros, zeros).numpy()
-    by_count = numbers_of(zeros[:1], zeros[:1], zeros[:1], count=n).squeeze(1).numpy()
-    for numbers in (by_position, by_sample, by_seed, by_count):
-        assert numbers.min() >= 0.0
-        assert numbers.max() < 1.0
-        np.testing.assert_allclose(np.histogram(numbers, 10, (0, 1))[0] / n, 0.1, atol=0.01)
-        assert len(np.unique(numbers)) == n
-    assert abs(np.corrcoef(by_position[1:], by_sample[1:])[0, 1]) < 0.03
-    np.testing.assert_array_equal(by_position[5:9], numbers_of(zeros[:4], zeros[:4], count[5:9])[0])
-
-
-@pytest.mark.parametrize("vocabulary", [1, 15, 16, 17, 256, 300, 5000])
+@pytest.mark.parametrize("vocabulary", [1, 15, 17, 256, 300, 5000])
 def test_draws_follow_the_distribution_whatever_the_size_of_the_vocabulary(vocabulary: int) -> None:
     draws = 40_000
     logprobs = torch.linspace(0, 4, vocabulary).log_softmax(0).unsqueeze(0)
-    zeros, count = np.zeros(draws, np.uint64), np.arange(draws, dtype=np.uint64)
-    tokens = draw(logprobs, numbers_of(zeros, zeros, count, draws_needed(vocabulary)).unsqueeze(1))[0].numpy()
     # Ten parts of the vocabulary, each with the probability that is its due.
     part = np.arange(vocabulary) * 10 // vocabulary
     expected = np.bincount(part, logprobs[0].exp().numpy(), minlength=10)
-    np.testing.assert_allclose(np.bincount(part[tokens], minlength=10) / draws, expected, atol=0.012)
+    np.testing.assert_allclose(np.bincount(part[draws_of(logprobs, draws).numpy()], minlength=10) / draws, expected, atol=0.012)
 
 
 def test_what_has_no_probability_is_never_drawn() -> None:
@@ -150,13 +109,9 @@ def test_what_has_no_probability_is_never_drawn() -> None:
 
 def test_rounding_differences_hardly_ever_change_a_draw() -> None:
     """As batch mates cause them. With one border for each token of the vocabulary, over 200 of these draws would differ."""
-    draws, vocabulary = 20_000, 5000
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, vocabulary, generator=generator) * 3
-    noise = torch.randn(1, vocabulary, generator=generator) * 1e-4
-    zeros, count = np.zeros(draws, np.uint64), np.arange(draws, dtype=np.uint64)
-    u = numbers_of(zeros, zeros, count, draws_needed(vocabulary)).unsqueeze(1)
-    assert (draw(logits.log_softmax(-1), u) != draw((logits + noise).log_softmax(-1), u)).sum() < 20
+    logits, noise = (torch.randn(1, 5000, generator=generator) * scale for scale in (3, 1e-4))
+    assert (draws_of(logits.log_softmax(-1), 20_000) != draws_of((logits + noise).log_softmax(-1), 20_000)).sum() < 20
 
 
 def split_mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -177,12 +132,6 @@ def test_random_numbers_are_those_of_split_mix_bit_for_bit() -> None:
         state = split_mix(state + gamma * np.arange(4, dtype=np.uint64)[:, np.newaxis])
     expected = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
     np.testing.assert_array_equal(numbers_of(seeds, samples, positions, 4).numpy(), expected)
-
-
-def test_the_image_of_logits_keeps_their_order() -> None:
-    numbers = torch.tensor([-torch.inf, -1e30, -2.0, -1.5, -1e-45, 0.0, 1e-45, 1e-38, 1.0, 1.5, 3e38, torch.inf], device=DEVICE)
-    assert (order_preserving(numbers).diff() > 0).all()
-    assert order_preserving(torch.tensor([-0.0, 0.0], device=DEVICE)).diff().item() == 0
 
 
 def kept_by_sorting(logits: Tensor, logprobs: Tensor, top_k: int, top_p: float) -> set[int]:
@@ -220,22 +169,6 @@ def test_truncation_is_that_of_a_sorted_vocabulary(steps: list[int], top_k: int,
     torch.testing.assert_close(rest[2], logprobs[2], atol=0, rtol=0)
 
 
-def test_rows_chosen_on_the_device_are_those_chosen_one_by_one() -> None:
-    rows, vocabulary = 12, 700
-    logits = (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1)) * 3).to(DEVICE)
-    how = replace(
-        same_for_all(rows),
-        temperature=np.tile(np.array([0, 0.7, 1, 2], np.float32), 3),
-        top_k=np.repeat(np.array([-1, 5, 50]), 4),
-        top_p=np.array([1, 0.9, 0.5, 1] * 3, np.float32),
-        seed=np.arange(rows, dtype=np.uint64) + np.uint64(2**63),
-    )
-    tokens, logprobs = choose_next(logits, how.on(logits.device), truncates=True)
-    alone = [choose(logits[row : row + 1], how.of(slice(row, row + 1)))[0] for row in range(rows)]
-    assert tokens.tolist() == [one.token for one in alone]
-    np.testing.assert_allclose(logprobs.cpu(), [one.logprob for one in alone], atol=1e-6)
-
-
 @pytest.mark.parametrize("vocabulary", [3, 300, 5000, *slow(70_000)])  # the tree of 70,000 has one level more
 @pytest.mark.parametrize("truncates", [False, True])
 def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncates: bool) -> None:
@@ -255,28 +188,20 @@ def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncate
     ).on(logits.device)
     tokens, logprobs = choose_reference(logits, how, truncates)
     left = truncate(logits, logprobs_at(logits, how.temperature.unsqueeze(1)), how.top_k, how.top_p) if truncates else None
-    draws = draws_needed(vocabulary)
-    got = choose_kernel(logits, how.temperature, how.seed, how.sample, how.position, draws, left, COLDEST)
-    assert got[0].tolist() == tokens.tolist()
-    torch.testing.assert_close(got[1], logprobs, atol=1e-5, rtol=1e-6)
 
+    def kernel(left: Tensor | None) -> tuple[Tensor, Tensor]:
+        return choose_kernel(logits, how.temperature, how.seed, how.sample, how.position, draws_needed(vocabulary), left, COLDEST)
 
-def test_a_row_draws_by_the_same_numbers_whether_another_truncates_or_not() -> None:
-    """In Triton's interpreter on a CPU. Of the truncated log-probabilities only -inf counts."""
-    pytest.importorskip("triton")
-    from tinsmith.sampling.choose_kernels import choose_kernel
-
-    rows, vocabulary = amount(6, 32), 300
-    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    how = replace(same_for_all(rows), seed=np.arange(rows, dtype=np.uint64)).on(logits.device)
-    others = torch.zeros_like(logits)
-    others[::2, 5:] = -torch.inf
-    alone, beside = (
-        choose_kernel(logits, how.temperature, how.seed, how.sample, how.position, draws_needed(vocabulary), left, COLDEST)
-        for left in (None, others)
-    )
-    assert all(torch.equal(one[1::2], two[1::2]) for one, two in zip(alone, beside, strict=True))
-    assert beside[0][::2].lt(5).all()
+    found = kernel(left)
+    assert found[0].tolist() == tokens.tolist()
+    torch.testing.assert_close(found[1], logprobs, atol=1e-5, rtol=1e-6)
+    if truncates and vocabulary == 300:
+        # A row draws by the same numbers whether another truncates or not. Of the log-probabilities that are left only -inf counts.
+        others = torch.zeros_like(logits)
+        others[2, 2:] = -torch.inf
+        alone, beside = kernel(None), kernel(others)
+        assert all(torch.equal(one[[0, 1, 3, 4, 5]], two[[0, 1, 3, 4, 5]]) for one, two in zip(alone, beside, strict=True))
+        assert beside[0][2] < 2
 
 
 @pytest.mark.parametrize("vocabulary", [300, *slow(1, 9000)])

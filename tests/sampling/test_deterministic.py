@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from tests.bases import DEVICE, datum, load, picture_chunks, random_adapter, renderer
+from tests.sampling.local.test_kernels import whole
 from tests.sampling.local.test_sampler import PARAMS, ask, check, prompt_of, run, sampled, sampler_of
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.stable_attention import PackedBlocks, stable_attention
+from tinsmith.models.stable_attention import PackedBlocks
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.sampler import SampleResult
 from tinsmith.training.backend import LocalBackend
@@ -87,47 +88,18 @@ def test_training_reports_the_same_bits_in_any_company_and_learns(base: BaseMode
         np.testing.assert_array_equal(result.logprobs, alone.logprobs)
     plain.run_pass(work, backward=True)
     for name, optimizer in found.items():
-        for got, gradient in zip(gradients(optimizer), gradients(expected[name]), strict=True):
-            torch.testing.assert_close(got, gradient, atol=1e-6, rtol=0.05 if base.dtype == torch.bfloat16 else 1e-4)
+        allowed = 0.05 if base.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(optimizer.gradients, expected[name].gradients, atol=1e-6, rtol=allowed)
 
 
-def gradients(optimizer: ModelOptimizer) -> list[torch.Tensor]:
-    found = optimizer.gradients
-    assert found is not None
-    return found
-
-
-@pytest.mark.parametrize("window", [None, 3, 70])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("window", "dtype"), [(None, torch.float64), (3, torch.float64), (70, torch.float64), (70, torch.bfloat16)])
 def test_stable_attention_is_attention(dtype: torch.dtype, window: int | None) -> None:
     lengths = [1, 90, 17, 140]
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(sum(lengths), heads, 16, generator=generator).to(DEVICE, dtype) for heads in (4, 2, 2))
     found = PackedBlocks(lengths, torch.device(DEVICE)).attend(query, key, value, 0.3, window).split(lengths)
-    for out, q, k, v in zip(found, query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
-        ones = torch.ones(len(q), len(q), dtype=torch.bool, device=DEVICE)
-        mask = ones.tril() if window is None else ones.tril() & ones.triu(1 - window)
-        q, k, v = (x.double().transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)[0].transpose(0, 1)
-        torch.testing.assert_close(out.double(), expected, atol=1e-10 if dtype == torch.float64 else 2e-2, rtol=0)
-
-
-def test_stable_attention_ignores_what_a_row_does_not_see() -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(12, 16, 2, 16, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2))
-    query = torch.randn(40, 4, 16, generator=generator).to(DEVICE, torch.bfloat16)
-    table = torch.stack([torch.randperm(11, generator=generator)[:8] for _ in range(40)]).to(DEVICE)
-    lengths = torch.randint(1, 129, (40,), generator=generator).to(DEVICE)
-    table[5, 2:], lengths[5] = 11, 32
-    keys[11] = values[11] = torch.nan
-    whole = stable_attention(query, keys, values, table, lengths, 0.3, None)
-    assert whole.isfinite().all()
-    for rows in ([5], [39, 5, 0], list(range(17))):
-        torch.testing.assert_close(
-            stable_attention(query[rows], keys, values, table[rows], lengths[rows], 0.3, None), whole[rows], atol=0, rtol=0
-        )
-    short = stable_attention(query[5:6], keys, values, table[5:6, :2], lengths[5:6], 0.3, None)
-    torch.testing.assert_close(short, whole[5:6], atol=0, rtol=0)
+    for out, q, k, v, length in zip(found, *(x.double().split(lengths) for x in (query, key, value)), lengths, strict=True):
+        torch.testing.assert_close(out.double(), whole(q, k, v, length, window), atol=1e-10 if dtype == torch.float64 else 2e-2, rtol=0)
 
 
 def test_hybrid_models_are_refused_by_name(family_dir: Callable[[str], Path]) -> None:

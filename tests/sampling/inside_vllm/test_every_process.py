@@ -22,6 +22,7 @@ def run(code: str, directory: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([REAL_PYTHON, "-c", code], capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.slow  # two imports of PyTorch, 4 core-seconds, for a path that changes with the versions of vLLM alone
 def test_torchvision_can_be_imported_torchaudio_is_not_there_and_the_environments_sitecustomize_runs_too(tmp_path: Path) -> None:
     """There is a torchvision without its C++ side, and a torchaudio that does not load."""
     packages = tmp_path / "packages"

@@ -18,33 +18,23 @@ def tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     return {name: torch.randn(size, generator=generator).to(dtype) for name, size in (("a", (8, 64)), ("b", (96, 8)), ("norm", (64,)))}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_last_bit_of_one_value_changes_it(dtype: torch.dtype) -> None:
-    known = {identity(tensors(dtype))}
-    for name, tensor in tensors(dtype).items():
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
+def test_the_last_bit_of_one_value_names_and_places_count(dtype: torch.dtype, bits: torch.dtype) -> None:
+    first = tensors(dtype)
+    known = [first, {"other": first["a"], "b": first["b"], "norm": first["norm"]}, {"a": first["a"], "b": first["b"]}]
+    known += [first | {"a": first["a"].flip(dim)} for dim in (0, 1)]
+    for name, tensor in first.items():
         for index in (0, tensor.numel() // 2, tensor.numel() - 1):
-            changed = tensors(dtype)
-            bits = changed[name].view(torch.int16 if dtype == torch.bfloat16 else torch.int32).view(-1)
-            bits[index] ^= 1
-            known.add(identity(changed))
-    assert len(known) == 10
-
-
-def test_names_and_places_count() -> None:
-    first = tensors()
-    renamed = {"other": first["a"], "b": first["b"], "norm": first["norm"]}
-    exchanged = first | {"a": first["a"].flip(0)}
-    turned = first | {"a": first["a"].flip(1)}
-    fewer = {"a": first["a"], "b": first["b"]}
-    assert len({identity(one) for one in (first, renamed, exchanged, turned, fewer)}) == 5
+            known.append(tensors(dtype))
+            known[-1][name].view(bits).view(-1)[index] ^= 1
+    assert len({identity(one) for one in known}) == len(known) == 14
 
 
 def test_order_padding_and_layout_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     first = tensors()
     expected = identity(first)
-    assert identity(dict(reversed(first.items()))) == expected
-    assert identity(first | {"a": pad(first["a"], (0, 5, 0, 7))}) == expected
-    assert identity(first | {"b": first["b"].T.contiguous().T}) == expected
+    padded, turned = first | {"a": pad(first["a"], (0, 5, 0, 7))}, first | {"b": first["b"].T.contiguous().T}
+    assert [identity(one) for one in (dict(reversed(first.items())), padded, turned)] == [expected] * 3
     monkeypatch.setitem(room._AT_ONCE, "cpu", 100)
     assert identity(first) == expected
 
@@ -71,17 +61,17 @@ RANK = 16
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_shares_are_the_whole_in_order(ranks: int) -> None:
+def test_shares_are_the_whole_in_order_and_what_is_not_divided_is_whole_everywhere(ranks: int) -> None:
     """Columns of A where the inputs of a layer are divided, rows of B where its outputs are."""
     columns, rows = torch.empty(RANK, 12 // ranks), torch.empty(24 // ranks, RANK)
     assert torch.equal(torch.cat([share_of(A, columns, rank, ranks) for rank in range(ranks)], 1), A)
     assert torch.equal(torch.cat([share_of(B, rows, rank, ranks) for rank in range(ranks)]), B)
+    for rank in range(ranks):
+        assert torch.equal(share_of(A, torch.empty(RANK, 12), rank, ranks), A)
+        assert torch.equal(share_of(B, torch.empty(32, RANK), rank, ranks), B)
 
 
-def test_what_is_not_divided_is_whole_everywhere_and_few_heads_are_on_several_workers() -> None:
+def test_few_heads_are_on_several_workers() -> None:
     """Two heads of keys on four workers."""
-    for rank in range(2):
-        assert torch.equal(share_of(A, torch.empty(RANK, 12), rank, 2), A)
-        assert torch.equal(share_of(B, torch.empty(32, RANK), rank, 2), B)
     for rank, half in enumerate((B[:12], B[:12], B[12:], B[12:])):
         assert torch.equal(share_of(B, torch.empty(12, RANK), rank, 4), half)

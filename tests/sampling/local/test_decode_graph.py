@@ -13,20 +13,9 @@ import pytest
 import torch
 
 from tests.bases import DEVICE, load, new_ref, random_adapter
-from tests.sampling.local.test_decoding import add_mixed, check_equal
-from tests.sampling.local.test_sampler import (
-    PARAMS,
-    ask,
-    check,
-    check_versions,
-    forward_logprobs,
-    full_weights,
-    prompt_of,
-    run,
-    sampled,
-    sampler_of,
-    tokens_of,
-)
+from tests.sampling.local import test_sampler as local
+from tests.sampling.local.test_decoding import answers, check_equal
+from tests.sampling.local.test_sampler import PARAMS, Bench, ask, full_weights, prompt_of, run, sampler_of, tokens_of
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
@@ -48,38 +37,17 @@ def graphs_of(sampler: LocalSampler) -> dict[decode_graph.Kind, decode_graph.Cap
     return sampler.decoding.run.graphs
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("any_base", ["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True)
 @pytest.mark.parametrize(("blocks", "prefill"), [(400, 4096), (30, 24)])
-def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(
-    family_base: Callable[[str], BaseModel], family: str, blocks: int, prefill: int
-) -> None:
+def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(any_base: BaseModel, blocks: int, prefill: int) -> None:
     """With adapters, all ways to choose a token, joins, ends, prompts in pieces, and preemptions where the cache is small."""
-    base = family_base(family)
-    captured, eager = (sampler_of(base, blocks, prefill_tokens=prefill, max_running=24, eager=eager) for eager in (False, True))
+    captured, eager = (sampler_of(any_base, blocks, prefill_tokens=prefill, max_running=24, eager=eager) for eager in (False, True))
     before = decode_graph.captures()
-    add_mixed(captured, base, 24)
-    add_mixed(eager, base, 24)
-    check_equal(captured, eager)
+    check_equal(answers(captured, 24), answers(eager, 24))
     assert graphs_of(captured)
     assert decode_graph.captures() >= before + len(graphs_of(captured))
     assert not captured.decoding.run.eager
     assert not graphs_of(eager)
-
-
-def test_a_replayed_graph_reads_the_newest_adapter(text_base: BaseModel) -> None:
-    """Published in flight, and sampled one after the other; no graph is captured for it."""
-    sampler, rendered = sampler_of(text_base), prompt_of(text_base, (0, 20))
-    versions = [random_adapter(text_base, 4, seed, ref=new_ref(f"v{seed}", "m")) for seed in range(4)]
-    sampler.add("x", ask(replace(PARAMS, max_tokens=40)), rendered, versions[0])
-    for newest in versions[1:]:
-        for _ in range(6):
-            sampler.step()
-        before = dict(graphs_of(sampler))
-        sampler.publish(newest)
-    result = run(sampler)["x"]
-    assert graphs_of(sampler) == before
-    assert [span.version for span in result.sequences[0].versions] == ["v0", "v1", "v2", "v3"]
-    check_versions(text_base, rendered, [*versions], result)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
@@ -105,7 +73,7 @@ def test_in_half_precision_too_a_replayed_graph_reads_the_newest_weights(family_
             sampler.publish(newest)
         (sequence,) = run(sampler)["x"].sequences
         assert [span.version for span in sequence.versions] == ["v0", "v1", "v2"]
-        scored = [forward_logprobs(base, version, rendered, sequence.tokens)[1] for version in versions]
+        scored = [local.forward_logprobs(base, version, rendered, sequence.tokens)[1] for version in versions]
         for index, span in enumerate(sequence.versions):
             own = slice(span.start, span.end)
             apart = [float(np.abs(np.array(sequence.logprobs[own]) - each[own]).mean()) for each in scored]
@@ -124,18 +92,18 @@ def change_all(weights: Weights, seed: int) -> None:
 
 def test_graphs_are_captured_again_when_what_they_read_lies_elsewhere(text_base: BaseModel) -> None:
     """The columns of adapters grow, and the cache is replaced."""
-    sampler, rendered = sampler_of(text_base), prompt_of(text_base, (0, 20))
-    for rank in (8, 40):
-        adapter = random_adapter(text_base, rank, rank)
-        before = dict(graphs_of(sampler))
-        result = sampled(sampler, rendered, ask(), adapter)
-        check(text_base, rendered, adapter, result)
-        assert graphs_of(sampler)
-        assert not set(map(id, before.values())) & set(map(id, graphs_of(sampler).values()))
-    sampler.cache.keys, sampler.cache.values = sampler.cache.keys.clone(), sampler.cache.values.clone()
-    before = dict(graphs_of(sampler))
-    assert tokens_of(sampled(sampler, rendered, ask(), adapter)) == tokens_of(result)
-    assert not set(map(id, before.values())) & set(map(id, graphs_of(sampler).values()))
+    bench, rendered = Bench(text_base), prompt_of(text_base, (0, 20))
+    cache, graphs, tokens = bench.sampler.cache, list[set[Any]](), list[list[list[int]]]()
+    small, large = (random_adapter(text_base, rank, rank) for rank in (8, 40))
+    for adapter in (small, large, large):
+        if graphs[1:]:
+            cache.keys, cache.values = cache.keys.clone(), cache.values.clone()
+        tokens.append(tokens_of(bench.answer(rendered, weights=adapter)))
+        graphs.append({*graphs_of(bench.sampler).values()})
+    assert all(graphs)
+    assert not graphs[0] & graphs[1]
+    assert not graphs[1] & graphs[2]
+    assert tokens[1] == tokens[2]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("injected"), RuntimeError("injected")])
@@ -153,55 +121,29 @@ def test_a_capture_that_fails_leaves_the_step_as_it_is(
         return logits
 
     monkeypatch.setattr(captured.decoding.step.__class__, "__call__", failing)
-    add_mixed(captured, text_base, 24)
-    add_mixed(eager, text_base, 24)
-    check_equal(captured, eager)
+    check_equal(answers(captured, 24), answers(eager, 24))
     failed = [kind.rows for kind in captured.decoding.run.eager]
     assert set(failed) == {8}
     assert caplog.text.count("decoding 8 rows runs without a CUDA graph") == len(failed)
     assert {kind.rows for kind in graphs_of(captured)} - {8}
     monkeypatch.setattr(captured.decoding.step.__class__, "__call__", inner)
     captured.decoding.run.steps += decode_graph.RETRY
-    add_mixed(captured, text_base, 24)
-    run(captured)
+    answers(captured, 24)
     assert 8 in {kind.rows for kind in graphs_of(captured)}
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("eager", [False, True])
-def test_nothing_in_a_step_waits_for_the_device(family_base: Callable[[str], BaseModel], family: str, eager: bool) -> None:
-    """PyTorch raises where it would wait."""
-    base = family_base(family)
-    sampler = sampler_of(base, eager=eager)
-    inner = sampler.decoding.run
-
-    def watched(batch: Any, rows: Any) -> Any:
-        if inner._find(batch, rows) is None and not eager:
-            return inner(batch, rows)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return inner(batch, rows)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    sampler.decoding.run = watched  # type: ignore[assignment]
-    add_mixed(sampler, base)
-    run(sampler)
 
 
 def test_full_weights_have_graphs_of_their_own_as_long_as_they_are_sampled(text_base: BaseModel) -> None:
     """Beside those of the base, which stay."""
-    sampler, rendered = sampler_of(text_base), prompt_of(text_base, (0, 20))
+    bench, rendered = Bench(text_base), prompt_of(text_base, (0, 20))
     for change in (0.005, 0.01):
-        full = full_weights(text_base, change)
-        sampler.add("full", ask(replace(PARAMS, max_tokens=30), num_samples=2), rendered, full)
-        sampler.add("base", ask(replace(PARAMS, max_tokens=40)), rendered, None)
-        for _ in range(8):
-            sampler.step()
-        (runner,) = sampler.decoding.runners.values()
+        bench.add("full", rendered, ask(replace(PARAMS, max_tokens=30), num_samples=2), full_weights(text_base, change))
+        bench.add("base", rendered, ask(replace(PARAMS, max_tokens=40)))
+        bench.step(8)
+        (runner,) = bench.sampler.decoding.runners.values()
         assert runner.graphs
         assert not runner.eager
-        for name, result in run(sampler).items():
-            check(text_base, rendered, full if name == "full" else None, result)
-        assert not sampler.decoding.runners
-        assert graphs_of(sampler)
+        del runner
+        bench.run()
+        bench.asked.clear()
+        assert not bench.sampler.decoding.runners
+        assert graphs_of(bench.sampler)

@@ -14,24 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.bases import picture_chunks, random_adapter, renderer
-from tests.extent import slow
-from tests.sampling.local.test_sampler import (
-    PARAMS,
-    ask,
-    check,
-    full_weights,
-    of_session,
-    outcomes,
-    prompt_of,
-    prompts,
-    run,
-    sampled,
-    sampler_of,
-    sick_adapter,
-    tokens_of,
-)
+from tests.bases import random_adapter, renderer
+from tests.sampling.local import test_sampler as local
+from tests.sampling.local.test_sampler import PARAMS, Bench, ask, full_weights, of_session, prompt_of, prompts, run, sampler_of, tokens_of
 from tinsmith.models.base import BaseModel
+from tinsmith.models.lora import Adapter
+from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import likeliest
 from tinsmith.sampling.local import decode_step, decoding
 from tinsmith.sampling.local.decode_graph import rung_of
@@ -41,23 +29,14 @@ from tinsmith.sampling.local.paged_attention import paged_reference
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import Sequence
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
-from tinsmith.wire.sample import StopRule
+from tinsmith.wire.sample import SampleRequest, StopRule
 
 
-def before_each_step(sampler: LocalSampler, before: Callable[[DeviceBatch, StepRows], StepRows]) -> None:
-    """Give every step of the sampler what `before` makes of its rows."""
-    inner = sampler.decoding.run
-
-    def around(batch: DeviceBatch, rows: StepRows) -> Tensor | None:
-        return inner(batch, before(batch, rows))
-
-    sampler.decoding.run = around  # type: ignore[assignment]
-
-
-def add_mixed(sampler: LocalSampler, base: BaseModel, number: int = 12) -> None:
-    """Requests that come and go at different times, of several adapters, with all ways to choose a token; eight have them all."""
+def mixed(base: BaseModel, number: int = 8) -> dict[str, tuple[RenderedInput, SampleRequest, Adapter | None]]:
+    """Requests of two sessions that come and go at different times, of several adapters, with all ways to choose a token."""
     adapters = [None, random_adapter(base, 4, 1), random_adapter(base, 8, 2, train_unembed=False), None]
     chunks = prompts(base)
+    asked = {}
     for index in range(number):
         params = replace(
             PARAMS,
@@ -67,15 +46,32 @@ def add_mixed(sampler: LocalSampler, base: BaseModel, number: int = 12) -> None:
             top_p=(1.0, 1.0, 0.6)[index % 3],
             seed=2**64 - 1 - index,
         )
-        request = replace(ask(params, num_samples=1 + index % 3), topk_sample_logprobs=3 * (index % 2))
-        sampler.add(str(index), request, renderer(base).render(chunks[index % len(chunks)]), adapters[index % 4])
+        request = ask(params, 1 + index % 3, prompt_logprobs=index % 4 == 3)
+        request = replace(request, topk_sample_logprobs=3 * (index % 2), sampling_session_id=f"{'ab'[index % 2]}:sample:0")
+        asked[str(index)] = renderer(base).render(chunks[index % len(chunks)]), request, adapters[index % 4]
+    return asked
 
 
-def check_equal(sampler: LocalSampler, other: LocalSampler) -> None:
-    """Both answer their requests alike."""
-    done, expected = run(sampler), run(other)
+def answers(sampler: LocalSampler, number: int = 8) -> dict[str, SampleResult]:
+    """What a sampler answers to so many mixed requests at once."""
+    for name, (rendered, request, adapter) in mixed(sampler.base, number).items():
+        sampler.add(name, request, rendered, adapter)
+    return run(sampler)
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+def answered_alone(request: pytest.FixtureRequest, family_base: Callable[[str], BaseModel]) -> tuple[BaseModel, dict[str, SampleResult]]:
+    """A model, and its answers to mixed requests, each of a sampler that has nothing else to do."""
+    base = family_base(request.param)
+    return base, {name: local.sampled(sampler_of(base, runs_ahead=False), *asked) for name, asked in mixed(base).items()}
+
+
+def check_equal(done: dict[str, SampleResult], expected: dict[str, SampleResult]) -> None:
+    """All answers must be alike."""
     assert done.keys() == expected.keys()
     for name, result in done.items():
+        if result.answers.logprobs is not None:
+            np.testing.assert_allclose(result.answers.logprobs, np.asarray(expected[name].answers.logprobs), atol=1e-4)
         for sequence, same in zip(result.sequences, expected[name].sequences, strict=True):
             assert sequence.tokens == same.tokens
             np.testing.assert_allclose(sequence.logprobs, same.logprobs, atol=1e-3)
@@ -84,63 +80,36 @@ def check_equal(sampler: LocalSampler, other: LocalSampler) -> None:
                 np.testing.assert_allclose(sequence.topk.logprobs, same.topk.logprobs, atol=1e-3)
 
 
-# The rows
+HOW: dict[str, dict[str, Any]] = {
+    "step by step": {"blocks": 5, "slots": 8, "max_running": 6, "prefill_tokens": 24, "runs_ahead": False},
+    "ahead": {"blocks": 8, "slots": 4, "max_running": 6, "prefill_tokens": 24, "runs_ahead": True},
+    "in one place": {"blocks": 400, "slots": 1, "max_running": 2, "prefill_tokens": 32, "runs_ahead": True},
+    "with dead rows": {"max_running": 16, "runs_ahead": True},
+}
+"""In the first two, from two to eleven sequences are preempted."""
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-def test_rows_are_what_the_host_knows_whoever_comes_and_goes(family_base: Callable[[str], BaseModel], family: str) -> None:
-    """In every step of a play with joins, ends and preemptions: as if all sequences had just joined an empty batch."""
-    base = family_base(family)
-    sampler = sampler_of(base, blocks=40, runs_ahead=False, prefill_tokens=24, max_running=6)
-    counts = []
+@pytest.mark.parametrize("how", HOW)
+def test_each_gets_what_it_would_get_alone(answered_alone: tuple[BaseModel, dict[str, SampleResult]], how: str) -> None:
+    """With joins, ends and preemptions. A graph computes dead rows, which nobody has: here these read and write NaN."""
+    base, expected = answered_alone
+    sampler = sampler_of(base, **HOW[how])
+    inner, counts = sampler.decoding.run, set()
 
-    def compare(batch: DeviceBatch, rows: StepRows) -> StepRows:
-        anew = sampler.decoding._batch(len(batch.state))
-        seats = [seat.sequence.seat for seat in batch.seats]
-        for seat in batch.seats:
-            seat.sequence.seat = None
-        anew.follow([seat.sequence for seat in batch.seats])
-        for seat, own in zip(batch.seats, seats, strict=True):
-            seat.sequence.seat = own
-        assert torch.equal(batch.state, anew.state)
-        for row, seat in enumerate(batch.seats):
-            assert seat.row == row
-            known = len(seat.sequence.blocks) + 1  # with the scratch block behind them
-            assert torch.equal(batch.table[row, :known], anew.table[row, :known])
-        assert not batch.table[len(batch.seats) :].any()
-        counts.append(rows.count)
-        return rows
-
-    add_mixed(sampler, base)
-    before_each_step(sampler, compare)
-    run(sampler)
-    assert {2, 3, 6} <= set(counts)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-def test_dead_rows_change_nothing(family_base: Callable[[str], BaseModel], family: str) -> None:
-    """A graph computes rows that nobody has behind those of the batch. Here they are full of NaN in the scratch block and slot."""
-    base = family_base(family)
-    alone, padded = (sampler_of(base, runs_ahead=True, max_running=16) for _ in range(2))
-
-    def pad(batch: DeviceBatch, rows: StepRows) -> StepRows:
-        padded.cache.keys[:, 0] = padded.cache.values[:, 0] = float("nan")
-        if padded.states:
-            padded.states.memory[:, padded.states.scratch] = float("nan")
+    def padded(batch: DeviceBatch, rows: StepRows) -> Tensor | None:
+        counts.add(rows.count)
+        if how != "with dead rows":
+            return inner(batch, rows)
+        sampler.cache.keys[:, 0] = sampler.cache.values[:, 0] = float("nan")
+        if sampler.states:
+            sampler.states.memory[:, sampler.states.scratch] = float("nan")
         assert torch.equal(batch.state[rows.count :], torch.from_numpy(batch.dead_row()).expand(len(batch.state) - rows.count, FIELDS))
-        count = rung_of(rows.count, len(batch.state))
-        return replace(rows, count=count, groups=[decode_step.AttendTogether(None, batch.table.shape[1])])
+        together = [decode_step.AttendTogether(None, batch.table.shape[1])]
+        return inner(batch, replace(rows, count=rung_of(rows.count, len(batch.state)), groups=together))
 
-    add_mixed(alone, base, 8)
-    add_mixed(padded, base, 8)
-    before_each_step(padded, pad)
-    check_equal(padded, alone)
-
-
-def test_rungs_hold_the_rows_and_no_more_than_there_are_places() -> None:
-    assert [rung_of(rows, 300) for rows in (1, 2, 3, 33, 64, 65, 200, 257)] == [1, 2, 4, 48, 64, 96, 256, 300]
-    assert [rung_of(rows, 40) for rows in (8, 9, 33, 40)] == [8, 16, 40, 40]
-    assert rung_of(257, 1000) == 512
+    sampler.decoding.run = padded  # type: ignore[assignment]
+    check_equal(answers(sampler), expected)
+    assert max(counts) > (5 if how == "with dead rows" else 0)
 
 
 class NoWaiting(TorchDispatchMode):
@@ -157,29 +126,28 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Steps of the slow ones have the same parts as those of the first two.
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", *slow("llama", "qwen2_5_vl", "qwen3")])
-def test_a_step_waits_for_nothing(family_base: Callable[[str], BaseModel], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With adapters and all ways to choose tokens. Attention is the one that reads its lengths on the device, as the kernel does."""
-    base = family_base(family)
+@pytest.mark.parametrize("any_base", ["qwen3_vl", "qwen3_5"], indirect=True)
+def test_a_step_waits_for_nothing(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters, full weights and all ways to choose tokens, so it can be captured. Attention reads its lengths on the device here."""
     monkeypatch.setattr(decode_step, "paged_attention", paged_reference)
-    sampler = sampler_of(base, runs_ahead=True)
-    inner, steps = sampler.decoding.run, []
+    sampler, full = sampler_of(any_base, runs_ahead=True), full_weights(any_base)
+    inner, seen = DecodeStep.__call__, list[StepRows]()
 
-    def watched(batch: DeviceBatch, rows: StepRows) -> Tensor | None:
-        steps.append(rows)
+    def watched(step: DecodeStep, batch: DeviceBatch, rows: StepRows, in_place: bool = False) -> Tensor:
+        seen.append(rows)
+        if rows.owner is full:
+            assert step.can_be_captured(batch, rows)
+            with monkeypatch.context() as patch:  # here each row copies what it attends to
+                patch.setattr(decode_step, "MOST_GATHERED", rows.count * batch.table.shape[1] * 2 * step.cache.keys[0, 0].nbytes - 1)
+                assert not step.can_be_captured(batch, rows)
         with NoWaiting():
-            return inner(batch, rows)
+            return inner(step, batch, rows, in_place)
 
-    monkeypatch.setattr(sampler.decoding, "run", watched)
-    add_mixed(sampler, base, 8)
-    run(sampler)
-    assert any(rows.truncates and rows.has_adapters and rows.needs_logits for rows in steps)
-
-
-def test_what_waits_is_noticed() -> None:
-    with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
-        torch.ones(3)[torch.tensor([True, False, True])]
+    monkeypatch.setattr(DecodeStep, "__call__", watched)
+    sampler.add("full", ask(num_samples=2), prompt_of(any_base, (0, 9)), full)
+    answers(sampler)
+    assert any(rows.truncates and rows.has_adapters and rows.needs_logits for rows in seen)
+    assert any(rows.owner is full for rows in seen)
     with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
         torch.ones(3).max().item()
 
@@ -187,64 +155,29 @@ def test_what_waits_is_noticed() -> None:
 # Steps that are launched ahead
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("blocks", [16, *slow(400)])  # in a cache that is too small everything else happens too
-def test_launching_ahead_changes_no_answer(family_base: Callable[[str], BaseModel], family: str, blocks: int) -> None:
-    base = family_base(family)
-    each, ahead = (sampler_of(base, blocks, runs_ahead=runs_ahead, prefill_tokens=24, max_running=6) for runs_ahead in (False, True))
-    add_mixed(each, base)
-    add_mixed(ahead, base)
-    check_equal(ahead, each)
-
-
-def test_a_step_is_under_way_while_the_tokens_of_the_last_are_read(text_base: BaseModel) -> None:
-    """Also when a sequence has ended, when one joins, and when one needs a block; not when there is none."""
-    sampler = sampler_of(text_base, blocks=8, runs_ahead=True)
-    sampler.add("long", ask(replace(PARAMS, max_tokens=40)), prompt_of(text_base, (0, 20)), None)
-    sampler.add("short", ask(replace(PARAMS, max_tokens=6)), prompt_of(text_base, (1, 20)), None)
-    sampler.step()
-    under_way = []
-    while sampler.schedule.running:
-        sampler.step()
-        under_way.append(len(sampler.flights))
-        if len(under_way) == 10:
-            sampler.add("joins", ask(replace(PARAMS, max_tokens=50)), prompt_of(text_base, (2, 20)), None)
-    assert under_way[:10] == [1] * 10
-    assert under_way.count(0) <= 16 + 1  # the cache is full for the last tokens of "long", until it ends
-    run(sampler)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-@pytest.mark.parametrize("when", [2, 3, *slow(4, 5)])  # later steps are as these
-def test_what_happens_between_steps_finds_one_under_way(family_base: Callable[[str], BaseModel], family: str, when: int) -> None:
+@pytest.mark.parametrize(("any_base", "when"), [("qwen3", 2), ("qwen3_5", 3)], indirect=["any_base"])
+def test_what_happens_between_steps_finds_one_under_way(any_base: BaseModel, when: int) -> None:
     """A sample is cancelled, another stops at a token that nobody foresaw: the rest get their tokens."""
-    base = family_base(family)
-    asked = {str(number): prompt_of(base, (number, 14 + number)) for number in range(4)}
-    alone, sampler = (sampler_of(base, runs_ahead=runs_ahead) for runs_ahead in (False, True))
-    for name, rendered in asked.items():
-        alone.add(name, ask(num_samples=2), rendered, None)
-    expected = {name: tokens_of(result) for name, result in run(alone).items()}
+    alone, bench = (Bench(any_base, runs_ahead=runs_ahead) for runs_ahead in (False, True))
+    for number in range(4):
+        alone.add(str(number), prompt_of(any_base, (number, 14 + number)), ask(num_samples=2))
+    expected = {name: tokens_of(result) for name, result in run(alone.sampler).items()}
     stop = expected["1"][0][when]
-    for name, rendered in asked.items():
+    for name, (rendered, _) in alone.asked.items():
         rule = StopRule(eos=False, strings=(), token_ids=(stop,) if name == "1" else ())
-        sampler.add(name, ask(replace(PARAMS, stop=rule), num_samples=2), rendered, None)
+        bench.add(name, rendered, ask(replace(PARAMS, stop=rule), num_samples=2))
     for _ in range(when):
-        sampler.step()
-    assert sampler.flights
-    sampler.cancel("2")
-    done = run(sampler)
+        bench.sampler.step()
+    assert bench.sampler.flights
+    bench.sampler.cancel("2")
     expected["1"] = [tokens[: tokens.index(stop) + 1 if stop in tokens else None] for tokens in expected["1"]]
-    assert {name: tokens_of(result) for name, result in done.items()} == {name: expected[name] for name in "013"}
-    for name, result in done.items():
-        check(base, asked[name], None, result)
+    assert {name: tokens_of(result) for name, result in bench.run().items()} == {name: expected[name] for name in "013"}
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_likeliest_tokens_that_cannot_be_had_fail_their_job_alone(
-    any_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
-) -> None:
+def test_likeliest_tokens_that_are_not_had_fail_their_job(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool) -> None:
     """The step is done by then, and is not computed again."""
-    sampler, calls = sampler_of(any_base, runs_ahead=runs_ahead), []
+    bench, calls = Bench(any_base, runs_ahead=runs_ahead), []
 
     def failing(*arguments: Any) -> tuple[Tensor, Tensor]:
         calls.append(arguments)
@@ -253,66 +186,48 @@ def test_likeliest_tokens_that_cannot_be_had_fail_their_job_alone(
         return likeliest(*arguments)
 
     monkeypatch.setattr(decoding, "likeliest", failing)
-    asked = {name: prompt_of(any_base, (index, 20)) for index, name in enumerate(["asks", "other", "third"])}
-    for name, rendered in asked.items():
-        sampler.add(name, replace(ask(num_samples=2), topk_sample_logprobs=3 * (name == "asks")), rendered, None)
-    ended = outcomes(sampler)
-    failure = ended.pop("asks")
-    assert isinstance(failure, SampleFailure)
+    for index, name in enumerate(["asks", "other", "third"]):
+        bench.add(name, prompt_of(any_base, (index, 20)), replace(ask(num_samples=2), topk_sample_logprobs=3 * (name == "asks")))
+    ended = local.outcomes(bench.sampler)
+    assert isinstance(failure := ended["asks"], SampleFailure)
     assert "OutOfMemoryError('injected')" in str(failure.error)
-    for name, result in ended.items():
-        assert isinstance(result, SampleResult)
-        check(any_base, asked[name], None, result)
+    assert bench.check(ended).keys() == {"other", "third"}
 
 
 # Weights that share a step, and such that do not
 
 
 def test_adapters_without_room_or_with_nan_run_apart(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three adapters find 32 columns, two large ones do not, and one has no finite weights; full rows of the base are beside them."""
+    """Three adapters find 32 columns, two large ones do not, and one has no finite weights; full rows of the base are beside them.
+
+    Afterwards another adapter takes the columns of those that nobody samples any more.
+    """
     monkeypatch.setattr(decoding, "MOST_COLUMNS", 32)
-    sick = sick_adapter(text_base)
-    owners = [None, sick, *(random_adapter(text_base, rank, rank) for rank in (4, 8, 16, 24, 30))]
-    sampler, rendered = sampler_of(text_base), prompt_of(text_base, (0, 20))
+    owners = [None, *(random_adapter(text_base, rank, rank) for rank in (4, 8, 16, 24, 30))]
+    bench, rendered = Bench(text_base), prompt_of(text_base, (0, 20))
     for number, owner in enumerate(owners):
-        sampler.add(str(number), of_session("ab"[number % 2], 20), rendered, owner)
-    sampler.step()
-    sampler.step()
-    assert sorted(adapter.shape.rank for adapter in sampler.decoding.placed.values()) == [4, 8, 16]
-    assert len(sampler.decoding.batches) == 4
-    for name, result in run(sampler).items():
-        assert len(result.sequences[0].tokens) == 20
-        if owners[int(name)] is not sick:
-            check(text_base, rendered, owners[int(name)], result)
-    sampler.add("later", ask(), rendered, owners[-1])
-    sampler.step()
-    sampler.step()
-    assert [adapter.shape.rank for adapter in sampler.decoding.placed.values()] == [30]
-    assert list(sampler.decoding.batches) == [0]
-    run(sampler)
-
-
-def test_rows_take_the_columns_of_newer_weights(vision_base: BaseModel) -> None:
-    """What lies in the columns of an adapter that nobody samples any more is written over."""
-    sampler = sampler_of(vision_base, runs_ahead=True)
-    rendered = renderer(vision_base).render(picture_chunks(vision_base, 0, 5))
-    for seed in range(4):
-        adapter = random_adapter(vision_base, 16, seed)
-        check(vision_base, rendered, adapter, sampled(sampler, rendered, ask(num_samples=2), adapter))
-    assert sampler.decoding.adapters.columns == 32
+        bench.add(str(number), rendered, of_session("ab"[number % 2], 20), owner)
+    bench.sampler.add("sick", of_session("a", 20), rendered, local.sick_adapter(text_base))
+    bench.step(2)
+    assert sorted(adapter.shape.rank for adapter in bench.sampler.decoding.placed.values()) == [4, 8, 16]
+    assert len(bench.sampler.decoding.batches) == 4
+    done = run(bench.sampler)
+    assert {len(result.sequences[0].tokens) for result in done.values()} == {20}
+    assert len(bench.check({name: result for name, result in done.items() if name != "sick"})) == 6
+    bench.add("later", rendered, weights=owners[-1])
+    bench.step(2)
+    assert [adapter.shape.rank for adapter in bench.sampler.decoding.placed.values()] == [30]
+    bench.run()
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("injected")])
-def test_running_sequences_go_on_in_the_middle_of_a_pass_over_prompts(
-    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
-    """With `error` one of them fails there, while another sample of its job is being computed again."""
-    sampler = sampler_of(text_base, runs_ahead=True, prefill_tokens_beside=20)
-    asked = {"first": prompt_of(text_base, (0, 9)), "second": prompt_of(text_base, (1, 90))}
-    sampler.add("first", ask(num_samples=2), asked["first"], None)
-    for _ in range(3):
-        assert sampler.step() == []
-    sampler.add("second", ask(num_samples=2), asked["second"], None)
+def test_running_sequences_go_on_amid_a_pass(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
+    """A pass over prompts. With `error` one of them fails there, while another sample of its job is being computed again."""
+    bench = Bench(text_base, runs_ahead=True, prefill_tokens_beside=20)
+    sampler = bench.sampler
+    bench.add("first", prompt_of(text_base, (0, 9)), ask(num_samples=2))
+    bench.step(3)
+    bench.add("second", prompt_of(text_base, (1, 90)), ask(num_samples=2))
     if error:
         sampler.schedule._preempt(sampler.schedule.running[1])
         append = Sequence.append
@@ -330,63 +245,33 @@ def test_running_sequences_go_on_in_the_middle_of_a_pass_over_prompts(
         inside()
 
     monkeypatch.setattr(sampler, "_decode_between", counted)
-    ended = outcomes(sampler)
+    ended = local.outcomes(sampler)
     assert any(between)
     assert not sampler.meanwhile
-    assert isinstance(ended["first"], SampleFailure) == (error is not None)
-    for name, event in ended.items():
-        if isinstance(event, SampleResult):
-            check(text_base, asked[name], None, event)
-
-
-def test_a_step_with_full_weights_waits_for_nothing(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it can be captured too."""
-    monkeypatch.setattr(decode_step, "paged_attention", paged_reference)
-    full = full_weights(text_base)
-    inner, owners = DecodeStep.__call__, []
-
-    def watched(step: DecodeStep, batch: DeviceBatch, rows: StepRows, in_place: bool = False) -> Tensor:
-        assert step.can_be_captured(batch, rows)
-        with monkeypatch.context() as patch:  # here each row copies what it attends to
-            patch.setattr(decode_step, "MOST_GATHERED", rows.count * batch.table.shape[1] * 2 * step.cache.keys[0, 0].nbytes - 1)
-            assert not step.can_be_captured(batch, rows)
-        owners.append(rows.owner)
-        with NoWaiting():
-            return inner(step, batch, rows, in_place)
-
-    monkeypatch.setattr(DecodeStep, "__call__", watched)
-    sampler, rendered = sampler_of(text_base, runs_ahead=True), prompt_of(text_base, (0, 9))
-    sampler.add("full", ask(num_samples=2), rendered, full)
-    sampler.add("base", ask(num_samples=2), rendered, None)
-    for name, result in run(sampler).items():
-        check(text_base, rendered, full if name == "full" else None, result)
-    assert {id(owner) for owner in owners} == {id(full), id(None)}
+    assert ("first" in bench.check(ended)) == (error is None)
 
 
 def test_what_a_lack_of_memory_preempts_is_not_launched_with_the_next_group(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The base and an adapter that decodes apart, one of which finds no memory once."""
-    sampler, adapter = sampler_of(text_base), random_adapter(text_base, 4, 1)
-    monkeypatch.setattr(sampler.decoding, "_find_room", lambda _: False)
-    asked = {str(number): prompt_of(text_base, (number, 9 + number)) for number in range(4)}
-    owners = {name: None if int(name) < 2 else adapter for name in asked}
-    for name, rendered in asked.items():
-        sampler.add(name, ask(), rendered, owners[name])
-    inner, calls = sampler.decoding.launch, 0
+    bench, adapter = Bench(text_base), random_adapter(text_base, 4, 1)
+    of_sampler = bench.sampler.decoding
+    monkeypatch.setattr(of_sampler, "_find_room", lambda _: False)
+    for number in range(4):
+        bench.add(str(number), prompt_of(text_base, (number, 9 + number)), weights=None if number < 2 else adapter)
+    inner, calls = of_sampler.launch, list[Any]()
 
     def launch(sequences: Any) -> Any:
-        nonlocal calls
-        calls += 1
+        calls.append(sequences)
         assert all(sequence.blocks for sequence in sequences)
-        if calls == 5:
+        if len(calls) == 5:
             raise torch.OutOfMemoryError("injected")
         return inner(sequences)
 
-    monkeypatch.setattr(sampler.decoding, "launch", launch)
-    for name, result in run(sampler).items():
-        check(text_base, asked[name], owners[name], result)
-    assert calls > 5
-    assert sampler.decoding.apart == {}
-    assert all(not batch.seats for batch in sampler.decoding.batches.values())
+    monkeypatch.setattr(of_sampler, "launch", launch)
+    bench.run()
+    assert len(calls) > 5
+    assert of_sampler.apart == {}
+    assert all(not batch.seats for batch in of_sampler.batches.values())
 
 
 def test_tokens_are_delivered_while_a_prompt_is_being_computed(text_base: BaseModel) -> None:
@@ -396,12 +281,11 @@ def test_tokens_are_delivered_while_a_prompt_is_being_computed(text_base: BaseMo
     events = [event for _ in range(3) for event in sampler.step()]
     sampler.add("comes", ask(replace(PARAMS, max_tokens=1)), prompt_of(text_base, (1, 90)), None)
     delivered: list[list[SampleEvent]] = []
-    returned = sampler.step(lambda those: delivered.append(list(those)))
+    assert [event.request_id for event in sampler.step(lambda those: delivered.append([*those]))] == ["comes"]
     assert [[event.request_id for event in those] for those in delivered] == [["runs"], ["runs"]]
-    assert [event.request_id for event in returned] == ["comes"]
     events += [event for those in delivered for event in those]
     while sampler.has_work:
         events += sampler.step()
     streamed = [token for event in events if isinstance(event, TokensSampled) for token in event.tokens]
-    (ended,) = [event for event in events if isinstance(event, SampleResult)]
-    assert streamed == list(ended.sequences[0].tokens)
+    assert isinstance(ended := events[-1], SampleResult)
+    assert streamed == ended.sequences[0].tokens

@@ -4,6 +4,7 @@ Invariant: A short sample beside 2,000 long ones takes as many steps as it has t
 Also: `tests/sampling/local/test_sampler.py`, `tests/worker/test_samples.py`, `tests/acceptance/test_fair_samples.py`.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,15 +15,12 @@ from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.wire.prompt_scores import PromptQuestions
 
 
-def steps_until(sampler: LocalSampler, request_id: str, limit: int) -> int | None:
-    """How many steps it takes until that request has ended; None if it has not after `limit` steps."""
-    for count in range(1, limit + 1):
-        if any(result.request_id == request_id for result in sampler.step()):
-            return count
-    return None
+def steps_until(sampler: LocalSampler, request_id: str) -> int:
+    """How many steps it takes until that request has ended."""
+    return next(count for count in itertools.count(1) if any(event.request_id == request_id for event in sampler.step()))
 
 
-@pytest.mark.parametrize("num_samples", [1, 4, 50])
+@pytest.mark.parametrize("num_samples", [1, 50])
 def test_a_short_sample_does_not_wait_behind_two_thousand_long_ones(text_base: BaseModel, num_samples: int) -> None:
     """Nor for the end of a long one, though all places are taken, nor for a job that is larger than all places together."""
     sampler = sampler_of(text_base, runs_ahead=False, max_running=8)
@@ -32,8 +30,7 @@ def test_a_short_sample_does_not_wait_behind_two_thousand_long_ones(text_base: B
         sampler.step()
     assert len(sampler.schedule.running) == 8
     sampler.add("short", of_session("few", 4), prompt_of(text_base, (5, 30)), None)
-    assert steps_until(sampler, "short", limit=10) == 4
-    assert len(sampler.schedule.running) == 7
+    assert steps_until(sampler, "short") == 4
     sampler.step()
     assert len(sampler.schedule.running) == 8
 
@@ -45,31 +42,17 @@ def test_a_prompt_that_takes_most_of_the_cache_is_not_overtaken_for_ever(text_ba
     def add(session: str, number: int) -> None:
         sampler.add(f"{session}{number}", of_session(session, 5), prompt_of(text_base, (number, 20)), None)
 
-    add("a", 0)
-    sampler.step()
-    add("b", 0)
-    sampler.step()
+    for session in "ab":
+        add(session, 0)
+        sampler.step()
     sampler.add("big", of_session("big", 2), prompt_of(text_base, (1000, 18 * 16)), None)
     ended: list[str] = []
-    while "big" not in ended and len(ended) < 100:
-        for result in sampler.step():
-            ended.append(result.request_id)
-            if result.request_id != "big":
-                add(result.request_id[0], len(ended))
+    while "big" not in ended:
+        for event in sampler.step():
+            ended.append(event.request_id)
+            if event.request_id != "big":
+                add(event.request_id[0], len(ended))
     assert ended.index("big") == 34
-    run(sampler)
-
-
-def test_sessions_share_the_running_set(text_base: BaseModel) -> None:
-    sampler = sampler_of(text_base, max_running=6)
-    for session in ("a", "b", "c"):
-        for number in range(30):
-            sampler.add(f"{session}{number}", of_session(session, 5 + number % 7), prompt_of(text_base, (number, 9)), None)
-    ended: list[str] = []
-    while len(ended) < 45:
-        ended += [result.request_id for result in sampler.step()]
-    share = [sum(name.startswith(session) for name in ended) for session in ("a", "b", "c")]
-    assert max(share) - min(share) <= 3
     run(sampler)
 
 
@@ -81,7 +64,7 @@ def test_a_long_prompt_with_costly_questions_leaves_room_in_each_pass(text_base:
     sampler.add("costly", costly, prompt_of(text_base, (0, 300)), None)
     sampler.step()
     sampler.add("short", of_session("short", 4), prompt_of(text_base, (1, 200)), None)
-    assert steps_until(sampler, "short", limit=10) == 4
+    assert steps_until(sampler, "short") == 4
     cost = 1 + 1024 // 16
     piece, beside = 1024 // cost, (1024 - 200) // cost
     assert passes == [piece, 200 + beside, piece, piece, piece]

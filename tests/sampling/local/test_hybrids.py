@@ -2,12 +2,11 @@
 
 Invariant: The state of a gated delta net is that of its sequence's tokens, whatever is preempted, forked, cancelled, published or fails;
 no slot is lost.
-Also: `tests/sampling/local/test_states.py`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.bases import DEVICE, load, new_ref, picture_chunks, random_adapter, random_tokens, renderer
-from tests.extent import amount, slow
-from tests.sampling.local.test_sampler import (
-    PARAMS,
-    ask,
-    check,
-    check_versions,
-    count_tokens,
-    full_weights,
-    of_session,
-    outcomes,
-    prompt_of,
-    run,
-    sampled,
-    sampler_of,
-)
+from tests.extent import amount
+from tests.sampling.local import test_sampler as local
+from tests.sampling.local.test_sampler import Bench, ask, count_tokens, full_weights, of_session, prompt_of
 from tinsmith.models.base import BaseModel
 from tinsmith.models.delta_rule import gated_delta_rule
 from tinsmith.models.full import Weights
 from tinsmith.models.tiny import write_tiny_model
-from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.local import decode_step
 from tinsmith.sampling.local import sampler as sampler_module
 from tinsmith.sampling.local import states as states_module
@@ -44,7 +30,8 @@ from tinsmith.sampling.local.cached_attention import CachedPlan
 from tinsmith.sampling.local.decode_step import DecodePlan, DecodeStep
 from tinsmith.sampling.local.device_batch import DeviceBatch
 from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.sampler import SampleFailure, SampleResult
+from tinsmith.sampling.sampler import SampleResult
+from tinsmith.wire.prompt_scores import PromptQuestions
 
 ANY_ROUNDING = 1e-3
 """How far log-probabilities may be apart for arbitrary tokens. A wrong state shows in tenths and more. In float32 the trainer's own are up
@@ -55,114 +42,31 @@ to 2.5e-4 away from those in float64, at single tokens of this tiny model with r
 
 def test_prompts_that_share_a_beginning_compute_it_once(hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that come together the first saves the state where they part."""
-    sampler = sampler_of(hybrid_base)
-    passes = count_tokens(sampler, monkeypatch)
-    prompts = [prompt_of(hybrid_base, (0, 100), (number, 20)) for number in range(1, 6)]
-    for number, rendered in enumerate(prompts):
-        sampler.add(str(number), ask(), rendered, None)
-    done = run(sampler)
+    bench = Bench(hybrid_base)
+    passes = count_tokens(bench.sampler, monkeypatch)
+    for number in range(5):
+        bench.add(str(number), prompt_of(hybrid_base, (0, 100), (1 + number, 20)))
+    assert {name: result.cached_tokens for name, result in bench.run().items()} == {"0": 0, "1": 96, "2": 96, "3": 96, "4": 96}
     assert passes == [96, 16 + 4 * 24, 8]  # the first saves its own last block too
-    for number, rendered in enumerate(prompts):
-        assert done[str(number)].cached_tokens == (96 if number else 0)
-        check(hybrid_base, rendered, None, done[str(number)])
-
-
-def test_a_beginning_that_comes_again_is_known_from_the_third_prompt_on(hybrid_base: BaseModel) -> None:
-    """Nothing says where the first will be continued in another way. The second shows it."""
-    sampler = sampler_of(hybrid_base)
-    for number, cached in enumerate((0, 0, 96, 96), 1):
-        rendered = prompt_of(hybrid_base, (0, 100), (number, 30))
-        result = sampled(sampler, rendered)
-        assert result.cached_tokens == cached
-        check(hybrid_base, rendered, None, result)
-
-
-@pytest.mark.parametrize(("slots", "copies"), [(12, 6 * 3), (8, 2 * 3)])
-def test_sequences_that_grow_do_not_evict_the_states_of_each_other(
-    hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, slots: int, copies: int
-) -> None:
-    """Each has one for the next turn where there is room for all; else they copy nothing that the next of them would throw away."""
-    sampler, copied = sampler_of(hybrid_base, slots=slots), list[int]()
-    assert sampler.states is not None
-    copy = sampler.states.copy
-
-    def counted(source: int, target: int) -> None:
-        copied.append(target)
-        copy(source, target)
-
-    monkeypatch.setattr(sampler.states, "copy", counted)
-    prompts = [prompt_of(hybrid_base, (number, 12)) for number in range(6)]  # shorter than a block: nothing of them is saved
-    for number, rendered in enumerate(prompts):
-        sampler.add(str(number), ask(replace(PARAMS, max_tokens=40)), rendered, None)
-    done = run(sampler)
-    assert len(copied) == copies
-    for number, rendered in enumerate(prompts):
-        check(hybrid_base, rendered, None, done[str(number)])
 
 
 def test_pictures_adapters_and_full_weights_find_their_own(hybrid_base: BaseModel) -> None:
     """Full weights have rows of their own beside those of the others."""
-    sampler = sampler_of(hybrid_base, prefill_tokens=50)
+    bench = Bench(hybrid_base, prefill_tokens=50)
     owners: list[Weights | None] = [None, random_adapter(hybrid_base, 4, 1), full_weights(hybrid_base)]
     pictures = [picture_chunks(hybrid_base, seed, 20, width=160, height=160) for seed in (0, 1)]
     asked = [renderer(hybrid_base).render([*picture, random_tokens(5, 60)]) for picture in pictures]
     for expected in (0, 96):
         for number in range(6):
-            sampler.add(str(number), ask(num_samples=2), asked[number % 2], owners[number // 2])
-        for name, result in run(sampler).items():
-            assert result.cached_tokens == expected
-            check(hybrid_base, asked[int(name) % 2], owners[int(name) // 2], result)
+            bench.add(str(number), asked[number % 2], ask(num_samples=2), owners[number // 2])
+        assert [result.cached_tokens for result in bench.run().values()] == [expected] * 6
 
 
 def test_a_model_without_attention_keeps_states_alone(tmp_path: Path) -> None:
     write_tiny_model("qwen3-5", tmp_path, layers=2)
-    base = load(tmp_path)
-    sampler, rendered = sampler_of(base, prefill_tokens=40), prompt_of(base, (0, 90))
-    for cached in (0, 80):
-        result = sampled(sampler, rendered, ask(num_samples=2))
-        assert result.cached_tokens == cached
-        check(base, rendered, None, result)
-
-
-# Places and memory
-
-
-def test_states_of_running_sequences_are_never_more_than_places(hybrid_base: BaseModel) -> None:
-    """A job with more samples than places gets them one after the other; an eighth of the slots is for saved states."""
-    sampler = sampler_of(hybrid_base, slots=8)
-    asked = {20: prompt_of(hybrid_base, (0, 70)), 3: prompt_of(hybrid_base, (1, 40))}
-    for count, rendered in asked.items():
-        sampler.add(str(count), ask(num_samples=count), rendered, None)
-    most = 0
-    while sampler.has_work:
-        for event in sampler.step():
-            assert isinstance(event, SampleResult)
-            check(hybrid_base, asked[len(event.sequences)], None, event)
-        most = max(most, len(sampler.schedule.running) + len(sampler.schedule.filling))
-    assert most == 7
-    run(sampler)
-
-
-def test_a_growing_sequence_takes_no_saved_state_while_others_wait(hybrid_base: BaseModel) -> None:
-    """The saved state of a prompt stays for those that wait with the same one."""
-    sampler, rendered = sampler_of(hybrid_base, slots=4), prompt_of(hybrid_base, (0, 70))
-    for number in range(9):
-        sampler.add(str(number), ask(replace(PARAMS, seed=number, max_tokens=40)), rendered, None)
-    done = run(sampler)
-    assert [done[str(number)].cached_tokens for number in range(9)] == [0] + [64] * 8
-
-
-def test_tokens_that_a_prompt_computed_itself_are_not_called_cached(any_base: BaseModel) -> None:
-    """A prompt in pieces that gives way to another session finds its own blocks when it goes on."""
-    sampler = sampler_of(any_base, prefill_tokens=64, max_running=2)
-    for number in range(2):
-        sampler.add(f"long{number}", of_session("long", 2), prompt_of(any_base, (number, 300)), None)
-    sampler.step()
-    sampler.step()
-    sampler.add("short", of_session("short", 2), prompt_of(any_base, (9, 10)), None)
-    sampler.step()
-    assert len(sampler.schedule.waiting) == 1
-    assert [result.cached_tokens for result in run(sampler).values()] == [0, 0, 0]
+    bench = Bench(load(tmp_path), prefill_tokens=40)
+    rendered = prompt_of(bench.base, (0, 90))
+    assert [bench.answer(rendered, ask(num_samples=2)).cached_tokens for _ in range(2)] == [0, 80]
 
 
 # Passes that fail
@@ -189,62 +93,42 @@ ERRORS: dict[str, Callable[[], Exception]] = {
     "another": lambda: RuntimeError("injected"),
 }
 
+Place = tuple[Callable[[LocalSampler], tuple[Any, str]], list[int]]
 
-PLACES: dict[str, Callable[[LocalSampler], tuple[Any, str]]] = {
-    "logits": lambda sampler: (sampler, "_logits"),
-    "choice": lambda _: (sampler_module, "choose"),
-    "copies": lambda sampler: (sampler.cache, "copy"),
-    "attention": lambda _: (CachedPlan, "attend"),
-    "logits of a step": lambda _: (DecodeStep, "_logits"),
-    "choice of a step": lambda _: (decode_step, "choose_next"),
-    "attention of a step": lambda _: (DecodePlan, "attend"),
-    "changed rows": lambda _: (DeviceBatch, "_send"),
+PLACES: dict[str, Place] = {
+    # Twice, so that the smaller pass that follows fails too.
+    "the first layer": (lambda _: (states_module, "gated_delta_rule"), [0, 2]),
+    "a later layer of a prompt": (lambda _: (states_module, "gated_delta_rule"), [8, 10]),
+    "a layer while answers grow": (lambda _: (states_module, "gated_delta_rule"), [28, 30]),
+    "logits": (lambda sampler: (sampler, "_logits"), [1, 4]),
+    "choice": (lambda _: (sampler_module, "choose"), [1, 4]),
+    "copies": (lambda sampler: (sampler.cache, "copy"), [1, 4]),
+    "attention": (lambda _: (CachedPlan, "attend"), [1, 4]),
+    "logits of a step": (lambda _: (DecodeStep, "_logits"), [1, 4]),
+    "choice of a step": (lambda _: (decode_step, "choose_next"), [1, 4]),
+    "attention of a step": (lambda _: (DecodePlan, "attend"), [1, 4]),
+    "changed rows": (lambda _: (DeviceBatch, "_send"), [1, 4]),
 }
-"""What may fail: who has it, and its name."""
+"""What may fail: who has it and its name, and in which of its calls."""
 
 
-def check_failing(base: BaseModel, sampler: LocalSampler, failing: Failing, error: str, num_samples: int) -> None:
-    """Four prompts must be answered rightly. Of those that are tried alone an error that is no lack of memory may hit one."""
-    asked = {str(number): prompt_of(base, (number, 10 + 25 * number)) for number in range(4)}
-    for name, rendered in asked.items():
-        sampler.add(name, ask(num_samples=num_samples), rendered, None)
-    ended = outcomes(sampler)
-    assert failing.calls > max(failing.at) or DEVICE != "cpu"  # on a GPU only prompts call the delta rule: a kernel steps what runs
-    for name, event in ended.items():
-        if isinstance(event, SampleResult):
-            check(base, asked[name], None, event)
-    assert sum(isinstance(event, SampleFailure) for event in ended.values()) <= (1 if error == "another" else 0)
+BOTH = ["a later layer of a prompt", "copies", "logits of a step", "changed rows"]
 
 
-# Another error is met where memory is lacking, too, in prompts and while answers grow.
-@pytest.mark.parametrize(
-    ("error", "step"), [*(("out of memory", step) for step in (0, 2, 9)), ("another", 2), *slow(("another", 0), ("another", 9))]
-)
-@pytest.mark.parametrize("layer", [0, 1, 2])
-def test_a_pass_that_fails_in_any_layer_steps_no_state(
-    hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: str, layer: int, step: int
-) -> None:
-    """In the prompts, and while answers grow: twice, so that the smaller pass that follows fails too."""
-    failing = Failing(gated_delta_rule, [3 * step + layer, 3 * step + layer + 2], ERRORS[error])
-    monkeypatch.setattr(states_module, "gated_delta_rule", failing)
-    check_failing(hybrid_base, sampler_of(hybrid_base, prefill_tokens=60), failing, error, 2)
-
-
-# Another error is met where memory is lacking, too, whether steps run ahead or not.
-@pytest.mark.parametrize(
-    ("error", "runs_ahead"), [("out of memory", False), ("out of memory", True), ("another", True), *slow(("another", False))]
-)
-@pytest.mark.parametrize("place", PLACES)
-def test_what_fails_behind_the_layers_steps_no_state(
-    hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: str, place: str, runs_ahead: bool
-) -> None:
-    """In passes over prompts, and in decoding steps."""
-    sampler = sampler_of(hybrid_base, runs_ahead=runs_ahead, prefill_tokens=30)
-    holder, name = PLACES[place](sampler)
-    # A copy that is made is given back by whom it is given.
-    failing = Failing(getattr(holder, name), [1, 4], ERRORS[error], after=place != "copies")
+@pytest.mark.parametrize(("error", "place"), [*(("out of memory", place) for place in PLACES), *(("another", place) for place in BOTH)])
+def test_what_fails_steps_no_state(hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: str, place: str) -> None:
+    """All is answered rightly. Of what is tried alone an error that is no lack of memory may hit one. Steps run ahead, or not."""
+    bench = Bench(hybrid_base, runs_ahead=error == "out of memory", prefill_tokens=60 if "layer" in place else 30)
+    found, at = PLACES[place]
+    holder, name = found(bench.sampler)
+    # A copy that is made is given back by whom it is given, and a layer that has failed has computed nothing.
+    failing = Failing(getattr(holder, name), at, ERRORS[error], after=place != "copies" and "layer" not in place)
     monkeypatch.setattr(holder, name, partialmethod(failing) if isinstance(holder, type) else failing)
-    check_failing(hybrid_base, sampler, failing, error, 2)
+    for number in range(4):
+        bench.add(str(number), prompt_of(bench.base, (number, 10 + 25 * number)), ask(num_samples=2))
+    ended = local.outcomes(bench.sampler)
+    assert failing.calls > max(at) or DEVICE != "cpu"  # on a GPU only prompts call the delta rule: a kernel steps what runs
+    assert len(bench.check(ended)) >= (3 if error == "another" else 4)
 
 
 # Anything at any time
@@ -264,94 +148,65 @@ REQUESTS = st.tuples(
 class Play:
     """A sampler to which things happen, in order, and what has come of it."""
 
-    def __init__(self, base: BaseModel, requests: list[tuple[int, int, int, int, bool, int, str]], sampler: LocalSampler) -> None:
-        self.base = base
-        self.sampler = sampler
-        self.fixed = random_adapter(base, 4, 1)
-        self.versions: list[Weights] = []
-        self.asked: dict[str, tuple[RenderedInput, Weights | None]] = {}
-        self.to_come = list(enumerate(requests))
-        self.cancelled: set[str] = set()
-        self.done: dict[str, SampleResult] = {}
+    def __init__(self, bench: Bench, requests: list[tuple[int, int, int, int, bool, int, str]]) -> None:
+        self.bench, self.to_come = bench, list(enumerate(requests))
+        self.fixed, self.versions = random_adapter(bench.base, 4, 1), list[Weights]()
+        self.cancelled, self.done = set[str](), dict[str, SampleResult]()
         self.publish()
 
     def add(self) -> None:
-        if not self.to_come:
-            return
-        number, (beginning, pieces, own, samples, scores, whose, session) = self.to_come.pop(0)
-        rendered = prompt_of(self.base, (beginning, 40 * pieces), (10 + number, own))
-        self.asked[str(number)] = rendered, (None, self.fixed, self.versions[-1])[whose]
-        request = of_session(session, 5 + 4 * samples, samples, seed=number)
-        request = replace(request, questions=replace(request.questions, logprobs=scores))
-        self.sampler.add(str(number), request, *self.asked[str(number)])
+        if self.to_come:
+            number, (beginning, pieces, own, samples, scores, whose, session) = self.to_come.pop(0)
+            request = replace(of_session(session, 5 + 4 * samples, samples, seed=number), questions=PromptQuestions(logprobs=scores))
+            weights = (None, self.fixed, self.versions[-1])[whose]
+            self.bench.add(str(number), prompt_of(self.bench.base, (beginning, 40 * pieces), (10 + number, own)), request, weights)
 
     def step(self) -> None:
-        for event in self.sampler.step():
+        for event in self.bench.sampler.step():
             assert isinstance(event, SampleResult)
             self.done[event.request_id] = event
 
-    def fail(self) -> None:
-        self._step_with(ERRORS["another"])
-
-    def run_out_of_memory(self) -> None:
-        self._step_with(ERRORS["out of memory"])
-
-    def _step_with(self, error: Callable[[], Exception]) -> None:
+    def fail(self, error: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(states_module, "gated_delta_rule", Failing(gated_delta_rule, [1 + len(self.done) % 3], error))
+            patch.setattr(states_module, "gated_delta_rule", Failing(gated_delta_rule, [1 + len(self.done) % 3], ERRORS[error]))
             self.step()
 
     def publish(self) -> None:
         number = len(self.versions)
-        self.versions.append(random_adapter(self.base, 4, 2 + number, ref=new_ref(f"v{number}", "m")))
-        self.sampler.publish(self.versions[-1])
+        self.versions.append(random_adapter(self.bench.base, 4, 2 + number, ref=new_ref(f"v{number}", "m")))
+        self.bench.sampler.publish(self.versions[-1])
 
     def cancel(self) -> None:
-        name = next((name for name in self.asked if name not in self.done), None)
-        if name is not None:
+        for name in [name for name in self.bench.asked if name not in self.done][:1]:
             self.cancelled.add(name)
-            self.sampler.cancel(name)
+            self.bench.sampler.cancel(name)
 
     def check(self) -> None:
         """What was sampled has the trainer's log-probabilities, each token those of its version."""
-        assert self.done.keys() | self.cancelled == self.asked.keys()
+        assert self.done.keys() | self.cancelled == self.bench.asked.keys()
         for name, result in self.done.items():
-            rendered, weights = self.asked[name]
+            rendered, weights = self.bench.asked[name]
             if any(weights is version for version in self.versions):
-                check_versions(self.base, rendered, self.versions, result, ANY_ROUNDING)
+                local.check_versions(self.bench.base, rendered, self.versions, result, ANY_ROUNDING)
             else:
-                check(self.base, rendered, weights, result, ANY_ROUNDING)
+                local.check(self.bench.base, rendered, weights, result, ANY_ROUNDING)
 
 
-EVENTS = st.lists(
-    st.tuples(st.integers(0, 3), st.sampled_from([Play.add, Play.publish, Play.cancel, Play.fail, Play.run_out_of_memory])), max_size=15
-)
+HAPPENS = [Play.add, Play.publish, Play.cancel, *(partial(Play.fail, error=error) for error in ERRORS)]
+EVENTS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(HAPPENS)), max_size=15)
 """What happens after so many steps."""
 
 
-@settings(
-    max_examples=amount(4, 15),
-    deadline=None,
-    phases=[Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=amount(4, 15), phases=[Phase.reuse, Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(REQUESTS, min_size=1, max_size=6),
     events=EVENTS,
     cache=st.sampled_from([(400, 40), (30, 6), (24, 1), (400, 3), (20, 12)]),
-    prefill=st.sampled_from([40, 64, 4096]),
-    runs_ahead=st.booleans(),
+    settings=st.fixed_dictionaries({"prefill_tokens": st.sampled_from([40, 64, 4096]), "runs_ahead": st.booleans()}),
 )
-def test_states_are_right_whatever_happens(
-    hybrid_base: BaseModel,
-    requests: list[tuple[int, int, int, int, bool, int, str]],
-    events: list[tuple[int, Callable[[Play], None]]],
-    cache: tuple[int, int],
-    prefill: int,
-    runs_ahead: bool,
-) -> None:
+def test_states_are_right_whatever_happens(hybrid_base: BaseModel, requests: Any, events: Any, cache: Any, settings: Any) -> None:
     """Requests come, are cancelled, go on with newer weights, and passes fail, in any order, in large and in tiny caches."""
-    play = Play(hybrid_base, requests, sampler_of(hybrid_base, *cache, runs_ahead=runs_ahead, prefill_tokens=prefill))
+    play = Play(Bench(hybrid_base, *cache, **settings), requests)
     play.add()
     for steps, event in events:
         for _ in range(steps):
@@ -359,5 +214,5 @@ def test_states_are_right_whatever_happens(
         event(play)
     while play.to_come:
         play.add()
-    play.done |= run(play.sampler)
+    play.done |= local.run(play.bench.sampler)
     play.check()

@@ -4,8 +4,7 @@ Invariant: A sample that cannot be computed, scored, decoded or written fails al
 Also: `tests/worker/test_samples.py`.
 """
 
-import subprocess
-import sys
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers.decoders import DecodeStream
 
-from tests.bases import random_adapter
-from tests.sampling.local.byte_fallback import WORDS, byte_fallback_tokenizer
+from tests.bases import load, random_adapter
 from tests.sampling.local.test_sampler import PARAMS, ask, of_session, outcomes, prompt_of, run, sampled, sampler_of, tokens_of
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel, PackedRow
@@ -30,19 +27,20 @@ from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import Sequence
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
-from tinsmith.wire.sample import StopRule
 
 
-def neighbours(sampler: LocalSampler, base: BaseModel, **params: Any) -> LocalSampler:
-    """The sampler with five requests of two samples each."""
+def neighbours(base: BaseModel, **settings: Any) -> LocalSampler:
+    """A sampler with five requests of two samples each."""
+    sampler = sampler_of(base, **settings)
     for number in range(5):
-        request = ask(replace(PARAMS, seed=number, **params), num_samples=2)
+        request = ask(replace(PARAMS, seed=number), num_samples=2)
         sampler.add(str(number), request, prompt_of(base, (number, 5 + 9 * number)), None)
     return sampler
 
 
 def undisturbed(base: BaseModel) -> dict[str, Any]:
-    return {name: tokens_of(result) for name, result in run(neighbours(sampler_of(base), base)).items()}
+    """The tokens that they get where nothing fails."""
+    return {name: tokens_of(result) for name, result in run(neighbours(base)).items()}
 
 
 def split(sampler: LocalSampler) -> tuple[dict[str, Any], dict[str, str]]:
@@ -56,26 +54,6 @@ def without(expected: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: tokens for name, tokens in expected.items() if name not in names}
 
 
-def test_texts_that_are_no_utf8_fail_nobody(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hot model with a byte-fallback tokenizer, whose random bytes make the tokenizers library raise."""
-    words = [*WORDS, *(f"▁w{number}" for number in range(text_base.vocab_size - 257 - len(WORDS)))]
-    tokenizer = byte_fallback_tokenizer(words)
-    monkeypatch.setattr(text_base, "tokenizer", tokenizer)
-    stop = StopRule(eos=False, strings=("never written",), token_ids=())
-    ended, failed = split(neighbours(sampler_of(text_base), text_base, stop=stop, temperature=9.0, max_tokens=250))
-    sequences = [tokens for samples in ended.values() for tokens in samples]
-    assert (failed, [len(tokens) for tokens in sequences]) == ({}, [250] * 10)
-
-    def decode_all() -> None:
-        for tokens in sequences:
-            stream = DecodeStream(skip_special_tokens=False)
-            for token in tokens:
-                stream.step(tokenizer.backend_tokenizer, token)
-
-    with pytest.raises(Exception, match="Invalid prefix encountered"):
-        decode_all()
-
-
 def test_a_stop_rule_that_raises_fails_its_request_alone(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, append = undisturbed(text_base), Sequence.append
 
@@ -85,7 +63,7 @@ def test_a_stop_rule_that_raises_fails_its_request_alone(text_base: BaseModel, m
         append(sequence, *arguments)
 
     monkeypatch.setattr(Sequence, "append", failing)
-    ended, failed = split(neighbours(sampler_of(text_base), text_base))
+    ended, failed = split(neighbours(text_base))
     assert failed == {"3": "internal error: ValueError('what number 3 says')"}
     assert ended == without(expected, "3")
 
@@ -100,7 +78,7 @@ def test_scores_and_weights_that_cannot_be_computed_fail_their_requests_alone(an
     monkeypatch.setattr(PromptScores, "add", failing)
     misshapen = random_adapter(any_base)
     misshapen.working["lm_head"] = LoraPair(*(tensor[:, :1] for tensor in misshapen.working["lm_head"]))
-    sampler = neighbours(sampler_of(any_base), any_base)
+    sampler = neighbours(any_base)
     sampler.step()
     sampler.add("scored", ask(num_samples=3, prompt_logprobs=True), prompt_of(any_base, (9, 70)), None)
     sampler.add("broken", ask(num_samples=3), prompt_of(any_base, (9, 30)), misshapen)
@@ -111,9 +89,7 @@ def test_scores_and_weights_that_cannot_be_computed_fail_their_requests_alone(an
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_step_that_always_fails_for_one_job_fails_that_job_alone(
-    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
-) -> None:
+def test_a_step_that_always_fails_for_a_job_fails_it_alone(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool) -> None:
     expected, inner = undisturbed(text_base), DecodeStep.__call__
 
     def failing(step: DecodeStep, batch: DeviceBatch, rows: StepRows) -> torch.Tensor:
@@ -123,7 +99,7 @@ def test_a_step_that_always_fails_for_one_job_fails_that_job_alone(
         return logits
 
     monkeypatch.setattr(DecodeStep, "__call__", failing)
-    ended, failed = split(neighbours(sampler_of(text_base, runs_ahead=runs_ahead), text_base))
+    ended, failed = split(neighbours(text_base, runs_ahead=runs_ahead))
     assert (ended, list(failed)) == (without(expected, "2"), ["2"])
 
 
@@ -131,7 +107,7 @@ def test_a_step_that_always_fails_for_one_job_fails_that_job_alone(
 
 
 def test_blocks_that_cannot_be_cleared_for_want_of_memory_are_cleared_later(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, sampler = undisturbed(text_base), sampler_of(text_base)
+    expected, sampler = undisturbed(text_base), neighbours(text_base)
     sampler.cache.keys.fill_(float("nan"))
     failures = list[Any]()
 
@@ -142,12 +118,12 @@ def test_blocks_that_cannot_be_cleared_for_want_of_memory_are_cleared_later(text
         return upload(values, device)
 
     monkeypatch.setattr(kv_cache, "upload", failing)
-    assert split(neighbours(sampler, text_base)) == (expected, {})
+    assert split(sampler) == (expected, {})
     assert len(failures) == 2
 
 
 def test_memory_that_never_suffices_fails_one_request_after_the_other(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, sampler = undisturbed(text_base), neighbours(sampler_of(text_base), text_base)
+    expected, sampler = undisturbed(text_base), neighbours(text_base)
 
     def full(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("injected")
@@ -163,14 +139,10 @@ def test_memory_that_never_suffices_fails_one_request_after_the_other(text_base:
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_memory_for_one_sequence_alone_serves_all_of_them_one_after_the_other(
-    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, prompts: int
-) -> None:
+def test_memory_for_one_sequence_alone_serves_all_of_them(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, prompts: int) -> None:
     """Neither two sequences fit, nor a token of a prompt beside one that runs: then the prompt waits until nothing runs."""
     asked = [(of_session(str(number), 12), prompt_of(text_base, (number, 20))) for number in range(1 + prompts)]
-    expected = {
-        str(number): tokens_of(sampled(sampler_of(text_base), rendered, request)) for number, (request, rendered) in enumerate(asked)
-    }
+    expected = {str(number): tokens_of(sampled(sampler_of(text_base), *each[::-1])) for number, each in enumerate(asked)}
     sampler, inner, compute, refused = sampler_of(text_base), text_base.hidden_states, DecodeStep.__call__, list[str]()
 
     def alone_only(row: PackedRow, plan: PassPlan, **others: Any) -> torch.Tensor:
@@ -195,41 +167,26 @@ def test_memory_for_one_sequence_alone_serves_all_of_them_one_after_the_other(
     assert refused
 
 
-SCRIPT = """
-import resource, sys
-from dataclasses import replace
-from pathlib import Path
-import torch
-from tests.bases import load
-from tests.sampling.local.test_sampler import PARAMS, ask, prompt_of, run, sampled, sampler_of, tokens_of
-
-torch.set_num_threads(1)
-base = load(Path(sys.argv[1]), device="cpu")
-asked = [(ask(replace(PARAMS, max_tokens=5, seed=i), prompt_logprobs=True), prompt_of(base, (i, 2000))) for i in range(12)]
-expected = {str(i): tokens_of(sampled(sampler_of(base, 200), prompt, request)) for i, (request, prompt) in enumerate(asked)}
-unlimited = resource.getrlimit(resource.RLIMIT_AS)
-for spare in (1, 2, 4, 8, 16):  # MiB: too little for even one prompt at first; what a pass once had is not given back to the system
-    sampler = sampler_of(base, 2000, prefill_tokens=40_000)
-    for i, (request, prompt) in enumerate(asked):
-        sampler.add(str(i), request, prompt, None)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + spare * 2**20, unlimited[1]))
-    try:
-        done = run(sampler)
-    except (AssertionError, RuntimeError):  # one failed, even alone
-        continue
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, unlimited)
-    assert {name: tokens_of(result) for name, result in done.items()} == expected
-    if sampler.schedule.prefill_tokens < 40_000:
-        print("retreated to", sampler.schedule.prefill_tokens)
-        break
-"""
-
-
+@pytest.mark.alone
 def test_a_step_that_really_runs_out_of_memory_is_taken_back_and_changes_nothing(family_dir: Callable[[str], Path]) -> None:
-    """In a process of its own, whose address space is limited."""
-    command = [sys.executable, "-c", SCRIPT, str(family_dir("qwen3"))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "retreated to" in done.stdout
+    """The address space is limited to so little more that not even one prompt is computed at first, and then to more and more."""
+    base = load(family_dir("qwen3"), device="cpu")
+    asked = [(prompt_of(base, (i, 2000)), ask(replace(PARAMS, max_tokens=5, seed=i), prompt_logprobs=True)) for i in range(12)]
+    expected = {str(i): tokens_of(sampled(sampler_of(base, 200), *each)) for i, each in enumerate(asked)}
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)
+    for spare_mib in (1, 2, 4, 8, 16):  # what a pass once had is not given back to the system
+        sampler = sampler_of(base, 2000, prefill_tokens=40_000)
+        for i, (rendered, request) in enumerate(asked):
+            sampler.add(str(i), request, rendered, None)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + spare_mib * 2**20, unlimited[1]))
+        try:
+            done = run(sampler)
+        except (AssertionError, RuntimeError, MemoryError):  # one failed, even alone
+            continue
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, unlimited)
+        assert {name: tokens_of(result) for name, result in done.items()} == expected
+        if sampler.schedule.prefill_tokens < 40_000:
+            return
+    pytest.fail("it never had to compute less at a time")

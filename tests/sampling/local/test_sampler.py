@@ -1,10 +1,10 @@
 """The local sampler against the trainer's forward, alone and in company.
 
 Invariant: Sampler logprobs equal the trainer's; seeds ignore batch mates; a small cache changes nothing.
-Also: `tests/acceptance/test_sampling.py`.
+Also: `tests/sampling/local/test_decoding.py`, `tests/acceptance/test_sampling.py`.
 
 Invariant: A prompt in pieces, a prefix from the cache, a cut image change nothing; nothing is shared between weights or images.
-Also: `tests/sampling/local/test_cached_attention.py`.
+Also: `tests/sampling/local/test_kernels.py`.
 
 Invariant: Tokens that are read while they come are those of the result, each once, whatever weights replace others and whatever server is
 lost.
@@ -12,9 +12,7 @@ Also: `tests/sampling/vllm/test_sampler.py`, `tests/with_vllm/test_a_sampler.py`
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,11 +33,11 @@ from tinsmith.sampling.local.cached_attention import Window
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import Sequence
 from tinsmith.sampling.prefix import BLOCK
-from tinsmith.sampling.sampler import SampleFailure, SampleResult, TokensSampled
+from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.wire.chunks import Chunk
-from tinsmith.wire.prompt_scores import PromptQuestions
+from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
 NO_STOP = StopRule(eos=False, strings=(), token_ids=())
@@ -84,32 +82,27 @@ def run(sampler: LocalSampler) -> dict[str, SampleResult]:
     return done
 
 
-def forward_logprobs(base: BaseModel, weights: Weights | None, rendered: RenderedInput, answer: list[int]) -> tuple[np.ndarray, np.ndarray]:
+Scores = tuple[np.ndarray, np.ndarray]
+
+
+def forward_logprobs(base: BaseModel, weights: Weights | None, rendered: RenderedInput, answer: list[int]) -> Scores:
     """The trainer's log-probabilities of the prompt after its first token, and of the answer."""
-    (found,) = forward_of_answers(base, weights, rendered, [answer])
-    return found
+    return forward_of_answers(base, weights, rendered, [answer])[0]
 
 
-def forward_of_answers(
-    base: BaseModel, weights: Weights | None, rendered: RenderedInput, answers: list[list[int]]
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def forward_of_answers(base: BaseModel, weights: Weights | None, rendered: RenderedInput, answers: list[list[int]]) -> list[Scores]:
     """`forward_logprobs` of each of several answers to a prompt, in one pass."""
     backend = LocalBackend(base, TrainingConfig())
-    blank = random_adapter(base, b_scale=0.0)
-    backend.optimizers["a"] = ModelOptimizer(weights or blank)
-    work = []
-    for answer in answers:
-        where = torch.arange(len(answer)) + rendered.next_position
-        whole = RenderedInput(
-            np.concatenate([rendered.token_ids, np.array(answer, np.int32)]),
-            rendered.spans,
-            rendered.pictures,
-            torch.cat([rendered.positions, where.expand(len(rendered.positions), -1)], dim=1),
-        )
-        work.append(datum("a", whole))
-    found = [result.logprobs for result in backend.run_pass(work, backward=False).results if result is not None]
-    assert len(found) == len(answers)
+    backend.optimizers["a"] = ModelOptimizer(weights or random_adapter(base, b_scale=0.0))
+    results = backend.run_pass([datum("a", followed_by(rendered, answer)) for answer in answers], backward=False).results
+    found = [result.logprobs for result in results if result is not None]
     return [(logprobs[: len(rendered) - 1], logprobs[len(rendered) - 1 : -1]) for logprobs in found]
+
+
+def followed_by(rendered: RenderedInput, answer: list[int]) -> RenderedInput:
+    """A prompt and its answer."""
+    where = (torch.arange(len(answer)) + rendered.next_position).expand(len(rendered.positions), -1)
+    return rendered.followed_by(RenderedInput(np.array(answer, np.int32), (), (), where))
 
 
 def prompts(base: BaseModel) -> list[list[Chunk]]:
@@ -130,11 +123,9 @@ def of_session(name: str, max_tokens: int, num_samples: int = 1, seed: int = 0) 
     return replace(request, sampling_session_id=f"{name}:sample:0")
 
 
-def sampled(
-    sampler: LocalSampler, rendered: RenderedInput, request: SampleRequest | None = None, weights: Weights | None = None
-) -> SampleResult:
+def sampled(sampler: LocalSampler, rendered: RenderedInput, asked: SampleRequest | None = None, weights: Any = None) -> SampleResult:
     """What comes of a single request."""
-    sampler.add("x", request or ask(), rendered, weights)
+    sampler.add("x", asked or ask(), rendered, weights)
     return run(sampler)["x"]
 
 
@@ -175,6 +166,11 @@ def full_weights(base: BaseModel, change: float = 0.01) -> Weights:
     return backend.snapshot("full", new_ref())
 
 
+def versions_of(base: BaseModel, count: int) -> list[Adapter]:
+    """Adapters v0, v1 and so on that replace each other."""
+    return [random_adapter(base, 4, seed, ref=new_ref(f"v{seed}", "m")) for seed in range(count)]
+
+
 def sick_adapter(base: BaseModel) -> Adapter:
     """An adapter that computes NaN."""
     sick = random_adapter(base, 4, 9)
@@ -184,126 +180,62 @@ def sick_adapter(base: BaseModel) -> Adapter:
     return sick
 
 
+class Bench:
+    """A sampler, and what it was asked: all that it samples at temperature 1 must have the trainer's log-probabilities."""
+
+    def __init__(self, base: BaseModel, blocks: int = 400, slots: int = 40, runs_ahead: bool | None = None, **settings: Any) -> None:
+        self.base, self.sampler = base, sampler_of(base, blocks, slots, runs_ahead, **settings)
+        self.asked: dict[str, tuple[RenderedInput, Weights | None]] = {}
+
+    def add(self, name: str, rendered: RenderedInput, asked: SampleRequest | None = None, weights: Weights | None = None) -> None:
+        self.asked[name] = rendered, weights
+        self.sampler.add(name, asked or ask(), rendered, weights)
+
+    def step(self, count: int = 1) -> None:
+        """Steps in which nothing ends."""
+        for _ in range(count):
+            assert self.sampler.step() == []
+
+    def check(self, ended: dict[str, SampleResult | SampleFailure]) -> dict[str, SampleResult]:
+        """What has succeeded, which must be right."""
+        done = {name: event for name, event in ended.items() if isinstance(event, SampleResult)}
+        for name, result in done.items():
+            check(self.base, *self.asked[name], result)
+        return done
+
+    def run(self) -> dict[str, SampleResult]:
+        """Step until nothing is left; nothing may fail."""
+        return self.check({**run(self.sampler)})
+
+    def answer(self, rendered: RenderedInput, asked: SampleRequest | None = None, weights: Weights | None = None) -> SampleResult:
+        """What comes of a single request."""
+        self.add("x", rendered, asked, weights)
+        return self.run()["x"]
+
+
+# A family with windows, one that takes images and one that keeps states; the others have the layers of these.
 @pytest.mark.parametrize("prefill_tokens", [4096, 7])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(
-    family_base: Callable[[str], BaseModel], family: str, prefill_tokens: int
-) -> None:
-    base = family_base(family)
-    sampler, render = sampler_of(base, prefill_tokens=prefill_tokens), renderer(base)
-    without_unembed, without_mlp = random_adapter(base, 8, 2, train_unembed=False), random_adapter(base, 2, 3, train_mlp=False)
-    weights = [None, random_adapter(base, 4, 1), without_unembed, without_mlp]
-    jobs = {str(i): (render.render(chunks), weights[i % 4]) for i, chunks in enumerate(prompts(base))}
-    for name, job in jobs.items():
-        sampler.add(name, ask(replace(PARAMS, max_tokens=20), prompt_logprobs=True), *job)
-    for name, result in run(sampler).items():
-        assert [len(tokens) for tokens in tokens_of(result)] == [20]
-        check(base, *jobs[name], result)
+@pytest.mark.parametrize("any_base", ["mistral", "qwen3_vl", "qwen3_5", *slow("llama", "qwen2", "qwen3", "qwen2_5_vl")], indirect=True)
+def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(any_base: BaseModel, prefill_tokens: int) -> None:
+    bench, render = Bench(any_base, prefill_tokens=prefill_tokens), renderer(any_base)
+    without_unembed, without_mlp = random_adapter(any_base, 8, 2, train_unembed=False), random_adapter(any_base, 2, 3, train_mlp=False)
+    weights = [None, random_adapter(any_base, 4, 1), without_unembed, without_mlp]
+    for number, chunks in enumerate(prompts(any_base)):
+        bench.add(str(number), render.render(chunks), ask(replace(PARAMS, max_tokens=20), prompt_logprobs=True), weights[number % 4])
+    assert {len(tokens) for result in bench.run().values() for tokens in tokens_of(result)} == {20}
 
 
 def test_long_and_short_sequences_in_one_step_equal_the_trainers(text_base: BaseModel) -> None:
-    sampler, adapter = sampler_of(text_base), random_adapter(text_base)
-    asked = {str(n): prompt_of(text_base, (n, n)) for n in (5, 300, 20, 600)}
-    for name, rendered in asked.items():
-        sampler.add(name, ask(), rendered, adapter)
-    for name, result in run(sampler).items():
-        check(text_base, asked[name], adapter, result)
-
-
-def test_a_seed_gives_the_same_tokens_whatever_runs_beside(vision_base: BaseModel) -> None:
-    render, adapter = renderer(vision_base), random_adapter(vision_base, 4, 1)
-    rendered = render.render(picture_chunks(vision_base, 1, 6))
-    expected = tokens_of(sampled(sampler_of(vision_base), rendered, ask(num_samples=3), adapter))
-    assert len({tuple(tokens) for tokens in expected}) == 3
-
-    crowded = sampler_of(vision_base)
-    for i in range(6):
-        crowded.add(f"before{i}", ask(replace(PARAMS, seed=i, max_tokens=3 + 5 * i)), prompt_of(vision_base, (i, 4 + i)), None)
-    crowded.step()
-    crowded.step()
-    crowded.add("ahead", ask(replace(PARAMS, max_tokens=2)), prompt_of(vision_base, (8, 2)), adapter)  # of one pass with "x"
-    crowded.add("x", ask(num_samples=3), rendered, adapter)
-    crowded.add("after", ask(replace(PARAMS, temperature=0.3, top_k=3), 4), prompt_of(vision_base, (9, 30)), adapter)
-    assert tokens_of(run(crowded)["x"]) == expected
+    bench, adapter = Bench(text_base), random_adapter(text_base)
+    for length in (5, 300, 20, 600):
+        bench.add(str(length), prompt_of(text_base, (length, length)), weights=adapter)
+    bench.run()
 
 
 def test_without_a_seed_two_requests_differ(text_base: BaseModel) -> None:
     sampler, request = sampler_of(text_base), ask(replace(PARAMS, seed=None, temperature=2.0))
     first, second = (tokens_of(sampled(sampler, prompt_of(text_base, (0, 4)), request)) for _ in range(2))
     assert first != second
-
-
-PREEMPTED = {
-    str(i): (replace(of_session("ab"[i % 2], 40, 1 + i % 3, seed=i), questions=PromptQuestions(logprobs=True)), i) for i in range(5)
-}
-"""Requests of two sessions, and the number of the prompt of each."""
-
-
-def lengthening(base: BaseModel, number: int) -> RenderedInput:
-    """A prompt, longer than those before."""
-    return prompt_of(base, (number, 10 + 3 * number))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(family_base: Callable[[str], BaseModel]) -> Callable[[str], dict[str, list[list[int]]]]:
-    """What a family answers to PREEMPTED where all have room; it has the trainer's log-probabilities."""
-
-    @cache
-    def answers(family: str) -> dict[str, list[list[int]]]:
-        base = family_base(family)
-        sampler = sampler_of(base, runs_ahead=False)
-        for name, (request, number) in PREEMPTED.items():
-            sampler.add(name, request, lengthening(base, number), None)
-        return {name: tokens_of(result) for name, result in run(sampler).items()}
-
-    return answers
-
-
-@pytest.mark.parametrize("runs_ahead", [False, True])
-@pytest.mark.parametrize(
-    ("family", "blocks", "slots", "max_running"),
-    [
-        ("qwen3", 14, 40, 256),
-        ("qwen3", 400, 40, 3),
-        ("qwen3", 6, 40, 2),
-        ("qwen3_5", 400, 1, 256),
-        ("qwen3_5", 10, 3, 256),
-        # Between those above.
-        *slow(("qwen3_5", 14, 40, 256), ("qwen3_5", 400, 2, 256)),
-    ],
-)
-def test_a_small_cache_preempts_and_changes_nothing(
-    family_base: Callable[[str], BaseModel],
-    undisturbed: Callable[[str], dict[str, list[list[int]]]],
-    family: str,
-    blocks: int,
-    slots: int,
-    max_running: int,
-    runs_ahead: bool,
-) -> None:
-    """Nor do the turns of sessions."""
-    base = family_base(family)
-    small = sampler_of(base, blocks, slots, runs_ahead=runs_ahead, max_running=max_running, prefill_tokens=32)
-    for name, (request, number) in PREEMPTED.items():
-        small.add(name, request, lengthening(base, number), None)
-    done = run(small)
-    for name, (_, number) in PREEMPTED.items():
-        check(base, lengthening(base, number), None, done[name])
-    assert {name: tokens_of(result) for name, result in done.items()} == undisturbed(family)
-
-
-def test_a_long_prompt_is_computed_in_pieces_while_others_run(text_base: BaseModel) -> None:
-    sampler = sampler_of(text_base, runs_ahead=False, prefill_tokens=16)
-    sampler.add("short", ask(), prompt_of(text_base, (0, 10)), None)
-    sampler.step()
-    (short,) = sampler.schedule.running
-    sampler.add("long", ask(), prompt_of(text_base, (1, 40)), None)
-    for tokens in (2, 3):
-        sampler.step()
-        assert len(short.tokens) == tokens
-        assert [s.job.request_id for s in sampler.schedule.running] == ["short"]
-    sampler.step()
-    assert [s.job.request_id for s in sampler.schedule.running] == ["short", "long"]
 
 
 def test_a_sample_takes_the_room_that_there_is_and_what_can_never_fit_is_refused_with_both_numbers(text_base: BaseModel) -> None:
@@ -320,15 +252,13 @@ def test_a_sample_takes_the_room_that_there_is_and_what_can_never_fit_is_refused
 def test_a_prompt_that_fills_the_context_and_the_cache_is_scored(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """As compute_logprobs asks for it: with one token, which is drawn and not computed."""
     monkeypatch.setattr(text_base, "max_context", 2 * BLOCK)
-    sampler, full = sampler_of(text_base, blocks=2 * count), prompt_of(text_base, (0, 2 * BLOCK))
+    bench, full = Bench(text_base, blocks=2 * count), prompt_of(text_base, (0, 2 * BLOCK))
     one = replace(PARAMS, max_tokens=1)
-    scored = replace(ask(one, count), questions=PromptQuestions(logprobs=True))
-    result = sampled(sampler, full, scored)
-    assert [len(sequence.tokens) for sequence in result.sequences] == [1] * count
-    check(text_base, full, None, result)
+    scored = ask(one, count, prompt_logprobs=True)
+    assert [len(tokens) for tokens in tokens_of(bench.answer(full, scored))] == [1] * count
     for asked in (ask(one), replace(scored, params=replace(PARAMS, max_tokens=2))):
         with pytest.raises(UserError, match="exceeds the context window of tiny: 32 "):
-            sampler.add("x", asked, full, None)
+            bench.add("x", full, asked)
 
 
 def test_stop_rules(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,39 +281,30 @@ def test_stop_rules(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_broken_model_does_not_reach_another_through_the_cache(text_base: BaseModel) -> None:
-    rendered = prompt_of(text_base, (0, 3))
-    expected = tokens_of(sampled(sampler_of(text_base, blocks=8), rendered))
-    sampler = sampler_of(text_base, blocks=8)
-    sampled(sampler, rendered, ask(replace(PARAMS, max_tokens=100)), sick_adapter(text_base))
-    well = sampled(sampler, rendered)
-    assert tokens_of(well) == expected
-    assert np.isfinite(well.sequences[0].logprobs).all()
+    bench, rendered = Bench(text_base, blocks=8), prompt_of(text_base, (0, 3))
+    sampled(bench.sampler, rendered, ask(replace(PARAMS, max_tokens=100)), sick_adapter(text_base))
+    assert tokens_of(bench.answer(rendered)) == tokens_of(sampled(sampler_of(text_base, blocks=8), rendered))
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_cancelled_or_abandoned_request_is_forgotten_wherever_it_is(any_base: BaseModel, runs_ahead: bool) -> None:
-    sampler = sampler_of(any_base, 30, 8, runs_ahead=runs_ahead, prefill_tokens=20, max_running=3)
-    asked = [(ask(replace(PARAMS, seed=i), num_samples=2), prompt_of(any_base, (i, 30))) for i in range(4)]
-    for i, (request, rendered) in enumerate(asked):
-        sampler.add(str(i), request, rendered, None)
-    for _ in range(3):
-        sampler.step()
+    bench = Bench(any_base, 30, 8, runs_ahead=runs_ahead, prefill_tokens=20, max_running=3)
+    asked = [(prompt_of(any_base, (number, 30)), ask(replace(PARAMS, seed=number), num_samples=2)) for number in range(4)]
+    for number, each in enumerate(asked):
+        bench.add(str(number), *each)
+    bench.step(3)
     for request_id in ("0", "2", "3", "unknown"):
-        sampler.cancel(request_id)
-    done = run(sampler)
+        bench.sampler.cancel(request_id)
+    done = bench.run()
     assert list(done) == ["1"]
-    assert tokens_of(done["1"]) == tokens_of(sampled(sampler_of(any_base), asked[1][1], asked[1][0]))
-    sampler.cancel("1")
+    assert tokens_of(done["1"]) == tokens_of(sampled(sampler_of(any_base), *asked[1]))
     for steps in (1, 4):
-        sampler.add("x", ask(num_samples=3), prompt_of(any_base, (0, 30)), random_adapter(any_base))
-        for _ in range(steps):
-            assert sampler.step() == []
-        sampler.abandon()
-        assert not sampler.has_work
-        assert sampler.step() == []
-    result = sampled(sampler, asked[0][1])
-    assert result.cached_tokens == 0
-    check(any_base, asked[0][1], None, result)
+        bench.add("x", asked[0][0], ask(num_samples=3), random_adapter(any_base))
+        bench.step(steps)
+        bench.sampler.abandon()
+        assert not bench.sampler.has_work
+        assert bench.sampler.step() == []
+    assert bench.answer(asked[0][0]).cached_tokens == 0
 
 
 # What begins alike is computed once
@@ -404,93 +325,80 @@ def count_tokens(sampler: LocalSampler, monkeypatch: pytest.MonkeyPatch) -> list
     return passes
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def test_a_conversation_that_grows_computes_only_its_tail(
-    family_base: Callable[[str], BaseModel], family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = family_base(family)
-    sampler, render, adapter = sampler_of(base), renderer(base), random_adapter(base, 4, 1)
+@pytest.mark.parametrize("any_base", ["qwen3_vl", "qwen3_5", *slow("mistral", "qwen2_5_vl")], indirect=True)  # as above
+def test_a_conversation_that_grows_computes_only_its_tail(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, render, adapter = Bench(any_base), renderer(any_base), random_adapter(any_base, 4, 1)
     chunks: list[Chunk] = [random_tokens(0, 27)]
-    passes = count_tokens(sampler, monkeypatch)
+    passes = count_tokens(bench.sampler, monkeypatch)
     before = 0
     for turn in range(3):
-        if base.family.takes_images:
-            chunks += picture_chunks(base, turn, 3, width=96, height=128)
+        if any_base.family.takes_images:
+            chunks += picture_chunks(any_base, turn, 3, width=96, height=128)
         rendered = render.render(chunks)
-        result = sampled(sampler, rendered, ask(replace(PARAMS, seed=turn, max_tokens=20)), adapter)
+        result = bench.answer(rendered, ask(replace(PARAMS, seed=turn, max_tokens=20)), adapter)
         # A step that was launched ahead has computed the last token too.
         assert result.cached_tokens in {before // BLOCK * BLOCK, (before + 1) // BLOCK * BLOCK}
         assert passes[0] == len(rendered) - result.cached_tokens
         passes.clear()
-        check(base, rendered, adapter, result)
-        (sequence,) = result.sequences
-        before = len(rendered) + len(sequence.tokens) - 1  # the last token need not be computed
-        chunks += [text(*sequence.tokens), random_tokens(turn + 1, 9)]
+        (tokens,) = tokens_of(result)
+        before = len(rendered) + len(tokens) - 1  # the last token need not be computed
+        chunks += [text(*tokens), random_tokens(turn + 1, 9)]
 
 
-@pytest.mark.parametrize(("family", "computed"), [("qwen3", [70, 7 * 6]), ("qwen3_5", [64, 8 * 6])])
-def test_equal_prompts_are_computed_once(
-    family_base: Callable[[str], BaseModel], family: str, computed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("any_base", "computed"), [("qwen3", [70, 7 * 6]), ("qwen3_5", [64, 8 * 6])], indirect=["any_base"])
+def test_equal_prompts_are_computed_once(any_base: BaseModel, computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """By requests that come together, and by one that comes later: all but its last tokens."""
-    base = family_base(family)
-    sampler, rendered = sampler_of(base), prompt_of(base, (0, 70))
-    passes = count_tokens(sampler, monkeypatch)
-    for i in range(8):
-        sampler.add(str(i), ask(replace(PARAMS, seed=i)), rendered, None)
-    done = run(sampler)
+    bench, rendered = Bench(any_base), prompt_of(any_base, (0, 70))
+    passes = count_tokens(bench.sampler, monkeypatch)
+    for seed in range(8):
+        bench.add(str(seed), rendered, ask(replace(PARAMS, seed=seed)))
+    done = bench.run()
     assert passes == computed
-    done["later"] = sampled(sampler, rendered, ask(num_samples=3))
+    done["later"] = bench.answer(rendered, ask(num_samples=3))
     assert [result.cached_tokens for result in done.values()] == [0] + [64] * 8
-    for result in done.values():
-        check(base, rendered, None, result)
 
 
-def test_a_prompt_that_asks_for_scores_is_computed_whatever_is_cached_and_spares_the_next(any_base: BaseModel) -> None:
+def test_what_is_asked_about_a_prompt_is_computed_whatever_is_cached_and_spares_the_next(any_base: BaseModel) -> None:
+    """What is asked about its last tokens alone goes on from the cache."""
     sampler, rendered = sampler_of(any_base), prompt_of(any_base, (0, 90))
-    for scores, cached in ((True, 0), (True, 0), (False, 80)):
-        result = sampled(sampler, rendered, ask(prompt_logprobs=scores))
-        assert (result.cached_tokens, result.answers.logprobs is not None) == (cached, scores)
-        check(any_base, rendered, None, result)
+    (expected, _), scores = forward_logprobs(any_base, None, rendered, [0]), PromptQuestions(logprobs=True)
+    for questions, cached in ((scores, 0), (scores, 0), (PromptQuestions(), 80), (replace(scores, last_n=5), 80)):
+        result = sampled(sampler, rendered, replace(ask(), questions=questions))
+        assert (result.cached_tokens, result.answers.logprobs is not None) == (cached, questions.logprobs)
+        check(any_base, rendered, None, replace(result, answers=PromptAnswers()))
+        if result.answers.logprobs is not None:
+            first = 1 if questions.last_n is None else 85
+            np.testing.assert_allclose(result.answers.logprobs[first:], expected[first - 1 :], atol=1e-4)
 
 
 def test_nothing_is_shared_between_weights(text_base: BaseModel) -> None:
     """Not even between a snapshot and the next of the same model, nor with one that takes the place of a freed one in memory."""
-    sampler, rendered = sampler_of(text_base), prompt_of(text_base, (0, 70))
+    bench, rendered = Bench(text_base), prompt_of(text_base, (0, 70))
     for seed in range(4):
-        adapter = random_adapter(text_base, 4, seed)
-        result = sampled(sampler, rendered, ask(), adapter)
-        assert result.cached_tokens == 0
-        check(text_base, rendered, adapter, result)
-        del adapter
+        assert bench.answer(rendered, weights=random_adapter(text_base, 4, seed)).cached_tokens == 0
+        bench.asked.clear()
 
 
 def test_pictures_are_told_apart_by_content_and_from_text_of_the_same_ids(vision_base: BaseModel) -> None:
-    sampler, render = sampler_of(vision_base), renderer(vision_base)
+    bench, render = Bench(vision_base), renderer(vision_base)
     pictures = [picture_chunks(vision_base, seed, 5, width=160, height=160)[1:4] for seed in (0, 1)]
     asked = [render.render([random_tokens(0, 2), *picture, random_tokens(1, 20)]) for picture in pictures]
     assert (asked[0].token_ids == asked[1].token_ids).all()
     asked.append(render.render([text(*asked[0].token_ids.tolist())]))
-    for rendered in asked:
-        result = sampled(sampler, rendered)
-        assert result.cached_tokens == 0
-        check(vision_base, rendered, None, result)
-    assert sampled(sampler, asked[0]).cached_tokens > 0
+    assert [bench.answer(rendered).cached_tokens > 0 for rendered in (*asked, asked[0])] == [False, False, False, True]
 
 
 # Weights that replace others
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("blocks", [400, 12])
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_samples_go_on_with_the_weights_that_replace_theirs(
-    family_base: Callable[[str], BaseModel], family: str, blocks: int, runs_ahead: bool
-) -> None:
+CACHES = [("qwen3_vl", 400, False), ("qwen3_vl", 12, True), ("qwen3_5", 12, False), ("qwen3_5", 400, True)]
+
+
+@pytest.mark.parametrize(("any_base", "blocks", "runs_ahead"), CACHES, indirect=["any_base"])
+def test_samples_go_on_with_the_weights_that_replace_theirs(any_base: BaseModel, blocks: int, runs_ahead: bool) -> None:
     """Twice, with other samples beside them: each token is what its version gives after all tokens before it."""
-    base = family_base(family)
-    sampler, rendered = sampler_of(base, blocks, runs_ahead=runs_ahead), renderer(base).render(prompts(base)[-1])
-    versions = [random_adapter(base, 4, seed, ref=new_ref(f"v{seed}", "m")) for seed in range(3)]
+    sampler, rendered = sampler_of(any_base, blocks, runs_ahead=runs_ahead), renderer(any_base).render(prompts(any_base)[-1])
+    versions = versions_of(any_base, 3)
     sampler.add("follows", ask(num_samples=2), rendered, versions[0])
     sampler.add("fixed", ask(), rendered, versions[0].snapshot(new_ref("v0")))
     sampler.add("other", ask(), rendered, versions[0].snapshot(new_ref("v0", "n")))
@@ -502,13 +410,13 @@ def test_samples_go_on_with_the_weights_that_replace_theirs(
     for name, result in run(sampler).items():
         for sequence in result.sequences:
             assert [span.version for span in sequence.versions] == (["v0", "v1", "v2"] if name == "follows" else ["v0"])
-        check_versions(base, rendered, [*versions], result)
+        check_versions(any_base, rendered, [*versions], result)
 
 
 def test_a_sequence_that_is_computed_again_token_by_token_is_the_same(any_base: BaseModel) -> None:
     """A piece of one token may lie anywhere in a sequence that has an answer already."""
     sampler, rendered = sampler_of(any_base, prefill_tokens=1), prompt_of(any_base, (0, 20))
-    old, new = (random_adapter(any_base, 4, seed, ref=new_ref(f"v{seed}", "m")) for seed in range(2))
+    old, new = versions_of(any_base, 2)
     sampler.add("x", ask(), rendered, old)
     while not sampler.schedule.running:
         sampler.step()
@@ -519,7 +427,7 @@ def test_a_sequence_that_is_computed_again_token_by_token_is_the_same(any_base: 
 def test_a_prompt_is_answered_about_by_one_version(text_base: BaseModel) -> None:
     """Weights that are replaced while the prompt is being computed: its scores are all of the new ones."""
     sampler, rendered = sampler_of(text_base, prefill_tokens=7), prompt_of(text_base, (0, 40))
-    old, new = (random_adapter(text_base, 4, seed, ref=new_ref(inflight_of="m")) for seed in range(2))
+    old, new = versions_of(text_base, 2)
     sampler.add("x", ask(prompt_logprobs=True), rendered, old)
     for _ in range(3):
         sampler.step()
@@ -527,36 +435,32 @@ def test_a_prompt_is_answered_about_by_one_version(text_base: BaseModel) -> None
     check(text_base, rendered, new, run(sampler)["x"])
 
 
-@pytest.mark.parametrize("blocks", [400, 12])
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize(("blocks", "runs_ahead"), [(400, False), (12, True)])
 def test_tokens_of_a_streamed_sample_come_step_by_step(text_base: BaseModel, blocks: int, runs_ahead: bool) -> None:
     """Each once, also when the cache is so small that sequences are computed again, and when new weights take over."""
     sampler, rendered = sampler_of(text_base, blocks, runs_ahead=runs_ahead), prompt_of(text_base, (0, 40))
-    old, new = (random_adapter(text_base, 4, seed, ref=new_ref(f"v{seed}", "m")) for seed in range(2))
+    old, new = versions_of(text_base, 2)
     sampler.add("read", ask(num_samples=3), rendered, old, stream=True)
     sampler.add("silent", ask(num_samples=3), rendered, old)
-    read: dict[int, list[TokensSampled]] = {index: [] for index in range(3)}
-    results: dict[str, SampleResult] = {}
+    events: list[SampleEvent] = []
     for step in itertools.count():
         if not sampler.has_work:
             break
         if step == 6:
             sampler.publish(new)
-        for event in sampler.step():
-            assert event.request_id not in results, "nothing follows the result"
-            if isinstance(event, TokensSampled):
-                assert event.request_id == "read"
-                assert len(event.tokens) == len(event.logprobs) == 1
-                read[event.index].append(event)
-            else:
-                assert isinstance(event, SampleResult)
-                results[event.request_id] = event
-    for index, sequence in enumerate(results["read"].sequences):
-        events = read[index]
-        assert [event.tokens[0] for event in events] == sequence.tokens
-        assert [event.logprobs[0] for event in events] == sequence.logprobs
-        assert [event.version for event in events] == [span.version for span in sequence.versions for _ in range(span.start, span.end)]
-    assert {event.version for events in read.values() for event in events} == {"v0", "v1"}
+        events += sampler.step()
+    told = [event for event in events if isinstance(event, TokensSampled)]
+    (read,) = [event for event in events if isinstance(event, SampleResult) and event.request_id == "read"]
+    assert {event.request_id for event in told} == {"read"}
+    assert events.index(read) > events.index(told[-1]), "nothing follows the result"
+    assert len(events) == len(told) + 2
+    for index, sequence in enumerate(read.sequences):
+        versions = [span.version for span in sequence.versions for _ in range(span.start, span.end)]
+        expected = [
+            ([token], [logprob], version) for token, logprob, version in zip(sequence.tokens, sequence.logprobs, versions, strict=True)
+        ]
+        assert [([*event.tokens], [*event.logprobs], event.version) for event in told if event.index == index] == expected
+    assert {event.version for event in told} == {"v0", "v1"}
 
 
 def test_weights_that_train_are_not_sampled(text_base: BaseModel) -> None:

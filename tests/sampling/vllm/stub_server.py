@@ -36,6 +36,8 @@ async def answer(request: web.Request) -> web.Response:
             await asyncio.Event().wait()
         case "/lose_worker":
             worker_ended.set()
+        case "/stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "/die":
             os.kill(os.getpid(), signal.SIGKILL)
         case _:

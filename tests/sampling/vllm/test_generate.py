@@ -1,4 +1,4 @@
-"""Pictures as vLLM takes them."""
+"""Pictures as vLLM takes them, and a sample whose parts came from several versions."""
 
 import asyncio
 import base64
@@ -9,11 +9,15 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from tests.bases import picture_chunks, renderer
+from tests.bases import new_ref, picture_chunks, random_tokens, renderer
 from tests.sampling.vllm.answering import answering, in_a_loop, instance_of
 from tinsmith.models.base import BaseModel
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.vllm.generate import encode_picture, features_of, send_pictures
+from tinsmith.sampling.vllm.job import Draft, Job, joined
+from tinsmith.sampling.vllm.verify import Expectation, PublishedWeights
+from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TopLogprobs
+from tinsmith.wire.sample import SampledSequence, SampleRequest, SamplingParams, StopRule, VersionSpan
 
 
 def two_pictures(base: BaseModel) -> RenderedInput:
@@ -37,9 +41,7 @@ def test_pixel_values_travel_as_they_are_and_what_the_server_knows_as_a_hash(vis
 
 
 @in_a_loop
-async def test_a_picture_that_a_server_has_forgotten_in_its_sleep_is_sent_again_beside_a_new_one(
-    vision_base: BaseModel, tmp_path: Path
-) -> None:
+async def test_a_picture_that_a_server_forgot_in_its_sleep_is_sent_again_beside_a_new_one(vision_base: BaseModel, tmp_path: Path) -> None:
     """The new picture waits for a server that sleeps; what that knew before, it does not know afterwards."""
     rendered = two_pictures(vision_base)
     names = [picture.sha256.hex() for picture in rendered.pictures]
@@ -66,3 +68,44 @@ async def test_a_picture_that_a_server_has_forgotten_in_its_sleep_is_sent_again_
         await sending
         await send_pictures(instance, rendered, None)
     assert known == set(names)
+
+
+# Parts of a sample
+
+
+def job_of(base: BaseModel, *stop: str) -> Job:
+    rule = StopRule(eos=True, strings=stop, token_ids=())
+    return Job(
+        request_id="x",
+        request=SampleRequest("s", 0, 1, [], SamplingParams(50, 1.0, 1.0, -1, None, rule), PromptQuestions()),
+        rendered=renderer(base).render([random_tokens(1, 4)]),
+        published=PublishedWeights(None, Expectation(np.zeros(1, dtype=np.float32), 0.001), new_ref("m/1", "m")),
+        max_tokens=50,
+        eos=base.eos_token_ids(),
+        vocab_size=base.vocab_size,
+        tokenizer=base.tokenizer,
+        keys=[],
+        answers=PromptAnswers(),
+        tell=None,
+        drafts=[Draft()],
+    )
+
+
+def segment(version: str, tokens: list[int], reason: Any = "length") -> SampledSequence:
+    top = TopLogprobs(np.array(tokens, dtype=np.int32)[:, None], -np.array(tokens, dtype=np.float32)[:, None])
+    return SampledSequence(tokens, [-float(token) for token in tokens], reason, top, (VersionSpan(version, 0, len(tokens)),))
+
+
+def test_a_stop_string_that_two_versions_wrote_ends_the_sample(text_base: BaseModel) -> None:
+    """vLLM sees only what it writes itself, so it went on behind it. Pieces of one version are one span."""
+    ids = text_base.tokenizer.encode("one two three four", add_special_tokens=False)
+    cut = len(ids) // 2
+    stop = text_base.tokenizer.decode(ids[: cut + 1])[-2:]
+    assert stop not in text_base.tokenizer.decode(ids[:cut])
+    draft = Draft([segment("m/1", ids[:2]), segment("m/1", ids[2:cut]), segment("m/3", ids[cut:])])
+    whole: Any = joined(job_of(text_base, stop), draft)
+    assert (whole.tokens, whole.stop_reason) == (ids[: cut + 1], "stop")
+    assert whole.logprobs == [-float(token) for token in ids[: cut + 1]]
+    assert whole.versions == (VersionSpan("m/1", 0, cut), VersionSpan("m/3", cut, cut + 1))
+    assert whole.topk.token_ids.tolist() == [[token] for token in ids[: cut + 1]]
+    assert joined(job_of(text_base, "never"), draft).tokens == ids

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from tests.bases import new_ref, random_adapter, renderer
-from tests.sampling.vllm.answering import answering, in_a_loop, instance_of
+from tests.sampling.vllm.answering import Agreeing, answering, in_a_loop, instance_of
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import new_full_weights
@@ -19,62 +19,41 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.sampling.sampler import ref_of
 from tinsmith.sampling.vllm.generate import generate
-from tinsmith.sampling.vllm.instance import BASE, UNKNOWN
-from tinsmith.sampling.vllm.protocol import Connection, ServerFailedError, scoring_params
+from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
+from tinsmith.sampling.vllm.protocol import ServerFailedError, scoring_params
 from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.verify import Canary, PublishedWeights, make_probes
 from tinsmith.sampling.vllm.weights import WeightFiles
 
 
-class Bench:
+class Bench(Agreeing):
     """A publisher, and a server that computes what the trainer does with the base's weights."""
 
+    instance: Instance
+
     def __init__(self, base: BaseModel, files: WeightFiles) -> None:
+        super().__init__()
         canary = Canary(base, renderer(base))
         self.publisher = Publisher(files, canary, base.device)
         self.published = PublishedWeights(None, canary.expected(None), WeightsRef.of_base("tiny"))
+        values = np.zeros(len(canary.rendered))
+        values[canary.text] = self.published.canary.logprobs
+        self.canary = values[1:].tolist()
         self.adapter = random_adapter(base, seed=1)
         self.published_adapter = PublishedWeights(self.adapter, self.published.canary, ref_of(self.adapter, "tiny"))
-        self.asked: list[str] = []
-        """The paths that the server was asked for."""
-        self.answers = asyncio.Event()
-        """Cleared, it answers to no request for tokens."""
-        self.answers.set()
-        self.is_asked = asyncio.Event()
-        """Set by the first request for tokens."""
-        self.name: str | None = None
-        """What it calls the adapter that it computed with; None for what it was asked for."""
-        self.failures: dict[str, str] = {}
-        """What it fails with, by path; with an empty text it breaks the connection instead."""
-
-    def connect(self, connection: Connection) -> None:
-        self.instance = instance_of(connection)
+        self.answers, self.is_asked = asyncio.Event(), asyncio.Event()
+        self.answers.set()  # while it is cleared, no request for tokens is answered
 
     async def take(self, weights: PublishedWeights) -> None:
         """Get weights onto the server, compare them, and let go of them."""
         async with self.publisher.using(self.instance, weights):
             pass
 
-    async def answer(self, request: web.Request) -> web.Response:
-        """What it says to any request."""
-        self.asked.append(request.path)
-        if (words := self.failures.get(request.path)) is not None:
-            if not words:
-                assert request.transport is not None
-                request.transport.abort()
-            return web.json_response({"error": {"message": words}}, status=500)
-        if request.path == "/collective_rpc":
-            return web.json_response({"results": [{"checked": True}]})
-        if request.path != "/inference/v1/generate":
-            return web.json_response({"weight_version": "default"})
+    async def generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """What it says to one who asks for tokens."""
         self.is_asked.set()
         await self.answers.wait()
-        body = await request.json()
-        ids = body["token_ids"]
-        values = np.zeros(len(ids))
-        values[self.publisher.canary.text] = self.published.canary.logprobs
-        scores: list[Any] = [None, *({str(token): {"logprob": value}} for token, value in zip(ids[1:], values[1:].tolist(), strict=True))]
-        return web.json_response({"choices": [], "prompt_logprobs": scores, "model": self.name or body["model"]})
+        return await super().generate(request, body)
 
 
 @asynccontextmanager
@@ -82,7 +61,7 @@ async def bench_of(base: BaseModel, directory: Path) -> AsyncIterator[Bench]:
     files = WeightFiles(base, str(directory))
     bench = Bench(base, files)
     async with answering(directory, bench.answer) as connection:
-        bench.connect(connection)
+        bench.instance = instance_of(connection)
         yield bench
     files.close()
 

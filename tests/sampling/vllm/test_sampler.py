@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from tests.bases import new_ref, random_adapter, random_tokens, renderer
-from tests.sampling.vllm.answering import answering
+from tests.sampling.vllm.answering import Agreeing, abort, answering, scores
 from tinsmith.config import SamplingConfig, load
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.base import BaseModel
@@ -33,19 +33,12 @@ from tinsmith.wire.sample import SampleRequest, parse_sample_request
 NOBODY = "http://127.0.0.1:9"
 TOKENS = [11, 12, 13, 14, 15, 16]
 """What every sample of the stub consists of."""
-SCORED = PromptQuestions(alternatives=2)
-"""What the trainer's model computes."""
 
 
 def request(num_samples: int = 1, prompt_logprobs: bool = False, **params: Any) -> SampleRequest:
-    body = {
-        "sampling_session_id": "s:sample:0",
-        "seq_id": 0,
-        "num_samples": num_samples,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4, 5]}]},
-        "sampling_params": {"max_tokens": len(TOKENS), "stop": []} | params,
-        "prompt_logprobs": prompt_logprobs,
-    }
+    body = {"sampling_session_id": "s:sample:0", "seq_id": 0, "num_samples": num_samples, "prompt_logprobs": prompt_logprobs}
+    body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4, 5]}]}
+    body["sampling_params"] = {"max_tokens": len(TOKENS), "stop": []} | params
     return parse_sample_request(orjson.dumps(body))
 
 
@@ -97,72 +90,50 @@ def alone(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_without_a_server_each_sample_fails_and_says_why_and_one_that_was_cancelled_is_forgotten(alone: Bench) -> None:
     for name in "abc":
         alone.add(name)
-    assert alone.sampler.load == (0, 3)
+    loads = [alone.sampler.load]
     assert alone.sampler.step() == []
-    assert alone.sampler.load == (3, 0)
+    loads.append(alone.sampler.load)
     for _ in range(2):
         alone.sampler.cancel("c")
-    failures = alone.events(lambda found: len(found) == 2)
+    failures = [event for event in alone.events(lambda found: len(found) == 2) if isinstance(event, SampleFailure)]
     assert sorted(failure.request_id for failure in failures) == ["a", "b"]
-    for failure in failures:
-        assert isinstance(failure, SampleFailure)
-        assert str(failure.error) == f"there is no vLLM server to sample with: no vLLM server answers at {NOBODY}"
+    assert {str(each.error) for each in failures} == {f"there is no vLLM server to sample with: no vLLM server answers at {NOBODY}"}
     alone.settle()
-    assert (alone.sampler.load, alone.sampler.has_work) == ((0, 0), False)
-
-
-def test_what_can_never_run_is_refused_at_once(alone: Bench) -> None:
-    with pytest.raises(UserError, match=r"temperature is 0\.001"):
-        alone.add(asked=request(temperature=0.001))
-    with pytest.raises(UserError, match=f"5 \\+ 99999 > {alone.base.max_context}"):
-        alone.add(asked=request(max_tokens=99999))
-    assert alone.sampler.load == (0, 0)
+    assert (*loads, alone.sampler.load, alone.sampler.has_work) == ((0, 3), (3, 0), (0, 0), False)
 
 
 @pytest.mark.parametrize(
     ("bases", "url", "words"),
     [
-        (["a", "b"], NOBODY, "serve one"),
-        *[
-            (["a"], url, f"--vllm-url {url}: give scheme, host and port")
-            for url in ("localhost:8000", "http://localhost:8000/v1", "http:///")
-        ],
+        ("ab", NOBODY, "serve one"),
+        *[("a", url, f"--vllm-url {url}: give scheme") for url in ("localhost:8000", "http://host/v1", "http:///")],
     ],
 )
-def test_urls_are_whole_and_belong_to_one_base_model(text_base: BaseModel, bases: list[str], url: str, words: str) -> None:
+def test_urls_are_whole_and_belong_to_one_base_model(text_base: BaseModel, bases: str, url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        start_vllm_sampler(text_base, renderer(text_base), load(options={"base_models": bases, "vllm_urls": [url]}), lambda: None)
+        start_vllm_sampler(text_base, renderer(text_base), load(options={"base_models": [*bases], "vllm_urls": [url]}), lambda: None)
 
 
 def test_the_trainers_model_works_for_one_request_in_each_step(alone: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in `add`: training waits for a step, and would wait for a whole queue."""
+    """Not in `add`: training waits for a step, and would wait for a whole queue. One that it cannot score fails alone."""
     scored: list[int] = []
 
-    def note(*arguments: Any) -> None:
+    def score(*arguments: Any) -> None:
         scored.append(len(scored))
+        if len(scored) == 2:
+            raise RuntimeError("no memory")
         score_prompt(*arguments)
 
-    monkeypatch.setattr(room, "score_prompt", note)
+    monkeypatch.setattr(room, "score_prompt", score)
     for name in "ab":
-        alone.add(name, asked=replace(request(), questions=SCORED))
+        alone.add(name, asked=replace(request(), questions=PromptQuestions(alternatives=2)))
     alone.add("c")
-    for expected in (([], 3), ([0], 2), ([0, 1], 0)):  # nothing has to be computed for the last
-        assert (scored, alone.sampler.load[1]) == expected
-        alone.sampler.step()
-    assert not alone.sampler.new
-
-
-def test_a_prompt_that_cannot_be_scored_fails_alone(alone: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(room, "score_prompt", fail)
-    alone.add("a", asked=replace(request(), questions=SCORED))
-    alone.add("b")
+    assert (alone.sampler.step(), scored, alone.sampler.load[1]) == ([], [0], 2)
     (failure,) = alone.sampler.step()
     assert isinstance(failure, SampleFailure)
-    assert (failure.request_id, str(failure.error)) == ("a", "internal error: RuntimeError('no memory')")
-    assert list(alone.sampler.pending) == ["b"]
+    assert (failure.request_id, str(failure.error)) == ("b", "internal error: RuntimeError('no memory')")
+    assert list(alone.sampler.pending) == ["a", "c"]  # nothing has to be computed for the last
+    assert not alone.sampler.new
 
 
 def test_a_request_that_waits_begins_with_the_weights_that_replace_its_own(alone: Bench) -> None:
@@ -171,56 +142,52 @@ def test_a_request_that_waits_begins_with_the_weights_that_replace_its_own(alone
     alone.add("follows", old)
     alone.add("stays", fixed)
     alone.sampler.publish(new)
-    assert alone.sampler.pending["follows"].weights is new
-    assert alone.sampler.pending["stays"].weights is fixed
+    assert [job.weights for job in alone.sampler.pending.values()] == [new, fixed]
 
 
 def test_weights_are_forgotten_with_the_last_object_that_holds_them(alone: Bench) -> None:
     """Weights that left the memory and came back are another object with the same identity."""
-    first = random_adapter(alone.base)
-    assert first.ref is not None
-    ref, again = first.ref, first.snapshot(first.ref)
-    for weights in (first, again):
+    held: list[Any] = [random_adapter(alone.base)]
+    held.append(held[0].snapshot(held[0].ref))
+    key = held[0].ref.key
+    for weights in held:
         alone.sampler.client.publish(alone.sampler._with_canary(weights))
-    del weights, first
-    alone.settle()
-    assert ref.key in alone.sampler.canaries
-    del again
-    alone.settle()
-    assert alone.sampler.canaries == {}
+    del weights
+    for known in ([key], []):
+        held.pop()
+        alone.settle()
+        assert list(alone.sampler.canaries) == known
 
 
 # With a server
 
 
-class Stub:
-    """A server that samples `TOKENS`, one after the other, and agrees with the trainer on every canary."""
+class Stub(Agreeing):
+    """A server that samples `TOKENS`, one after the other."""
 
     def __init__(self) -> None:
-        self.canary: list[float] = []
-        """Log-probabilities behind the first token."""
+        super().__init__()
         self.breaks_after: int | None = None
         """How many tokens of its next stream come before the connection breaks."""
         self.pauses_after: int | None = None
         """How many tokens of its next stream come before it waits to be told to abort."""
         self.aborted = asyncio.Event()
-        self.asked: list[dict[str, Any]] = []
-        """The bodies of all requests for tokens but canaries."""
+        self.bodies: list[dict[str, Any]] = []
+        """Of all requests for tokens but canaries."""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """What it says to any request."""
         if request.path == "/abort_requests":
             self.aborted.set()
-        if request.path == "/collective_rpc":
-            return web.json_response({"results": [{"checked": True}]})
-        if request.path != "/inference/v1/generate":
-            return web.json_response({"weight_version": "default"})
-        body = await request.json()
-        ids, params = body["token_ids"], body["sampling_params"]
+        return await super().answer(request)
+
+    async def generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """What it says to one who asks for tokens."""
+        ids = body["token_ids"]
         if len(ids) == len(self.canary) + 1:
-            return web.json_response({"choices": [], "prompt_logprobs": scores(ids, self.canary), "model": body["model"]})
-        self.asked.append(body)
-        tokens = TOKENS[len(ids) - 5 :][: params["max_tokens"]]
+            return await super().generate(request, body)
+        self.bodies.append(body)
+        tokens = TOKENS[len(ids) - 5 :][: body["sampling_params"]["max_tokens"]]
         if body.get("stream"):
             return await self._stream(request, tokens)
         answered = {"choices": [choice_of(tokens, "length", len(tokens))], "prompt_logprobs": scores(ids, [-1.0] * (len(ids) - 1))}
@@ -232,8 +199,7 @@ class Stub:
         breaks_after, pauses_after, self.breaks_after, self.pauses_after = self.breaks_after, self.pauses_after, None, None
         for at, token in enumerate(tokens):
             if at == breaks_after:
-                assert request.transport is not None
-                request.transport.abort()
+                abort(request)
                 return reply
             choice = choice_of([token], "length", len(tokens)) if at == len(tokens) - 1 else choice_of([token])
             if at == pauses_after:
@@ -246,18 +212,12 @@ class Stub:
         return reply
 
 
-def scores(ids: list[int], logprobs: list[float]) -> list[Any]:
-    return [None, *({str(token): {"logprob": logprob}} for token, logprob in zip(ids[1:], logprobs, strict=True))]
-
-
 def choice_of(tokens: list[int], reason: str | None = None, whole: int = 0) -> dict[str, Any]:
     """A choice with these tokens, of `whole` in all."""
-    content = [
-        {"token_id": token, "logprob": -float(token), "top_logprobs": [{"token_id": token, "logprob": -float(token)}]} for token in tokens
-    ]
+    scored = [{"token_id": token, "logprob": -float(token)} for token in tokens]
+    logprobs = {"content": [each | {"top_logprobs": [each]} for each in scored]}
     spans = [{"version": "default", "start": 0, "end": whole}] if whole else []
-    found = {"index": 0, "token_ids": tokens, "finish_reason": reason, "logprobs": {"content": content}}
-    return found | {"weight_versions": spans if reason else None}
+    return {"index": 0, "token_ids": tokens, "finish_reason": reason, "logprobs": logprobs, "weight_versions": spans if reason else None}
 
 
 @pytest.fixture
@@ -301,55 +261,46 @@ def check(events: list[SampleEvent], labels: list[str]) -> list[TokensSampled]:
     return tokens
 
 
-def test_tokens_come_one_by_one(bench: Bench) -> None:
-    bench.add(asked=request(num_samples=2), stream=True)
-    assert len(check(bench.to_the_end(), [bench.base.name] * 6)) == 12
-
-
-def test_without_a_stream_tokens_come_at_the_end_to_those_who_read_along(bench: Bench, stub: Stub) -> None:
+def test_tokens_come_one_by_one_and_without_a_stream_at_the_end_to_those_who_read_along(bench: Bench, stub: Stub) -> None:
     """A stream brings neither the prompt's scores nor log-probabilities over the whole vocabulary."""
-    bench.add(asked=request(prompt_logprobs=True), stream=True)
-    assert len(check(bench.to_the_end(), [bench.base.name] * 6)) == 1
+    for asked, events in ((request(num_samples=2), 12), (request(prompt_logprobs=True), 1)):
+        bench.add(asked=asked, stream=True)
+        assert len(check(bench.to_the_end(), [bench.base.name] * 6)) == events
     bench.add()
-    (result,) = bench.to_the_end()
-    assert isinstance(result, SampleResult)
-    assert not any(asked.get("stream") for asked in stub.asked)
+    assert len(bench.to_the_end()) == 1
+    assert [bool(body.get("stream")) for body in stub.bodies] == [True, True, False, False]
 
 
 def test_a_prompt_that_fills_the_context_is_answered_by_the_trainers_model(bench: Bench, stub: Stub) -> None:
     """VLLM takes none without room behind it. The same prompt with room has the same scores, and the same greedy token."""
-    found = []
-    for longest, topk in ((5, 3), (6, 0)):
-        bench.sampler.longest = longest
-        local = LocalSampler(bench.base, SamplingConfig(kv_cache_gib=0.01), logits_chunk=16)
-        asked = replace(request(2, prompt_logprobs=True, max_tokens=1, temperature=0.0), topk_sample_logprobs=topk)
-        target = bench.sampler if longest == 5 else local
-        target.add("x", asked, bench.prompt, None, longest == 5)
-        events = bench.to_the_end() if longest == 5 else [event for _ in range(3) for event in local.step()]
-        *told, result = events
-        assert isinstance(result, SampleResult)
-        assert [event.tokens for event in told if isinstance(event, TokensSampled)] == [s.tokens for s in result.sequences if topk]
-        assert [sequence.topk is not None for sequence in result.sequences] == [topk > 0] * 2
-        result.check_finite(asked.questions)
-        found.append(result)
-    assert stub.asked == []
-    full, roomy = found
-    assert [sequence.tokens for sequence in full.sequences] == [sequence.tokens for sequence in roomy.sequences]
+    bench.sampler.longest = 5
+    asked = replace(request(2, prompt_logprobs=True, max_tokens=1, temperature=0.0), topk_sample_logprobs=3)
+    bench.add(asked=asked, stream=True)
+    local = LocalSampler(bench.base, SamplingConfig(kv_cache_gib=0.01), logits_chunk=16)
+    local.add("x", asked, bench.prompt, None)
+    *told, full = bench.to_the_end()
+    (roomy,) = [event for _ in range(3) for event in local.step()]
+    assert stub.bodies == []
+    assert isinstance(full, SampleResult)
+    assert isinstance(roomy, SampleResult)
     assert full.answers.logprobs is not None
     assert roomy.answers.logprobs is not None
+    full.check_finite(asked.questions)
+    assert [event.tokens for event in told if isinstance(event, TokensSampled)] == [s.tokens for s in full.sequences]
+    assert [sequence.tokens for sequence in full.sequences] == [sequence.tokens for sequence in roomy.sequences]
+    assert all(sequence.topk is not None for sequence in full.sequences)
     np.testing.assert_allclose(full.answers.logprobs, roomy.answers.logprobs, atol=1e-4)
-    bench.sampler.longest = 5
     with pytest.raises(UserError, match=r"exceeds the context window of tiny: 5 \+ 1 > 5"):
         bench.add(asked=request(max_tokens=1))
 
 
-@pytest.mark.parametrize("after", [0, 3, 5])
+@pytest.mark.parametrize("after", [0, 3])
 def test_a_sample_goes_on_behind_the_tokens_that_were_given_out(bench: Bench, stub: Stub, after: int) -> None:
     """The connection breaks in the middle of its answer: another request has these tokens behind the prompt."""
     stub.breaks_after = after
     bench.add(stream=True)
     check(bench.to_the_end(), [bench.base.name] * 6)
-    first, second = stub.asked
+    first, second = stub.bodies
     assert second["token_ids"] == [*first["token_ids"], *TOKENS[:after]]
     assert second["sampling_params"]["max_tokens"] == 6 - after
 
@@ -375,4 +326,4 @@ def test_no_token_of_wrong_weights_is_given_out(bench: Bench, stub: Stub, monkey
     (failure,) = bench.to_the_end()
     assert isinstance(failure, SampleFailure)
     assert "other log-probabilities than the trainer" in str(failure.error)
-    assert stub.asked == []
+    assert stub.bodies == []

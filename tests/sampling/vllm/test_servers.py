@@ -5,29 +5,28 @@ beginning.
 Also: `tests/with_vllm/test_a_sampler.py`.
 
 Invariant: A server whose engine or worker died is replaced, though its process stays and never answers what was under way.
-Also: `tests/sampling/vllm/test_instance.py`, `tests/with_vllm/test_servers.py`.
+Also: `tests/with_vllm/test_servers.py`.
 """
 
 import asyncio
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from aiohttp import web
 
 from tests.extent import slow
 from tests.preloaded import REAL_PYTHON
 from tests.sampling.vllm import stub_server
-from tests.sampling.vllm.answering import answering, in_a_loop
+from tests.sampling.vllm.answering import in_a_loop
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.vllm import servers as room
-from tinsmith.sampling.vllm.instance import Instance
+from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance, Slots, WeightsLock
 from tinsmith.sampling.vllm.protocol import ServerFailedError, ServerLostError
-from tinsmith.sampling.vllm.servers import Launch, Server, Servers, log_excerpt
+from tinsmith.sampling.vllm.servers import Launch, Server, Servers
 
 AWAY = 16
 HUNG_S = 0.5
@@ -55,13 +54,6 @@ async def supervised(*sources: Launch | str, hung_s: float = 600, try_out: TryOu
         await asyncio.gather(*servers.tasks, return_exceptions=True)
 
 
-@asynccontextmanager
-async def one_stub(directory: Path, hung_s: float = 600) -> AsyncIterator[tuple[Servers, Server, Instance]]:
-    """A server that is ready, with those that it is all of."""
-    async with supervised(launch_of(directory, STUB), hung_s=hung_s) as servers:
-        yield servers, servers.all[0], await ready(servers.all[0])
-
-
 async def ready(server: Server, after: Instance | None = None) -> Instance:
     """The server's instance, as soon as it is ready and has begun another than `after`."""
     async with asyncio.timeout(600), server.changed:
@@ -75,25 +67,28 @@ def pid_of(server: Server) -> int:
     return server.process.pid
 
 
-@pytest.fixture
+@asynccontextmanager
+async def one_stub(directory: Path, hung_s: float = 600) -> AsyncIterator[tuple[Servers, Server, Instance]]:
+    """A server that is ready, with those that it is all of."""
+    async with supervised(launch_of(directory, STUB), hung_s=hung_s) as servers:
+        yield servers, servers.all[0], await ready(servers.all[0])
+
+
+@pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look often whether a server lives, and let it go on refusing for half a second only."""
+    """Look often whether a server lives."""
     monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a server go on refusing for half a second only."""
     monkeypatch.setattr(room, "_ANSWERS_WITHIN_S", 0.5)
 
 
 @in_a_loop
 async def test_prompts_go_where_they_began_unless_much_less_is_done_elsewhere(tmp_path: Path) -> None:
-    async def live(_: web.Request) -> web.Response:
-        return web.Response()
-
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    async with (
-        answering(tmp_path / "a", live) as one,
-        answering(tmp_path / "b", live) as other,
-        supervised(one.url, other.url) as servers,
-    ):
+    async with supervised(*(launch_of(tmp_path, STUB, name) for name in "ab")) as servers:
         first, second = servers.all
         await asyncio.gather(ready(first), ready(second))
 
@@ -138,11 +133,8 @@ async def test_one_of_two_dies_and_comes_back_and_every_start_draws_other_sample
 
 
 @in_a_loop
-async def test_a_given_server_that_goes_while_idle_and_comes_back_begins_a_new_life(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_given_server_that_goes_while_idle_and_comes_back_begins_a_new_life(tmp_path: Path) -> None:
     """It has lost what it was given."""
-    monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
     command = [*STUB, "--uds", str(tmp_path / "given")]
     process = await asyncio.create_subprocess_exec(*command)
     async with supervised(f"unix:{tmp_path / 'given'}") as servers:
@@ -159,149 +151,191 @@ async def test_a_given_server_that_goes_while_idle_and_comes_back_begins_a_new_l
             process.kill()
 
 
+@pytest.mark.parametrize(
+    ("path", "load", "why"), [("/never", 0, "its engine has"), ("/never", 1, "its engine has"), ("/stop", 1, "it hangs")]
+)
+@pytest.mark.usefixtures("impatient")
 @in_a_loop
-async def test_a_server_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes requests for ever and answers none. One with nothing to do is left alone."""
-    monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
-    async with supervised(*(launch_of(tmp_path, STUB, name) for name in ("idle", "busy")), hung_s=HUNG_S) as servers:
-        idle, busy = servers.all
-        resting, instance = await asyncio.gather(ready(idle), ready(busy))
-        stopped, busy.load = pid_of(busy), 1
-        for server in servers.all:
-            os.kill(pid_of(server), signal.SIGSTOP)
-        asked = asyncio.create_task(instance.connection.get("/health"))
-        await ready(busy, after=instance)
+async def test_a_server_that_hangs_or_whose_engine_ended_is_replaced(path: str, load: int, why: str, tmp_path: Path, caplog: Any) -> None:
+    """VLLM's server ends only when all requests have ended, and it never answers some that were under way when its engine died."""
+    async with one_stub(tmp_path, hung_s=HUNG_S if path == "/stop" else 600) as (_, server, instance):
+        server.load, former = load, pid_of(server)
+        asked = asyncio.create_task(instance.connection.get(path))
+        await ready(server, after=instance)
         with pytest.raises(ServerLostError):
             await asked
         with pytest.raises(ProcessLookupError):
-            os.kill(stopped, 0)
-        assert idle.instance is resting
+            os.kill(former, 0)
+    assert f"a vLLM server was killed, because {why}" in caplog.text
 
 
 @in_a_loop
-async def test_a_long_answer_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
+async def test_a_long_answer_is_no_silence(tmp_path: Path) -> None:
     async with one_stub(tmp_path, hung_s=2) as (_, server, instance):
         server.load = 1
         assert await instance.connection.get("/long") == {"took": "long"}  # twice as long as a hung one may be silent
         assert server.instance is instance
 
 
-@pytest.mark.parametrize("load", [0, 1])
-@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("paths", "error", "words"),
+    [
+        (["/die"], None, "a vLLM server ended (exit code -9)"),
+        (["/never"], None, "was killed, because its engine has ended"),
+        (["/lose_worker"], ServerFailedError, "was killed, because a worker of it has ended"),
+        # It still answers, so it stays; an error that nobody expects is most likely the trainer's.
+        ([], RuntimeError, ""),
+        # It waits for 20 s; a server that hangs when it is not tried out is above.
+        *slow((["/busy?for_s=3600", "/is_paused"], None, "was killed, because it hangs: it answered nothing for 20 s")),
+    ],
+)
+@pytest.mark.usefixtures("impatient")
 @in_a_loop
-async def test_a_server_whose_engine_ended_is_replaced_though_its_process_stays(
-    load: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_a_server_that_fails_while_it_is_tried_out_is_replaced(
+    paths: list[str], error: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """VLLM's server ends only when all requests have ended, and it never answers some that were under way when its engine died."""
-    async with one_stub(tmp_path) as (_, server, instance):
-        server.load = load
-        asked = asyncio.create_task(instance.connection.get("/never"))
-        await ready(server, after=instance)
-        with pytest.raises(ServerLostError):
-            await asked
-    assert "a vLLM server was killed, because its engine has ended, or it takes no requests any more" in caplog.text
-
-
-def failing_once(failure: Callable[[Instance], Awaitable[None]]) -> tuple[list[Instance], TryOut]:
-    """A way to try servers out that fails with the first instance, and the list of those that it has tried."""
+    """It dies, loses its engine or a worker, or hangs."""
+    monkeypatch.setattr(room, "_STARTS_WITHIN_S", START_S)
     tried: list[Instance] = []
 
     async def try_out(instance: Instance) -> None:
         tried.append(instance)
-        if len(tried) == 1:
-            await failure(instance)
+        for path in paths if len(tried) == 1 else []:
+            await instance.connection.get(path)
+        if error is not None and len(tried) == 1:
+            raise error("no memory for it")
 
-    return tried, try_out
-
-
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("/die", "a vLLM server ended (exit code -9)"),
-        ("/never", "was killed, because its engine has ended"),
-        # It waits for 20 s; a server that hangs when it is not tried out is above.
-        *slow(("/busy?for_s=3600", "was killed, because it hangs: it answered nothing for 20 s")),
-    ],
-)
-@pytest.mark.usefixtures("quick")
-@in_a_loop
-async def test_a_server_that_dies_or_whose_engine_ends_or_hangs_while_it_is_tried_out_is_replaced(
-    path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(room, "_STARTS_WITHIN_S", START_S)
-
-    async def ask(instance: Instance) -> None:
-        await instance.connection.get(path)
-        await instance.connection.get("/is_paused")
-
-    tried, try_out = failing_once(ask)
     async with supervised(launch_of(tmp_path, STUB), hung_s=HUNG_S, try_out=try_out) as servers:
-        assert await ready(servers.all[0]) is tried[1]
-    assert words in caplog.text
-
-
-@pytest.mark.parametrize("error", [ServerFailedError, RuntimeError])
-@pytest.mark.parametrize("loses_worker", [False, True])
-@pytest.mark.usefixtures("quick")
-@in_a_loop
-async def test_a_server_stays_after_a_try_out_that_fails_if_it_still_answers(
-    loses_worker: bool, error: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An error that nobody expects is most likely the trainer's: a new server would not help."""
-
-    async def fail(instance: Instance) -> None:
-        if loses_worker:
-            await instance.connection.get("/lose_worker")
-        raise error("no memory for it")
-
-    tried, try_out = failing_once(fail)
-    async with supervised(launch_of(tmp_path, STUB), try_out=try_out) as servers:
         assert await ready(servers.all[0]) is tried[-1]
-        assert len(tried) == 1 + loses_worker
-    assert "no memory for it" in caplog.text
-    assert ("was killed, because a worker of it has ended" in caplog.text) == loses_worker
+    assert len(tried) == (2 if words else 1)
+    assert words in caplog.text
+    assert ("no memory for it" in caplog.text) == (error is not None)
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("path", "stays"), [("/lose_worker", False), ("/busy?for_s=2", True)])
+@pytest.mark.usefixtures("impatient")
 @in_a_loop
-async def test_a_server_that_lost_a_worker_is_replaced_before_it_is_sampled_from_again(tmp_path: Path) -> None:
-    """For some seconds vLLM's engine answers, and fails in all that needs its workers."""
-    async with one_stub(tmp_path) as (servers, server, instance):
-        await instance.connection.get("/lose_worker")
-        assert not await instance.answers()
-        server.suspect(instance, "it failed")
-        assert (await servers.pick([], AWAY))[1] is not instance
-
-
-@pytest.mark.usefixtures("quick")
-@in_a_loop
-async def test_a_busy_server_that_lost_one_request_stays(tmp_path: Path) -> None:
-    """Its engine is silent for longer than a server may refuse, and then answers."""
+async def test_a_server_that_failed_is_sampled_again_if_it_still_answers(path: str, stays: bool, tmp_path: Path) -> None:
+    """For some seconds vLLM's engine answers without a worker. A busy one is silent for longer than it may refuse, and then answers."""
     async with one_stub(tmp_path) as (servers, server, instance):
         server.load = 1
-        began = time.monotonic()
-        await instance.connection.get("/busy?for_s=2")
-        server.suspect(instance, "one connection broke")
-        suspected = time.monotonic()
-        assert (await servers.pick([], AWAY))[1] is instance
-        assert time.monotonic() - suspected > 0.5 or suspected - began > 1.5, "it was busy longer than a server may refuse"
-
-
-def test_the_reason_is_shown_of_a_server_that_ends() -> None:
-    """It stands in vLLM's log before much else: more than the end of the log must be shown."""
-    log = b"""(APIServer pid=7) ERROR 11-22 08:20:58 [registry.py:1122]     raise RuntimeError("nothing here")
-(APIServer pid=7) ERROR 11-22 08:20:58 [registry.py:1122] RuntimeError: operator torchvision::nms does not exist
-"""
-    words = log_excerpt(log + b"and so on\n" * 1000)
-    assert words.startswith("RuntimeError: operator torchvision::nms does not exist\n...\nand so on\n")
-    assert words.endswith("and so on")
-    assert log_excerpt(log) == log.decode().strip()
+        await instance.connection.get(path)
+        server.suspect(instance, "it failed")
+        assert ((await servers.pick([], AWAY))[1] is instance) == stays
 
 
 @in_a_loop
 async def test_a_server_that_ends_while_it_starts_says_why(tmp_path: Path) -> None:
-    """Nobody waits for its whole time: the reason is there as soon as it has ended."""
-    async with supervised(launch_of(tmp_path, [REAL_PYTHON, "-c", "raise RuntimeError('no such model')"])) as servers:
-        with pytest.raises(TinsmithError, match=r"a vLLM server ended \(exit code 1\); .*/stub.log says: (?s:.*)RuntimeError: no such"):
+    """Nobody waits for its whole time. The reason stands in vLLM's log before much else: more than the end of the log must be shown."""
+    program = "print('(APIServer pid=7) ERROR [registry.py:1] RuntimeError: no such model\\n' + 'and so on\\n' * 1000); raise SystemExit(1)"
+    async with supervised(launch_of(tmp_path, [REAL_PYTHON, "-c", program])) as servers:
+        words = r"a vLLM server ended \(exit code 1\); .*/stub.log says: RuntimeError: no such model\n...\n(?s:.*)and so on"
+        with pytest.raises(TinsmithError, match=words):
             await servers.pick([], AWAY)
+
+
+# How many sequences a server runs at a time, and whose weights it has
+
+
+@in_a_loop
+async def test_sequences_that_wait_get_a_slot_each_in_turn_and_who_gives_up_takes_none_along() -> None:
+    slots, begun, end = Slots(4), list[tuple[str, int]](), asyncio.Event()
+
+    async def hold(name: str) -> None:
+        async with slots.reserve(3) as count:
+            begun.append((name, count))
+            await end.wait()
+
+    first = asyncio.create_task(hold("first"))
+    await asyncio.sleep(0)
+    async with slots.reserve(3) as count:
+        assert count == 1
+        early, late, last = (asyncio.create_task(hold(name)) for name in ("early", "late", "last"))
+        await asyncio.sleep(0)
+        early.cancel()
+        await asyncio.wait([early])
+    late.cancel()  # it has just got one
+    await asyncio.wait([late])
+    await asyncio.sleep(0)
+    assert begun == [("first", 3), ("last", 1)]
+    end.set()
+    await asyncio.gather(first, last)
+    assert (slots.free, len(slots.queue)) == (4, 0)
+
+
+class Story:
+    """What happened at a lock, in order."""
+
+    def __init__(self) -> None:
+        self.lock = WeightsLock()
+        self.events: list[str] = []
+        self.switching_began, self.may_switch = asyncio.Event(), asyncio.Event()
+        self.may_switch.set()
+
+    async def run(self, key: str, name: str) -> None:
+        async with self.lock.holding(key, self.switching(key)):
+            self.events.append(f"{name} begins")
+            assert self.lock.weights == key
+            await asyncio.sleep(0)
+            self.events.append(f"{name} ends")
+
+    def switching(self, key: str) -> Callable[[], Coroutine[Any, Any, None]]:
+        async def switch() -> None:
+            assert self.lock.running == 1
+            self.events.append(f"to {key}")
+            self.switching_began.set()
+            await self.may_switch.wait()
+
+        return switch
+
+
+@in_a_loop
+async def test_requests_for_the_same_weights_run_together_and_others_wait() -> None:
+    story = Story()
+    await asyncio.gather(*(story.run(key, name) for key, name in ((BASE, "a"), ("7", "b"), (BASE, "c"), ("7", "d"))))
+    assert (story.lock.running, len(story.lock.queue)) == (0, 0)
+    of_seven = ["to 7", "b begins", "d begins", "b ends", "d ends"]
+    assert story.events == ["a begins", "a ends", *of_seven, "to ", "c begins", "c ends"]
+
+
+@in_a_loop
+async def test_a_switch_that_fails_fails_one_and_the_next_switches_from_an_unknown_state() -> None:
+    story = Story()
+
+    async def broken() -> None:
+        raise OSError("no")
+
+    with pytest.raises(OSError, match="no"):
+        async with story.lock.holding("7", broken):
+            raise AssertionError
+    assert story.lock.weights == UNKNOWN
+    await story.run(BASE, "a")
+    assert story.events == ["to ", "a begins", "a ends"]
+
+
+@in_a_loop
+async def test_who_gives_up_waiting_for_weights_holds_nobody_up() -> None:
+    story = Story()
+    async with story.lock.holding(BASE, story.switching(BASE)):
+        gives_up, follows = (asyncio.create_task(story.run(key, name)) for key, name in (("7", "b"), (BASE, "c")))
+        await asyncio.sleep(0)
+        gives_up.cancel()
+        await follows
+    await asyncio.wait([gives_up])
+    assert (story.lock.weights, story.events) == (BASE, ["c begins", "c ends"])
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@in_a_loop
+async def test_a_switch_is_finished_when_who_wanted_it_gives_up(times: int) -> None:
+    story = Story()
+    story.may_switch.clear()
+    first = asyncio.create_task(story.run("7", "a"))
+    await story.switching_began.wait()
+    for _ in range(times):
+        first.cancel()
+        await asyncio.sleep(0)
+    story.may_switch.set()
+    await asyncio.gather(first, story.run("7", "b"), return_exceptions=True)
+    assert first.cancelled()
+    assert story.events == ["to 7", "b begins", "b ends"]

@@ -5,6 +5,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,47 +25,45 @@ async def starting(directory: Path, command: list[str], hung_s: float = 600, try
         yield servers.all[0]
 
 
-async def switches_of(instance: Instance) -> list[str]:
-    """What it was told of sleeping and waking."""
-    told: list[str] = await instance.connection.get("/switches")
-    return told
-
-
 @in_a_loop
-async def test_what_keeps_a_server_awake_ends_first_and_what_comes_later_waits(tmp_path: Path) -> None:
+async def test_what_keeps_a_server_awake_ends_first_what_comes_later_waits_and_nothing_is_taken_for_known(tmp_path: Path) -> None:
+    """A server goes on as soon as it is awake itself, and others may need long: what was compared is forgotten before the slowest wakes."""
     async with starting(tmp_path, SLEEPS) as server:
-        sleep_mode, instance = server.sleep_mode, await ready(server)
+        sleep_mode, instance, done = server.sleep_mode, await ready(server), list[str]()
         instance.pictures["known"] = 1
         instance.checks["weights"] = asyncio.create_task(asyncio.sleep(0))
-        done: list[str] = []
 
-        async def used(name: str) -> None:
+        async def told() -> Any:
+            return await instance.connection.get("/switches")
+
+        async def used() -> None:
             async with sleep_mode.kept_awake():
-                done.append(name)
+                done.append("later")
 
         async with sleep_mode.kept_awake():
             falling = asyncio.create_task(sleep_mode.fall_asleep())
             await asyncio.sleep(0)
-            later, waiting = asyncio.create_task(used("later")), asyncio.create_task(sleep_mode.until_awake())
+            later, waiting = asyncio.create_task(used()), asyncio.create_task(sleep_mode.until_awake())
             await asyncio.wait([falling], timeout=0.1)
-            assert await switches_of(instance) == []
+            assert await told() == []
         await falling
-        assert await switches_of(instance) == ["/sleep?level=1&mode=keep"]
+        assert await told() == ["/sleep?level=1&mode=keep"]
         await asyncio.wait([later, waiting], timeout=0.1)
-        assert (done, waiting.done()) == ([], False)
-        assert instance.pictures
-        await sleep_mode.wake_up()
-        await asyncio.gather(later, waiting)
-        assert await switches_of(instance) == ["/sleep?level=1&mode=keep", "/wake_up"]
-        assert done == ["later"]
-        assert (len(instance.pictures), instance.checks) == (0, {}), "it has forgotten pictures, and nothing is taken for compared"
+        assert (done, waiting.done(), len(instance.pictures), len(instance.checks)) == ([], False, 1, 1)
+        await instance.connection.get("/busy?for_s=3600")
+        waking = asyncio.create_task(sleep_mode.wake_up())
+        while "/wake_up" not in await told():
+            await asyncio.wait([waking], timeout=0.01)
+        assert (instance.checks, waking.done()) == ({}, False)
+        await instance.connection.get("/busy?for_s=0")  # from now on it answers again
+        await asyncio.gather(waking, later, waiting)
+        assert await told() == ["/sleep?level=1&mode=keep", "/wake_up"]
+        assert (done, len(instance.pictures), instance.checks) == (["later"], 0, {})
 
 
 @in_a_loop
-async def test_a_server_that_does_not_obey_is_ended_before_the_trainer_has_the_gpu_and_starts_again_when_it_may(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The stub knows no sleep, and answers 404."""
+async def test_a_server_that_does_not_obey_is_ended_and_starts_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It ends before the trainer has the GPU, and starts when it may. The stub knows no sleep, and answers 404."""
     async with starting(tmp_path, STUB) as server:
         sleep_mode, instance = server.sleep_mode, await ready(server)
         await sleep_mode.fall_asleep()
@@ -91,8 +90,7 @@ async def test_a_server_that_dies_while_it_is_tried_out_lets_nobody_wait_for_eve
 
     async with starting(tmp_path, SLEEPS, try_out=try_out) as server:
         await begun.wait()
-        first = server.process
-        assert first is not None
+        first: Any = server.process
         if dies == "before it sleeps":
             first.kill()
         falling = asyncio.create_task(server.sleep_mode.fall_asleep())
@@ -103,15 +101,13 @@ async def test_a_server_that_dies_while_it_is_tried_out_lets_nobody_wait_for_eve
             first.kill()
             await first.wait()
         await server.sleep_mode.wake_up()
-        assert await (await ready(server)).answers()
+        await ready(server)
         assert server.process is not first
 
 
 @in_a_loop
-async def test_a_server_that_hangs_with_what_keeps_it_awake_lets_the_trainer_wait_no_longer_than_a_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is loading an adapter that nobody samples yet."""
+async def test_a_server_that_hangs_keeps_the_trainer_waiting_as_long_as_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is loading an adapter that nobody samples yet, which keeps it awake."""
     monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
     async with starting(tmp_path, SLEEPS, HUNG_S) as server:
         instance = await ready(server)
@@ -123,21 +119,3 @@ async def test_a_server_that_hangs_with_what_keeps_it_awake_lets_the_trainer_wai
                 await instance.connection.post("/v1/load_lora_adapter")
         await falling
         assert server.sleep_mode.instances == set()
-
-
-@in_a_loop
-async def test_nothing_is_taken_for_compared_that_ends_before_the_slowest_server_is_awake(tmp_path: Path) -> None:
-    """A server goes on as soon as it is awake itself, and others may need long."""
-    async with starting(tmp_path, SLEEPS) as server:
-        instance = await ready(server)
-        instance.checks["weights"] = asyncio.create_task(asyncio.sleep(0))
-        await server.sleep_mode.fall_asleep()
-        assert instance.checks, "what came before it fell asleep was compared"
-        await instance.connection.get("/busy?for_s=3600")
-        waking = asyncio.create_task(server.sleep_mode.wake_up())
-        while "/wake_up" not in await switches_of(instance):
-            await asyncio.wait([waking], timeout=0.01)
-        assert instance.checks == {}
-        assert not waking.done()
-        await instance.connection.get("/busy?for_s=0")  # from now on it answers again
-        await waking

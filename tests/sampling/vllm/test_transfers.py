@@ -6,7 +6,6 @@ On GPUs (TINSMITH_TEST_DEVICE=cuda) the trainer has the first, and the server's 
 import asyncio
 import multiprocessing
 import threading
-import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -17,16 +16,14 @@ import pytest
 import torch
 from aiohttp import web
 
-from tests.running import START_S
+from tests.sampling.inside_vllm.test_transfer_group import ON_GPU, SENT, device_of, ended, told, values_of, work
 from tests.sampling.vllm.answering import answering, in_a_loop
-from tests.sampling.vllm.receivers import ON_GPU, SIZE, TRAINER_DEVICE, join_and_ignore, join_and_receive
 from tinsmith.sampling.inside_vllm import transfer_group
-from tinsmith.sampling.inside_vllm.transfer_group import TransferGroup
+from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TRAINER, TransferGroup
 from tinsmith.sampling.vllm.protocol import Connection, RefusedError, ServerFailedError
 from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, BroadcastTransfer
 
-PATIENCE_S = 3
-SPAWN = multiprocessing.get_context("spawn")
+TRAINER_DEVICE = device_of(TRAINER)
 
 pytestmark = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="trainer and server need a GPU each")
 
@@ -35,21 +32,22 @@ class Stub:
     """A server whose first worker joins and receives nothing; the next receives its weights."""
 
     def __init__(self, comes: bool = True) -> None:
-        """`comes` says whether a worker comes to the meeting at all."""
-        self.comes = comes
+        self.comes = comes  # whether a worker comes to the meeting at all
         self.workers: list[Any] = []
+        self.pipes: list[Any] = []
         self.answers = asyncio.Event()
-        """Set, it refuses an update; cleared, it answers nothing to the first."""
-        self.answers.set()
+        self.answers.set()  # it refuses an update; while it is cleared, it answers nothing to the first
 
     async def answer(self, request: web.Request) -> web.Response:
         """What it says to any request."""
         if request.path == "/init_weight_transfer_engine":
             if self.comes:
                 meeting_point = (await request.json())["init_info"]["meeting_point"]
-                work = join_and_receive if self.workers else join_and_ignore
-                self.workers.append(SPAWN.Process(target=work, args=(meeting_point,), daemon=True))
+                ours, theirs = multiprocessing.Pipe()
+                arguments = (meeting_point, FIRST_WORKER, 2, theirs, ["receives"] if self.workers else ["leaves"])
+                self.workers.append(multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True))
                 self.workers[-1].start()
+                self.pipes.append(ours)
             return web.Response()
         if len(self.workers) > 1:
             return web.Response()
@@ -67,15 +65,15 @@ async def connected(directory: Path, stub: Stub) -> AsyncIterator[Connection]:
             worker.kill()
 
 
-ONES = torch.ones(SIZE, device=TRAINER_DEVICE)
+LARGE = torch.ones(1 << 22, device=TRAINER_DEVICE)
 REFUSED, SILENT, NOT_SENT = "the server refuses", "the server takes nothing", "the trainer cannot send"
 
 
 @pytest.mark.parametrize(
     ("what", "tensor", "error", "words"),
     [
-        (REFUSED, ONES, RefusedError, "no memory left"),  # nobody receives then, but the server's end is still open
-        (SILENT, ONES, ServerFailedError, "has not taken new weights for 0.5 s"),
+        (REFUSED, LARGE, RefusedError, "no memory left"),  # nobody receives then, but the server's end is still open
+        (SILENT, LARGE, ServerFailedError, "has not taken new weights for 0.5 s"),
         # A tensor without data stands for one that the trainer has no memory to copy. The words are those of Gloo, or NCCL.
         (NOT_SENT, torch.ones(4, device="meta"), ValueError if ON_GPU else RuntimeError, "meta|must be CUDA"),
     ],
@@ -84,7 +82,7 @@ REFUSED, SILENT, NOT_SENT = "the server refuses", "the server takes nothing", "t
 async def test_a_broadcast_that_fails_ends_with_its_error_and_the_next_server_gets_its_weights(
     what: str, tensor: torch.Tensor, error: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_group, "_LONGEST_WITH_GLOO", timedelta(seconds=PATIENCE_S))
+    monkeypatch.setattr(transfer_group, "_LONGEST_WITH_GLOO", timedelta(seconds=3))
     left, send = threading.Event(), TransferGroup.send
 
     def noted(group: TransferGroup, tensors: Iterable[torch.Tensor]) -> None:
@@ -108,27 +106,21 @@ async def test_a_broadcast_that_fails_ends_with_its_error_and_the_next_server_ge
         monkeypatch.undo()
         following = BroadcastTransfer(tmp_path, TRAINER_DEVICE)
         await following.open(server)
-        await following.send(server, {"weight": 2 * ONES}, "0" * 16)
-        await asyncio.to_thread(stub.workers[1].join, START_S)
-        assert stub.workers[1].exitcode == 0
+        await following.send(server, {str(number): tensor.to(TRAINER_DEVICE) for number, tensor in enumerate(SENT)}, "0" * 16)
+        assert await asyncio.to_thread(told, stub.pipes[1]) == values_of(SENT)
+        assert await asyncio.to_thread(ended, stub.workers[1:]) == [0]
 
 
-async def refused(directory: Path, stub: Stub, words: str, within_s: float = LONGEST_BROADCAST_S) -> None:
-    """Connect to a server; it must be an error with these words."""
-    async with connected(directory, stub) as server:
-        with pytest.raises(ServerFailedError, match=rf"cannot be connected for new weights: .*{words}.*--vllm-transfer file"):
-            await BroadcastTransfer(directory, TRAINER_DEVICE, longest_s=within_s).open(server)
-
-
+@pytest.mark.parametrize(("comes", "words"), [(True, "nowhere0"), (False, "it took more than 0.5 s")])
 @pytest.mark.skipif(ON_GPU, reason="it names an interface for Gloo")
-@in_a_loop
-async def test_what_keeps_trainer_and_server_from_connecting_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    await refused(tmp_path, Stub(), "nowhere0")
+def test_what_keeps_both_from_connecting_is_said(comes: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a remedy. The thread that waits for workers that never come ends, too: `asyncio.run` waits for it."""
+    if comes:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
 
+    async def refused() -> None:
+        async with connected(tmp_path, Stub(comes)) as server:
+            with pytest.raises(ServerFailedError, match=rf"cannot be connected for new weights: .*{words}.*--vllm-transfer file"):
+                await BroadcastTransfer(tmp_path, TRAINER_DEVICE, longest_s=LONGEST_BROADCAST_S if comes else 0.5).open(server)
 
-def test_workers_that_never_come_are_given_up(tmp_path: Path) -> None:
-    """The thread that waits for them ends, too: `asyncio.run` waits for it, and this test for less long than a worker waits."""
-    begun = time.monotonic()
-    asyncio.run(refused(tmp_path, Stub(comes=False), "it took more than 0.5 s", 0.5))
-    assert time.monotonic() - begun < transfer_group._LONGEST.total_seconds()
+    asyncio.run(refused())

@@ -21,12 +21,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.bases import load, random_adapter, renderer
+from tests.sampling.vllm.answering import scores
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.sampling.vllm.verify import Canary, Expectation, allowed_difference, kind_of, make_probes
+from tinsmith.sampling.vllm.verify import Canary, Expectation, kind_of, make_probes
 from tinsmith.sampling.vllm.weights import WeightFiles
 
 SHAPE = LoraShape(rank=0, seed=0)
@@ -42,12 +43,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written
 
 
-def replies(canary: Canary, logprobs: np.ndarray) -> list[dict[str, Any] | None]:
+def replies(canary: Canary, logprobs: np.ndarray) -> list[Any]:
     """The prompt_logprobs of a server that has computed these for the text tokens but the first."""
     values = np.zeros(len(canary.rendered))
     values[canary.text] = logprobs
-    ids = canary.rendered.token_ids
-    return [None, *({str(token): {"logprob": value}} for token, value in zip(ids[1:].tolist(), values[1:].tolist(), strict=True))]
+    return scores(canary.rendered.token_ids.tolist(), values[1:].tolist())
 
 
 def with_larger_logits(base: BaseModel, factor: float, **changed: torch.Tensor) -> FullWeights:
@@ -57,13 +57,7 @@ def with_larger_logits(base: BaseModel, factor: float, **changed: torch.Tensor) 
     return FullWeights(SHAPE, own | changed, base.dtype)
 
 
-def test_the_limit_grows_by_two_roundings_of_a_logit() -> None:
-    assert allowed_difference(0.0, torch.bfloat16) == 0.1
-    assert allowed_difference(32.0, torch.bfloat16) == pytest.approx(0.1 + 2 * 32 / 2**8)
-    assert allowed_difference(32.0, torch.float32) == pytest.approx(0.001 + 2 * 32 / 2**24)
-
-
-@pytest.mark.parametrize("factor", [1.0, 16.0, 64.0])
+@pytest.mark.parametrize("factor", [1.0, 64.0])
 def test_correct_weights_that_bfloat16_rounds_are_sampled_from(factor: float, directory: Path) -> None:
     """Float32 stands for a server that rounds elsewhere. With logits of 100 that is more than any constant limit would take."""
     exact, rounded = load(directory), load(directory, dtype="bfloat16")
@@ -71,12 +65,11 @@ def test_correct_weights_that_bfloat16_rounds_are_sampled_from(factor: float, di
     with_float32 = Canary(exact, renderer(exact)).expected(with_larger_logits(exact, factor))
     expected = canary.expected(with_larger_logits(rounded, factor))
     canary.compare(replies(canary, with_float32.logprobs), expected, "these weights")
-    if factor > 1:
-        assert canary.difference(replies(canary, with_float32.logprobs), expected) > 0.1
+    assert factor == 1 or canary.difference(replies(canary, with_float32.logprobs), expected) > 0.1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("factor", [1.0, 16.0, 64.0])
+@pytest.mark.parametrize("factor", [1.0, 64.0])
 def test_slightly_wrong_weights_are_refused(factor: float, dtype: str, directory: Path) -> None:
     """One matrix of one layer is left out, is that of another layer, or is off by a third of its standard deviation."""
     base = load(directory, dtype=dtype)
@@ -84,13 +77,13 @@ def test_slightly_wrong_weights_are_refused(factor: float, dtype: str, directory
     right = with_larger_logits(base, factor)
     expected, own = canary.expected(right), right.working
     left_out, other, off = "layers.1.self_attn.q_proj.weight", "layers.1.self_attn.k_proj.weight", "layers.1.mlp.up_proj.weight"
-    noise = torch.randn(own[off].shape, generator=torch.Generator().manual_seed(0))
-    for name, matrix in (
-        (left_out, torch.zeros_like(own[left_out])),
-        (other, own[other.replace("layers.1", "layers.0")]),
-        (off, (own[off] + noise * own[off].float().std() / 3).to(base.dtype)),
+    noise = torch.randn(own[off].shape, generator=torch.Generator().manual_seed(0)) * own[off].float().std() / 3
+    for changed in (
+        {left_out: torch.zeros_like(own[left_out])},
+        {other: own[other.replace("layers.1", "layers.0")]},
+        {off: (own[off] + noise).to(base.dtype)},
     ):
-        wrong = canary.expected(with_larger_logits(base, factor, **{name: matrix}))
+        wrong = canary.expected(with_larger_logits(base, factor, **changed))
         with pytest.raises(TinsmithError, match="vLLM computes other log-probabilities than the trainer with these weights"):
             canary.compare(replies(canary, wrong.logprobs), expected, "these weights")
     canary.compare(replies(canary, expected.logprobs), expected, "these weights")
@@ -99,9 +92,11 @@ def test_slightly_wrong_weights_are_refused(factor: float, dtype: str, directory
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("where", ["logprobs", "limit"])
 def test_an_expectation_that_is_not_finite_lets_nothing_pass(value: float, where: str, text_base: BaseModel) -> None:
-    """Infinity is not more than infinity, so a limit that is infinite would let anything pass."""
+    """Infinity is not more than infinity, so a limit that is infinite would let anything pass. One such weight makes all so."""
     canary = Canary(text_base, renderer(text_base))
     right = canary.expected(None)
+    gain = text_base.full_targets(SHAPE)[FINAL_NORM].detach() * value
+    assert not canary.expected(with_larger_logits(text_base, 1.0, **{FINAL_NORM: gain})).is_finite
     logprobs = right.logprobs.copy()
     if where == "logprobs":
         logprobs[0] = value
@@ -109,14 +104,6 @@ def test_an_expectation_that_is_not_finite_lets_nothing_pass(value: float, where
     for answered in (right.logprobs, logprobs, np.full_like(logprobs, value)):
         with pytest.raises(TinsmithError, match="the trainer itself computes infinite or NaN log-probabilities with these weights"):
             canary.compare(replies(canary, answered), expected, "these weights")
-
-
-def test_weights_that_have_diverged_are_not_sampled_from(directory: Path) -> None:
-    """NaN in one weight is NaN in what the trainer expects."""
-    base = load(directory)
-    canary = Canary(base, renderer(base))
-    gain = base.full_targets(SHAPE)[FINAL_NORM].detach() * math.nan
-    assert not canary.expected(with_larger_logits(base, 1.0, **{FINAL_NORM: gain})).is_finite
 
 
 MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
@@ -141,19 +128,11 @@ def test_each_kind_of_layer_has_a_probe_that_shows(base: str, kinds: set[str], r
         assert probe.change > probe.allowed
         assert probe.is_shown_by(0.9 * probe.allowed)
         assert not any(probe.is_shown_by(difference) for difference in (1.1 * probe.allowed, math.nan, math.inf))
+    for value in (-math.inf, math.nan):  # its change is infinite too, and infinity is not more than infinity
+        wrong = Expectation(np.full_like(probes[0].bare.logprobs, value), probes[0].bare.limit)
+        for broken in (replace(probes[0], expected=wrong), replace(probes[0], bare=wrong)):
+            assert not any(broken.is_shown_by(difference) for difference in (0.0, math.inf, math.nan))
     files.close()
-
-
-@pytest.mark.parametrize("value", [-math.inf, math.nan])
-def test_a_probe_that_is_not_finite_shows_nothing(value: float, text_base: BaseModel, tmp_path: Path) -> None:
-    """Its change is infinite too, and infinity is not more than infinity."""
-    files = WeightFiles(text_base, str(tmp_path))
-    probe = make_probes(Canary(text_base, renderer(text_base)), files)[0]
-    files.close()
-    assert probe.is_shown_by(0.0)
-    wrong = Expectation(np.full_like(probe.bare.logprobs, value), probe.bare.limit)
-    for broken in (replace(probe, expected=wrong), replace(probe, bare=wrong)):
-        assert not any(broken.is_shown_by(difference) for difference in (0.0, math.inf, math.nan))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
