@@ -20,6 +20,7 @@ WIDE = ("reduced", "parts", "weights", "cos", "sin", "decay", "d_decay", "d_a_lo
 """Tensors of float32; the others are of bfloat16."""
 
 ATTENTION = {"HEAD_DIM": 128, "HEAD_PADDED": 128, "BLOCK": 16, "TILE": 64, "WINDOW": 20}
+ROTATED = {"WIDTH": 128, "PADDED": 128, "PAIRS": 64, "HEADS": 8, "HAS_NORM": True, "ZERO_CENTRED": False}
 KERNELS: dict[str, dict[str, Any]] = {
     "one_row_kernels._multiply": {
         "INPUTS": 2048,
@@ -34,8 +35,8 @@ KERNELS: dict[str, dict[str, Any]] = {
     },
     "row_kernels._norm": {"WIDTH": 2048, "PADDED": 2048, "ZERO_CENTRED": False, "ADDS": True},
     "row_kernels._swiglu": {"WIDTH": 2048, "COLUMNS": 1024},
-    "row_kernels._rotate": {"WIDTH": 128, "PADDED": 128, "PAIRS": 64, "HEADS": 8, "HAS_NORM": True, "ZERO_CENTRED": False},
-    "row_kernels._rotate_backward": {"WIDTH": 128, "PADDED": 128, "PAIRS": 64, "HEADS": 8, "HAS_NORM": True, "ZERO_CENTRED": False},
+    "row_kernels._rotate": ROTATED,
+    "row_kernels._rotate_backward": ROTATED,
     "lora_kernels._reduce": {"ROWS": 16, "CHUNK": 32, "STEP": 128},
     "lora_kernels._expand": {"ALPHA": 32, "SPLITS": 4, "ROWS": 16, "CHUNK": 32, "OUTPUTS": 64, "PARTS": 2},
     "gate_kernels._gated": {"WIDTH": 128, "PADDED": 128, "HEADS": 8, "NORMS": True},

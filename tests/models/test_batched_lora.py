@@ -4,7 +4,7 @@ On a CPU the kernels run in Triton's interpreter, which knows no bfloat16; on CU
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -52,15 +52,13 @@ class Plain(JoinedLinear):
         return y
 
 
-def plain_layers(layout: Layout, dtype: torch.dtype) -> list[Plain]:
+def plain_layers(layout: Layout, dtype: torch.dtype) -> Iterator[Plain]:
     generator = torch.Generator().manual_seed(0)
-    found = [projection for projection in layout.projections.values() if projection.targets]
-    plain = []
-    for projection in found:
-        rows = (0, projection.out_features)
-        weight = (torch.randn(projection.out_features, projection.in_features, generator=generator) * 0.1).to(DEVICE, dtype)
-        plain.append(Plain(projection, (rows,), (WeightPiece(rows, weight, None),)))
-    return plain
+    for projection in layout.projections.values():
+        if projection.targets:
+            rows = (0, projection.out_features)
+            weight = (torch.randn(projection.out_features, projection.in_features, generator=generator) * 0.1).to(DEVICE, dtype)
+            yield Plain(projection, (rows,), (WeightPiece(rows, weight, None),))
 
 
 def columns_of(batched: BatchedAdapters, owners: Sequence[Adapter | None]) -> Tensor:
@@ -69,7 +67,7 @@ def columns_of(batched: BatchedAdapters, owners: Sequence[Adapter | None]) -> Te
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_each_row_has_its_own_adapter(layout: Layout, dtype: torch.dtype) -> None:
+def test_each_row_has_its_own_adapter_and_keeps_its_nan(layout: Layout, dtype: torch.dtype) -> None:
     batched = BatchedAdapters(layout, torch.device(DEVICE), dtype, 128)
     adapters = [random_adapter(layout, 5, dtype), random_adapter(layout, 33, dtype, train_attn=False), random_adapter(layout, 8, dtype)]
     owners = [adapters[0], None, adapters[1], adapters[2], adapters[0], None, adapters[1]]
@@ -77,7 +75,12 @@ def test_each_row_has_its_own_adapter(layout: Layout, dtype: torch.dtype) -> Non
     generator = torch.Generator().manual_seed(1)
     for plain in plain_layers(layout, dtype):
         x = torch.randn(len(owners), plain.projection.in_features, generator=generator).to(DEVICE, dtype)
-        torch.testing.assert_close(rows.apply(plain, x).double(), plain.exact(x, owners), atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+        found = rows.apply(plain, x)
+        torch.testing.assert_close(found.double(), plain.exact(x, owners), atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
+        x[0, 0] = math.nan
+        sick = rows.apply(plain, x)
+        assert sick[0].isnan().any()
+        assert torch.equal(sick[1:], found[1:])
 
 
 @pytest.mark.parametrize(("count", "inputs", "targets"), [(1, 40, [(0, 70)]), (5, 600, [(0, 64), (64, 80), (90, 95)]), (70, 48, [(3, 40)])])
@@ -103,24 +106,9 @@ def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tupl
     torch.testing.assert_close(y.double(), expected, atol=5 * BOUNDS[HALF], rtol=BOUNDS[HALF])
 
 
-def test_a_nan_stays_in_its_row(layout: Layout) -> None:
-    batched = BatchedAdapters(layout, torch.device(DEVICE), HALF, 64)
-    owners = [random_adapter(layout, 8, HALF), random_adapter(layout, 4, HALF), None]
-    rows = batched.for_rows(columns_of(batched, owners))
-    plain = plain_layers(layout, HALF)[0]
-    x = torch.randn(3, plain.projection.in_features, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
-    clean = rows.apply(plain, x)
-    x[0, 0] = math.nan
-    dirty = rows.apply(plain, x)
-    assert dirty[0].isnan().any()
-    torch.testing.assert_close(dirty[1:], clean[1:], atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_an_adapter_that_is_not_finite_gets_no_columns(layout: Layout, wrong: float) -> None:
-    batched = BatchedAdapters(layout, torch.device(DEVICE), torch.float32, 64)
-    adapter = random_adapter(layout, 4)
-    adapter.flat[7] = wrong
+def test_an_adapter_that_is_not_finite_gets_no_columns(layout: Layout) -> None:
+    batched, adapter = BatchedAdapters(layout, torch.device(DEVICE), torch.float32, 64), random_adapter(layout, 4)
+    adapter.flat[7] = math.nan
     with pytest.raises(UserError, match="NaN or infinite"):
         batched.place(adapter)
     assert batched.columns == 0
@@ -145,16 +133,12 @@ def test_columns_that_find_no_memory_leave_the_others_as_they_are(layout: Layout
 def test_columns_are_given_once_and_given_again(layout: Layout) -> None:
     batched = BatchedAdapters(layout, torch.device(DEVICE), torch.float32, 40)
     first, second, third, fourth = (random_adapter(layout, rank) for rank in (16, 12, 20, 30))
-    assert batched.place(first) == (0, 16)
-    assert batched.place(first) == (0, 16)
-    assert batched.place(second) == (16, 28)
+    assert [batched.place(adapter) for adapter in (first, first, second)] == [(0, 16), (0, 16), (16, 28)]
     assert (batched.columns, batched.generation) == (FEWEST, 1)
-    assert batched.place(fourth) is None
-    assert batched.place(third) is None  # it would end at 48
+    assert [batched.place(adapter) for adapter in (fourth, third)] == [None, None]  # the third would end at 48
     batched.forget(first)
     batched.forget(first)
     assert batched.place(third) is None  # 16 are free before the second, and 12 behind it
     batched.forget(second)
-    assert batched.place(third) == (0, 20)
-    assert batched.place(first) == (20, 36)
+    assert [batched.place(adapter) for adapter in (third, first)] == [(0, 20), (20, 36)]
     assert (batched.columns, batched.generation) == (64, 2)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,71 +16,60 @@ from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
 from tinsmith.models.delta_kernels import convolution_disagreement, disagreement, kernels_for
 from tinsmith.models.delta_rule import Lengths, convolve_anew
 
-PLACES = {"query": 0, "key": 1, "value": 2, "decay": 3, "beta": 4}
 
-
-class _Wrong(torch.autograd.Function):
-    """The same values, and half as much gradient again."""
+class Altered(torch.autograd.Function):
+    """Values times one number, with a gradient times another."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
+    def forward(ctx: Any, x: Tensor, values: float, gradient: float) -> Tensor:
+        ctx.gradient = gradient
+        return x * values
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * 1.5
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.gradient, None, None
 
 
-def rule(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Our own code, called as the kernels are."""
-    query, key, value, decay, beta, lengths, before, keeps = arguments
-    return delta_rule_in_chunks(query, key, value, decay, beta, chunks_of(lengths, key.shape[2], value.device), before, keeps)
+def altered(tensors: Sequence[Any], place: int, values: float, gradient: float) -> list[Any]:
+    """The tensors, of which one is altered; none at place -1."""
+    make: Any = Altered.apply
+    return [make(x, values, gradient) if number == place else x for number, x in enumerate(tensors)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_our_own_code_agrees_with_itself(dtype: torch.dtype) -> None:
-    assert disagreement(rule, torch.device(DEVICE), dtype) == ""
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "found"),
+    [
+        ((-1, 1, 1), (-1, 1, 1), ""),
+        *(
+            ((n, 1, 1.5), (-1, 1, 1), f"its gradients of {name} are 0.5 of")
+            for n, name in enumerate(["query", "key", "value", "decay", "beta"])
+        ),
+        ((-1, 1, 1), (0, 2, 1), "its outputs are 1 of their norm"),
+        ((-1, 1, 1), (1, torch.nan, 1), "its states are nan of their norm"),
+    ],
+)
+def test_what_a_rule_computes_wrongly_is_found_by_name(inputs: Any, outputs: Any, found: str) -> None:
+    """Our own code, called as kernels are, agrees with itself."""
+
+    def rule(*arguments: Any) -> Any:
+        query, key, value, decay, beta, lengths, before, keeps = altered(arguments, *inputs)
+        chunks = chunks_of(lengths, key.shape[2], value.device)
+        return tuple(altered(delta_rule_in_chunks(query, key, value, decay, beta, chunks, before, keeps), *outputs))
+
+    said = disagreement(rule, torch.device(DEVICE), torch.bfloat16)
+    assert said.startswith(found)
+    assert bool(said) == bool(found)
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_a_wrong_gradient_is_found_by_name(name: str) -> None:
-    def wrong(*arguments: Any) -> tuple[Tensor, Tensor]:
-        inputs = list(arguments)
-        make: Any = _Wrong.apply
-        inputs[PLACES[name]] = make(inputs[PLACES[name]])
-        return rule(*inputs)
-
-    assert disagreement(wrong, torch.device(DEVICE), torch.bfloat16).startswith(f"its gradients of {name} are 0.5 of their norm")
-
-
-def test_wrong_values_are_found() -> None:
-    def doubled(*arguments: Any) -> tuple[Tensor, Tensor]:
-        out, after = rule(*arguments)
-        return 2 * out, after
-
-    def broken(*arguments: Any) -> tuple[Tensor, Tensor]:
-        out, after = rule(*arguments)
-        return out, after * torch.nan
-
-    assert disagreement(doubled, torch.device(DEVICE), torch.bfloat16).startswith("its outputs are 1 of their norm")
-    assert disagreement(broken, torch.device(DEVICE), torch.bfloat16).startswith("its states are nan of their norm")
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_wrong_gradient_of_a_convolution_is_found_by_name(place: int) -> None:
-    def right(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> Tensor:
-        assert before is None
+@pytest.mark.parametrize(("place", "found"), [(-1, ""), (0, "its gradients of x are 0.5 of"), (1, "its gradients of weight are 0.5 of")])
+def test_what_a_convolution_computes_wrongly_is_found_by_name(place: int, found: str) -> None:
+    def convolution(*arguments: Any) -> Tensor:
+        x, weight, lengths, _ = altered(arguments, place, 1, 1.5)
         return convolve_anew(x, weight, Lengths(lengths))
 
-    def wrong(*arguments: Any) -> Tensor:
-        inputs = list(arguments)
-        make: Any = _Wrong.apply
-        inputs[place] = make(inputs[place])
-        return right(*inputs)
-
-    assert convolution_disagreement(right, torch.device(DEVICE), torch.bfloat16) == ""
-    found = convolution_disagreement(wrong, torch.device(DEVICE), torch.bfloat16)
-    assert found.startswith(f"its gradients of {('x', 'weight')[place]} are 0.5 of their norm")
+    said = convolution_disagreement(convolution, torch.device(DEVICE), torch.bfloat16)
+    assert said.startswith(found)
+    assert bool(said) == bool(found)
 
 
 def test_bfloat16_on_cuda_runs_on_kernels_and_nothing_else_does() -> None:

@@ -22,38 +22,30 @@ from tinsmith.models.overlap import MOST_ROWS, overlapping
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def accesses() -> dict[str, tuple[bool, list[str]]]:
-    """Of each kernel, whether it waits, and the lines of its code that access memory before."""
+@pytest.mark.slow  # compiles every kernel for a GPU, which `make test-slow` does in CI
+def test_nothing_but_weights_is_touched_before_the_wait() -> None:
+    """By any kernel that overlaps."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [REAL_PYTHON, "-m", "tests.models.overlapping"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return {name: (waits, lines) for name, waits, lines in map(json.loads, done.stdout.splitlines())}
-
-
-@pytest.mark.slow  # these two compile every kernel for a GPU, which `make test-slow` does in CI
-def test_all_kernels_that_overlap_are_looked_at(accesses: dict[str, tuple[bool, list[str]]]) -> None:
-    found = set()
+    overlap, found = set(), set()
     for path in (ROOT / "tinsmith").rglob("*_kernels.py"):
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         for name, value in vars(module).items():
             function = getattr(value, "fn", None)
             if inspect.isfunction(function) and "OVERLAPS" in inspect.signature(function).parameters:
-                found.add(f"{path.stem}.{name}")
-    assert found == set(accesses)
-
-
-@pytest.mark.slow
-def test_nothing_but_weights_is_touched_before_the_wait(accesses: dict[str, tuple[bool, list[str]]]) -> None:
-    for name, (waits, lines) in accesses.items():
+                overlap.add(f"{path.stem}.{name}")
+    for name, waits, lines in map(json.loads, done.stdout.splitlines()):
+        found.add(name)
         assert waits, name
         if name == "one_row_kernels._multiply":
             assert lines
             assert all("ld.global" in line and "evict_first" in line for line in lines)  # which only tiles of the matrix are
         else:
             assert lines == [], name
+    assert found == overlap
 
 
 def test_where_kernels_overlap() -> None:

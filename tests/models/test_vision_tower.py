@@ -20,7 +20,7 @@ from tinsmith.models.families import IMAGE_FAMILIES
 from tinsmith.models.pictures import PictureFeatures, PictureInput
 from tinsmith.models.vision_tower import Spans, VisionTower
 
-SIZES = [(96, 64), (64, 160), (96, 64), (512, 512), (33, 200), (300, 500), (700, 90)]
+SIZES = [(96, 64), (64, 160), (96, 64), (33, 200), (300, 500)]
 """Widths and heights. Of most of them, Qwen2.5-VL's windows have several sizes."""
 
 
@@ -93,7 +93,7 @@ def test_limits_of_memory_change_no_features(vision_base: BaseModel, monkeypatch
         assert torch.equal(part.embeddings, again.embeddings)
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 80])
+@pytest.mark.parametrize("head_dim", [64, 72])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[16, 4, 64, 16, 8], [24, 24, 24]])
 def test_patches_attend_within_their_spans(lengths: list[int], dtype: torch.dtype, head_dim: int) -> None:
