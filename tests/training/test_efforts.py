@@ -22,11 +22,9 @@ MEMORY = PassMemory(kept=(100, 100, 100, 100), input=10, transient=20, ends=0, l
 TOKENS = 2**20
 
 
-def efforts(free: int, device: str = "cpu", memory: PassMemory = MEMORY) -> Efforts:
+def efforts(device: str = "cpu", free: int = 2**50) -> Efforts:
     """The decisions where so many bytes of this machine's memory are not promised to others."""
-    found = Efforts(memory, torch.device(device), 1, lambda: 0)
-    found.promised = lambda: int(-free / 0.95)
-    return found
+    return Efforts(MEMORY, torch.device(device), 1, lambda: int(-free / 0.95))
 
 
 def peak_of(backend: LocalBackend, base: BaseModel, work: Sequence[DatumWork], effort: Effort) -> int:
@@ -81,63 +79,28 @@ def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: C
     backend.run_pass(work, backward=True)
     expected = gradients(backend, "a")
     backend.clear_gradients("a")
-    chosen: list[Effort] = []
     backend.efforts.first = lambda tokens, backward: KEEP_ALL  # type: ignore[method-assign]
-    inner = backend.efforts.more
-
-    def more(effort: Effort, tokens: int, alone: bool) -> Effort | None:
-        chosen.append(effort)
-        return inner(effort, tokens, alone)
-
-    backend.efforts.more = more  # type: ignore[method-assign]
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((kept + recomputed) / 2 / torch.cuda.get_device_properties(0).total_memory)
     try:
         assert backend.run_pass(work, backward=True).failures == {}
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert chosen == [KEEP_ALL]
+    assert backend.efforts.factor > 1  # it ran out once
     for one, other in zip(gradients(backend, "a"), expected, strict=True):
         assert float((one - other).norm()) <= 0.01 * float(other.norm())  # attention's sums on a GPU have no fixed order
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="counts the memory of the CPU")
-def test_sequences_are_halved_only_when_recomputing_does_not_help(text_base: BaseModel) -> None:
-    backend, render = backend_with(text_base, a=4, b=8), renderer(text_base)
-    work = [datum("ab"[i % 2], render.render([random_tokens(i, 200)]), i) for i in range(4)]
-    kept, recomputed = (peak_of(backend, text_base, work, effort) for effort in (KEEP_ALL, backend.efforts.memory.smallest))
-    for name in "ab":
-        backend.clear_gradients(name)
-    for limit, halved in (((kept + recomputed) / 2, False), (0.7 * recomputed, True)):
-        backend.tokens_per_pass = backend.config.tokens_per_pass
-        with CountedMemory(text_base.network.parameters(), limit=limit):
-            assert backend.run_pass(work, backward=True).failures == {}
-        assert (backend.tokens_per_pass == 400) == halved
-
-
-def test_host_memory_gives_the_gradients_of_keeping_everything(text_base: BaseModel) -> None:
-    backend, render = backend_with(text_base, a=4, b=8), renderer(text_base)
-    work = [datum("ab"[i % 2], render.render([random_tokens(i, 30)]), i) for i in range(4)]
-    owners = [backend.optimizers[item.model_id] for item in work]
-    found = []
-    for effort in (KEEP_ALL, backend.efforts.memory.smallest_with_host):
-        assert effort.offload == (effort != KEEP_ALL)
-        run_packed(text_base, work, owners, True, 1024, effort)
-        found.append([gradient for name in "ab" for gradient in gradients(backend, name)])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 def test_the_free_memory_decides_how_much_is_recomputed() -> None:
-    whole = MEMORY.bytes(TOKENS, 1, KEEP_ALL)
-    assert efforts(2 * whole + 2**50).first(TOKENS, backward=True) == KEEP_ALL
-    scarce = Efforts(MEMORY, torch.device("cpu"), 1, lambda: 2**60)
+    plenty, scarce = efforts(), efforts(free=-(2**60))
+    assert plenty.first(TOKENS, backward=True) == KEEP_ALL
     assert scarce.first(TOKENS, backward=True) == MEMORY.smallest
     assert scarce.first(TOKENS, backward=False) == KEEP_ALL
     assert scarce.first(100, backward=True) == KEEP_ALL  # nothing that anybody would notice
 
 
 def test_what_passes_took_corrects_the_estimate() -> None:
-    decisions = efforts(2**50)
+    decisions = efforts()
     estimated = decisions.estimate(TOKENS, KEEP_ALL)
     decisions.learn(expected=100, before=1000, former=1100, peak=1150)
     assert decisions.estimate(TOKENS, KEEP_ALL) == pytest.approx(1.5 * estimated)
@@ -149,19 +112,19 @@ def test_what_passes_took_corrects_the_estimate() -> None:
 
 
 def test_after_an_out_of_memory_more_is_recomputed_and_in_the_end_nothing_helps() -> None:
-    decisions = Efforts(MEMORY, torch.device("cuda"), 1, lambda: 0)
+    decisions = efforts("cuda")
     assert decisions.more(KEEP_ALL, 100, alone=False) == Effort(3)
     assert decisions.more(Effort(3), 100, alone=False) is None
     assert decisions.more(Effort(3), 100, alone=True) == Effort(4, offload=True)
     assert decisions.more(Effort(4, offload=True), 100, alone=True) is None
     assert decisions.more(Effort(3), 2**50, alone=True) is None  # which the host has no room for
     assert decisions.factor > 1
-    assert Efforts(MEMORY, torch.device("cpu"), 1, lambda: 0).more(Effort(3), 100, alone=True) is None
+    assert efforts().more(Effort(3), 100, alone=True) is None
 
 
 def test_a_sequence_that_waited_in_host_memory_may_do_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch keeps pinned memory, which the machine does not count as free until it is given back."""
-    decisions, needed = Efforts(MEMORY, torch.device("cuda"), 1, lambda: 0), MEMORY.host_bytes(TOKENS, Effort(4, offload=True))
+    decisions, needed = efforts("cuda", free=0), MEMORY.host_bytes(TOKENS, Effort(4, offload=True))
     free = [needed // 2]
     monkeypatch.setattr("tinsmith.training.efforts.free_memory", lambda device: free[-1])
     assert decisions.more(Effort(3), TOKENS, alone=True) is None
@@ -172,13 +135,12 @@ def test_a_sequence_that_waited_in_host_memory_may_do_so_again(monkeypatch: pyte
 
 
 def test_passes_grow_again_after_a_while(text_base: BaseModel) -> None:
-    backend, render = backend_with(text_base, a=4), renderer(text_base)
-    work = [datum("a", render.render([random_tokens(0, 5)]))]
-    backend.tokens_per_pass = backend.config.tokens_per_pass // 4
-    for _ in range(PATIENCE):
-        assert backend.tokens_per_pass == backend.config.tokens_per_pass // 4
-        backend.run_pass(work, backward=False)
-    assert backend.tokens_per_pass == backend.config.tokens_per_pass // 2
+    backend, work = backend_with(text_base, a=4), [datum("a", renderer(text_base).render([random_tokens(0, 5)]))]
+    whole = backend.config.tokens_per_pass
+    backend.tokens_per_pass = whole // 4
+    found = []
     for _ in range(2 * PATIENCE):
+        found.append(backend.tokens_per_pass)
         backend.run_pass(work, backward=False)
-    assert backend.tokens_per_pass == backend.config.tokens_per_pass
+    assert found == [whole // 4] * PATIENCE + [whole // 2] * PATIENCE
+    assert backend.tokens_per_pass == whole
