@@ -166,7 +166,7 @@ MUTATIONS = (
         "tinsmith/training/backend.py",
         "outcome = self._compute(part, backward)",
         "outcome = self._compute(part, backward and chosen[0] in {row[0] for row in rows})",
-        ("tests/training/test_out_of_memory.py",),
+        ("tests/training/test_pass_failures.py",),
     ),
     Mutation(
         "gradients are divided by the number of positions in the batch",

@@ -20,13 +20,8 @@ from tinsmith.models.machine import Gpu, Machine
 
 GIB = 2**30
 RUN = subprocess.run
-WHOLE, PARTS, NEITHER, ANYHOW = (
-    Fit("a", True, True, False),
-    Fit("b", True, False, True),
-    Fit("c", True, False, False),
-    Fit("d", True, True, True),
-)
-LARGE = Fit("e", False, False, True)
+WHOLE, PARTS, NEITHER = Fit("a", True, True, False), Fit("b", True, False, True), Fit("c", True, False, False)
+ANYHOW, LARGE = Fit("d", True, True, True), Fit("e", False, False, True)
 
 
 @pytest.mark.parametrize(
@@ -87,16 +82,14 @@ def program(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.setattr(subprocess, "run", running)
 
 
-def test_the_estimate_of_another_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_of_another_process_decides_and_without_one_nothing_is_divided(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     told = json.dumps([{"name": "large", "loads": False, "whole": False, "divided": True}])
-    program(monkeypatch, f"import sys, json; json.load(sys.stdin); print('a word of a library'); print({told!r})")
-    assert chosen_shard(load(options={"sampler": "none"}), 4) == "weights"
-
-
-def test_without_an_estimate_nothing_is_divided(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for source in ("import sys; sys.exit('no such card')", "print('no JSON')", ""):
+    good = f"import sys, json; json.load(sys.stdin); print('a word of a library'); print({told!r})"
+    for source, shard in ((good, "weights"), ("import sys; sys.exit('no such card')", "none"), ("print('no JSON')", "none"), ("", "none")):
         program(monkeypatch, source)
-        assert chosen_shard(load(options={"sampler": "none"}), 4) == "none"
+        assert chosen_shard(load(options={"sampler": "none"}), 4) == shard
     assert "no such card" in caplog.text
     assert caplog.text.count("nothing is divided") == 3
 
@@ -137,18 +130,6 @@ def test_base_models_of_one_server_share_each_gpu(monkeypatch: pytest.MonkeyPatc
     assert estimated(two) == [Fit(name, loads=True, whole=True, divided=True) for name in "ab"]
     gpus_here(monkeypatch, 4, 12)
     assert [choose(estimated(config), config) for config in (one, two)] == ["weights", "none"]  # nor do parts of both
-
-
-def test_nothing_is_divided_if_one_of_the_base_models_cannot_be(
-    monkeypatch: pytest.MonkeyPatch, family_dir: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """--shard is one setting for all."""
-    monkeypatch.setattr("tinsmith.memory.modes.KNOWN_TYPES", {"qwen3"})
-    config = of_8b(tmp_path, 1, sampler="none")
-    config.base_models.append(f"other={family_dir('llama')}")
-    gpus_here(monkeypatch, 4, 15)
-    assert {fit.divided for fit in estimated(config)} == {False}
-    assert choose(estimated(config), config) == "none"
 
 
 def test_each_base_model_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -45,7 +45,6 @@ ROWS = {
     "equal, cuDNN": ([600, 600], None, True),
     "one sequence, cuDNN": ([513], None, True),
     "ragged": ([700, 130, 1], None, False),
-    "equal and short": ([40, 40, 40], None, False),
     "window": ([600, 600], 100, False),
 }
 """Lengths, window, and whether a GPU computes them as a batch of equal lengths."""

@@ -88,22 +88,6 @@ def test_full_weights_equal_the_modules(family_dir: Dirs, family: str, shape: di
     assert_close(run(base, [weights, weights]), run(replace(base, decoder=None), [weights, weights]), 1e-9)
 
 
-@pytest.mark.parametrize("family", families(KNOWN))
-def test_joined_weights_are_the_memory_of_the_modules(family_base: Bases, family_dir: Dirs, family: str) -> None:
-    base = family_base(family)
-    before = base.family.auto_class.from_pretrained(str(family_dir(family)), dtype=torch.float32).state_dict()
-    after = base.network.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in after.items())
-    assert base.decoder is not None
-    for layer in base.decoder.layers:
-        block: Any = layer.block
-        for linear in (block.qkv if hasattr(block, "qkv") else block.projection, block.output, layer.gate_up, layer.down):
-            memory = linear.weight.untyped_storage().data_ptr()
-            for name in linear.projection.modules:
-                assert base.language_model.get_submodule(name).weight.untyped_storage().data_ptr() == memory
-
-
 @pytest.mark.parametrize(
     ("model_type", "settings"),
     [("llama", {"hidden_act": "gelu"}), ("qwen3", {"hidden_act": "relu"}), ("olmo", {}), ("smollm3", {"pad_token_id": 0})],

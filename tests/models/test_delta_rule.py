@@ -147,23 +147,6 @@ def test_the_convolution_equals_its_formula(lengths: list[int], states: bool) ->
         assert_same(values_and_gradients([convolve_anew(x, weight, Lengths(tuple(lengths)))], inputs), expected)
 
 
-def test_a_sequence_in_windows_equals_the_whole() -> None:
-    """The states continue a sequence: in pieces, then token by token."""
-    inputs, row = rule_inputs([70], states=False), convolution_inputs([70], states=False)
-    whole, convolved = recurrence([70], *inputs)[0], taps_of([70], *row)[0]
-    outs, rows, start = [], [], 0
-    state: Tensor | None = None
-    earlier: Tensor | None = None
-    for length in (2, 1, 40, 1, 1, 25):
-        own = slice(start, start + length)
-        out, state = rule([length], [*(x[own] for x in inputs[:5]), state])
-        outs.append(out)
-        out, earlier = convolve(row[0][own], row[1], Lengths((length,)), earlier)
-        rows.append(out)
-        start += length
-    assert_same([torch.cat(outs), torch.cat(rows)], [whole, convolved])
-
-
 def test_repeated_keys_in_float32() -> None:
     """Tokens whose keys are alike and whose states do not decay: what a series of powers would lose to cancellation."""
     lengths = [130]

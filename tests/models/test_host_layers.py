@@ -100,37 +100,26 @@ def test_it_passes_the_self_check_which_sees_a_layer_that_differs(family_dir: Ca
         check_base_model(base, samples=False)
 
 
-def test_layers_that_are_divided_wait_on_the_host_of_a_cpu(family_dir: Callable[[str], Path]) -> None:
-    configs = [Config(models=ModelsConfig(device="cpu"), distributed=DistributedConfig(2, shard)) for shard in ("none", "weights")]
-    assert [stays_on_host(str(family_dir("qwen3")), config) for config in configs] == [False, True]
-
-
-def comparing(directory: Path, sampler: str = "vllm", dtype: str = "float32") -> Config:
-    """Of the first worker of two that divide a base model."""
-    return Config(
-        [f"tiny={directory}"],
-        models=ModelsConfig(device="cpu", dtype=dtype),
-        distributed=DistributedConfig(2, "weights"),
-        sampling=SamplingConfig(sampler=sampler),
-    )
-
-
-def test_the_worker_that_has_vllm_servers_keeps_a_whole_copy_of_what_it_divides(family_dir: Callable[[str], Path]) -> None:
-    """Mapped, and in the precision that is served. Other workers, and those that sample nothing, have none."""
+def test_the_worker_that_has_vllm_servers_keeps_a_whole_copy_of_what_it_divides(
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped, and in the precision that is served. Workers that sample nothing have none; one that the host has no room for is refused."""
     directory = family_dir("qwen3")
     base = on_host(directory)
-    copy = load_compared(comparing(directory), {"tiny": base})["tiny"]
+
+    def config(shard: str = "weights", sampler: str = "vllm", dtype: str = "float32") -> Config:
+        models, sampling = ModelsConfig(device="cpu", dtype=dtype), SamplingConfig(sampler=sampler)
+        return Config([f"tiny={directory}"], models=models, distributed=DistributedConfig(2, shard), sampling=sampling)
+
+    assert [stays_on_host(str(directory), config(shard)) for shard in ("none", "weights")] == [False, True]
+    copy = load_compared(config(), {"tiny": base})["tiny"]
     assert (copy.device.type, copy.dtype, copy.name) == ("cpu", torch.float32, "tiny")
     assert copy.computed_fingerprint is base.computed_fingerprint
     assert isinstance(copy.decoder, StreamedDecoder)
     assert copy.decoder is not base.decoder
-    assert load_compared(comparing(directory, dtype="bfloat16"), {"tiny": base})["tiny"].dtype == torch.bfloat16
-    assert load_compared(comparing(directory, sampler="none"), {"tiny": base}) == {}
-
-
-def test_a_copy_that_the_host_has_no_room_for_is_refused(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = family_dir("qwen3")
+    assert load_compared(config(dtype="bfloat16"), {"tiny": base})["tiny"].dtype == torch.bfloat16
+    assert load_compared(config(sampler="none"), {"tiny": base}) == {}
     monkeypatch.setattr("tinsmith.worker.bases.free_memory", lambda device: 1000)
     refused = r"^--shard weights and --sampler vllm: the copies of tiny .* need [\d.]+ [KM]iB of the host's memory, of which 1000 bytes are"
     with pytest.raises(ConfigError, match=refused):
-        load_compared(comparing(directory), {"tiny": on_host(directory)})
+        load_compared(config(), {"tiny": base})

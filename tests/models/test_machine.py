@@ -1,17 +1,14 @@
-"""The machine: what memory it has, what this process holds and what a limit on it leaves; threads of small and large passes."""
+"""The machine: what memory it has, what this process holds and what a limit on it leaves."""
 
 import os
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 import torch
 
 from tests.bases import DEVICE
-from tinsmith.models.base import BaseModel
 from tinsmith.models.machine import give_back_pinned_memory
-from tinsmith.models.threads import SMALL_PASS, SMALL_STEP, threads_for, threads_for_step
 
 SCRIPT = """
 import resource
@@ -51,22 +48,3 @@ def test_pinned_memory_that_nobody_uses_is_given_back() -> None:
     assert pinned() - before == 2**27
     give_back_pinned_memory()
     assert pinned() == before
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="threads only matter on a CPU")
-@pytest.mark.usefixtures("two_threads")
-def test_a_small_pass_takes_one_thread_and_leaves_the_number_as_it_was_also_if_it_fails(text_base: BaseModel) -> None:
-    weights = sum(target.in_features * target.out_features for target in text_base.layout.targets.values())
-    for size, threads in ((0.5, 1), (2.0, 2)):
-        with suppress(KeyError), threads_for(text_base, int(size * SMALL_PASS / weights)):
-            assert torch.get_num_threads() == threads
-            raise KeyError
-        assert torch.get_num_threads() == 2
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_small_optimizer_steps_take_one_thread() -> None:
-    for parameters, threads in ((SMALL_STEP - 1, 1), (SMALL_STEP, 2)):
-        with threads_for_step(parameters):
-            assert torch.get_num_threads() == threads
-        assert torch.get_num_threads() == 2

@@ -19,7 +19,6 @@ from tinsmith.models.pass_memory import KEEP_ALL, Effort, PassMemory, pass_memor
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.sizing import size_of
 from tinsmith.rendering.packing import pack
-from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.packed_pass import run_packed
 
 TOKENS, CHUNK = 512, 64
@@ -45,18 +44,11 @@ def memory_of(base: BaseModel) -> PassMemory:
     return pass_memory_of(base.layout, base.text_config, base.dtype)
 
 
-def work_for(base: BaseModel) -> tuple[LocalBackend, list[DatumWork]]:
-    """A pass of two sequences of one model."""
-    backend = backend_with(base, a=4)
-    return backend, [datum("a", renderer(base).render([random_tokens(seed, TOKENS // 2)])) for seed in range(2)]
-
-
 def test_what_is_kept_is_estimated_to_a_sixth(wide_base: BaseModel) -> None:
     """For any number of recomputed layers, counting each byte that autograd keeps when the forward has ended."""
     adapter = random_adapter(wide_base)
     row = pack([renderer(wide_base).render([random_tokens(seed, TOKENS // 2)]) for seed in range(2)], [adapter] * 2, wide_base.device)
-    plan = PackedPlan(row.lengths, wide_base.device, wide_base.dtype)
-    memory = memory_of(wide_base)
+    plan, memory = PackedPlan(row.lengths, wide_base.device, wide_base.dtype), memory_of(wide_base)
     known = {tensor.untyped_storage().data_ptr() for tensor in [*wide_base.network.parameters(), *adapter.leaves()]}
     for recompute in (0, 2, 4):
         kept: dict[int, Tensor] = {}  # one tensor of each storage, which keeps the storage from being used again
@@ -73,9 +65,8 @@ def test_what_is_kept_is_estimated_to_a_sixth(wide_base: BaseModel) -> None:
 
 
 def test_the_peak_of_a_pass_is_estimated_to_a_fifth(wide_base: BaseModel) -> None:
-    backend, work = work_for(wide_base)
-    memory = memory_of(wide_base)
-    peaks = []
+    backend, memory, peaks = backend_with(wide_base, a=4), memory_of(wide_base), []
+    work = [datum("a", renderer(wide_base).render([random_tokens(seed, TOKENS // 2)])) for seed in range(2)]
     for recompute in (0, 2, 3):
         effort = Effort(recompute)
         with CountedMemory(wide_base.network.parameters()) as counted:
@@ -93,16 +84,11 @@ def published(tmp_path: Path) -> PassMemory:
 
 
 def test_no_more_is_recomputed_than_the_memory_asks_for(published: PassMemory) -> None:
-    everything = published.bytes(8192, 1024, KEEP_ALL)
-    assert published.effort_for(8192, 1024, everything) == KEEP_ALL
-    chosen = published.effort_for(8192, 1024, everything // 2)
-    assert chosen is not None
-    assert published.bytes(8192, 1024, chosen) <= everything // 2 < published.bytes(8192, 1024, Effort(chosen.recompute - 1))
-    least = published.bytes(8192, 1024, published.smallest)
-    assert published.effort_for(8192, 1024, least) == published.smallest
-    assert published.effort_for(8192, 1024, least - 1) is None
     sizes = [published.bytes(8192, 1024, Effort(count)) for count in range(published.smallest.recompute + 1)]
     assert sizes == sorted(sizes, reverse=True)
+    for recompute in (0, 3, published.smallest.recompute):
+        assert published.effort_for(8192, 1024, sizes[recompute]) == Effort(recompute)
+    assert published.effort_for(8192, 1024, sizes[-1] - 1) is None
 
 
 def test_layers_that_are_divided_are_recomputed_whatever_the_effort(published: PassMemory) -> None:

@@ -1,7 +1,7 @@
 """Layers that are computed again, and inputs that wait in host memory: the same bits, and less is kept.
 
 Invariant: Recomputed layers and inputs in host memory change no bit of a gradient; estimates are close to the bytes that passes take.
-Also: `tests/models/test_pass_memory.py`, `tests/training/test_efforts.py`.
+Also: `tests/models/test_pass_memory.py`, `tests/training/test_pass_failures.py`.
 """
 
 from collections.abc import Callable
@@ -48,9 +48,12 @@ def full_weights(base: BaseModel) -> FullWeights:
 @pytest.mark.parametrize("kind", ["adapters", "full weights"])
 @pytest.mark.parametrize("family", families(FAMILIES))
 def test_weights_get_the_same_bits(family_base: Callable[[str], BaseModel], family: str, kind: str) -> None:
+    """The backward puts full weights into the layers again while it computes; then they are no part of the base."""
     base = family_base(family)
+    before = [parameter.data_ptr() for parameter in base.network.parameters()]
     adapters = [random_adapter(base, seed=1), random_adapter(base, rank=8, seed=2)]
     assert_equal_bits(base, [*adapters] if kind == "adapters" else [full_weights(base)] * 2)
+    assert [parameter.data_ptr() for parameter in base.network.parameters()] == before
 
 
 def test_inputs_that_wait_in_pieces_come_back_as_they_were_also_in_bfloat16(
@@ -73,10 +76,3 @@ def test_passes_without_gradients_and_passes_that_fail_leave_nothing_switched_on
     assert text_base.active.segments == []
     assert text_base.recomputed_layers.count == 0
     assert text_base.recomputed_layers.full is None
-
-
-def test_full_weights_are_no_part_of_a_base_after_a_backward(text_base: BaseModel) -> None:
-    """Which puts them into the layers again while it computes."""
-    before = {name: parameter.data_ptr() for name, parameter in text_base.network.named_parameters()}
-    run(text_base, [full_weights(text_base)], recompute=text_base.text_config.num_hidden_layers)
-    assert {name: parameter.data_ptr() for name, parameter in text_base.network.named_parameters()} == before

@@ -72,28 +72,19 @@ def test_each_family_has_a_tokenizer_of_its_class_in_small(family_dir: MakeDirec
     assert generation["eos_token_id"] == [tokenizer.eos_token_id, tokenizer.pad_token_id]
 
 
-def test_chat_templates_are_those_of_the_family(family_dir: MakeDirectory) -> None:
-    """Qwen3.5's keeps the thinking of the last answers."""
-    messages: list[dict[str, Any]] = [
+def test_qwen3_5s_chat_template_keeps_the_thinking_of_the_last_answers(family_dir: MakeDirectory) -> None:
+    messages = [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]},
         {"role": "assistant", "content": "<think>\nOne stroke.\n</think>\n\n7"},
         {"role": "user", "content": "Sure?"},
         {"role": "assistant", "content": "Yes.", "reasoning_content": "It has no loop."},
     ]
-    asked = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Which?<|im_end|>\n"
-    first, second = "<|im_start|>assistant\n7<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n", "<|im_start|>assistant\n<think>\n"
-    thinking: Any = AutoTokenizer.from_pretrained(family_dir("qwen3_5"))
-    for options, expected in (
-        ({}, asked + first + second + "It has no loop.\n</think>\n\nYes.<|im_end|>\n"),
-        (
-            {"preserve_thinking": True},
-            asked + first.replace("7", messages[1]["content"]) + second + "It has no loop.\n</think>\n\nYes.<|im_end|>\n",
-        ),
-    ):
-        assert thinking.apply_chat_template(messages, tokenize=False, **options) == expected
-    assert thinking.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True) == asked + second
-    plain: Any = AutoTokenizer.from_pretrained(family_dir("qwen3_vl"))
-    assert plain.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True) == asked + "<|im_start|>assistant\n"
+    tokenizer: Any = AutoTokenizer.from_pretrained(family_dir("qwen3_5"))
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Which?<|im_end|>\n<|im_start|>assistant\n7<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<think>\nIt has no loop.\n</think>\n\nYes.<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n"
+    )
 
 
 DIGESTS: dict[TinyKind, tuple[str, str]] = {

@@ -12,9 +12,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from tests.bases import renderer
 from tinsmith.errors import ConfigError
-from tinsmith.models.base import BaseModel
 from tinsmith.rendering.processor import LocalProcessor
 
 MakeDirectory = Callable[[str], Path]
@@ -60,10 +58,3 @@ def test_a_processor_that_computes_something_else_is_refused(family_dir: MakeDir
     source = written(tmp_path, family_dir("qwen3_vl"), settings)
     with pytest.raises(ConfigError, match=r"its image processor, \w+, does not compute what Qwen2VLImageProcessor computes"):
         LocalProcessor(str(source))
-
-
-def test_a_picture_takes_an_eighth_of_its_values_memory(vision_base: BaseModel) -> None:
-    local = renderer(vision_base).local
-    assert local is not None
-    made = local(b"", picture(512, 512))
-    assert made.pixels.nbytes == 512 * 512 * 3 == made.pixel_values_nbytes // 8

@@ -8,23 +8,25 @@ Invariant: A compact state of full-parameter training follows the float32 state,
 import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.bases import DEVICE, datum, load, new_ref, random_tokens, renderer
+from tests.bases import DEVICE, datum, load, random_tokens, renderer
 from tests.counted_memory import CountedMemory
 from tests.extent import amount
+from tests.training.test_backend import compute
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullState, full_bytes
-from tinsmith.models.split_masters import SplitMasters, join, split
+from tinsmith.models.split_masters import join, split
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
-from tinsmith.training.compact import PIECE, STEP_BUFFERS, CompactOptimizer, _Sum
+from tinsmith.training.compact import PIECE, STEP_BUFFERS, _Sum
 from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, Code, chances, decode, encode
 
 SETTINGS = AdamSettings(lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
@@ -51,13 +53,9 @@ def train(backend: LocalBackend, base: BaseModel, steps: int, first: int = 0, pa
         work = [datum("a", renderer(base).render([random_tokens((2 * step + i) % 8, 24)])) for i in range(2)]
         for item in work:
             item.loss_inputs["weights"][:] = 1 / 24
-        loss = 0.0
-        for part in [work] if passes == 1 else [[item] for item in work]:
-            outcome = backend.run_pass(part, backward=True)
-            assert outcome.failures == {}
-            loss += sum(result.loss for result in outcome.results if result is not None)
+        results = [result for part in ([work] if passes == 1 else [work[:1], work[1:]]) for result in compute(backend, part)]
         backend.optim_step("a", SETTINGS)
-        losses.append(loss)
+        losses.append(sum(result.loss for result in results))
     return losses
 
 
@@ -93,9 +91,7 @@ def test_losses_stay_close_to_those_of_a_float32_state(base: BaseModel) -> None:
 
 def test_it_takes_the_memory_that_is_planned(base: BaseModel) -> None:
     backend = backend_of(base, "compact")
-    model = backend.optimizers["a"]
-    assert isinstance(model, CompactOptimizer)
-    assert isinstance(model.weights.masters, SplitMasters)
+    model: Any = backend.optimizers["a"]
     count = model.weights.parameter_count
     planned = full_bytes(count, torch.bfloat16, "compact")
     assert model.weights.nbytes == planned.weights + planned.masters == 4 * count
@@ -104,8 +100,7 @@ def test_it_takes_the_memory_that_is_planned(base: BaseModel) -> None:
     backend.run_pass([datum("a", renderer(base).render([random_tokens(0, 9)]))], backward=True)
     held = sum(tensor.nbytes for kept in model.remembered.values() for tensor in kept.tensors)
     assert planned.moments <= held < 1.02 * planned.moments  # scales of blocks that are not full
-    assert sum(tensor.nbytes for tensor in model.totals or []) == planned.gradients == 2 * count
-    assert planned.device == pytest.approx(10 * count, rel=0.01)
+    assert sum(tensor.nbytes for tensor in model.totals) == planned.gradients == 2 * count
 
 
 @pytest.mark.parametrize(
@@ -132,21 +127,10 @@ def test_each_state_goes_on_from_the_checkpoints_of_all(base: BaseModel, tmp_pat
         assert_equal(masters(backend), masters(other))
 
 
-def test_gradients_of_several_passes_add_up_in_the_mean() -> None:
-    """bfloat16 has 8 bits: added to 1, numbers of a thousandth are lost by rounding, and not by chance."""
-    total = torch.ones(2**14, dtype=torch.bfloat16, device=DEVICE)
-    small = torch.full_like(total, 2.0**-10)
-    buffers = _Sum(2**12, torch.device(DEVICE))
-    for number in range(256):
-        buffers.add(total, small, number)
-    assert total.float().mean().item() == pytest.approx(1.25, rel=0.002)
-
-
 def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(base: BaseModel) -> None:
     backend = backend_of(base, "compact")
     train(backend, base, 1)
     model = backend.optimizers["a"]
-    assert isinstance(model, CompactOptimizer)
     before, moments = masters(backend), [tensor.clone() for tensor in model.moments().values()]
     for bad in (AdamSettings(1e39, (0.9, 0.95), 1e-8, 0.0, 0.0), AdamSettings(1e3, (0.9, 0.95), 1e-8, 1e38, 0.0)):
         backend.run_pass([datum("a", renderer(base).render([random_tokens(0, 9)]))], backward=True)
@@ -162,17 +146,14 @@ def test_a_step_that_began_finds_its_memory(base: BaseModel, monkeypatch: pytest
     """It is taken before anything changes: a step that ran out of memory in its middle would leave a model of old and new tensors."""
     backend = backend_of(base, state)
     train(backend, base, 1)
-    model = backend.optimizers["a"]
-    assert isinstance(model, CompactOptimizer)
+    model: Any = backend.optimizers["a"]
     monkeypatch.setitem(PIECE, torch.device(DEVICE).type, 2**14)
     gradients = [torch.ones_like(leaf).detach() for leaf in model.weights.leaves()]
     longest = max(range(len(gradients)), key=lambda number: gradients[number].numel())
-    name = list(model.weights.working)[longest]
     assert gradients[longest].numel() > 2**14
     kept = [tensor for moments in model.remembered.values() for tensor in moments.tensors]
-    rests = model.weights.masters.rests.values() if isinstance(model.weights.masters, SplitMasters) else []
-    with CountedMemory([*kept, *rests, *model.weights.leaves(), *gradients]) as memory:
-        model._update(longest, name, gradients[longest], 1.0, SETTINGS)
+    with CountedMemory([*kept, *model.weights.masters.rests.values(), *model.weights.leaves(), *gradients]) as memory:
+        model._update(longest, list(model.weights.working)[longest], gradients[longest], 1.0, SETTINGS)
     assert 4 * 2**14 * 12 < memory.peak <= 4 * 2**14 * STEP_BUFFERS
 
 
@@ -214,26 +195,23 @@ def test_workers_of_a_host_keep_their_shares_of_its_memory(family_dir: Callable[
     assert [list(backend.optimizers) for backend in backends] == [["c"], ["b"]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_not_a_number_stays_visible_in_a_sum(dtype: str) -> None:
-    """Rounding by chance works on bits, and some kinds of NaN would become 0 there: the step would not be refused."""
-    total = torch.zeros(512, dtype=getattr(torch, dtype), device=DEVICE)
+def test_gradients_of_several_passes_add_up_in_the_mean_and_what_is_not_a_number_stays_visible() -> None:
+    """bfloat16 has 8 bits: added to 1, numbers of a thousandth are lost by rounding, and not by chance.
+
+    Rounding by chance works on bits, and some kinds of NaN would become 0 there: the step would not be refused.
+    """
+    total = torch.ones(2**14, dtype=torch.bfloat16, device=DEVICE)
+    buffers = _Sum(2**12, torch.device(DEVICE))
+    for number in range(256):
+        buffers.add(total, torch.full_like(total, 2.0**-10), number)
+    assert total.float().mean().item() == pytest.approx(1.25, rel=0.002)
     bits = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, 0x7F800000, -0x800000], dtype=torch.int32, device=DEVICE)
-    gradient = torch.zeros(512, device=DEVICE)
-    gradient[: len(bits)] = bits.view(torch.float32)
-    _Sum(256, torch.device(DEVICE)).add(total, gradient.to(total.dtype), 3)
-    assert not total[: len(bits)].isfinite().any()
-    assert total[len(bits) :].eq(0).all()
-
-
-def test_a_snapshot_is_what_passes_read(base: BaseModel) -> None:
-    backend = backend_of(base, "compact")
-    train(backend, base, 1)
-    snapshot = backend.snapshot("a", new_ref())
-    frozen = [leaf.clone() for leaf in snapshot.leaves()]
-    assert_equal(backend.optimizers["a"].weights.leaves(), frozen)
-    train(backend, base, 1, first=1)
-    assert_equal(snapshot.leaves(), frozen)
+    for dtype in (torch.float32, torch.bfloat16):
+        total, gradient = torch.zeros(512, dtype=dtype, device=DEVICE), torch.zeros(512, device=DEVICE)
+        gradient[: len(bits)] = bits.view(torch.float32)
+        buffers.add(total, gradient.to(dtype), 3)
+        assert not total[: len(bits)].isfinite().any()
+        assert total[len(bits) :].eq(0).all()
 
 
 CODES = [pytest.param(FIRST, id="first"), pytest.param(SECOND, id="second")]

@@ -185,6 +185,7 @@ def test_the_inputs_say_where_a_gradient_may_be(name: str) -> None:
         *((name, 199.0, 1.0, -1.2, 0.0) for name in ("ppo", "gspo")),
         ("cispo", 199.0, 1.0, 4.0, -4.0),
         ("stable_reinforce", 199.0, 1.0, 0.0, 0.0),
+        ("stable_reinforce", 199.0, -1.0, 0.4, 0.4),
     ],
 )
 def test_a_ratio_of_zero_or_beyond_float32_is_clipped_like_any_other(
@@ -219,32 +220,6 @@ def test_stable_reinforce_has_the_values_that_its_formula_gives_by_hand() -> Non
     assert dict(zip(METRICS, metrics, strict=True)) == pytest.approx(
         {f"tinsmith_stable_reinforce/{name}": number for name, number in expected.items()}, abs=1e-5
     )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("gap", "wanted", "unwanted"),
-    [
-        (-INF, 0.0, 0.0),
-        (-1e4, 0.0, 0.0),
-        (-1.0, math.exp(-1.0), 0.0),
-        (-0.3, math.exp(-0.3), math.exp(-0.3)),
-        (0.3, math.exp(0.3), math.exp(0.3)),
-        (0.5, 0.0, math.exp(0.5)),
-        (1e4, 0.0, 2.0),
-    ],
-)
-def test_stable_reinforce_bounds_the_weight_of_a_token_for_any_ratio(
-    gap: float, wanted: float, unwanted: float, dtype: torch.dtype
-) -> None:
-    """One token that is off among 49 that agree: its weight with an advantage of 1 and of -1. The others keep theirs."""
-    sampled = torch.full((50,), -2e4 if gap > 20 else -2.0, dtype=dtype)
-    logprobs, ones = sampled.clone(), torch.ones(50, dtype=dtype)
-    logprobs[7] += gap
-    for advantage, weight in ((1.0, wanted), (-1.0, unwanted)):
-        inputs = {"logprobs": sampled, "advantages": advantage * ones, "sequence_ratio_mask": ones}
-        _, gradient = value_and_gradient("stable_reinforce", logprobs, inputs)
-        assert (-advantage * gradient).tolist() == pytest.approx([1.0] * 7 + [weight] + [1.0] * 42, rel=1e-5)
 
 
 @pytest.mark.parametrize(
