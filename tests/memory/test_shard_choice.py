@@ -36,9 +36,12 @@ ANYHOW, LARGE = Fit("d", True, True, True), Fit("e", False, False, True)
         ([PARTS, NEITHER], "none"),
     ],
 )
-@pytest.mark.parametrize("sampler", ["vllm", "none"])
-def test_layers_are_divided_if_a_model_trains_in_no_other_way(fits: Sequence[Fit], chosen: str, sampler: str) -> None:
-    assert choose(fits, load(options={"sampler": sampler})) == chosen
+def test_layers_are_divided_if_a_model_trains_in_no_other_way(fits: Sequence[Fit], chosen: str) -> None:
+    """And no setting is one that divided layers refuse."""
+    for sampler in ("vllm", "none"):
+        assert choose(fits, load(options={"sampler": sampler})) == chosen
+    refused: list[dict[str, object]] = [{"full_state": "compact"}, {"deterministic": True}, {"sequence_parallel_from": 4096}]
+    assert {choose(fits, load(options={"sampler": "none"} | setting)) for setting in refused} == {"none"}
 
 
 def test_the_local_sampler_needs_the_whole(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,11 +56,6 @@ def test_the_local_sampler_needs_the_whole(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(ConfigError, match=r"^e and e together are too large for the GPU of a worker.*--shard none loads them"):
         choose([LARGE, LARGE], load())
     assert choose([PARTS, LARGE], load(options={"sampler": "none"})) == "weights"
-
-
-@pytest.mark.parametrize("refused", [{"full_state": "compact"}, {"deterministic": True}, {"sequence_parallel_from": 4096}])
-def test_what_divided_layers_refuse_divides_nothing(refused: dict[str, object]) -> None:
-    assert choose([PARTS], load(options={"sampler": "none"} | refused)) == "none"
 
 
 def test_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +118,10 @@ def of_8b(directory: Path, bases: int, **options: object) -> Config:
 
 
 def test_base_models_of_one_server_share_each_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each of two fits alone into 25 GiB, and both do not: then only parts of both fit. With 50 GiB both fit as wholes."""
+    """Each of two fits alone into 25 GiB, and both do not: then only parts of both fit. With 50 GiB both fit as wholes.
+
+    Each has a cache of its own.
+    """
     one, two = (of_8b(tmp_path, bases, sampler="none") for bases in (1, 2))
     gpus_here(monkeypatch, 4, 25)
     assert estimated(one) == [Fit("a", loads=True, whole=True, divided=True)]
@@ -128,15 +129,10 @@ def test_base_models_of_one_server_share_each_gpu(monkeypatch: pytest.MonkeyPatc
     assert [choose(estimated(config), config) for config in (one, two)] == ["none", "weights"]
     gpus_here(monkeypatch, 4, 50)
     assert estimated(two) == [Fit(name, loads=True, whole=True, divided=True) for name in "ab"]
+    gpus_here(monkeypatch, 4, 49)  # beside weights of 31 GiB and a cache of 10 GiB there is room to train, beside two of these there is not
+    assert [{fit.whole for fit in estimated(of_8b(tmp_path, 2, kv_cache_gib=gib))} for gib in (5, 10)] == [{True}, {False}]
     gpus_here(monkeypatch, 4, 12)
     assert [choose(estimated(config), config) for config in (one, two)] == ["weights", "none"]  # nor do parts of both
-
-
-def test_each_base_model_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Beside weights of 31 GiB and a cache of 10 GiB there is room to train in 49 GiB; beside two of these caches there is not."""
-    gpus_here(monkeypatch, 4, 49)
-    for gib, whole in ((5, True), (10, False)):
-        assert {fit.whole for fit in estimated(of_8b(tmp_path, 2, kv_cache_gib=gib))} == {whole}
 
 
 def test_the_estimate_is_for_the_workers_that_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

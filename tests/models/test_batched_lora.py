@@ -62,8 +62,7 @@ def plain_layers(layout: Layout, dtype: torch.dtype) -> Iterator[Plain]:
 
 
 def columns_of(batched: BatchedAdapters, owners: Sequence[Adapter | None]) -> Tensor:
-    places = [(0, 0) if owner is None else batched.place(owner) for owner in owners]
-    return torch.tensor(places, device=DEVICE)
+    return torch.tensor([(0, 0) if owner is None else batched.place(owner) for owner in owners], device=DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -83,7 +82,7 @@ def test_each_row_has_its_own_adapter_and_keeps_its_nan(layout: Layout, dtype: t
         assert torch.equal(sick[1:], found[1:])
 
 
-@pytest.mark.parametrize(("count", "inputs", "targets"), [(1, 40, [(0, 70)]), (5, 600, [(0, 64), (64, 80), (90, 95)]), (70, 48, [(3, 40)])])
+@pytest.mark.parametrize(("count", "inputs", "targets"), [(5, 600, [(0, 64), (64, 80), (90, 95)]), (70, 48, [(3, 40)])])
 def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tuple[int, int]]) -> None:
     """Some rows have no columns. Matrices of NaN that no row of a tile needs are not read."""
     pytest.importorskip("triton")

@@ -153,9 +153,12 @@ def test_a_switch_that_is_off_freezes_its_part_and_nothing_else(
 def test_in_half_precision_masters_stay_exact_and_passes_read_copies(family_dir: Callable[[str], Path]) -> None:
     base = load(family_dir("llama"), dtype="bfloat16")
     backend, exact = full_backend(base, "a"), full_backend(load(family_dir("llama")), "a")
-    assert full(backend, "a").nbytes == 6 * full(backend, "a").parameter_count
+    model, count = backend.optimizers["a"], full(backend, "a").parameter_count
+    assert (training_bytes(count, base.dtype), full(backend, "a").nbytes, model.unclaimed) == (20 * count, 6 * count, 14 * count)
     for each in (backend, exact):
         step_all(each, [datum("a", examples(base)[0])])
+    steps = sum(value.nbytes for name, value in model.moments().items() if name.endswith(".step"))
+    assert model.unclaimed + steps == 6 * count  # accumulated gradients and those of a pass
     for master, working, single in zip(full(backend, "a").tensors(), full(backend, "a").leaves(), full(exact, "a").tensors(), strict=True):
         assert (master.dtype, working.dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(master.bfloat16(), working)
@@ -163,17 +166,6 @@ def test_in_half_precision_masters_stay_exact_and_passes_read_copies(family_dir:
     snapshot = backend.snapshot("a", new_ref())
     assert snapshot.nbytes == snapshot_bytes(snapshot.parameter_count, torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(snapshot.leaves(), full(backend, "a").leaves(), strict=True))
-
-
-def test_what_training_takes_is_known_before(family_dir: Callable[[str], Path]) -> None:
-    base = load(family_dir("qwen3"), dtype="bfloat16")
-    backend = full_backend(base, "a")
-    model, count = backend.optimizers["a"], full(backend, "a").parameter_count
-    assert training_bytes(count, base.dtype) == 20 * count
-    assert model.unclaimed == 20 * count - full(backend, "a").nbytes
-    step_all(backend, [datum("a", examples(base)[0])])
-    steps = sum(value.nbytes for name, value in model.moments().items() if name.endswith(".step"))
-    assert model.unclaimed + steps == count * (4 + base.dtype.itemsize)  # accumulated gradients and those of a pass
 
 
 def test_a_model_whose_load_fails_starts_anew(text_base: BaseModel) -> None:
