@@ -123,7 +123,7 @@ def values_and_gradients(operation: Operation, lengths: Sequence[int], inputs: N
     """The outputs, or the first of them, and the gradients of a fixed random sum of these."""
     outs, drawn = operation(lengths, *inputs)[:outputs], drawing([0])
     weights = [drawn(*out.shape).bfloat16().to(out) for out in outs]
-    return [x.detach() for x in (*outs, *torch.autograd.grad(outs, [x for x in inputs if x is not None], weights))]
+    return [x.detach() for x in (*outs, *torch.autograd.grad(outs, [x for x in inputs if x is not None and x.requires_grad], weights))]
 
 
 def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -134,7 +134,7 @@ def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 def assert_exact(operation: Operation, formula: Operation, lengths: Sequence[int], inputs: Numbers) -> None:
     """Values and gradients are those of the formula in float64, on the same numbers."""
     outputs = len(operation(lengths, *inputs))
-    exact = leaves(*(None if x is None else x.double() for x in inputs))
+    exact = [None if x is None else x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     assert_same(values_and_gradients(operation, lengths, inputs), values_and_gradients(formula, lengths, exact, outputs))
 
 
@@ -172,11 +172,11 @@ def test_the_convolution_and_its_kernel_equal_the_formula(states: bool) -> None:
     def kernel(lengths: Sequence[int], x: Tensor, weight: Tensor, before: Tensor | None) -> Sequence[Tensor]:
         return [convolution(x, weight, tuple(lengths), before)]
 
-    for lengths in (HARD, (1, 1, 1), (66,)):
+    for lengths in ((1, 2, 3, 4, 65), (1, 1, 1)):
         for operation in (ours,) if states else (ours, anew):
             assert_exact(operation, taps_of, lengths, convolution_inputs(lengths, states))
-    for lengths in ((1, 2, 3, 40), (66,)):
-        assert_exact(kernel, taps_of, lengths, convolution_inputs(lengths, states, 130, torch.bfloat16))
+    x, weight, before = convolution_inputs((1, 2, 3, 66), states, 130, torch.bfloat16)
+    assert_exact(kernel, taps_of, (1, 2, 3, 66), [x, weight, before.detach() if states else None])
 
 
 def test_heads_that_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
