@@ -195,7 +195,7 @@ MUTATIONS = (
         "tinsmith/models/packed_lora.py",
         "found = _scaled_product(_outputs(mine, group).mT, self._reduced(reduced, group), self.scale, like=group.b)",
         "found = _scaled_product(_outputs(mine, group).mT, self._reduced(reduced, group), self.scale**2, like=group.b)",
-        ("tests/models/test_fused.py", PEFT),
+        ("tests/models/test_decoder.py", PEFT),
     ),
     Mutation(
         "the adapter of one projection is dropped",
@@ -209,7 +209,7 @@ MUTATIONS = (
         "tinsmith/models/packed_lora.py",
         "_add_product(part.of(dh), du, part.a, part.scale)",
         "pass",
-        ("tests/models/test_fused.py", PEFT),
+        ("tests/models/test_decoder.py", PEFT),
     ),
     Mutation(
         "a sequence of a packed row is computed with its neighbour's adapter",
@@ -223,7 +223,7 @@ MUTATIONS = (
         "tinsmith/models/batched_lora.py",
         "start, end = columns.unsqueeze(-1).unbind(1)",
         "start, end = columns.roll(1, 0).unsqueeze(-1).unbind(1)",
-        ("tests/models/test_batched_lora.py",),
+        (f"{SAMPLER}::test_logprobs_equal_the_trainers_for_many_weights_in_one_batch",),
     ),
     Mutation(
         "the sampler leaves out the adapter of the output projection",

@@ -1,27 +1,27 @@
-"""LoRA in a decode batch: each row as if its adapter were alone, in the reference and in the kernels.
+"""LoRA in a decode batch: kernels that compute each row as if its adapter were alone, and the columns that adapters get.
+
+That rows of a batch have the numbers of the trainer: tests/sampling/local/test_sampler.py.
 
 On a CPU the kernels run in Triton's interpreter, which knows no bfloat16; on CUDA they run as they are.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.bases import DEVICE
 from tests.counted_memory import CountedMemory
 from tinsmith.errors import UserError
 from tinsmith.models.batched_lora import FEWEST, BatchedAdapters, output_tiles
-from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import Layout, read_layout
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+BOUND = 3e-2 if DEVICE == "cuda" else 4e-3
 
 
 @pytest.fixture(scope="module")
@@ -38,53 +38,9 @@ def random_adapter(layout: Layout, rank: int, dtype: torch.dtype = torch.float32
     return adapter
 
 
-class Plain(JoinedLinear):
-    """The layers of one projection."""
-
-    def exact(self, x: Tensor, owners: Sequence[Adapter | None]) -> Tensor:
-        """Row by row in float64."""
-        y = x.double() @ self.weight.double().t()
-        for row, adapter in enumerate(owners):
-            for name, (start, end) in self.projection.targets.items():
-                if adapter is not None and name in adapter.working:
-                    a, b = (matrix.detach().double() for matrix in adapter.working[name])
-                    y[row, start:end] += adapter.scale * (b @ (a @ x[row].double()))
-        return y
-
-
-def plain_layers(layout: Layout, dtype: torch.dtype) -> Iterator[Plain]:
-    generator = torch.Generator().manual_seed(0)
-    for projection in layout.projections.values():
-        if projection.targets:
-            rows = (0, projection.out_features)
-            weight = (torch.randn(projection.out_features, projection.in_features, generator=generator) * 0.1).to(DEVICE, dtype)
-            yield Plain(projection, (rows,), (WeightPiece(rows, weight, None),))
-
-
-def columns_of(batched: BatchedAdapters, owners: Sequence[Adapter | None]) -> Tensor:
-    return torch.tensor([(0, 0) if owner is None else batched.place(owner) for owner in owners], device=DEVICE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_each_row_has_its_own_adapter_and_keeps_its_nan(layout: Layout, dtype: torch.dtype) -> None:
-    batched = BatchedAdapters(layout, torch.device(DEVICE), dtype, 128)
-    adapters = [random_adapter(layout, 5, dtype), random_adapter(layout, 33, dtype, train_attn=False), random_adapter(layout, 8, dtype)]
-    owners = [adapters[0], None, adapters[1], adapters[2], adapters[0], None, adapters[1]]
-    rows = batched.for_rows(columns_of(batched, owners))
-    generator = torch.Generator().manual_seed(1)
-    for plain in plain_layers(layout, dtype):
-        x = torch.randn(len(owners), plain.projection.in_features, generator=generator).to(DEVICE, dtype)
-        found = rows.apply(plain, x)
-        torch.testing.assert_close(found.double(), plain.exact(x, owners), atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
-        x[0, 0] = math.nan
-        sick = rows.apply(plain, x)
-        assert sick[0].isnan().any()
-        assert torch.equal(sick[1:], found[1:])
-
-
 @pytest.mark.parametrize(("count", "inputs", "targets"), [(5, 600, [(0, 64), (64, 80), (90, 95)]), (70, 48, [(3, 40)])])
 def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tuple[int, int]]) -> None:
-    """Some rows have no columns. Matrices of NaN that no row of a tile needs are not read."""
+    """Some rows have no columns. Matrices of NaN that no row of a tile needs are not read, and a row of NaN reaches no other."""
     pytest.importorskip("triton")
     from tinsmith.models.lora_kernels import add_adapters
 
@@ -101,8 +57,9 @@ def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tupl
         for number, (first, last) in enumerate(targets):
             own = x[row].double() @ a[number, start:end].double().t() @ b[first:last, start:end].double().t()
             expected[row, first:last] += own * 32 / max(end - start, 1)
+    x[-1, 0] = math.nan
     add_adapters(y, x, columns, a, b, output_tiles(targets, torch.device(DEVICE)))
-    torch.testing.assert_close(y.double(), expected, atol=5 * BOUNDS[HALF], rtol=BOUNDS[HALF])
+    torch.testing.assert_close(y[:-1].double(), expected[:-1], atol=5 * BOUND, rtol=BOUND)
 
 
 def test_an_adapter_that_is_not_finite_gets_no_columns(layout: Layout) -> None:

@@ -1,8 +1,7 @@
 """Our walk through the layers against the transformers modules: hidden states and gradients, and what is not taken apart.
 
-Invariant: Our decoder computes what the transformers modules compute, in float64, with adapters and full weights; each piece equals its
-formula.
-Also: `tests/models/test_fused.py`.
+Invariant: Our decoder computes what the transformers modules compute, in float64, with adapters and full weights.
+Also: `tests/models/test_norms.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +29,6 @@ from tinsmith.rendering.packing import pack
 KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text"]
 
 Dirs = Callable[[str], Path]
-Bases = Callable[[str], BaseModel]
 
 
 def wide(directory: Path) -> BaseModel:

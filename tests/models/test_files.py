@@ -12,7 +12,6 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +71,6 @@ def instead(model: Path, name: str, make: Callable[[Path], Any]) -> None:
     make(model / name)
 
 
-def only_sentencepiece(model: Path, name: str) -> None:
-    remove(model, *TOKENIZER)
-    write(model, name, b"pieces")
-
-
 def shard(model: Path, lost: str = "", index: str = "", **places: str) -> None:
     """Two files, of which one may be lost, and an index, which says what it should but for `places`."""
     tensors = load_file(model / WEIGHTS)
@@ -94,21 +88,13 @@ def pickled(model: Path, content: bytes) -> None:
     write(model, "pytorch_model.bin", content)
 
 
-def gguf(model: Path) -> None:
-    remove(model, WEIGHTS)
-    write(model, "model-q4.gguf", b"GGUF")
-
-
 TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
 
 NO_JINJA = "is damaged (its chat template is no Jinja: "
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "weights cut": (partial(cut, name=WEIGHTS, size=50000), "model.safetensors is cut ("),
-    "weights cut in the header": (partial(cut, name=WEIGHTS, size=100), "model.safetensors is damaged or cut ("),
     "weights too long": (partial(cut, name=WEIGHTS, size=-9), "model.safetensors is damaged ("),
-    "weights empty": (partial(write, name=WEIGHTS, content=b""), "model.safetensors is damaged or cut (0 bytes"),
-    "weights of zeros": (partial(write, name=WEIGHTS, content=bytes(99)), "model.safetensors is damaged (its header cannot"),
     "weights a pointer": (partial(write, name=WEIGHTS, content=POINTER), f"model.safetensors {LFS}"),
     "weights a pipe": (partial(instead, name=WEIGHTS, make=os.mkfifo), "download them, or name the directory"),
     "weights of another model": (
@@ -117,14 +103,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "sizes that do not fit": (lambda model: header(model, [0, 8], [8, 16], shape=[3]), "0 has 8 bytes for F32 of shape [3]"),
     "a precision that is none": (lambda model: header(model, [0, 8], dtype="F3"), "is damaged (its header cannot be read: 'F3')"),
-    "offsets of text": (lambda model: header(model, [0, 8], data_offsets="ab"), "is damaged (its header cannot be read"),
     "tensors that overlap": (lambda model: header(model, [0, 8], [4, 12]), "1 begins at 4, where the tensor before it ends at 8"),
     "bytes of no tensor": (lambda model: header(model, [8, 16]), "0 begins at 8, where the tensor before it ends at 0"),
     "half a byte": (lambda model: header(model, [0, 8], [8, 16], dtype="F4", shape=[16]), "quantized weights (0"),
     "AWQ": (partial(change, name="config.json", quantization_config={"quant_method": "awq"}), "quantized (awq) and cannot be trained"),
     "GPTQ of old": (partial(rename_a_tensor, name="layers.0.q_proj.qweight"), "quantized weights (layers.0.q_proj.qweight)"),
     "no weights": (lambda model: remove(model, WEIGHTS), "download them, or name the directory"),
-    "only GGUF": (gguf, "only model-q4.gguf, which cannot be trained; name the model that it was made of"),
+    "only GGUF": (
+        lambda model: (model / WEIGHTS).rename(model / "model-q4.gguf"),
+        "only model-q4.gguf, which cannot be trained; name the model that it was made of",
+    ),
     "pickled pointer": (partial(pickled, content=POINTER), f"pytorch_model.bin {LFS}"),
     "a part missing": (partial(shard, lost="two.safetensors"), "two.safetensors cannot be read (No such file"),
     "an index of other files": (partial(shard, strange="one.safetensors"), "one.safetensors does not hold strange, though"),
@@ -134,20 +122,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "experts": (partial(change, name="config.json", num_experts=8), "is a mixture of experts (num_experts=8), which LoRA does not reach"),
     "no such placeholder": (partial(change, name="config.json", image_token_id=99999), "image_token_id=99999 is no token of the model"),
     "configuration cut": (partial(cut, name="config.json", size=50), "config.json is damaged (it is no JSON"),
-    "configuration a list": (partial(write, name="config.json", content=b"[]"), "config.json is damaged (it holds no object"),
     "configuration of nothing": (partial(write, name="config.json", content=b"{}"), "it has no model_type"),
     "configuration too deep": (partial(write, name="config.json", content=b"[" * 10**6), "config.json is damaged (it is no JSON"),
     "no tokenizer": (lambda model: remove(model, *TOKENIZER[:3]), NO_TOKENIZER),
-    "only pieces": (partial(only_sentencepiece, name="spiece.model"), "needs the package sentencepiece to be read: pip install"),
     "tokenizer a pointer": (partial(write, name="tokenizer.json", content=POINTER), f"tokenizer.json {LFS}"),
     "tokenizer empty": (partial(change, name="tokenizer.json", model={}), "tokenizer.json is damaged (it has no vocabulary)"),
     "larger tokenizer": (
         partial(change, name="tokenizer.json", model={"vocab": {"a": 99999}}),
         "(its tokens go up to 99999, and vocab_size",
     ),
-    "token of a list": (partial(change, name="tokenizer.json", model={"vocab": [["a", 0.0]] * 2049}), "its tokens go up to 2048"),
     "settings of no text": (partial(write, name="tokenizer_config.json", content=b"\xff\xfe"), "tokenizer_config.json is damaged"),
-    "settings a pipe": (partial(instead, name="tokenizer_config.json", make=os.mkfifo), "tokenizer_config.json is no file"),
     "an end of text": (
         partial(change, name="generation_config.json", eos_token_id="</s>"),
         "(eos_token_id='</s>' is no number of a token)",
@@ -155,13 +139,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "template a directory": (partial(instead, name="chat_template.jinja", make=Path.mkdir), "chat_template.jinja is no file"),
     "template cut": (partial(write, name="chat_template.jinja", content=b"{% if a %}\n{{ b }"), f"{NO_JINJA}line 2: unexpected '}}')"),
     "template of no text": (partial(write, name="chat_template.jinja", content=b"\xff"), f"{NO_JINJA}'utf-8' codec can't"),
-    "template too deep": (partial(write, name="chat_template.jinja", content=b"{{" + b"(" * 10**5), NO_JINJA),
     "template a number": (partial(change, name="tokenizer_config.json", chat_template=3), f"{NO_JINJA}it is 3)"),
     "template of several": (
         partial(change, name="tokenizer_config.json", chat_template=[{"name": "default", "template": "{{"}]),
         f"{NO_JINJA}line 1: unexpected 'end of template')",
     ),
-    "template of a processor": (partial(write, name="chat_template.json", content=b'{"chat_template": {"default": "{%"}}'), NO_JINJA),
     "no processor": (lambda model: remove(model, "preprocessor_config.json"), "holds no image processor"),
     "another processor": (partial(change, name="preprocessor_config.json", patch_size=14), "(patch_size=14, and "),
 }
@@ -170,8 +152,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_what_cannot_be_used_is_one_line_with_file_and_remedy(kind: str, model: Path) -> None:
     damage, message = DAMAGES[kind]
-    if "sentencepiece" in message and find_spec("sentencepiece"):
-        pytest.skip("sentencepiece is installed, which reads it")
     damage(model)
     (found,) = problems(str(model), whole=True)
     assert all(part in found for part in (message, str(model), "; "))

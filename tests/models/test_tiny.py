@@ -72,21 +72,6 @@ def test_each_family_has_a_tokenizer_of_its_class_in_small(family_dir: MakeDirec
     assert generation["eos_token_id"] == [tokenizer.eos_token_id, tokenizer.pad_token_id]
 
 
-def test_qwen3_5s_chat_template_keeps_the_thinking_of_the_last_answers(family_dir: MakeDirectory) -> None:
-    messages = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]},
-        {"role": "assistant", "content": "<think>\nOne stroke.\n</think>\n\n7"},
-        {"role": "user", "content": "Sure?"},
-        {"role": "assistant", "content": "Yes.", "reasoning_content": "It has no loop."},
-    ]
-    tokenizer: Any = AutoTokenizer.from_pretrained(family_dir("qwen3_5"))
-    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Which?<|im_end|>\n<|im_start|>assistant\n7<|im_end|>\n"
-        "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<think>\nIt has no loop.\n</think>\n\nYes.<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n"
-    )
-
-
 DIGESTS: dict[TinyKind, tuple[str, str]] = {
     "qwen3-vl": (
         "0703254274ebfe4bf89e65f427fa1fc0ccaeeb2b603c6509ce5ef21489c37009",

@@ -235,7 +235,6 @@ def test_a_number_is_no_further_off_than_half_a_code_and_decoded_codes_become_th
     back = decode(*encode(values, code, None), code)
     assert torch.equal(back.sign(), values.sign())
     assert ((back / values)[values != 0] - 1).abs().max() <= 1.01 * (2**code.octaves_each - 1) / 2
-    assert torch.equal(back.abs().amax(-1), values.abs().amax(-1))
     for chance in (None, chances(values, torch.tensor(5, device=DEVICE))):
         codes, scales = encode(values, code, chance)
         assert_equal(encode(decode(codes, scales, code), code, None), (codes, scales))
@@ -252,14 +251,3 @@ def test_chance_is_fair(code: Code) -> None:
     spacing = 2**code.octaves_each - 1
     assert (ratio - 1).abs().max() < 5 * spacing / 2 / rounds**0.5
     assert (ratio - 1).mean().abs() < 5 * spacing / 2 / (rounds * ratio.numel()) ** 0.5
-
-
-def test_numbers_too_small_for_a_code() -> None:
-    """First moments become 0 or the smallest, by chance; second moments never 0."""
-    values = torch.full((1, BLOCK), 2.0**-60, device=DEVICE)
-    values[0, 0] = 1.0
-    first = decode(*encode(values, FIRST, None), FIRST)
-    assert first[0, 1:].eq(0).all()
-    second = decode(*encode(values, SECOND, None), SECOND)
-    assert second[0, 1:].eq(2.0**-40).all()
-    assert decode(*encode(torch.zeros(1, BLOCK), SECOND, None), SECOND).eq(0).all()

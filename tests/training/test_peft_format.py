@@ -258,7 +258,6 @@ def test_a_download_has_the_parts_of_a_fused_layer_as_layers_of_their_own(hybrid
     ("family", "prefix", "shards"),
     [
         ("llama", "model.", "5GB"),
-        ("qwen3", "model.", "5GB"),
         ("qwen3_vl", "model.", "200KB"),
         ("qwen2_5_vl", "model.language_model.", "5GB"),
     ],
