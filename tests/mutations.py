@@ -165,7 +165,7 @@ MUTATIONS = (
         "gradients of the second half of a pass that was split are lost",
         "tinsmith/training/backend.py",
         "outcome = self._compute(part, backward)",
-        "outcome = self._compute(part, backward and chosen[0] in {row[0] for row in rows})",
+        "outcome = self._compute(part, backward and chosen[0] in {row[0] for row in self._rows(work, there, backward)})",
         ("tests/training/test_pass_failures.py",),
     ),
     Mutation(
@@ -245,7 +245,7 @@ MUTATIONS = (
         "tinsmith/models/pass_plan.py",
         "self.runs = group_runs(lengths)",
         "self.runs = group_runs([sum(lengths)])",
-        ("tests/models/test_attention.py", BACKEND),
+        ("tests/models/test_decoder.py", BACKEND),
     ),
     Mutation(
         "a convolution reaches the sequence before, forward and backward",

@@ -101,9 +101,7 @@ def test_steps_equal_transformers_with_adamw(
     work = [datum("a", rendered, seed) for seed, rendered in enumerate(examples(base))]
     twin, parameters = twin_of(family_dir(family), base)
     assert set(full(backend, "a").masters) == set(parameters)
-    adamw = torch.optim.AdamW(
-        parameters.values(), lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-    )
+    adamw = torch.optim.AdamW(parameters.values(), settings.lr, settings.betas, settings.eps, settings.weight_decay)
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for _ in range(steps):
         losses = []

@@ -67,13 +67,10 @@ def test_values_and_gradients_equal_the_plain_formula(
 
     got = target_logprobs(hidden, head, targets, segments, chunk, keep, grad.ne(0).any(-1).cpu().numpy() if said else None)
     expected = torch.cat([plain_logprobs(hidden[s.start : s.end], head, s.adapter, targets[s.start : s.end]) for s in segments])
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-
     leaves = [hidden, head, *first.leaves(), *last.leaves()]
-    ours = torch.autograd.grad(got, leaves, grad, allow_unused=True)
-    plain = torch.autograd.grad(expected, leaves, grad, allow_unused=True)
+    ours, plain = ([out, *torch.autograd.grad(out, leaves, grad, materialize_grads=True)] for out in (got, expected))
     for mine, other in zip(ours, plain, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+        assert (mine - other).norm() <= 2e-5 * (other.norm() + 1)  # for one number, rounding has no such bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,13 +139,3 @@ def test_bfloat16_is_no_further_off_than_a_softmax_in_float32(width: int) -> Non
     ours = of(lambda h, w: target_logprobs(h, w, targets, [Segment(0, 200, None)], 64, 256), torch.bfloat16)
     for mine, other, want in zip(ours, usual, exact, strict=True):
         assert (mine - want).abs().mean().item() <= 1.05 * other  # gradients of both round dz and the products once
-
-
-def test_rows_without_gradient_leave_no_trace_even_where_the_logprob_is_minus_infinity() -> None:
-    hidden = torch.tensor([[1.0] + [0.0] * (HIDDEN - 1)] * 2, requires_grad=True)
-    head = torch.zeros(VOCABULARY, HIDDEN)
-    head[1, 0] = float("-inf")
-    got = target_logprobs(hidden, head, torch.tensor([[1], [2]]), [Segment(0, 2, None)], chunk=8)
-    assert got[0, 0] == float("-inf")
-    (grad,) = torch.autograd.grad(got, [hidden], torch.zeros(2, 1))
-    assert torch.equal(grad, torch.zeros_like(hidden))

@@ -12,12 +12,10 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.bases import DEVICE, datum, load, random_tokens, renderer, write_decoder
 from tests.counted_memory import CountedMemory
@@ -44,23 +42,6 @@ ERRORS: dict[str, Exception | str] = {
     "gone": "model gone is not loaded; create it anew",
 }
 """What torch raises, or what is said of numbers for another length and of a model that memory had no room for."""
-
-
-class MemoryEnds(TorchDispatchMode):
-    """Counts the operations that take memory; the one numbered `fails` finds none."""
-
-    def __init__(self, fails: int) -> None:
-        begin: Any = super().__init__
-        begin()
-        self.fails = fails
-        self.count: int = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not function.is_view and not function.name().split("::")[1].split(".")[0].endswith("_"):
-            self.count += 1
-            if self.count == self.fails:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kind", sorted(ERRORS))
@@ -108,9 +89,9 @@ def test_memory_that_runs_out_at_any_operation_of_a_pass_counts_no_gradient_twic
     def run(fails: int) -> tuple[int, dict[str, list[torch.Tensor]]]:
         for _ in range(passes_before):
             compute(backend, work)
-        with MemoryEnds(fails) as operations:
+        with CountedMemory(fails=fails) as memory:
             assert len(compute(backend, work)) == 4
-        return operations.count, {name: gradients(backend, name) for name in "ab"}
+        return memory.operations, {name: gradients(backend, name) for name in "ab"}
 
     total, expected = run(fails=0)
     # The copy to the host, what makes the sums of both models ready, the end of the backward pass, and far inside of the pass.
