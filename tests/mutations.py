@@ -77,7 +77,6 @@ class Ended:
 
 PEFT = "tests/training/test_against_peft.py"
 OPTIMIZER = "tests/training/test_optimizer.py"
-FULL = "tests/training/test_full.py"
 LOSSES = "tests/training/test_losses.py"
 CHECKPOINT = "tests/training/test_checkpoint.py"
 EXPORT = "tests/training/test_peft_format.py"
@@ -441,7 +440,7 @@ MUTATIONS = (
         "            self.adamw.step()\n",
         "            self.adamw.step()\n            for buffer in self.weights.buffers():\n                if buffer.ndim < 2:\n"
         "                    buffer.data.div_(1 - settings.lr * settings.weight_decay)\n",
-        (FULL, OPTIMIZER),
+        (OPTIMIZER, f"{PEFT}::test_steps_equal_transformers_with_adamw"),
     ),
     Mutation(
         "gradients are clipped tensor by tensor",

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from tests.bases import DEVICE, datum, on_host
+from tests.training.test_against_peft import examples
 from tests.training.test_backend import backend_with, compute, gradients
-from tests.training.test_full import examples
 from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel

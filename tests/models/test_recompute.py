@@ -5,7 +5,6 @@ Also: `tests/training/test_pass_failures.py`.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from tests.training.test_backend import backend_with
 from tinsmith.config import ModelsConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights
-from tinsmith.models.pass_memory import KEEP_ALL, Effort, PassMemory, pass_memory_of
+from tinsmith.models.pass_memory import Effort, PassMemory, pass_memory_of
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
@@ -135,26 +134,3 @@ def test_no_more_is_recomputed_than_the_memory_asks_for(published: PassMemory) -
     for recompute in (0, 3, published.smallest.recompute):
         assert published.effort_for(8192, 1024, sizes[recompute]) == Effort(recompute)
     assert published.effort_for(8192, 1024, sizes[-1] - 1) is None
-
-
-def test_layers_that_are_divided_are_recomputed_whatever_the_effort(published: PassMemory) -> None:
-    divided = replace(published, divided=True)
-    all_again = published.bytes(8192, 1024, Effort(len(published.kept)))
-    assert [divided.bytes(8192, 1024, Effort(count)) for count in (0, 1, len(published.kept))] == [all_again] * 3
-    assert divided.smallest == KEEP_ALL  # there is nothing more to recompute
-    assert divided.effort_for(8192, 1024, all_again) == KEEP_ALL
-    assert divided.effort_for(8192, 1024, all_again - 1) is None
-    host = divided.smallest_with_host
-    assert divided.bytes(8192, 1024, host) == published.bytes(8192, 1024, host) < all_again
-
-
-def test_host_memory_makes_sequences_longer(published: PassMemory) -> None:
-    free = 20 * 2**30
-    alone = published.longest(1024, free, 0, 2**20)
-    helped = published.longest(1024, free, 100 * 2**30, 2**20)
-    little = published.longest(1024, free, published.host_bytes(alone + 100, published.smallest_with_host), 2**20)
-    assert published.bytes(alone, 1024, published.smallest) <= free < published.bytes(alone + 1, 1024, published.smallest)
-    assert published.bytes(helped, 1024, published.smallest_with_host) <= free
-    assert alone < little == alone + 100 < helped
-    assert published.longest(1024, free, 0, 1000) == 1000
-    assert published.longest(1024, 2**19, 0, 1000) == 0

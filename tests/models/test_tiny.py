@@ -1,76 +1,19 @@
-"""Tiny models are real ones in small: transformers loads them, their text is their family's, and a seed fixes every byte."""
+"""Tiny models: a seed fixes every byte, and sizes are obeyed or refused. All other tests use them as the models that they are in small."""
 
 import hashlib
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from PIL import Image
 from transformers import (
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
-    Qwen2Tokenizer,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5Tokenizer,
-    Qwen3VLForConditionalGeneration,
 )
 
 from tinsmith.errors import ConfigError
 from tinsmith.models.tiny import TinyKind, write_tiny_model
-from tinsmith.models.tiny_tokenizer import MARKUP_TOKENS, SMALLEST_VOCAB, SPECIAL_TOKENS, train_tokenizer
-
-MakeDirectory = Callable[[str], Path]
-
-
-@pytest.mark.parametrize(
-    ("family", "network_class", "final_norm", "deepstack"),
-    [("qwen3_vl", Qwen3VLForConditionalGeneration, 5.0, 1), ("qwen3_5", Qwen3_5ForConditionalGeneration, 4.0, 0)],
-)
-def test_transformers_loads_them_and_their_pictures(
-    family_dir: MakeDirectory, family: str, network_class: Any, final_norm: float, deepstack: int
-) -> None:
-    """Nothing is missing in the file, left over, or of a wrong shape.
-
-    Qwen3.5's norms add one to their weight, and its tower gives the language model one set of features, not several.
-    """
-    network, report = network_class.from_pretrained(family_dir(family), output_loading_info=True)
-    assert not any(report.values())
-    assert torch.equal(network.model.language_model.norm.weight, torch.full((64,), final_norm))
-    pictures = [Image.new("RGB", (64, 96), "teal"), Image.new("RGB", (8, 8), "red")]
-    processed = AutoImageProcessor.from_pretrained(family_dir(family))(images=pictures, return_tensors="pt")
-    assert processed["image_grid_thw"].tolist() == [[1, 6, 4], [1, 2, 2]]  # 6 tokens and 1: small pictures stay small
-    features = network.model.get_image_features(**processed, return_dict=True)
-    assert [tuple(picture.shape) for picture in features.pooler_output] == [(6, 64), (1, 64)]
-    assert len(getattr(features, "deepstack_features", None) or []) == deepstack
-
-
-@pytest.mark.parametrize(("family", "kind"), [("qwen3_vl", Qwen2Tokenizer), ("qwen3_5", Qwen3_5Tokenizer)])
-def test_each_family_has_a_tokenizer_of_its_class_in_small(family_dir: MakeDirectory, family: str, kind: type[Any]) -> None:
-    """Each special token is one, behind the merges, and the configuration names it; any text comes back; digits are tokens of their own.
-
-    Qwen3.5's keeps a letter and its accent together, which Qwen3's takes for two kinds of characters.
-    """
-    tokenizer: Any = AutoTokenizer.from_pretrained(family_dir(family))
-    assert isinstance(tokenizer, kind)
-    special = [*SPECIAL_TOKENS, *MARKUP_TOKENS]
-    assert [tokenizer.encode(token) for token in special] == [[len(tokenizer) - len(special) + i] for i in range(len(special))]
-    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
-    for text in ("  tabs\tand\n\nlines ", "naïve Grüße 你好 🙂", "x = y[42] ** 2  # it's"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.tokenize("2048") == ["2", "0", "4", "8"]
-    words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("नमस्ते")
-    assert (len(words) == 1) == (family == "qwen3_5")
-    config = json.loads((family_dir(family) / "config.json").read_text())
-    names = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
-    assert {name: config[f"{name}_token_id"] for name in names} == {name: tokenizer.encode(token)[0] for name, token in names.items()}
-    generation = json.loads((family_dir(family) / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == [tokenizer.eos_token_id, tokenizer.pad_token_id]
-
+from tinsmith.models.tiny_tokenizer import SMALLEST_VOCAB, train_tokenizer
 
 DIGESTS: dict[TinyKind, tuple[str, str]] = {
     "qwen3-vl": (

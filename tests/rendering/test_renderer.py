@@ -1,11 +1,14 @@
 """Token ids and pixel values are the Hugging Face processor's, also in a packed row; what does not fit is refused.
 
+Patches of bytes, and the table of what a processor makes of each byte, are the model's own processor to the bit.
+
 Invariant: Token ids and pixel values equal the HF processor's; a placeholder that arrives as text stays text.
-Also: `tests/rendering/test_processor.py`.
 """
 
 import io
 import itertools
+import json
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -25,11 +28,12 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from tests.bases import image, picture_chunks, png, random_tokens, renderer, text
 from tests.extent import amount
 from tinsmith.config import ImagesConfig
-from tinsmith.errors import UserError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.pictures import PictureInput
 from tinsmith.rendering import renderer as rendering
 from tinsmith.rendering.packing import pack
+from tinsmith.rendering.processor import LocalProcessor
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
@@ -195,3 +199,48 @@ def test_tokens_and_positions_are_those_of_each_sequence_alone(vision_base: Base
     assert (row.token_ids[row.picture_index] == render.placeholder).all()
     assert len(row.picture_index) == int((row.token_ids == render.placeholder).sum())
     assert [picture.sha256 for picture in row.pictures] == [picture.sha256 for each in sequences for picture in each.pictures]
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]},
+    {"do_normalize": False},
+    {"do_rescale": False, "do_normalize": False},
+    {"resample": 2, "rescale_factor": 1 / 127.5},
+    {"patch_size": 14, "merge_size": 3, "temporal_patch_size": 1, "size": {"shortest_edge": 42 * 42, "longest_edge": 420 * 420}},
+]
+
+
+def written(directory: Path, source: Path, settings: dict[str, Any]) -> Path:
+    """A copy of a model's directory whose image processor has other settings."""
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+    path = directory / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return directory
+
+
+def picture(width: int, height: int) -> Image.Image:
+    """Random pixels."""
+    return Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(settings) or "usual")
+def test_values_are_the_processor_s_to_the_bit(family_dir: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any]) -> None:
+    source = str(written(tmp_path, family_dir("qwen3_vl"), settings))
+    ours, theirs = LocalProcessor(source), AutoImageProcessor.from_pretrained(source, backend="pil")
+    for width, height in [(96, 64), (33, 200), (500, 333), (3, 3), (700, 640)]:
+        made, expected = ours(b"", picture(width, height)), theirs(images=[picture(width, height)], return_tensors="pt")
+        assert torch.equal(made.pixel_values, expected["pixel_values"])
+        assert made.pixel_values_nbytes == expected["pixel_values"].nbytes
+        assert [*made.grid_thw] == expected["image_grid_thw"][0].tolist()
+        halves = made.levels.values(made.pixels, torch.bfloat16)
+        assert torch.equal(halves, expected["pixel_values"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("settings", [{"do_resize": False}, {"image_processor_type": "CLIPImageProcessor"}])
+def test_a_processor_that_computes_something_else_is_refused(
+    family_dir: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    source = written(tmp_path, family_dir("qwen3_vl"), settings)
+    with pytest.raises(ConfigError, match=r"its image processor, \w+, does not compute what Qwen2VLImageProcessor computes"):
+        LocalProcessor(str(source))

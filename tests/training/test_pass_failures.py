@@ -19,8 +19,8 @@ import torch
 
 from tests.bases import DEVICE, datum, load, random_tokens, renderer, write_decoder
 from tests.counted_memory import CountedMemory
+from tests.training.test_against_peft import SETTINGS, full_backend, step_all
 from tests.training.test_backend import assert_same, backend_with, compute, gradients
-from tests.training.test_full import SETTINGS, full_backend, step_all
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
