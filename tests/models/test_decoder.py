@@ -2,7 +2,7 @@
 
 Its norms are compared with those of transformers alone, its attention with the formula.
 
-Invariant: Our decoder computes what the transformers modules compute, in float64, with adapters and full weights.
+Invariant: Our decoder, with all of its pieces, computes what the transformers modules compute, in float64, with adapters and full weights.
 """
 
 from collections.abc import Callable, Sequence

@@ -178,11 +178,11 @@ def test_pictures_beyond_the_context_or_the_limit_are_refused_before_any_is_deco
     vision_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendering, "decode", None)
-    large = [image(seed, 2000, 1500) for seed in range(3)]
+    large = [image(seed, 1000, 750) for seed in range(3)]
     with pytest.raises(UserError, match="the context window of tiny is"):
-        renderer(vision_base).render([*large, random_tokens(0, 30_000)])
-    with pytest.raises(UserError, match="have 9000000 pixels together; max_input_pixels allows 8000000: scale them down"):
-        renderer(vision_base, max_input_pixels=8_000_000).render(large[:3])
+        renderer(vision_base).render([*large, random_tokens(0, 31_000)])
+    with pytest.raises(UserError, match="have 2250000 pixels together; max_input_pixels allows 2000000: scale them down"):
+        renderer(vision_base, max_input_pixels=2_000_000).render([*large])
 
 
 def test_tokens_and_positions_are_those_of_each_sequence_alone(vision_base: BaseModel) -> None:
