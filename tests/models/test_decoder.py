@@ -82,8 +82,10 @@ def test_adapters_equal_the_modules(family_dir: Dirs, family: str) -> None:
     assert_close(run(base, owners), run(replace(base, decoder=None), owners), 1e-9)
 
 
-@pytest.mark.parametrize("shape", [{}, {"train_attn": False}, {"train_mlp": False}])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("qwen2", {}), ("qwen3_vl", {}), ("qwen3_vl", {"train_attn": False}), ("qwen3_5", {}), ("qwen3_5", {"train_mlp": False})],
+)
 def test_full_weights_equal_the_modules(family_dir: Dirs, family: str, shape: dict[str, bool]) -> None:
     base = wide(family_dir(family))
     lora = LoraShape(0, 0, **shape)
@@ -179,7 +181,7 @@ ROWS = {
 """Lengths, window, and whether a GPU computes them as a batch of equal lengths."""
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5 if DEVICE == "cpu" else 1e-4), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize("name", ROWS)
 def test_packed_is_each_alone_and_no_nan_reaches_a_neighbour(name: str, dtype: torch.dtype, bound: float) -> None:
     """Within 1 % in half precision: bfloat16 keeps numbers to 0.4 %, and what lies between is rounded too.

@@ -162,7 +162,7 @@ def test_repeated_keys_in_float32() -> None:
     assert_exact(rule_anew, recurrence, [130], inputs)
 
 
-@pytest.mark.parametrize(("lengths", "groups", "states"), [((1, 65), 2, True), ((130,), 1, False)])
+@pytest.mark.parametrize(("lengths", "groups", "states"), [((1, 65), 2, True), ((amount(66, 130),), 1, False)])
 def test_the_kernels_of_the_rule_equal_the_recurrence(lengths: tuple[int, ...], groups: int, states: bool) -> None:
     """Chunks of one token and of 64."""
     assert_exact(rule_of_kernels, recurrence, lengths, for_rule_kernels(lengths, 1, groups, states))
