@@ -80,10 +80,7 @@ def memory(tokens: int, count: int, strength: float) -> dict[str, Arguments]:
         together = x(tokens, 3 * count) * strength
         return together[:, :count], together[:, count : 2 * count], x(count), x(count)
 
-    return {
-        "memory_gates": inputs,
-        "memory_gates_backward": lambda x: (*inputs(x), x(tokens, count).float(), x(tokens, 2 * count)[:, ::2]),
-    }
+    return {"memory_gates": inputs, "memory_gates_backward": lambda x: (*inputs(x), x(tokens, count).float(), x(tokens, 2 * count)[:, ::2])}
 
 
 def softmax(rows: int, vocabulary: int) -> dict[str, Arguments]:

@@ -5,11 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from tinsmith.errors import ConfigError
 from tinsmith.models.tiny import TinyKind, write_tiny_model

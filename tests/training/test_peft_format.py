@@ -221,11 +221,7 @@ def test_a_download_has_the_parts_of_a_fused_layer_as_layers_of_their_own(hybrid
 
 @pytest.mark.parametrize(
     ("family", "prefix", "shards"),
-    [
-        ("llama", "model.", "5GB"),
-        ("qwen3_vl", "model.", "200KB"),
-        ("qwen2_5_vl", "model.language_model.", "5GB"),
-    ],
+    [("llama", "model.", "5GB"), ("qwen3_vl", "model.", "200KB"), ("qwen2_5_vl", "model.language_model.", "5GB")],
 )
 def test_modules_of_a_download_are_named_as_the_cookbook_expects_for_the_files_of_the_base(
     family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str, prefix: str, shards: str
