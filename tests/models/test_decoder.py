@@ -191,10 +191,10 @@ def test_packed_is_each_alone_and_no_nan_reaches_a_neighbour(name: str, dtype: t
     lengths, window, dense = ROWS[name]
     generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
     sizes = (tokens, HEADS, 64), (tokens, KV_HEADS, 64), (tokens, KV_HEADS, 64), (tokens, HEADS, 64)
-    *rows, weights = (torch.randn(size, generator=generator).to(DEVICE, dtype).requires_grad_() for size in sizes)
-    plan = PackedPlan(lengths, torch.device(DEVICE), dtype)
+    query, key, value, weights = (torch.randn(size, generator=generator).to(DEVICE, dtype).requires_grad_() for size in sizes)
+    rows, plan = (query, key, value), PackedPlan(lengths, torch.device(DEVICE), dtype)
     assert plan.is_dense(window) == dense
-    got = plan.attend(0, *rows, 0.3, window)
+    got = plan.attend(0, query, key, value, 0.3, window)
     exact = [x.detach().float().requires_grad_() for x in rows]
     expected = torch.cat([alone(q, k, v, 0.3, window) for q, k, v in zip(*(x.split(lengths) for x in exact), strict=True)])
     found = torch.autograd.grad(got, rows, weights)
@@ -203,6 +203,6 @@ def test_packed_is_each_alone_and_no_nan_reaches_a_neighbour(name: str, dtype: t
     with torch.no_grad():
         for x in rows:
             x[: lengths[0]] = torch.nan
-    got = plan.attend(0, *rows, 0.3, window)
+    got = plan.attend(0, query, key, value, 0.3, window)
     for x in (got, *torch.autograd.grad(got, rows, torch.ones_like(got))):
         assert torch.isfinite(x[lengths[0] :]).all()

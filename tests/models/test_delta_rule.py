@@ -74,17 +74,20 @@ def taps_of(lengths: Sequence[int], x: Tensor, weight: Tensor, before: Any) -> l
 
 
 def rule(lengths: Sequence[int], *inputs: Any) -> Sequence[Tensor]:
-    return gated_delta_rule(*inputs[:5], Lengths(tuple(lengths)), inputs[5])
+    query, key, value, decay, beta, before = inputs
+    return gated_delta_rule(query, key, value, decay, beta, Lengths(tuple(lengths)), before)
 
 
 def rule_anew(lengths: Sequence[int], *inputs: Any) -> Sequence[Tensor]:
     """For sequences that begin here and are not continued."""
-    return [gated_delta_rule_anew(*inputs[:5], Lengths(tuple(lengths)))]
+    query, key, value, decay, beta, *_ = inputs
+    return [gated_delta_rule_anew(query, key, value, decay, beta, Lengths(tuple(lengths)))]
 
 
 def rule_of_kernels(lengths: Sequence[int], *inputs: Any) -> Sequence[Tensor]:
-    states = inputs[5] is not None
-    return delta_rule_kernels.delta_rule(*inputs[:5], tuple(lengths), inputs[5], states)[: 1 + states]
+    query, key, value, decay, beta, before = inputs
+    found = delta_rule_kernels.delta_rule(query, key, value, decay, beta, tuple(lengths), before, before is not None)
+    return found[: 1 + (before is not None)]
 
 
 def drawing(lengths: Sequence[int], dtype: torch.dtype = torch.float64) -> Callable[..., Tensor]:
@@ -162,7 +165,7 @@ def test_repeated_keys_in_float32() -> None:
     assert_exact(rule_anew, recurrence, [130], inputs)
 
 
-@pytest.mark.parametrize(("lengths", "groups", "states"), [((1, 65), 2, True), ((amount(66, 130),), 1, False)])
+@pytest.mark.parametrize(("lengths", "groups", "states"), [((1, 65), 2, True), ((amount(20, 130),), 1, False)])
 def test_the_kernels_of_the_rule_equal_the_recurrence(lengths: tuple[int, ...], groups: int, states: bool) -> None:
     """Chunks of one token and of 64."""
     assert_exact(rule_of_kernels, recurrence, lengths, for_rule_kernels(lengths, 1, groups, states))
@@ -182,8 +185,9 @@ def test_the_convolution_and_its_kernel_equal_the_formula(states: bool) -> None:
     for lengths in ((1, 2, 3, 4, 65), (1, 1, 1)):
         for operation in (ours,) if states else (ours, anew):
             assert_exact(operation, taps_of, lengths, convolution_inputs(lengths, states))
-    x, weight, before = convolution_inputs((1, 2, 3, 66), states, 130, torch.bfloat16)
-    assert_exact(kernel, taps_of, (1, 2, 3, 66), [x, weight, before.detach() if states else None])
+    few = (1, 2, 3, amount(20, 66))
+    x, weight, before = convolution_inputs(few, states, 130, torch.bfloat16)
+    assert_exact(kernel, taps_of, few, [x, weight, before.detach() if states else None])
 
 
 def test_heads_that_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +209,7 @@ def test_what_came_before_is_that_of_the_same_sequence() -> None:
         assert torch.equal(convolution(x[cut:], weight, (20 - cut,), after), whole[cut:])
 
 
-FEW = (3, 66, 2)
+FEW = (3, amount(20, 66), 2)
 NEIGHBOURS: dict[str, tuple[Sequence[int], Callable[[], Numbers], Operation]] = {
     "convolution": (
         HARD,

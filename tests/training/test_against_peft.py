@@ -32,7 +32,7 @@ from tests.bases import (
     shifted,
     transformers_model,
 )
-from tests.extent import families
+from tests.extent import amount, families
 from tests.training.test_backend import assert_same, compute, gradients
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
@@ -47,7 +47,7 @@ from tinsmith.training.optimizer import ModelOptimizer
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
-LENGTHS_OF_HYBRIDS = [1, 2, 3, 4, 63, 64, 65, 4096]
+LENGTHS_OF_HYBRIDS = [1, 2, 3, 4, 63, 64, 65, amount(1024, 4096)]
 """Around the taps of a convolution and the chunks of a delta net, and many chunks."""
 
 

@@ -164,6 +164,7 @@ def test_a_base_of_other_layers_is_refused(family_base: Bases, family_dir: Dirs,
     """No weights are left out, none are made at random."""
     source, out = Path(shutil.copytree(family_dir("llama"), tmp_path / "base")), tmp_path / "out"
     adapter, strange = random_adapter(family_base("llama"), rank=RANK), random_full(family_base("qwen2"))
+    write: Any
     for layers, write, weights, message in (
         (2, write_merged, strange, r"holds layers.0.self_attn.q_proj.bias of shape \(64,\), which this base model does not have"),
         (1, write_merged, adapter, "adapts layers.1.self_attn.q_proj of 64 x 64, which this base model does not have"),
