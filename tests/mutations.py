@@ -77,7 +77,6 @@ class Ended:
 
 PEFT = "tests/training/test_against_peft.py"
 OPTIMIZER = "tests/training/test_optimizer.py"
-FULL = "tests/training/test_full.py"
 LOSSES = "tests/training/test_losses.py"
 CHECKPOINT = "tests/training/test_checkpoint.py"
 EXPORT = "tests/training/test_peft_format.py"
@@ -165,8 +164,8 @@ MUTATIONS = (
         "gradients of the second half of a pass that was split are lost",
         "tinsmith/training/backend.py",
         "outcome = self._compute(part, backward)",
-        "outcome = self._compute(part, backward and chosen[0] in {row[0] for row in rows})",
-        ("tests/training/test_out_of_memory.py",),
+        "outcome = self._compute(part, backward and chosen[0] in {row[0] for row in self._rows(work, there, backward)})",
+        ("tests/training/test_pass_failures.py",),
     ),
     Mutation(
         "gradients are divided by the number of positions in the batch",
@@ -195,7 +194,7 @@ MUTATIONS = (
         "tinsmith/models/packed_lora.py",
         "found = _scaled_product(_outputs(mine, group).mT, self._reduced(reduced, group), self.scale, like=group.b)",
         "found = _scaled_product(_outputs(mine, group).mT, self._reduced(reduced, group), self.scale**2, like=group.b)",
-        ("tests/models/test_fused.py", PEFT),
+        ("tests/models/test_decoder.py", PEFT),
     ),
     Mutation(
         "the adapter of one projection is dropped",
@@ -209,7 +208,7 @@ MUTATIONS = (
         "tinsmith/models/packed_lora.py",
         "_add_product(part.of(dh), du, part.a, part.scale)",
         "pass",
-        ("tests/models/test_fused.py", PEFT),
+        ("tests/models/test_decoder.py", PEFT),
     ),
     Mutation(
         "a sequence of a packed row is computed with its neighbour's adapter",
@@ -223,7 +222,7 @@ MUTATIONS = (
         "tinsmith/models/batched_lora.py",
         "start, end = columns.unsqueeze(-1).unbind(1)",
         "start, end = columns.roll(1, 0).unsqueeze(-1).unbind(1)",
-        ("tests/models/test_batched_lora.py",),
+        (f"{SAMPLER}::test_logprobs_equal_the_trainers_for_many_weights_in_one_batch",),
     ),
     Mutation(
         "the sampler leaves out the adapter of the output projection",
@@ -245,7 +244,7 @@ MUTATIONS = (
         "tinsmith/models/pass_plan.py",
         "self.runs = group_runs(lengths)",
         "self.runs = group_runs([sum(lengths)])",
-        ("tests/models/test_attention.py", BACKEND),
+        ("tests/models/test_decoder.py", BACKEND),
     ),
     Mutation(
         "a convolution reaches the sequence before, forward and backward",
@@ -441,7 +440,7 @@ MUTATIONS = (
         "            self.adamw.step()\n",
         "            self.adamw.step()\n            for buffer in self.weights.buffers():\n                if buffer.ndim < 2:\n"
         "                    buffer.data.div_(1 - settings.lr * settings.weight_decay)\n",
-        (FULL, OPTIMIZER),
+        (OPTIMIZER, f"{PEFT}::test_steps_equal_transformers_with_adamw"),
     ),
     Mutation(
         "gradients are clipped tensor by tensor",

@@ -20,13 +20,8 @@ from tinsmith.models.machine import Gpu, Machine
 
 GIB = 2**30
 RUN = subprocess.run
-WHOLE, PARTS, NEITHER, ANYHOW = (
-    Fit("a", True, True, False),
-    Fit("b", True, False, True),
-    Fit("c", True, False, False),
-    Fit("d", True, True, True),
-)
-LARGE = Fit("e", False, False, True)
+WHOLE, PARTS, NEITHER = Fit("a", True, True, False), Fit("b", True, False, True), Fit("c", True, False, False)
+ANYHOW, LARGE = Fit("d", True, True, True), Fit("e", False, False, True)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +36,12 @@ LARGE = Fit("e", False, False, True)
         ([PARTS, NEITHER], "none"),
     ],
 )
-@pytest.mark.parametrize("sampler", ["vllm", "none"])
-def test_layers_are_divided_if_a_model_trains_in_no_other_way(fits: Sequence[Fit], chosen: str, sampler: str) -> None:
-    assert choose(fits, load(options={"sampler": sampler})) == chosen
+def test_layers_are_divided_if_a_model_trains_in_no_other_way(fits: Sequence[Fit], chosen: str) -> None:
+    """And no setting is one that divided layers refuse."""
+    for sampler in ("vllm", "none"):
+        assert choose(fits, load(options={"sampler": sampler})) == chosen
+    refused: list[dict[str, object]] = [{"full_state": "compact"}, {"deterministic": True}, {"sequence_parallel_from": 4096}]
+    assert {choose(fits, load(options={"sampler": "none"} | setting)) for setting in refused} == {"none"}
 
 
 def test_the_local_sampler_needs_the_whole(caplog: pytest.LogCaptureFixture) -> None:
@@ -58,11 +56,6 @@ def test_the_local_sampler_needs_the_whole(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(ConfigError, match=r"^e and e together are too large for the GPU of a worker.*--shard none loads them"):
         choose([LARGE, LARGE], load())
     assert choose([PARTS, LARGE], load(options={"sampler": "none"})) == "weights"
-
-
-@pytest.mark.parametrize("refused", [{"full_state": "compact"}, {"deterministic": True}, {"sequence_parallel_from": 4096}])
-def test_what_divided_layers_refuse_divides_nothing(refused: dict[str, object]) -> None:
-    assert choose([PARTS], load(options={"sampler": "none"} | refused)) == "none"
 
 
 def test_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,16 +80,14 @@ def program(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.setattr(subprocess, "run", running)
 
 
-def test_the_estimate_of_another_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_of_another_process_decides_and_without_one_nothing_is_divided(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     told = json.dumps([{"name": "large", "loads": False, "whole": False, "divided": True}])
-    program(monkeypatch, f"import sys, json; json.load(sys.stdin); print('a word of a library'); print({told!r})")
-    assert chosen_shard(load(options={"sampler": "none"}), 4) == "weights"
-
-
-def test_without_an_estimate_nothing_is_divided(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for source in ("import sys; sys.exit('no such card')", "print('no JSON')", ""):
+    good = f"import sys, json; json.load(sys.stdin); print('a word of a library'); print({told!r})"
+    for source, shard in ((good, "weights"), ("import sys; sys.exit('no such card')", "none"), ("print('no JSON')", "none"), ("", "none")):
         program(monkeypatch, source)
-        assert chosen_shard(load(options={"sampler": "none"}), 4) == "none"
+        assert chosen_shard(load(options={"sampler": "none"}), 4) == shard
     assert "no such card" in caplog.text
     assert caplog.text.count("nothing is divided") == 3
 
@@ -127,7 +118,10 @@ def of_8b(directory: Path, bases: int, **options: object) -> Config:
 
 
 def test_base_models_of_one_server_share_each_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each of two fits alone into 25 GiB, and both do not: then only parts of both fit. With 50 GiB both fit as wholes."""
+    """Each of two fits alone into 25 GiB, and both do not: then only parts of both fit. With 50 GiB both fit as wholes.
+
+    Each has a cache of its own.
+    """
     one, two = (of_8b(tmp_path, bases, sampler="none") for bases in (1, 2))
     gpus_here(monkeypatch, 4, 25)
     assert estimated(one) == [Fit("a", loads=True, whole=True, divided=True)]
@@ -135,27 +129,10 @@ def test_base_models_of_one_server_share_each_gpu(monkeypatch: pytest.MonkeyPatc
     assert [choose(estimated(config), config) for config in (one, two)] == ["none", "weights"]
     gpus_here(monkeypatch, 4, 50)
     assert estimated(two) == [Fit(name, loads=True, whole=True, divided=True) for name in "ab"]
+    gpus_here(monkeypatch, 4, 49)  # beside weights of 31 GiB and a cache of 10 GiB there is room to train, beside two of these there is not
+    assert [{fit.whole for fit in estimated(of_8b(tmp_path, 2, kv_cache_gib=gib))} for gib in (5, 10)] == [{True}, {False}]
     gpus_here(monkeypatch, 4, 12)
     assert [choose(estimated(config), config) for config in (one, two)] == ["weights", "none"]  # nor do parts of both
-
-
-def test_nothing_is_divided_if_one_of_the_base_models_cannot_be(
-    monkeypatch: pytest.MonkeyPatch, family_dir: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """--shard is one setting for all."""
-    monkeypatch.setattr("tinsmith.memory.modes.KNOWN_TYPES", {"qwen3"})
-    config = of_8b(tmp_path, 1, sampler="none")
-    config.base_models.append(f"other={family_dir('llama')}")
-    gpus_here(monkeypatch, 4, 15)
-    assert {fit.divided for fit in estimated(config)} == {False}
-    assert choose(estimated(config), config) == "none"
-
-
-def test_each_base_model_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Beside weights of 31 GiB and a cache of 10 GiB there is room to train in 49 GiB; beside two of these caches there is not."""
-    gpus_here(monkeypatch, 4, 49)
-    for gib, whole in ((5, True), (10, False)):
-        assert {fit.whole for fit in estimated(of_8b(tmp_path, 2, kv_cache_gib=gib))} == {whole}
 
 
 def test_the_estimate_is_for_the_workers_that_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,27 +1,27 @@
-"""LoRA in a decode batch: each row as if its adapter were alone, in the reference and in the kernels.
+"""LoRA in a decode batch: kernels that compute each row as if its adapter were alone, and the columns that adapters get.
+
+That rows of a batch have the numbers of the trainer: tests/sampling/local/test_sampler.py.
 
 On a CPU the kernels run in Triton's interpreter, which knows no bfloat16; on CUDA they run as they are.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.bases import DEVICE
 from tests.counted_memory import CountedMemory
 from tinsmith.errors import UserError
 from tinsmith.models.batched_lora import FEWEST, BatchedAdapters, output_tiles
-from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import Layout, read_layout
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+BOUND = 3e-2 if DEVICE == "cuda" else 4e-3
 
 
 @pytest.fixture(scope="module")
@@ -38,51 +38,9 @@ def random_adapter(layout: Layout, rank: int, dtype: torch.dtype = torch.float32
     return adapter
 
 
-class Plain(JoinedLinear):
-    """The layers of one projection."""
-
-    def exact(self, x: Tensor, owners: Sequence[Adapter | None]) -> Tensor:
-        """Row by row in float64."""
-        y = x.double() @ self.weight.double().t()
-        for row, adapter in enumerate(owners):
-            for name, (start, end) in self.projection.targets.items():
-                if adapter is not None and name in adapter.working:
-                    a, b = (matrix.detach().double() for matrix in adapter.working[name])
-                    y[row, start:end] += adapter.scale * (b @ (a @ x[row].double()))
-        return y
-
-
-def plain_layers(layout: Layout, dtype: torch.dtype) -> list[Plain]:
-    generator = torch.Generator().manual_seed(0)
-    found = [projection for projection in layout.projections.values() if projection.targets]
-    plain = []
-    for projection in found:
-        rows = (0, projection.out_features)
-        weight = (torch.randn(projection.out_features, projection.in_features, generator=generator) * 0.1).to(DEVICE, dtype)
-        plain.append(Plain(projection, (rows,), (WeightPiece(rows, weight, None),)))
-    return plain
-
-
-def columns_of(batched: BatchedAdapters, owners: Sequence[Adapter | None]) -> Tensor:
-    places = [(0, 0) if owner is None else batched.place(owner) for owner in owners]
-    return torch.tensor(places, device=DEVICE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_each_row_has_its_own_adapter(layout: Layout, dtype: torch.dtype) -> None:
-    batched = BatchedAdapters(layout, torch.device(DEVICE), dtype, 128)
-    adapters = [random_adapter(layout, 5, dtype), random_adapter(layout, 33, dtype, train_attn=False), random_adapter(layout, 8, dtype)]
-    owners = [adapters[0], None, adapters[1], adapters[2], adapters[0], None, adapters[1]]
-    rows = batched.for_rows(columns_of(batched, owners))
-    generator = torch.Generator().manual_seed(1)
-    for plain in plain_layers(layout, dtype):
-        x = torch.randn(len(owners), plain.projection.in_features, generator=generator).to(DEVICE, dtype)
-        torch.testing.assert_close(rows.apply(plain, x).double(), plain.exact(x, owners), atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
-
-
-@pytest.mark.parametrize(("count", "inputs", "targets"), [(1, 40, [(0, 70)]), (5, 600, [(0, 64), (64, 80), (90, 95)]), (70, 48, [(3, 40)])])
+@pytest.mark.parametrize(("count", "inputs", "targets"), [(5, 600, [(0, 64), (64, 80), (90, 95)]), (70, 48, [(3, 40)])])
 def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tuple[int, int]]) -> None:
-    """Some rows have no columns. Matrices of NaN that no row of a tile needs are not read."""
+    """Some rows have no columns. Matrices of NaN that no row of a tile needs are not read, and a row of NaN reaches no other."""
     pytest.importorskip("triton")
     from tinsmith.models.lora_kernels import add_adapters
 
@@ -99,28 +57,14 @@ def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tupl
         for number, (first, last) in enumerate(targets):
             own = x[row].double() @ a[number, start:end].double().t() @ b[first:last, start:end].double().t()
             expected[row, first:last] += own * 32 / max(end - start, 1)
+    x[-1, 0] = math.nan
     add_adapters(y, x, columns, a, b, output_tiles(targets, torch.device(DEVICE)))
-    torch.testing.assert_close(y.double(), expected, atol=5 * BOUNDS[HALF], rtol=BOUNDS[HALF])
+    torch.testing.assert_close(y[:-1].double(), expected[:-1], atol=5 * BOUND, rtol=BOUND)
 
 
-def test_a_nan_stays_in_its_row(layout: Layout) -> None:
-    batched = BatchedAdapters(layout, torch.device(DEVICE), HALF, 64)
-    owners = [random_adapter(layout, 8, HALF), random_adapter(layout, 4, HALF), None]
-    rows = batched.for_rows(columns_of(batched, owners))
-    plain = plain_layers(layout, HALF)[0]
-    x = torch.randn(3, plain.projection.in_features, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
-    clean = rows.apply(plain, x)
-    x[0, 0] = math.nan
-    dirty = rows.apply(plain, x)
-    assert dirty[0].isnan().any()
-    torch.testing.assert_close(dirty[1:], clean[1:], atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_an_adapter_that_is_not_finite_gets_no_columns(layout: Layout, wrong: float) -> None:
-    batched = BatchedAdapters(layout, torch.device(DEVICE), torch.float32, 64)
-    adapter = random_adapter(layout, 4)
-    adapter.flat[7] = wrong
+def test_an_adapter_that_is_not_finite_gets_no_columns(layout: Layout) -> None:
+    batched, adapter = BatchedAdapters(layout, torch.device(DEVICE), torch.float32, 64), random_adapter(layout, 4)
+    adapter.flat[7] = math.nan
     with pytest.raises(UserError, match="NaN or infinite"):
         batched.place(adapter)
     assert batched.columns == 0
@@ -145,16 +89,12 @@ def test_columns_that_find_no_memory_leave_the_others_as_they_are(layout: Layout
 def test_columns_are_given_once_and_given_again(layout: Layout) -> None:
     batched = BatchedAdapters(layout, torch.device(DEVICE), torch.float32, 40)
     first, second, third, fourth = (random_adapter(layout, rank) for rank in (16, 12, 20, 30))
-    assert batched.place(first) == (0, 16)
-    assert batched.place(first) == (0, 16)
-    assert batched.place(second) == (16, 28)
+    assert [batched.place(adapter) for adapter in (first, first, second)] == [(0, 16), (0, 16), (16, 28)]
     assert (batched.columns, batched.generation) == (FEWEST, 1)
-    assert batched.place(fourth) is None
-    assert batched.place(third) is None  # it would end at 48
+    assert [batched.place(adapter) for adapter in (fourth, third)] == [None, None]  # the third would end at 48
     batched.forget(first)
     batched.forget(first)
     assert batched.place(third) is None  # 16 are free before the second, and 12 behind it
     batched.forget(second)
-    assert batched.place(third) == (0, 20)
-    assert batched.place(first) == (20, 36)
+    assert [batched.place(adapter) for adapter in (third, first)] == [(0, 20), (20, 36)]
     assert (batched.columns, batched.generation) == (64, 2)

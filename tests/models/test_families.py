@@ -1,9 +1,9 @@
 """Positions against transformers' own, and what is refused."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from tests.bases import load, picture_chunks, random_tokens, renderer, write_dec
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, pick_device
-from tinsmith.models.families import IMAGE_FAMILIES, Family, family_of, positions, read_config
-from tinsmith.models.layers import Attention, DeltaNet
+from tinsmith.models.families import family_of, read_config
 from tinsmith.models.sizing import size_of
 from tinsmith.rendering.processor import LocalProcessor
 
@@ -34,13 +33,6 @@ def test_positions_equal_transformers(family_base: Callable[[str], BaseModel], f
     assert rendered.next_position == len(rendered) + delta.item()
 
 
-def test_a_hybrid_model_without_a_tower_is_taken(family_base: Callable[[str], BaseModel]) -> None:
-    """Of Qwen3.5's language model alone. That it computes what transformers does: tests/sampling/test_self_check.py."""
-    base = family_base("qwen3_5_text")
-    assert base.family == Family("qwen3_5_text")
-    assert [type(layer) for layer in base.layout.layers] == [DeltaNet, DeltaNet, DeltaNet, Attention]
-
-
 def test_layers_for_speculation_are_left_out(
     family_dir: Callable[[str], Path], family_base: Callable[[str], BaseModel], tmp_path: Path
 ) -> None:
@@ -49,8 +41,7 @@ def test_layers_for_speculation_are_left_out(
     weights = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128), "mtp.norm.weight": torch.ones(64)}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["mtp_num_hidden_layers"] = 1
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    damage_config(tmp_path, text_config=config["text_config"] | {"mtp_num_hidden_layers": 1})
     base, plain = load(tmp_path), family_base("qwen3_5")
     assert base.layout == plain.layout
     found, expected = base.network.state_dict(), plain.network.state_dict()
@@ -58,48 +49,28 @@ def test_layers_for_speculation_are_left_out(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_text_positions_count_up() -> None:
-    assert positions(Family("qwen3"), 4, (), 1).tolist() == [[0, 1, 2, 3]]
-    assert positions(IMAGE_FAMILIES["qwen3_vl"], 3, (), 2).tolist() == [[0, 1, 2]] * 3
-
-
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    unreachable = (
-        "org/model: the model's configuration cannot be read: We couldn't connect to 'https://huggingface.co' to load the files, and "
-        "couldn't find them in the cached files; there is no directory of that name, and where the Hub cannot be reached, give "
-        "--base-model the directory of the model"
-    )
-    layers = (
-        f"{tmp_path}/config.json cannot be used: Class validation error for validator 'validate_layer_type': ValueError: "
-        "`num_hidden_layers` (3) must be equal to the number of `layer_types` (1); download it again, or name another model"
-    )
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 3, "layer_types": ["full_attention"]}')
-    for source, message in (("org/model", unreachable), (str(tmp_path), layers)):
-        with pytest.raises(ConfigError) as raised:
+    for source, message in (
+        ("org/model", "the model's configuration cannot be read: We couldn't .* give --base-model the directory of the model$"),
+        (str(tmp_path), r"/config.json cannot be used: .* \(3\) must be equal to .* `layer_types` \(1\); download it again, or name"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{source}.*{message}"):
             read_config(source)
-        assert str(raised.value) == message
 
 
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
         ("gemma3", {}, "image models of type 'gemma3' are not supported; supported are qwen2_5_vl, qwen3_vl, qwen3_5"),
-        ("gemma4", {}, "image models of type 'gemma4' are not supported; supported are qwen2_5_vl, qwen3_vl, qwen3_5"),
         ("gemma4_text", {}, "the layers of 'gemma4_text' are not supported: 'head_dim' is a per-layer attribute and may vary"),
-        ("glm4v", {}, "image models of type 'glm4v' are not supported; supported are qwen2_5_vl, qwen3_vl, qwen3_5"),
         ("olmo_hybrid", {}, "layers of type linear_attention are not supported for 'olmo_hybrid'; supported are full_attention, sliding_"),
         ("qwen3_next", {}, r"'qwen3_next' is a mixture of experts \(num_experts=512\)"),
         ("xlstm", {}, "the layers of 'xlstm' are not supported: 'xLSTMConfig' object has no attribute 'num_attention_heads'"),
         ("t5", {}, "'t5' has an encoder"),
         ("mixtral", {}, r"'mixtral' is a mixture of experts \(num_(local_)?experts=8\)"),
-        ("mamba", {}, "layers of type linear_attention are not supported for 'mamba'; supported are full_attention, sliding_attention"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary type 'dynamic' changes with"),
-        (
-            "gemma3_text",
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}}},
-            "rotary type 'dynamic' changes with",
-        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_its_configuration(model_type: str, settings: dict[str, Any], reason: str) -> None:
@@ -107,83 +78,69 @@ def test_what_cannot_work_is_refused_by_its_configuration(model_type: str, setti
         family_of("folder", AutoConfig.for_model(model_type, **settings))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [
-        ("gpt2", "no attention linear that LoRA can train; known are q_proj, .*, found lm_head|no linear layer at all"),
-        ("phi", r"its output projection is Linear\(.*bias=True\); Tinsmith needs a linear layer without a bias"),
-    ],
-)
-def test_what_cannot_work_is_refused_by_its_layers(model_type: str, reason: str, tmp_path: Path) -> None:
-    write_decoder(model_type, tmp_path)
-    with pytest.raises(ConfigError, match=reason):
+def test_an_output_projection_with_a_bias_is_refused(tmp_path: Path) -> None:
+    write_decoder("phi", tmp_path)
+    with pytest.raises(ConfigError, match=r"its output projection is Linear\(.*bias=True\); Tinsmith needs a linear layer without a bias"):
         load(tmp_path)
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use auto, cpu, cuda or cuda:N"):
-        pick_device("tpu")
     remedy = r"name one of cuda:0 to cuda:\d+, or" if torch.cuda.is_available() else "leave --device out, or use --device cpu$"
-    with pytest.raises(ConfigError, match=rf"^device='cuda:99': .*{remedy}"):
-        pick_device("cuda:99")
+    for device, message in (("tpu", "use auto, cpu, cuda or cuda:N"), ("cuda:99", rf"^device='cuda:99': .*{remedy}")):
+        with pytest.raises(ConfigError, match=message):
+            pick_device(device)
 
 
 def test_a_context_beyond_the_models_own_is_refused(family_dir: Callable[[str], Path]) -> None:
     """Also where its sizes alone are asked for."""
     source = str(family_dir("qwen3"))
     limit = json.loads((family_dir("qwen3") / "config.json").read_text())["max_position_embeddings"]
-    assert [size_of(source, ModelsConfig(max_context=wanted)).max_context for wanted in (0, 77)] == [limit, 77]
-    assert load(family_dir("qwen3"), max_context=77).max_context == 77
-    with pytest.raises(ConfigError, match=f"max_context={limit + 1} is more than .* was built for: {limit} tokens"):
-        size_of(source, ModelsConfig(max_context=limit + 1))
-    with pytest.raises(ConfigError, match=f"max_context={limit + 1} is more than tiny was built for"):
-        load(family_dir("qwen3"), max_context=limit + 1)
+    assert load(family_dir("qwen3"), max_context=77).max_context == size_of(source, ModelsConfig(max_context=77)).max_context == 77
+    for read in (
+        lambda wanted: size_of(source, ModelsConfig(max_context=wanted)),
+        lambda wanted: load(family_dir("qwen3"), max_context=wanted),
+    ):
+        assert read(0).max_context == limit
+        with pytest.raises(ConfigError, match=f"max_context={limit + 1} is more than .* was built for"):
+            read(limit + 1)
 
 
-def test_weights_that_the_files_lack_are_never_made_at_random(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    model = Path(shutil.copytree(family_dir("qwen3"), tmp_path / "model"))
+def damage_config(model: Path, **changes: Any) -> None:
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | changes))
+
+
+def lose_a_weight(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
-    lost = min(name for name in tensors if name.endswith("mlp.up_proj.weight"))
-    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=rf"model: its weights lack {re.escape(lost)}, which a qwen3 of its config.json has;"):
-        load(model)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"intermediate_size": 80},
-            r"its weights hold \S+down_proj.weight of shape \[64, \d+\], and a qwen3 of its config.json has \[64, 80\];",
-        ),
-        ({"tie_word_embeddings": False}, "its weights lack lm_head.weight, which a qwen3 of its config.json has;"),
-    ],
-)
-def test_a_configuration_of_other_weights_is_named_with_a_remedy(
-    settings: dict[str, Any], message: str, family_dir: Callable[[str], Path], tmp_path: Path
-) -> None:
-    model = Path(shutil.copytree(family_dir("qwen3"), tmp_path / "model"))
-    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | settings))
-    with pytest.raises(ConfigError, match=message) as refused:
-        load(model)
-    assert "\n" not in str(refused.value)
-
-
-def test_pickled_garbage_is_named_with_a_remedy(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    model = Path(shutil.copytree(family_dir("qwen3"), tmp_path / "model"))
+def pickle_garbage(model: Path) -> None:
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(b"garbage")
-    with pytest.raises(ConfigError, match=r"model: transformers cannot load it as a decoder: .*; download config.json and weights"):
-        load(model)
 
 
-def test_a_network_that_cannot_be_made_is_named_with_a_remedy(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
+    (lose_a_weight, r": its weights lack model\.layers\.0\.mlp\.up_proj\.weight, which a qwen3 of its config.json has;"),
+    (partial(damage_config, intermediate_size=80), r": its weights hold \S+down_proj.weight of shape \[64, \d+\], and a qwen3 of its"),
+    (partial(damage_config, tie_word_embeddings=False), ": its weights lack lm_head.weight, which a qwen3 of its config.json has;"),
+    (pickle_garbage, ": transformers cannot load it as a decoder: .*; download config.json and weights"),
+    (partial(damage_config, num_attention_heads=0, head_dim=None), "(/config.json cannot be used)?: .*; "),
+    (partial(damage_config, hidden_act="none at all"), "(/config.json cannot be used)?: .*; "),
+    (partial(damage_config, hidden_size="wide", layer_types=7), "/config.json cannot be used: "),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_weights_that_are_not_those_of_the_configuration_are_never_made_at_random(
+    damage: Callable[[Path], Any], message: str, family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Nor does anything else of a network that cannot be made end in more than a line with a remedy."""
     model = Path(shutil.copytree(family_dir("qwen3"), tmp_path / "model"))
-    config = json.loads((model / "config.json").read_text())
-    for damage in ({"num_attention_heads": 0, "head_dim": None}, {"hidden_size": -1}, {"hidden_act": "none at all"}):
-        (model / "config.json").write_text(json.dumps(config | damage))
-        with pytest.raises(ConfigError, match=f"^{model}(/config.json cannot be used)?: .*; "):
-            size_of(str(model), ModelsConfig())
+    damage(model)
+    with pytest.raises(ConfigError, match=f"model{message}") as refused:
+        load(model)
+    assert "\n" not in str(refused.value)
 
 
 def test_code_of_a_model_is_never_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +166,3 @@ def test_files_that_the_libraries_cannot_use_are_named(family_dir: Callable[[str
     (model / "preprocessor_config.json").write_text(json.dumps({"size": "large", "patch_size": [], "image_mean": {}}))
     with pytest.raises(ConfigError, match=r"its image processor, .*, does not compute what .* \(\w+Error: .*\); copy that"):
         LocalProcessor(str(model))
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": "wide", "layer_types": 7}))
-    with pytest.raises(ConfigError, match=r"model/config\.json cannot be used: "):
-        read_config(str(model))

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.bases import load
 from tinsmith.errors import ConfigError
-from tinsmith.models import fingerprint
 from tinsmith.models.files import holds_weights, local_directory
 from tinsmith.models.fingerprint import compute_fingerprint, fingerprint_of
 
@@ -23,14 +22,9 @@ def model(family_dir: Callable[[str], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(family_dir("qwen3"), tmp_path / "model"))
 
 
-def test_it_is_that_of_the_files_and_not_of_how_they_are_served(model: Path) -> None:
+def test_it_is_that_of_the_files_however_they_are_served_named_and_cut(model: Path, tmp_path: Path) -> None:
     expected = fingerprint_of(model)
-    assert len(expected) == 64
     assert [load(model, dtype=dtype).fingerprint for dtype in ("float32", "bfloat16")] == [expected] * 2
-
-
-def test_neither_directory_nor_sharding_change_it(model: Path, tmp_path: Path) -> None:
-    expected = fingerprint_of(model)
     tensors = load_file(model / "model.safetensors")
     cut = tmp_path / "cut"
     cut.mkdir()
@@ -47,29 +41,21 @@ def test_its_value_stays_from_version_to_version(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     content = tensors["b"].numpy().tobytes()
     expected = hashlib.sha256()
-    for label, blocks in (
-        ('["a", "BF16", [1, 1]]', [b"\xc0\x3f"]),
-        ('["b", "I32", [5242880]]', [content[: 2**24], content[2**24 :]]),
-    ):
+    whole = {'["a", "BF16", [1, 1]]': [b"\xc0\x3f"], '["b", "I32", [5242880]]': [content[: 2**24], content[2**24 :]]}
+    for label, blocks in whole.items():
         expected.update(json.dumps([label, *(hashlib.sha256(block).hexdigest() for block in blocks)]).encode())
     assert fingerprint_of(tmp_path) == expected.hexdigest()
 
 
-@pytest.mark.parametrize("change", ["value", "name", "precision", "shape"])
-def test_any_other_weights_have_another(model: Path, change: str) -> None:
-    expected = fingerprint_of(model)
+def test_any_other_weights_have_another(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     name = next(iter(tensors))
     tensor = tensors.pop(name)
-    if change == "value":
-        tensor.view(-1)[0] += 1
-    elif change == "precision":
-        tensor = tensor.view(torch.int32)
-    elif change == "shape":
-        tensor = tensor.reshape(-1)
-    tensors["other" if change == "name" else name] = tensor
-    save_file(tensors, model / "model.safetensors")
-    assert fingerprint_of(model) != expected
+    found = {fingerprint_of(model)}
+    for changed, other in ((name, tensor + 1), ("other", tensor), (name, tensor.view(torch.int32)), (name, tensor.reshape(-1))):
+        save_file(tensors | {changed: other}, model / "model.safetensors")
+        found.add(fingerprint_of(model))
+    assert len(found) == 5
 
 
 def test_weights_without_safetensors_have_one_too(tmp_path: Path) -> None:
@@ -87,26 +73,10 @@ def test_what_is_missing_or_damaged_is_named(model: Path) -> None:
         fingerprint_of(model)
     (model / "model.safetensors").unlink()
     assert not holds_weights(model)
-    with pytest.raises(ConfigError, match="holds no weights"):
-        fingerprint_of(model)
-    (model / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"index\.json is damaged"):
-        fingerprint_of(model)
-
-
-def test_whoever_asks_for_one_that_cannot_be_computed_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pytorch_model.bin").symlink_to(tmp_path / "gone")  # as in a cache of the Hub that was cleaned by hand
     assert local_directory("nobody/nothing") is None
-    for source, reason in (
-        (str(tmp_path), r"pytorch_model.bin is missing or damaged .*; download the model again"),
-        ("nobody/nothing", r"nobody/nothing are not in the cache"),
-    ):
+    for source, reason in ((str(model), "holds no weights"), ("nobody/nothing", "nobody/nothing are not in the cache")):
         with pytest.raises(ConfigError, match=reason):
             compute_fingerprint(source).result(60)
-
-    def run_out(directory: Path) -> str:
-        raise MemoryError
-
-    monkeypatch.setattr(fingerprint, "fingerprint_of", run_out)
-    with pytest.raises(MemoryError):
-        compute_fingerprint(str(tmp_path)).result(60)
+    (model / "pytorch_model.bin").symlink_to(model / "gone")  # as in a cache of the Hub that was cleaned by hand
+    with pytest.raises(ConfigError, match=r"pytorch_model.bin is missing or damaged .*; download the model again"):
+        compute_fingerprint(str(model)).result(60)

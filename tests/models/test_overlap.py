@@ -1,4 +1,7 @@
-"""Kernels that start before the kernels ahead have ended: what they touch before they wait for them.
+"""Kernels that start before the kernels ahead have ended: what they touch before they wait for them, read from their code for a GPU.
+
+Triton compiles it here without a GPU, in a process that does not interpret kernels: `python -m tests.models.test_overlap` prints a line for
+each, its name, whether it waits, and how it accesses memory before that.
 
 Invariant: A kernel that starts before the ones ahead have ended touches nothing but weights of a base model until it has waited for them;
 in a captured step it gets what they compute.
@@ -11,6 +14,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,40 +24,79 @@ from tests.preloaded import REAL_PYTHON
 from tinsmith.models.overlap import MOST_ROWS, overlapping
 
 ROOT = Path(__file__).parents[2]
+ACCESSES = ("ld.global", "st.global", "cp.async", "red.global", "atom.global")
+INTEGERS = {"columns": "*i64", "tiles": "*i32", "table": "*i32", "lengths": "*i32"}
+NUMBERS = ("rows", "outputs", "heads", "inputs", "width", "targets", "share", "splits", "tokens")
+WIDE = ("reduced", "parts", "weights", "cos", "sin", "decay", "d_decay", "d_a_log")
+"""Tensors of float32; the others are of bfloat16."""
+
+CONSTANTS = {
+    name: value
+    for value, names in {
+        False: "ZERO_CENTRED",
+        True: "NORMS HAS_NORM ADDS HAS_BIAS EVEN STORES OVERLAPS",
+        2: "GROUP PARTS",
+        4: "SPLITS",
+        8: "HEADS KV_HEADS SPLITS_PADDED",
+        16: "GROUP_PADDED BLOCK ROWS",
+        20: "WINDOW",
+        32: "ALPHA CHUNK",
+        64: "PAIRS OUTPUTS TILE",
+        128: "WIDTH PADDED HEAD_DIM HEAD_PADDED STEP",
+        1024: "COLUMNS NUMBERS",
+        2048: "INPUTS",
+    }.items()
+    for name in names.split()
+}
+OF_ONE_ROW = {"PADDED": 2048, "STEP": 1024, "OUTPUTS": 4}
+"""Which are other ones there."""
 
 
-@pytest.fixture(scope="module")
-def accesses() -> dict[str, tuple[bool, list[str]]]:
-    """Of each kernel, whether it waits, and the lines of its code that access memory before."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [REAL_PYTHON, "-m", "tests.models.overlapping"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return {name: (waits, lines) for name, waits, lines in map(json.loads, done.stdout.splitlines())}
-
-
-@pytest.mark.slow  # these two compile every kernel for a GPU, which `make test-slow` does in CI
-def test_all_kernels_that_overlap_are_looked_at(accesses: dict[str, tuple[bool, list[str]]]) -> None:
-    found = set()
-    for path in (ROOT / "tinsmith").rglob("*_kernels.py"):
+def kernels() -> dict[str, Any]:
+    """All that have the parameter `OVERLAPS`."""
+    found = {}
+    for path in sorted((ROOT / "tinsmith").rglob("*_kernels.py")):
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         for name, value in vars(module).items():
             function = getattr(value, "fn", None)
             if inspect.isfunction(function) and "OVERLAPS" in inspect.signature(function).parameters:
-                found.add(f"{path.stem}.{name}")
-    assert found == set(accesses)
+                found[f"{path.stem}.{name}"] = value
+    return found
 
 
-@pytest.mark.slow
-def test_nothing_but_weights_is_touched_before_the_wait(accesses: dict[str, tuple[bool, list[str]]]) -> None:
-    for name, (waits, lines) in accesses.items():
+def signature(kernel: Any) -> dict[str, str]:
+    """The types of a kernel's parameters, by its annotations and their names."""
+    found = {}
+    for name, parameter in inspect.signature(kernel.fn).parameters.items():
+        if "constexpr" in str(parameter.annotation):
+            found[name] = "constexpr"
+        elif name in ("eps", "scale"):
+            found[name] = "fp32"
+        elif name in NUMBERS or name.endswith(("_stride", "_token", "_head")):
+            found[name] = "i32"
+        else:
+            found[name] = INTEGERS.get(name, "*fp32" if name in WIDE else "*bf16")
+    return found
+
+
+@pytest.mark.slow  # compiles every kernel for a GPU, which `make test-slow` does in CI
+def test_nothing_but_weights_is_touched_before_the_wait() -> None:
+    """By any kernel that overlaps."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [REAL_PYTHON, "-m", "tests.models.test_overlap"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = set()
+    for name, waits, lines in map(json.loads, done.stdout.splitlines()):
+        found.add(name)
         assert waits, name
         if name == "one_row_kernels._multiply":
             assert lines
             assert all("ld.global" in line and "evict_first" in line for line in lines)  # which only tiles of the matrix are
         else:
             assert lines == [], name
+    assert found == set(kernels())
 
 
 def test_where_kernels_overlap() -> None:
@@ -61,3 +104,22 @@ def test_where_kernels_overlap() -> None:
     assert overlapping(torch.device("cpu"), 1) == {"OVERLAPS": False}
     assert overlapping(torch.device(DEVICE), MOST_ROWS) == ({"OVERLAPS": True, "launch_pdl": True} if hopper else {"OVERLAPS": False})
     assert overlapping(torch.device(DEVICE), MOST_ROWS + 1) == {"OVERLAPS": False}
+
+
+def main() -> None:
+    """Compile and print."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for name, kernel in kernels().items():
+        types, constants = signature(kernel), CONSTANTS | (OF_ONE_ROW if name.startswith("one_row") else {})
+        given = {place: constants[parameter] for place, parameter in enumerate(types) if types[parameter] == "constexpr"}
+        source = ASTSource(kernel, types, constexprs={(place,): value for place, value in given.items()})
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"launch_pdl": True}).asm["ptx"]
+        before, wait, _ = code.partition("griddepcontrol.wait")
+        print(json.dumps([name, bool(wait), [line.strip() for line in before.splitlines() if any(access in line for access in ACCESSES)]]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """Layers that are computed again, and inputs that wait in host memory: the same bits, and less is kept.
 
 Invariant: Recomputed layers and inputs in host memory change no bit of a gradient; estimates are close to the bytes that passes take.
-Also: `tests/models/test_pass_memory.py`, `tests/training/test_efforts.py`.
+Also: `tests/training/test_pass_failures.py`.
 """
 
 from collections.abc import Callable
@@ -9,19 +9,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.bases import load, new_ref, random_adapter, renderer, text
-from tests.extent import families
+from tests.bases import datum, load, new_ref, random_adapter, random_tokens, renderer, text, write_family
+from tests.counted_memory import CountedMemory
+from tests.extent import families, slow
+from tests.models.published import SERVED
 from tests.models.test_decoder import row_of, run
+from tests.training.test_backend import backend_with
+from tinsmith.config import ModelsConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights
+from tinsmith.models.pass_memory import Effort, PassMemory, pass_memory_of
 from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack
+from tinsmith.training.packed_pass import run_packed
 
 pytestmark = pytest.mark.usefixtures("two_threads")  # their sums must not depend on what else is computed either
 
-FAMILIES = ["llama", "qwen3", "olmo", "gemma2", "gemma", "gpt_neox", "qwen3_vl", "qwen3_5"]
+FAMILIES = ["qwen3", "olmo", "gemma2", "gemma", "gpt_neox", "qwen3_vl", "qwen3_5"]
 
 
 def assert_equal_bits(base: BaseModel, owners: list[Weights]) -> None:
@@ -48,17 +56,18 @@ def full_weights(base: BaseModel) -> FullWeights:
 @pytest.mark.parametrize("kind", ["adapters", "full weights"])
 @pytest.mark.parametrize("family", families(FAMILIES))
 def test_weights_get_the_same_bits(family_base: Callable[[str], BaseModel], family: str, kind: str) -> None:
+    """The backward puts full weights into the layers again while it computes; then they are no part of the base."""
     base = family_base(family)
+    before = [parameter.data_ptr() for parameter in base.network.parameters()]
     adapters = [random_adapter(base, seed=1), random_adapter(base, rank=8, seed=2)]
     assert_equal_bits(base, [*adapters] if kind == "adapters" else [full_weights(base)] * 2)
+    assert [parameter.data_ptr() for parameter in base.network.parameters()] == before
 
 
-def test_inputs_that_wait_in_pieces_come_back_as_they_were(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_that_wait_in_pieces_come_back_as_they_were_also_in_bfloat16(
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tinsmith.models.recompute.HOST_PIECE", 1000)
-    assert_equal_bits(text_base, [random_adapter(text_base, seed=1), random_adapter(text_base, seed=2)])
-
-
-def test_bfloat16_gives_the_same_bits_too(family_dir: Callable[[str], Path]) -> None:
     base = load(family_dir("qwen3"), dtype="bfloat16")
     assert_equal_bits(base, [random_adapter(base, seed=1), random_adapter(base, seed=2)])
 
@@ -77,8 +86,51 @@ def test_passes_without_gradients_and_passes_that_fail_leave_nothing_switched_on
     assert text_base.recomputed_layers.full is None
 
 
-def test_full_weights_are_no_part_of_a_base_after_a_backward(text_base: BaseModel) -> None:
-    """Which puts them into the layers again while it computes."""
-    before = {name: parameter.data_ptr() for name, parameter in text_base.network.named_parameters()}
-    run(text_base, [full_weights(text_base)], recompute=text_base.text_config.num_hidden_layers)
-    assert {name: parameter.data_ptr() for name, parameter in text_base.network.named_parameters()} == before
+TOKENS, CHUNK = 512, 64
+WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+"""Sizes of which a row is most of a pass, as it is of real models."""
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_text", "ernie4_5", *slow("llama")])  # qwen3 has all that llama has
+def wide_base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
+    """A tiny model of four layers whose row is wide."""
+    directory: Path = tmp_path_factory.mktemp("wide")
+    write_family(request.param, directory)
+    config = AutoConfig.from_pretrained(directory)
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] if request.param == "qwen3_5_text" else None
+    for name, value in (WIDE | {"layer_types": kinds or ["full_attention"] * 4}).items():
+        setattr(config, name, value)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return load(directory, device="cpu")
+
+
+def memory_of(base: BaseModel) -> PassMemory:
+    """The estimate for a loaded model."""
+    return pass_memory_of(base.layout, base.text_config, base.dtype)
+
+
+def test_the_peak_of_a_pass_is_estimated_to_a_fifth(wide_base: BaseModel) -> None:
+    backend, memory, peaks = backend_with(wide_base, a=4), memory_of(wide_base), []
+    work = [datum("a", renderer(wide_base).render([random_tokens(seed, TOKENS // 2)])) for seed in range(2)]
+    for recompute in (0, 3):
+        effort = Effort(recompute)
+        with CountedMemory(wide_base.network.parameters()) as counted:
+            run_packed(wide_base, work, [backend.optimizers["a"]] * 2, True, CHUNK, effort)
+        backend.clear_gradients("a")
+        assert 0.8 < memory.bytes(TOKENS, CHUNK, effort) / counted.peak < 1.2, recompute
+        peaks.append(counted.peak)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> PassMemory:
+    """The estimate for Qwen3.5-4B on a GPU."""
+    return size_of(str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), ModelsConfig(device="cpu", dtype="bfloat16")).passes
+
+
+def test_no_more_is_recomputed_than_the_memory_asks_for(published: PassMemory) -> None:
+    sizes = [published.bytes(8192, 1024, Effort(count)) for count in range(published.smallest.recompute + 1)]
+    assert sizes == sorted(sizes, reverse=True)
+    for recompute in (0, 3, published.smallest.recompute):
+        assert published.effort_for(8192, 1024, sizes[recompute]) == Effort(recompute)
+    assert published.effort_for(8192, 1024, sizes[-1] - 1) is None

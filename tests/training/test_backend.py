@@ -17,17 +17,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.bases import datum, new_ref, picture_chunks, random_tokens, renderer, text
+from tests.bases import datum, new_ref, picture_chunks, random_tokens, renderer
 from tests.extent import amount
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import Adapter
+from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.training.losses import LOSSES
-from tinsmith.training.optimizer import ModelOptimizer
 
 STEP = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)
 
@@ -67,11 +65,8 @@ def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor], bound: flo
 
 
 def assert_each_alone(backend: LocalBackend, work: Sequence[DatumWork], hybrid: bool = False) -> None:
-    """In one pass data have the log-probabilities, and models the gradients, of passes with one datum each.
-
-    Chunks of a delta net begin elsewhere in a packed row, and its sums are rounded otherwise.
-    """
-    bound = 1e-4 if hybrid else 1e-5
+    """In one pass data have the log-probabilities, and models the gradients, of passes with one datum each."""
+    bound = 1e-4 if hybrid else 1e-5  # chunks of a delta net begin elsewhere in a packed row, and its sums are rounded otherwise
     alone = [result for item in work for result in compute(backend, [item])]
     expected = {name: gradients(backend, name) for name in {item.model_id for item in work}}
     for one, together in zip(alone, compute(backend, work), strict=True):
@@ -80,7 +75,7 @@ def assert_each_alone(backend: LocalBackend, work: Sequence[DatumWork], hybrid: 
         assert_same(gradients(backend, name), wanted, bound)
 
 
-@pytest.mark.parametrize(("family", "examples"), [("qwen3", 8), ("qwen3_5", amount(4, 100))])
+@pytest.mark.parametrize(("family", "examples"), [("qwen3", amount(4, 20)), ("qwen3_5", amount(3, 100))])
 def test_packed_equals_one_by_one(family_base: Callable[[str], BaseModel], family: str, examples: int) -> None:
     base = family_base(family)
     backend, render = backend_with(base, a=4, b=8), renderer(base)
@@ -100,7 +95,6 @@ def test_packed_equals_one_by_one(family_base: Callable[[str], BaseModel], famil
     [
         ("qwen3", {"a": 4, "b": 16}),
         ("qwen3", {"a": 0, "lora": 4, "b": 0, "other": 8}),
-        ("llama", {"a": 0}),
         ("qwen3_vl", {"a": 4}),
         ("qwen3_vl", {"a": 0}),
         ("qwen2_5_vl", {"a": 4}),
@@ -126,8 +120,7 @@ def test_targets_of_different_width_share_a_pass(text_base: BaseModel) -> None:
     rendered = [render.render([random_tokens(i, 6)]) for i in range(3)]
     widths = [None, generator.integers(0, 2048, (6, 3)), generator.integers(0, 2048, (6, 1))]
     work = [datum("a", own, i, targets) for i, (own, targets) in enumerate(zip(rendered, widths, strict=True))]
-    assert [result.logprobs.shape for result in compute(backend, work)] == [(6,), (6, 3), (6, 1)]
-    backend.clear_gradients("a")
+    assert [result.logprobs.shape for result in compute(backend_with(text_base, a=4), work)] == [(6,), (6, 3), (6, 1)]
     assert_each_alone(backend, work)
 
 
@@ -151,43 +144,6 @@ def test_results_are_those_of_their_datums_whatever_losses_share_a_row(text_base
         assert set(result.metrics) == set(item.loss.metrics)
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations that compute or copy something. Of those that take memory, the one numbered `fails` finds none."""
-
-    def __init__(self, fails: int = 0) -> None:
-        begin: Any = super().__init__
-        begin()
-        self.fails = fails
-        self.count: int = 0
-        self.taking_memory: int = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not function.is_view:
-            self.count += 1
-            if not function.name().split("::")[1].split(".")[0].endswith("_"):
-                self.taking_memory += 1
-                if self.taking_memory == self.fails:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("names", [("cross_entropy",), ("gspo",), ("stable_reinforce", "ppo")])
-def test_many_datums_take_as_many_operations_as_few(text_base: BaseModel, names: tuple[str, ...]) -> None:
-    backend, render = backend_with(text_base, a=4, b=4), renderer(text_base)
-    backend.config.logits_chunk = 1024  # more than there are positions
-
-    def operations(datums: int) -> int:
-        work = [datum("ab"[i % 2], render.render([random_tokens(i, 8)]), i) for i in range(datums)]
-        with Operations() as counted:
-            compute(backend, [with_loss(item, names[i // 2 % len(names)]) for i, item in enumerate(work)])
-        for name in "ab":
-            backend.clear_gradients(name)
-        return int(counted.count)
-
-    operations(8)
-    assert operations(64) == operations(8)
-
-
 def test_many_targets_of_one_model_cost_another_no_memory(text_base: BaseModel) -> None:
     backend, render = backend_with(text_base, a=4, b=4), renderer(text_base)
     wide = np.zeros((1, 2**18), dtype=np.int64)
@@ -200,20 +156,15 @@ def test_many_targets_of_one_model_cost_another_no_memory(text_base: BaseModel) 
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_a_pass_without_gradients_gives_the_same_bits_and_leaves_gradients_alone(
-    family_base: Callable[[str], BaseModel], family: str
-) -> None:
-    base = family_base(family)
-    backend, render = backend_with(base, a=4), renderer(base)
-    chunks = picture_chunks(base, 2, 6) if base.family.takes_images else [random_tokens(1, 12)]
-    work = [datum("a", render.render([random_tokens(0, 8)])), datum("a", render.render(chunks))]
+def test_a_pass_without_gradients_gives_the_same_bits_and_leaves_gradients_alone(hybrid_base: BaseModel) -> None:
+    backend, render = backend_with(hybrid_base, a=4), renderer(hybrid_base)
+    work = [datum("a", render.render([random_tokens(0, 8)])), datum("a", render.render(picture_chunks(hybrid_base, 2, 6)))]
     trained = compute(backend, work)
-    before = [g.clone() for g in backend.optimizers["a"].gradients or []]
+    before = [gradient.clone() for gradient in backend.optimizers["a"].gradients or []]
     for result, scored in zip(trained, backend.run_pass(work, backward=False).results, strict=True):
         assert scored is not None
         np.testing.assert_array_equal(scored.logprobs, result.logprobs)
-    assert_same(backend.optimizers["a"].gradients or [], before)
+    assert_same(gradients(backend, "a"), before)
 
 
 @pytest.mark.parametrize(("family", "rank"), [("qwen3", 4), ("qwen3", 0), ("qwen3_5", 4)])
@@ -242,7 +193,7 @@ def test_training_changes_nothing_of_base_neighbours_and_snapshots(vision_base: 
     inputs = [render.render([random_tokens(1, 17)]), render.render(picture_chunks(base, 3, 6))]
     idle = [datum(name, own) for own in inputs for name in ("idle", "idle_full")]
     scored = compute(backend, idle)
-    kept = {name: [tensor.clone() for tensor in backend.optimizers[name].weights.tensors()] for name in ("idle", "idle_full")}
+    kept = [tensor.clone() for item in idle for tensor in backend.optimizers[item.model_id].weights.tensors()]
     snapshots = {name: backend.snapshot(name, new_ref()) for name in ("lora", "full")}
     frozen = {name: [tensor.clone() for tensor in snapshot.tensors()] for name, snapshot in snapshots.items()}
     for _ in range(2):
@@ -252,8 +203,8 @@ def test_training_changes_nothing_of_base_neighbours_and_snapshots(vision_base: 
     after = base.network.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert not any(parameter.requires_grad for parameter in base.network.parameters())
-    for name, tensors in kept.items():
-        assert all(torch.equal(a, b) for a, b in zip(tensors, backend.optimizers[name].weights.tensors(), strict=True))
+    now = [tensor for item in idle for tensor in backend.optimizers[item.model_id].weights.tensors()]
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
     for name, tensors in frozen.items():
         assert all(torch.equal(a, b) for a, b in zip(tensors, snapshots[name].tensors(), strict=True))
         assert not any(torch.equal(a, b) for a, b in zip(tensors, backend.optimizers[name].weights.tensors(), strict=True))
@@ -261,21 +212,21 @@ def test_training_changes_nothing_of_base_neighbours_and_snapshots(vision_base: 
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
-@pytest.mark.parametrize("rank", [4, 0])
-def test_a_model_that_is_deleted_frees_its_tensors(text_base: BaseModel, rank: int) -> None:
-    backend = LocalBackend(text_base, TrainingConfig())
-    backend.create_model("gone", LoraShape(rank, seed=0))
-    for seed in range(2):
-        if seed:
-            backend.optim_step("gone", STEP)
-        compute(backend, [datum("gone", renderer(text_base).render([random_tokens(seed, 9)]))])
-    optimizer = backend.optimizers["gone"]
-    assert isinstance(optimizer, ModelOptimizer)
-    moments = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
-    held = [*optimizer.weights.leaves(), *optimizer.weights.buffers(), *moments, *(optimizer.totals or [])]
-    alive = [weakref.ref(tensor) for tensor in held]
-    del optimizer, held, moments
-    backend.delete_model("gone")
+def test_a_model_that_is_deleted_frees_its_tensors(text_base: BaseModel) -> None:
+    names = ("lora", "full")
+    backend = backend_with(text_base, lora=4, full=0)
+    work = [datum(name, renderer(text_base).render([random_tokens(0, 9)])) for name in names]
+    compute(backend, work)
+    alive: list[weakref.ref[Tensor]] = []
+    for name in names:
+        backend.optim_step(name, STEP)
+    compute(backend, work)
+    for name in names:
+        optimizer: Any = backend.optimizers[name]
+        held = [*optimizer.weights.leaves(), *optimizer.weights.buffers(), *optimizer.moments().values(), *optimizer.totals]
+        alive += [weakref.ref(tensor) for tensor in held]
+        del optimizer, held
+        backend.delete_model(name)
     gc.collect()
     assert not [tensor for tensor in alive if tensor() is not None]
 
@@ -285,27 +236,10 @@ def test_a_model_that_is_deleted_frees_its_tensors(text_base: BaseModel, rank: i
     [
         (LoraShape(2, 0), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}),
         (LoraShape(2, 0, train_unembed=False, train_mlp=False), {"q_proj", "k_proj", "v_proj", "o_proj"}),
-        (LoraShape(2, 0, train_unembed=False, train_attn=False), {"gate_proj", "up_proj", "down_proj"}),
-        (LoraShape(2, 0, train_mlp=False, train_attn=False), {"lm_head"}),
+        (LoraShape(2, 0, train_attn=False), {"gate_proj", "up_proj", "down_proj", "lm_head"}),
     ],
 )
 def test_the_client_chooses_what_is_trained(vision_base: BaseModel, shape: LoraShape, trained: set[str]) -> None:
-    backend = LocalBackend(vision_base, TrainingConfig())
-    backend.create_model("a", shape)
-    names = backend.optimizers["a"].weights.masters
+    names = new_adapter(shape, vision_base.layout, vision_base.device, vision_base.dtype).masters
     assert {name.rpartition(".")[2] for name in names} == trained
     assert not any("visual" in name for name in names)
-
-
-@pytest.mark.parametrize("train_unembed", [True, False])
-def test_it_learns_a_sentence_with_and_without_the_head(text_base: BaseModel, train_unembed: bool) -> None:
-    sentence = text_base.tokenizer("The tinsmith mends one small kettle.")["input_ids"]
-    backend = LocalBackend(text_base, TrainingConfig())
-    backend.create_model("a", LoraShape(16, 0, train_unembed=train_unembed))
-    rendered = renderer(text_base).render([text(*sentence[:-1])])
-    work = [datum("a", rendered, targets=np.array(sentence[1:], dtype=np.int64))]
-    work[0].loss_inputs["weights"][:] = 1.0
-    for _ in range(60):
-        (result,) = compute(backend, work)
-        backend.optim_step("a", STEP)
-    assert result.loss / len(rendered) < 0.05

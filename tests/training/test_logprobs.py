@@ -1,7 +1,6 @@
 """Chunked log-probabilities against the plain formula, values and gradients."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,14 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.bases import DEVICE
+from tests.extent import amount
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, LoraPair, Segment
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.training import logprobs
 from tinsmith.training.logprobs import target_logprobs
 
 HIDDEN, VOCABULARY, RANK = 12, 40, 3
@@ -44,7 +41,7 @@ def plain_logprobs(hidden: Tensor, head: Tensor, adapter: Adapter | None, target
     return (hidden @ weight.t()).log_softmax(-1).gather(-1, targets)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=amount(20, 60), deadline=None)
 @given(
     tokens=st.integers(1, 17),
     width=st.integers(1, 4),
@@ -70,26 +67,22 @@ def test_values_and_gradients_equal_the_plain_formula(
 
     got = target_logprobs(hidden, head, targets, segments, chunk, keep, grad.ne(0).any(-1).cpu().numpy() if said else None)
     expected = torch.cat([plain_logprobs(hidden[s.start : s.end], head, s.adapter, targets[s.start : s.end]) for s in segments])
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-
     leaves = [hidden, head, *first.leaves(), *last.leaves()]
-    ours = torch.autograd.grad(got, leaves, grad, allow_unused=True)
-    plain = torch.autograd.grad(expected, leaves, grad, allow_unused=True)
+    ours, plain = ([out, *torch.autograd.grad(out, leaves, grad, materialize_grads=True)] for out in (got, expected))
     for mine, other in zip(ours, plain, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+        assert (mine - other).norm() <= 2e-5 * (other.norm() + 1)  # for one number, rounding has no such bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("chunk", "keep"), [(8, 8), (8, 0), (2, 0), (2, 4)])
+@pytest.mark.parametrize(("chunk", "keep"), [(8, 8), (8, 0), (2, 4)])
 def test_a_nan_stays_with_its_rows_and_its_adapter(chunk: int, keep: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(6, HIDDEN, dtype=dtype, requires_grad=True), torch.randn(VOCABULARY, HIDDEN, dtype=dtype)
     targets = torch.randint(0, VOCABULARY, (6, 1))
     sick, well = head_adapter(0, dtype), head_adapter(1, dtype)
-    segments = [Segment(0, 3, sick), Segment(3, 6, well)]
 
     def run() -> tuple[Tensor, ...]:
-        got = target_logprobs(hidden, head, targets, segments, chunk, keep)
+        got = target_logprobs(hidden, head, targets, [Segment(0, 3, sick), Segment(3, 6, well)], chunk, keep)
         return got, *torch.autograd.grad(got.sum(), [hidden, *well.leaves()])
 
     expected = run()
@@ -146,44 +139,3 @@ def test_bfloat16_is_no_further_off_than_a_softmax_in_float32(width: int) -> Non
     ours = of(lambda h, w: target_logprobs(h, w, targets, [Segment(0, 200, None)], 64, 256), torch.bfloat16)
     for mine, other, want in zip(ours, usual, exact, strict=True):
         assert (mine - want).abs().mean().item() <= 1.05 * other  # gradients of both round dz and the products once
-
-
-def test_bfloat16_logits_are_never_copied_to_float32_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "PIECE", 4 * VOCABULARY)
-    monkeypatch.setattr(logprobs, "GPU_PIECE", 4 * VOCABULARY)
-
-    class Largest(TorchDispatchMode):
-        """The size of the largest float32 tensor that any operation makes."""
-
-        def __init__(self) -> None:
-            begin: Any = super().__init__
-            begin()
-            self.numbers = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made = function(*args, **(kwargs or {}))
-            for tensor in tree_leaves(made):
-                if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
-                    self.numbers = max(self.numbers, tensor.numel())
-            return made
-
-    hidden = torch.randn(100, 2).bfloat16().requires_grad_()
-    head = torch.randn(VOCABULARY, 2).bfloat16()
-    for width in (1, 2):
-        with Largest() as largest:
-            got = target_logprobs(hidden, head, torch.ones(100, width, dtype=torch.int64), [Segment(0, 100, None)], 50, 100)
-            torch.autograd.grad(got, [hidden], torch.ones(100, width))
-        assert 100 * width <= largest.numbers <= max(4 * VOCABULARY, 100 * width)
-
-
-def test_rows_without_gradient_leave_no_trace_even_where_the_logprob_is_minus_infinity() -> None:
-    hidden = torch.zeros(2, HIDDEN, requires_grad=True)
-    head = torch.zeros(VOCABULARY, HIDDEN)
-    head[1] = float("-inf")
-    with torch.no_grad():
-        hidden[:, 0] = 1.0
-        head[1, 1:] = 0.0
-    got = target_logprobs(hidden, head, torch.tensor([[1], [2]]), [Segment(0, 2, None)], chunk=8)
-    assert got[0, 0] == float("-inf")
-    (grad,) = torch.autograd.grad(got, [hidden], torch.tensor([[0.0], [0.0]]))
-    assert torch.equal(grad, torch.zeros_like(hidden))

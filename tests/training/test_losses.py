@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.extent import amount
 from tests.plain_losses import DEFAULTS, FORMULAS
 from tinsmith.errors import NotBuiltError, UserError
 from tinsmith.training.datum_spans import DatumSpans
@@ -50,10 +51,6 @@ def value_and_gradient(name: str, logprobs: Tensor, inputs: Inputs, **config: fl
     return loss.detach(), gradient
 
 
-def test_defaults_are_those_of_the_table() -> None:
-    assert {name: dict(find_loss(name, {}).config) for name in LOSSES} == {"cross_entropy": {}} | DEFAULTS
-
-
 @pytest.mark.parametrize("shape", [(5,), (5, 3)])
 def test_cross_entropy_is_the_weighted_sum_with_weights_of_any_sign(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -83,7 +80,7 @@ def test_a_policy_loss_equals_plain_torch(
     name: str, config: dict[str, float], given: tuple[str, ...], drift: float, dtype: torch.dtype, bounds: tuple[float, ...]
 ) -> None:
     """Of dro, a mask or weights decide which positions count, whatever advantages and sampled log-probabilities are there."""
-    for seed in range(8):
+    for seed in range(amount(2, 8)):
         logprobs, inputs = policy_inputs(seed, 40, drift)
         generator = torch.Generator().manual_seed(100 + seed)
         inputs |= {key: (torch.rand(40, generator=generator) < 0.5).float() for key in given}
@@ -95,31 +92,10 @@ def test_a_policy_loss_equals_plain_torch(
         torch.testing.assert_close(gradient, torch.autograd.grad(expected, [leaf])[0], rtol=bounds[2], atol=bounds[3])
 
 
-def test_dro_pulls_a_sampled_token_without_advantage_back_and_leaves_padding_alone() -> None:
-    """With beta 0.5: 0.25 · (lp - q)² and its slope. A mask counts a sampled token whose log-probability was exactly 0.
-
-    Without a penalty an impossible token that has no advantage moves nothing.
-    """
-    logprobs, sampled = torch.tensor([-1.0, -INF]), torch.tensor([-3.0, 0.0])
-    inputs = {"logprobs": sampled, "advantages": torch.zeros(2)}
-    loss, gradient = value_and_gradient("dro", logprobs, inputs, beta=0.5)
-    assert (float(loss), gradient.tolist()) == (1.0, [1.0, 0.0])
-    certain = {"logprobs": torch.zeros(2), "advantages": torch.zeros(2), "mask": torch.tensor([1.0, 0.0])}
-    loss, gradient = value_and_gradient("dro", logprobs, certain, beta=0.5)
-    assert (float(loss), gradient.tolist()) == (0.25, [-0.5, 0.0])
-    impossible = {"logprobs": torch.tensor([-3.0, -1.0]), "advantages": torch.tensor([0.0, 2.0])}
-    loss, gradient = value_and_gradient("dro", torch.tensor([-INF, -1.5]), impossible, beta=0.0)
+def test_dro_without_a_penalty_leaves_an_impossible_token_that_has_no_advantage_alone() -> None:
+    inputs = {"logprobs": torch.tensor([-3.0, -1.0]), "advantages": torch.tensor([0.0, 2.0])}
+    loss, gradient = value_and_gradient("dro", torch.tensor([-INF, -1.5]), inputs, beta=0.0)
     assert (float(loss), gradient.tolist()) == (3.0, [0.0, -2.0])
-
-
-@pytest.mark.parametrize("name", CLIPPING)
-def test_clipping_bites_in_both_directions(name: str) -> None:
-    """So that the comparisons above are about clipped ratios too."""
-    logprobs, inputs = policy_inputs(0, 40, 1.5)
-    wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 1e6}
-    losses = [value_and_gradient(name, logprobs, inputs, **wide | bound)[0] for bound in ({}, {"clip_low_threshold": 3.0})]
-    losses.append(value_and_gradient(name, logprobs, inputs, **wide | {"clip_high_threshold": 0.3})[0])
-    assert len({round(float(loss), 3) for loss in losses}) == 3
 
 
 @pytest.mark.parametrize("name", CLIPPING)
@@ -205,6 +181,7 @@ def test_the_inputs_say_where_a_gradient_may_be(name: str) -> None:
         *((name, 199.0, 1.0, -1.2, 0.0) for name in ("ppo", "gspo")),
         ("cispo", 199.0, 1.0, 4.0, -4.0),
         ("stable_reinforce", 199.0, 1.0, 0.0, 0.0),
+        ("stable_reinforce", 199.0, -1.0, 0.4, 0.4),
     ],
 )
 def test_a_ratio_of_zero_or_beyond_float32_is_clipped_like_any_other(
@@ -218,81 +195,28 @@ def test_a_ratio_of_zero_or_beyond_float32_is_clipped_like_any_other(
     assert gradient.tolist() == pytest.approx([slope])
 
 
-def test_stable_reinforce_has_the_values_that_its_formula_gives_by_hand() -> None:
-    """Two sampled tokens with ratios of 1/2 and e, of which the second is held at 2, behind one of the prompt.
+def test_stable_reinforce_reports_its_weights_and_drift() -> None:
+    """Of two sampled tokens with ratios of 1/2 and e, of which the second is held at 2, behind one of the prompt.
 
-    The log-ratios are -0.6931 and 1, so the drift is sqrt((0.4805 + 1) / 2) = 0.86036, and trust 0.2 / 0.86036 = 0.23246. With advantages
-    of 3 and -1 the loss is -0.23246 · (0.5 · 3 - 2 · 1) = 0.11623, and its slopes are -0.34869 and 0.46492. A penalty of 0.1 adds
-    0.1 · (0.24023 + 0.5), and slopes of 0.1 · -0.6931 and 0.1 · 1.
+    The log-ratios are -0.6931 and 1, so the drift is sqrt((0.4805 + 1) / 2) = 0.86036, and trust 0.2 / 0.86036 = 0.23246.
     """
-    logprobs = torch.tensor([-4.0, -1.0 - math.log(2.0), -1.0], dtype=torch.float64)
-    inputs = {
-        "logprobs": torch.tensor([0.0, -1.0, -2.0], dtype=torch.float64),
-        "advantages": torch.tensor([0.0, 3.0, -1.0], dtype=torch.float64),
-        "sequence_ratio_mask": torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64),
-    }
-    loss, gradient = value_and_gradient("stable_reinforce", logprobs, inputs)
-    assert float(loss) == pytest.approx(0.11623, abs=1e-5)
-    assert gradient.tolist() == pytest.approx([0.0, -0.34869, 0.46492], abs=1e-5)
-    loss, gradient = value_and_gradient("stable_reinforce", logprobs, inputs, kl_coeff=0.1)
-    assert float(loss) == pytest.approx(0.11623 + 0.074023, abs=1e-5)
-    assert gradient.tolist() == pytest.approx([0.0, -0.34869 - 0.069315, 0.46492 + 0.1], abs=1e-5)
-    named = dict(zip(METRICS, LOSSES["stable_reinforce"].diagnose(logprobs, inputs, alone(logprobs)).flatten().tolist(), strict=True))
-    assert named == pytest.approx(
-        {
-            "tinsmith_stable_reinforce/weight": 0.23246 * 2.5 / 2,
-            "tinsmith_stable_reinforce/limited": 0.5,
-            "tinsmith_stable_reinforce/drift": 0.86036,
-        },
-        abs=1e-5,
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("gap", "wanted", "unwanted"),
-    [
-        (-INF, 0.0, 0.0),
-        (-1e4, 0.0, 0.0),
-        (-100.0, 0.0, 0.0),
-        (-1.0, math.exp(-1.0), 0.0),
-        (-0.3, math.exp(-0.3), math.exp(-0.3)),
-        (0.0, 1.0, 1.0),
-        (0.3, math.exp(0.3), math.exp(0.3)),
-        (0.5, 0.0, math.exp(0.5)),
-        (1.0, 0.0, 2.0),
-        (100.0, 0.0, 2.0),
-        (1e4, 0.0, 2.0),
-    ],
-)
-def test_stable_reinforce_bounds_the_weight_of_a_token_for_any_ratio(
-    gap: float, wanted: float, unwanted: float, dtype: torch.dtype
-) -> None:
-    """One token that is off among 49 that agree: its weight with an advantage of 1 and of -1. The others keep theirs."""
-    sampled = torch.full((50,), -2e4 if gap > 20 else -2.0, dtype=dtype)
-    logprobs, ones = sampled.clone(), torch.ones(50, dtype=dtype)
-    logprobs[7] += gap
-    for advantage, weight in ((1.0, wanted), (-1.0, unwanted)):
-        inputs = {"logprobs": sampled, "advantages": advantage * ones, "sequence_ratio_mask": ones}
-        loss, gradient = value_and_gradient("stable_reinforce", logprobs, inputs)
-        assert float(loss) == pytest.approx(-advantage * (49 + weight), rel=1e-5)
-        assert (-advantage * gradient).tolist() == pytest.approx([1.0] * 7 + [weight] + [1.0] * 42, rel=1e-5)
-    _, gradient = value_and_gradient("stable_reinforce", logprobs, inputs | {"advantages": 0 * ones}, kl_coeff=0.5)
-    assert gradient.tolist() == pytest.approx([0.0] * 7 + [0.0 if gap == -INF else 0.5 * max(-1.0, min(gap, 1.0))] + [0.0] * 42, abs=1e-5)
+    logprobs = torch.tensor([-4.0, -1.0 - math.log(2.0), -1.0])
+    sampled, mask = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, 1.0, 1.0])
+    inputs = {"logprobs": sampled, "advantages": torch.tensor([0.0, 3.0, -1.0]), "sequence_ratio_mask": mask}
+    found = dict(zip(METRICS, LOSSES["stable_reinforce"].diagnose(logprobs, inputs, alone(logprobs)).flatten().tolist(), strict=True))
+    expected = {"weight": 0.23246 * 2.5 / 2, "limited": 0.5, "drift": 0.86036}
+    assert found == pytest.approx({f"tinsmith_stable_reinforce/{name}": value for name, value in expected.items()}, abs=1e-5)
 
 
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
         ("crossentropy", {}, "loss_fn 'crossentropy' is unknown; this version computes cross_entropy, importance_sampling, ppo"),
-        ("cross_entropy", {"beta": 0.1}, "loss_fn_config key 'beta' is not one of cross_entropy's: it takes none"),
         ("ppo", {"clip_low": 0.1}, "loss_fn_config key 'clip_low' is not one of ppo's: clip_low_threshold, clip_high_threshold"),
         ("dro", {"beta": "0.1"}, r"loss_fn_config\['beta'\] is '0.1'; it must be a finite number, at least 0"),
-        ("dro", {"beta": -0.1}, r"loss_fn_config\['beta'\] is -0.1; it must be"),
         ("cispo", {"clip_high_threshold": float("nan")}, r"loss_fn_config\['clip_high_threshold'\] is nan; it must be"),
         ("gspo", {"clip_high_threshold": INF}, r"loss_fn_config\['clip_high_threshold'\] is inf; it must be"),
         ("stable_reinforce", {"kl_coeff": -0.1}, r"loss_fn_config\['kl_coeff'\] is -0.1; it must be a finite number, at least 0"),
-        ("stable_reinforce", {"clip_high_threshold": 2.0}, "'clip_high_threshold' is not one of stable_reinforce's: kl_coeff"),
         ("ppo", {"clip_low_threshold": 1.3}, "clip_low_threshold=1.3, clip_high_threshold=1.2; the low one must not be above"),
         *((name, {}, f"loss_fn '{name}' is not built: .*forward_backward_custom") for name in NOT_BUILT),
     ],
