@@ -36,7 +36,7 @@ def thinking(make_template: Callable[[str | None], ChatTemplate]) -> ChatTemplat
 def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with the models `tiny` and `tiny-vl`."""
     directory = tmp_path_factory.mktemp("rl-server")
-    options = ["--kv-cache-gib", "0.1"]
+    options = ["--kv-cache-gib", "0.1", "--max-context", "2048"]
     write_tiny_model("qwen3", directory / "tiny")
     write_tiny_model("qwen3-vl", directory / "tiny-vl")
     for name in ("tiny", "tiny-vl"):
