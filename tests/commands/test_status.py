@@ -56,5 +56,5 @@ def test_an_answer_of_a_foreign_server_is_escaped_and_one_without_an_engine_refu
     with answering({"/api/v1/status": (200, {"engine": {"reason": "\x1b[2J"}})}) as url:
         assert fetch_status(url) == {"engine": {"reason": r"\x1b[2J"}}
     for content in ({}, [1]):
-        with answering({"/api/v1/status": (200, content)}) as url, pytest.raises(ConfigError, match="the answer has no key 'engine'$"):
+        with answering({"/api/v1/status": (200, content)}) as url, pytest.raises(ConfigError, match=r"the answer has no key 'engine'$"):
             fetch_status(url)
