@@ -65,11 +65,9 @@ NO_TINKER, SUCH_AS = "is no Tinker server: correct the port or the host", "; giv
     ("url", "of_ping", "of_status", "of_rl"),
     [
         ("127.0.0.1:8000", SCHEME, SCHEME, SCHEME),
-        ("ftp://127.0.0.1", SCHEME, SCHEME, SCHEME),
         ("http://", "and name a host", NO_SERVER, ""),
         ("http://a b", f"{SCHEME} and name a host", NO_SERVER, SUCH_AS),
         ("http://127.0.0.1:port", NO_URL, NO_SERVER, SUCH_AS),
-        ("http://[::1", NO_URL, NO_SERVER, ""),
         ("http://127.0.0.1:0", "no server listens on port 0", NO_SERVER, ""),
         (NOBODY, "nothing listens on port 9 of 127.0.0.1: start the server (tinsmith serve --port 9)", NO_SERVER, "Connection refused"),
         ("http://no-such-host.invalid:8000", "the host 'no-such-host.invalid' has no address (", NO_SERVER, "no answer ("),
@@ -85,7 +83,6 @@ def test_what_is_wrong_with_a_url_is_named(url: str, of_ping: str, of_status: st
         ({}, f"{NO_TINKER} (HTTP 404)", "answers 404: is it a Tinsmith server?", f"answers 404 to {HEALTH}: there is no Tinker server"),
         (SSH, NO_TINKER, NO_SERVER, "no answer (SSH-2.0-OpenSSH"),
         (SILENT, "does not answer within 0.1 s: it is very busy or hangs", NO_SERVER, "no answer (timed out)"),
-        ({HEALTH: (502, {})}, f"{NO_TINKER} (HTTP 502)", "answers 404", "not ready (HTTP 502)"),
         ({HEALTH: (503, {"detail": "a\n\x1b[2Jb"})}, r"is not ready: a\n\x1b[2Jb; wait for it", "answers 404", r"not ready (a\n\x1b[2Jb)"),
     ],
 )
@@ -121,17 +118,13 @@ def test_what_only_ping_asks_is_named(replies: Mapping[str, Reply], said: str) -
         assert said in refusal(url)
 
 
-@pytest.mark.parametrize("key", ["tml-pw\r", "tml-pw\n", "tml-pw€"])
-def test_a_key_that_no_header_can_carry_is_not_shown(key: str) -> None:
-    with answering(READY) as url:
-        assert refusal(url, key).startswith("the API key holds a character that no header can carry")
-        assert "tml-pw" not in refusal(url, key)
-
-
-def test_no_password_of_a_url_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_and_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("http://u:pw@127.0.0.1:9", "http://u:pw@h:port", "http://u:p/pw@h", "u:pw@127.0.0.1:8000", "http://u:pw@h/x"):
         assert not any("pw" in told for told in refusals(url))
     with answering(READY) as there:
+        for key in ("tml-pw\n", "tml-pw€"):
+            assert refusal(there, key).startswith("the API key holds a character that no header can carry")
+            assert "tml-pw" not in refusal(there, key)
         with_user = there.replace("//", "//u:pw@")
         assert ping(with_user, "tml-x", "").startswith(f"{there} is ready")
         assert fetch_status(with_user) == {"engine": {}}

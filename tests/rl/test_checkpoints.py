@@ -15,7 +15,7 @@ import tinker
 
 from tests.rl.test_run import QUIET, chatty, logged
 from tinsmith.rl.evaluation import run_evaluation
-from tinsmith.rl.resume import RunCheckpoints, RunState, home_of, load_state
+from tinsmith.rl.resume import RunCheckpoints, RunState, load_state
 from tinsmith.rl.trainer import train
 
 KEY = "tml-checkpoints"
@@ -91,35 +91,6 @@ def test_a_rotation_deletes_only_what_its_own_run_saved(server_url: str, tmp_pat
     gone_on = run(server_url, tmp_path / "first", 3, keep=1)
     assert on_server() == gone_on.paths | copy.paths | ({first.best_weights} & copy.paths)
     assert not first.paths - {first.best_weights} & on_server()
-
-
-async def rotated(url: str, rest: tinker.RestClient, directory: Path) -> RunState:
-    """A run that saves four steps and twice the best, and begins again from its file in between."""
-    state = RunState(home=home_of(directory))
-    for first in (1, 3):
-        client = await tinker.ServiceClient(base_url=url, api_key=KEY).create_lora_training_client(base_model="tiny", rank=1)
-        checkpoints = RunCheckpoints(client, rest, directory, 1, load_state(directory) or RunState())
-        for step in (first, first + 1):
-            state = await checkpoints.save_step(replace(state, step=step))
-            await checkpoints.record(state)
-        state = await checkpoints.save_best(state, float(first))
-    return state
-
-
-def test_runs_that_rotate_at_once_delete_nothing_of_each_other(
-    server_url: str, rest: tinker.RestClient, tmp_path: Path, on_server: Named
-) -> None:
-    """Their steps and directories have the same names, or begin alike."""
-    places = [tmp_path / "run-1", tmp_path / "run-10", tmp_path / "run-1" / "run-1"]
-    for place in places:
-        place.mkdir()
-
-    async def all_of_them() -> list[RunState]:
-        return await asyncio.gather(*(rotated(server_url, rest, place) for place in places))
-
-    states = asyncio.run(all_of_them())
-    assert [len(state.paths) for state in states] == [3] * 3
-    assert on_server() == set().union(*(state.paths for state in states))
 
 
 def test_what_is_best_is_written_at_once_and_the_step_to_resume_stays(

@@ -51,13 +51,11 @@ class Stage:
 
 
 @asynccontextmanager
-async def stream_of(
-    play: Play, staleness: int, in_order: bool, accepts: Callable[[Group], bool] = lambda _: True, most: int = 100, next_number: int = 0
-) -> AsyncIterator[GroupStream]:
+async def stream_of(play: Play, staleness: int, in_order: bool, **more: Any) -> AsyncIterator[GroupStream]:
     """Batches of two groups. Closed as the trainer closes it."""
-    limits = {"batch": 2, "staleness": staleness, "max_draws": most, "next_number": next_number}
+    usual: dict[str, Any] = {"accepts": lambda _: True, "max_draws": 100, "next_number": 0}
     async with task_group() as tasks:
-        stream = GroupStream(tasks, play, in_order=in_order, accepts=accepts, **limits)
+        stream = GroupStream(tasks, play, batch=2, staleness=staleness, in_order=in_order, **usual | more)
         try:
             yield stream
         finally:
@@ -120,7 +118,7 @@ async def test_asynchronous_groups_are_taken_as_they_finish_and_never_too_old() 
 @in_a_loop
 async def test_dynamic_sampling_replaces_groups_until_its_limit() -> None:
     stage = Stage()
-    async with stream_of(stage.play, 0, in_order=True, accepts=lambda group: group.number == 1, most=4) as stream:
+    async with stream_of(stage.play, 0, in_order=True, accepts=lambda group: group.number == 1, max_draws=4) as stream:
         stream.publish(0, NOBODY)
         await stage.finish(0, 1)
         assert stage.begun == {0: 0, 1: 0, 2: 0}

@@ -53,9 +53,8 @@ def test_jsonl_holds_what_was_trained_on(plain: ChatTemplate, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["plain", "thinking"])
 def test_every_picture_of_a_trajectory_is_processed_once(name: str, request: pytest.FixtureRequest, vision_base: BaseModel) -> None:
     template: ChatTemplate = request.getfixturevalue(name)
-    pictures = [Image.new("RGB", (64, 32), color) for color in ("red", "blue", "green")]
-    steps = [([user(pictures[1])], 0.0, False), ([user(pictures[2])], 0.0, False), ([], 1.0, True)]
-    made, policy = play(template, ["i</think>x" + END] * 3, steps, [user(pictures[0], "hot?")])
+    red, blue, green = ([user(Image.new("RGB", (64, 32), color))] for color in ("red", "blue", "green"))
+    made, policy = play(template, ["i</think>x" + END] * 3, [(blue, 0.0, False), (green, 0.0, False), ([], 1.0, True)], red)
     render = renderer(vision_base)
     assert render.processor is not None
     own, processed = render.processor, []

@@ -50,11 +50,6 @@ def test_what_is_not_given_or_not_there_is_named(command: str, tmp_path: Path, m
     assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"tinsmith: {GONE}{REMEDY}\n")
 
 
-def test_what_is_no_url_is_refused_without_waiting() -> None:
-    with pytest.raises(ConfigError, match=r"^server: url='http://127.0.0.1:port': .*; give a URL such as http://127.0.0.1:8000$"):
-        require_server(ServerSection("http://127.0.0.1:port", "tml-test", wait_s=3600))
-
-
 def test_a_server_that_starts_is_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(reach, "_PAUSE_S", 0.01)
     loading = (503, {"status": "unavailable", "detail": "loading tiny"})
