@@ -98,7 +98,7 @@ def test_a_run_goes_on_when_its_worker_and_its_server_are_killed(tmp_path: Path,
         sections: dict[str, dict[str, Any]] = {
             "model": {"tokenizer": str(tmp_path / "tiny")},
             "env": {"name": "arithmetic", "options": {"delay_s": 0.1}},
-            "training": {"steps": 12},
+            "training": {"steps": 20},
             "output": {"save_every": 2},
         }
         running = threads.submit(train, chatty(url, out, **sections), QUIET)
@@ -115,8 +115,8 @@ def test_a_run_goes_on_when_its_worker_and_its_server_are_killed(tmp_path: Path,
         with serving(tmp_path, *options, "--port", url.rpartition(":")[2]) as again:
             again.wait_for_health()
             state = running.result()
-    assert [line["step"] for line in logged(out)] == list(range(1, 13))
-    assert (state.step, state) == (12, state_of(out))
+    assert [line["step"] for line in logged(out)] == list(range(1, 21))
+    assert (state.step, state) == (20, state_of(out))
     losses = [record.getMessage() for record in caplog.records if record.name == "tinsmith.rl.trainer"]
     assert any("the server has lost weights or the model" in loss for loss in losses)
     assert any(re.search(r"the run goes on from step \d+ with its last checkpoint, tinker://", loss) for loss in losses)
