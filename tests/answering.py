@@ -18,13 +18,11 @@ Reply = tuple[int, Any]
 
 @contextmanager
 def answering(replies: Mapping[str, Reply] | Callable[[], Reply], certificate: Path | None = None) -> Iterator[str]:
-    """The URL of a server with these answers by path, or to `healthz` alone. With a certificate it speaks TLS."""
+    """The URL of a server with these answers by path, or one after the other. With a certificate it speaks TLS."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            known = {"/api/v1/healthz": replies} if callable(replies) else replies
-            reply = known.get(self.path, (404, {}))
-            status, content = reply() if callable(reply) else reply
+            status, content = replies() if callable(replies) else replies.get(self.path, (404, {}))
             self.send_response(status)
             if status == 302:
                 self.send_header("Location", content)
