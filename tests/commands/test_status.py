@@ -1,6 +1,7 @@
 """`tinsmith status` prints names as they are, and what a foreign server says as no commands to the terminal."""
 
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -43,6 +44,7 @@ def test_names_are_no_markup_and_no_emoji() -> None:
 def test_an_answer_of_a_foreign_server_is_escaped_and_one_without_an_engine_refused() -> None:
     with answering({"/api/v1/status": (200, {"engine": {"reason": "\x1b[2J"}})}) as url:
         assert fetch_status(url) == {"engine": {"reason": r"\x1b[2J"}}
-    for content in ({}, [1]):
+    contents: list[Any] = [{}, [1]]
+    for content in contents:
         with answering({"/api/v1/status": (200, content)}) as url, pytest.raises(ConfigError, match=r"the answer has no key 'engine'$"):
             fetch_status(url)

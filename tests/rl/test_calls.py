@@ -7,7 +7,7 @@ import base64
 import logging
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ class Returns(Env, Teacher):
             raise self.value
         return self.value
 
-    init = step = metrics = demonstrate = close = _given
+    init = step = metrics = demonstrate = close = cast(Any, _given)
 
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {"init": (Prompt(),), "step": ("up",)}
