@@ -6,12 +6,11 @@ import resource
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.commands.test_recover import saved
+from tests.commands.test_recover import printed, saved
 from tests.running import limited_program, tinsmith_here
 from tests.store.test_blobs import DIGEST, IMAGE, blobs_in, with_model
 from tests.store.test_commands import MODEL, done, step
@@ -44,17 +43,10 @@ def data(tmp_path: Path) -> Path:
     return directory
 
 
-def backup(data: Path, target: Path) -> list[str]:
-    """The lines that it prints."""
-    done = tinsmith_here("backup", str(target), "--data-dir", str(data))
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_the_copy_needs_nothing_else(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "copy"
     lines = [*(f"tinker://m/weights/{number}" for number in range(3)), f"{target} is a copy of {data}: tinsmith serve --data-dir {target}"]
-    assert backup(data, target) == lines
+    assert printed("backup", data, str(target)) == lines
     shutil.rmtree(data)
     shutil.rmtree(tmp_path / "elsewhere")
     store, files = Store.open(target), CheckpointFiles(target)
@@ -95,17 +87,21 @@ def test_images_of_operations_are_copied_and_no_operation_is_kept_without_them(t
 
 
 def test_damaged_and_missing_checkpoints_are_named_and_the_rest_is_copied(data: Path, tmp_path: Path) -> None:
-    places = [CheckpointFiles(data).shown(row.directory) for row in every_checkpoint(Store.open(data))]
-    os.truncate(Path(places[0]) / "adapter.safetensors", 5)
-    shutil.rmtree(places[1])
+    files, rows = CheckpointFiles(data), every_checkpoint(Store.open(data))
+    damaged, missing, gone = (files.shown(row.directory) for row in rows)
+    os.truncate(Path(damaged) / "adapter.safetensors", 5)
+    shutil.rmtree(missing)
     done = tinsmith_here("backup", str(tmp_path / "copy"), "--data-dir", str(data))
     assert done.returncode == 2
     assert "are damaged or have no files" in done.stderr
-    assert "tinker://m/weights/0: " in done.stderr
-    assert "adapter.safetensors is damaged: it has 5 bytes, and 10 were written" in done.stderr
-    assert f"tinker://m/weights/1: {places[1]} does not exist" in done.stderr
+    assert f"tinker://m/weights/0: {damaged}/adapter.safetensors is damaged: it has 5 bytes, and 10 were written" in done.stderr
+    assert f"tinker://m/weights/1: {missing} does not exist" in done.stderr
     kept = [row.tinker_path for row in every_checkpoint(Store.open(tmp_path / "copy"))]
     assert kept == ["tinker://m/weights/0", "tinker://m/weights/2"]
+    files.remove(rows[2].directory)  # from the object store, where nothing of it can be copied
+    with pytest.raises(TinsmithError, match=f"tinker://m/weights/2: {gone} does not exist"):
+        list(back_up(data, tmp_path / "again"))
+    assert [row.tinker_path for row in every_checkpoint(Store.open(tmp_path / "again"))] == kept[:1]
 
 
 def test_what_is_in_the_way_is_refused(data: Path, tmp_path: Path) -> None:
@@ -119,59 +115,38 @@ def test_what_is_in_the_way_is_refused(data: Path, tmp_path: Path) -> None:
         done = tinsmith_here("backup", str(target), "--data-dir", str(data))
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     (tmp_path / "empty").mkdir()
-    backup(data, tmp_path / "empty")
+    printed("backup", data, str(tmp_path / "empty"))
     assert every_checkpoint(Store.open(tmp_path / "empty"))
 
 
-def disturbed(monkeypatch: pytest.MonkeyPatch, name: str, happening: Callable[[Path], None]) -> None:
-    """Let something happen, once, right before a file of that name is copied; it is given the directory of the original."""
-    copy2, happened = shutil.copy2, list[str]()
-
-    def disturb(source: Path, target: Path) -> object:
-        if source.name == name and not happened:
-            happened.append(name)
-            happening(source.parent)
-        return copy2(source, target)
-
-    monkeypatch.setattr(shutil, "copy2", disturb)
-
-
-def test_checkpoints_that_are_deleted_or_replaced_while_they_are_copied(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("happens", ["replaced", "deleted"])
+def test_a_checkpoint_that_is_deleted_or_replaced_while_it_is_copied(
+    happens: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, files = Store.open(data), CheckpointFiles(data)
+    path, store, files = "tinker://m/weights/0", Store.open(data), CheckpointFiles(data)
     for row in every_checkpoint(store)[1:]:
         delete_checkpoint(store, row.tinker_path)
+    copy2, happened = shutil.copy2, list[Path]()
 
-    def delete(directory: Path) -> None:
-        delete_checkpoint(store, "tinker://m/weights/0")
-        sweep(store, files)
+    def disturbed(source: Path, target: Path) -> object:
+        if source.name == "adapter.safetensors" and not happened:
+            happened.append(source)
+            if happens == "deleted":
+                delete_checkpoint(store, path)
+            else:
+                store.put_checkpoint(saved(files, path, created_at=9.0))
+            sweep(store, files)
+        return copy2(source, target)
 
-    def replace(directory: Path) -> None:
-        store.put_checkpoint(saved(files, "tinker://m/weights/0", created_at=9.0))
-        sweep(store, files)
-
-    with monkeypatch.context() as patch:
-        disturbed(patch, "adapter.safetensors", replace)
-        lines = list(back_up(data, tmp_path / "replaced"))
-    assert lines[:2] == ["tinker://m/weights/0: replaced meanwhile; the new one is copied", "tinker://m/weights/0"]
-    copied = every_checkpoint(Store.open(tmp_path / "replaced"))
-    assert [(row.created_at, CheckpointFiles(tmp_path / "replaced").sizes(row.directory)) for row in copied] == [
-        (9.0, {"adapter.safetensors": 10})
-    ]
-    disturbed(monkeypatch, "adapter.safetensors", delete)
-    assert next(iter(back_up(data, tmp_path / "deleted"))) == "tinker://m/weights/0: deleted meanwhile; not copied"
-
-
-def test_files_that_are_gone_from_an_object_store_are_no_copy(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path / "data", f"memory://{tmp_path.name}/y")
-    store = Store.open(tmp_path / "data")
-    row = saved(files, "tinker://m/weights/a")
-    store.put_checkpoint(row)
-    files.remove(row.directory)
-    with pytest.raises(TinsmithError, match=rf"tinker://m/weights/a: {row.directory} does not exist"):
-        list(back_up(tmp_path / "data", tmp_path / "copy"))
-    assert every_checkpoint(Store.open(tmp_path / "copy")) == []
+    monkeypatch.setattr(shutil, "copy2", disturbed)
+    lines = list(back_up(data, tmp_path / "copy"))
+    copied = every_checkpoint(Store.open(tmp_path / "copy"))
+    if happens == "deleted":
+        assert (lines[0], copied) == (f"{path}: deleted meanwhile; not copied", [])
+    else:
+        assert lines[:2] == [f"{path}: replaced meanwhile; the new one is copied", path]
+        sizes = [(row.created_at, CheckpointFiles(tmp_path / "copy").sizes(row.directory)) for row in copied]
+        assert sizes == [(9.0, {"adapter.safetensors": 10})]
 
 
 def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(data: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Exports without a server, from the checkpoints that an import has made."""
 
+import json
 import resource
 import shutil
 import signal
@@ -42,8 +43,7 @@ def checkpoint(data: Path, base: Path, text_base: BaseModel, tmp_path: Path) -> 
     return import_adapter(data, tmp_path / "adapter", "a", f"text={base}")[0]
 
 
-@pytest.mark.parametrize("merge", [[], ["--merge"]], ids=["adapter", "merged"])
-@pytest.mark.parametrize("there", [False, True], ids=["absent", "empty"])
+@pytest.mark.parametrize(("merge", "there"), [([], False), (["--merge"], True)], ids=["adapter to a new place", "merged to an empty one"])
 def test_an_export_that_fails_leaves_nothing_and_can_be_repeated(
     merge: list[str], there: bool, checkpoint: str, data: Path, tmp_path: Path
 ) -> None:
@@ -63,60 +63,62 @@ def test_an_export_that_fails_leaves_nothing_and_can_be_repeated(
     assert "config.json" in {file.name.removeprefix("adapter_") for file in target.iterdir()}
 
 
-PROGRAM = """
-import sys
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None  # an import of it fails
 from tinsmith.cli import main
-try:
-    main()
-finally:
-    print("torch" in sys.modules)
+for arguments in json.load(sys.stdin):
+    sys.argv = ["tinsmith", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        print(ended.code)
 """
 
 
-@pytest.mark.parametrize("trouble", ["damaged", "absent", "named"])
-def test_what_is_wrong_with_a_base_is_said_before_torch_is_imported(
-    trouble: str, checkpoint: str, data: Path, base: Path, tmp_path: Path
-) -> None:
+def refused_without_torch(commands: list[list[str]]) -> list[str]:
+    """What each of these commands, which all fail, says in its line."""
+    program, given = [REAL_PYTHON, "-c", WITHOUT_TORCH], json.dumps(commands)
+    done = subprocess.run(program, input=given, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2"] * len(commands), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(commands), done.stderr
+    return lines
+
+
+def test_what_is_wrong_with_a_base_is_said_before_torch_is_imported(checkpoint: str, data: Path, base: Path, tmp_path: Path) -> None:
     """That of the checkpoint, where none is named."""
-    moved = tmp_path / "moved"
-    shutil.copytree(base, moved)
+    gone, damaged = tmp_path / "gone", Path(shutil.copytree(base, tmp_path / "damaged"))
+    (damaged / "model.safetensors").write_bytes(b"version https://git-lfs")
     for file in data.rglob("checkpoint.json"):
         assert file.read_text().count(str(base)) == 1
-        file.write_text(file.read_text().replace(str(base), str(tmp_path if trouble == "named" else moved)))
-    if trouble == "absent":
-        shutil.rmtree(moved)
-    else:
-        (moved / "model.safetensors").write_bytes(b"version https://git-lfs")
-    named = ["--base-model", str(moved)] if trouble == "named" else []
-    command = [REAL_PYTHON, "-c", PROGRAM, "export", checkpoint, str(tmp_path / "out"), "--data-dir", str(data), *named]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "False\n", 1), done.stderr
-    said = ", where the base model was, is no directory" if trouble == "absent" else "/model.safetensors is a pointer of Git LFS"
-    assert done.stderr.startswith(f"tinsmith: {moved}{said}"), done.stderr
+        file.write_text(file.read_text().replace(str(base), str(gone)))
+    export = ["export", checkpoint, str(tmp_path / "out"), "--data-dir", str(data)]
+    absent, pointer = refused_without_torch([export, [*export, "--base-model", str(damaged)]])
+    assert absent.startswith(f"tinsmith: {gone}, where the base model was, is no directory")
+    assert pointer.startswith(f"tinsmith: {damaged}/model.safetensors is a pointer of Git LFS")
+
+
+IMPORTS: list[tuple[str, dict[str, bytes], str]] = [
+    ("a", {}, "tinker://imported/weights/a and tinker://imported/sampler_weights/a exist already"),
+    ("a%", {}, "path='a%' cannot name a checkpoint"),
+    ("b", {}, "is no PEFT adapter: it must hold adapter_config.json and adapter_model.safetensors"),
+    ("b", {"adapter_model.safetensors": b"\x09" * 8}, "adapter_model.safetensors is damaged or cut (8 bytes"),
+    ("b", {"adapter_model.safetensors": b"\x02" + bytes(7) + b"{}"}, "peft_type='' of PEFT cannot be used"),
+]
 
 
 @pytest.mark.usefixtures("checkpoint")
-@pytest.mark.parametrize(
-    ("name", "files", "said"),
-    [
-        ("a", {}, "tinker://imported/weights/a and tinker://imported/sampler_weights/a exist already"),
-        ("a%", {}, "path='a%' cannot name a checkpoint"),
-        ("b", {}, "is no PEFT adapter: it must hold adapter_config.json and adapter_model.safetensors"),
-        ("b", {"adapter_model.safetensors": b"\x09" * 8}, "adapter_model.safetensors is damaged or cut (8 bytes"),
-        ("b", {"adapter_model.safetensors": b"\x02" + bytes(7) + b"{}"}, "peft_type='' of PEFT cannot be used"),
-    ],
-)
-def test_what_is_wrong_with_an_import_is_said_before_torch_is_imported(
-    name: str, files: dict[str, bytes], said: str, data: Path, base: Path, tmp_path: Path
-) -> None:
-    adapter = tmp_path / "given"
-    adapter.mkdir()
-    for file, content in (files and {"adapter_config.json": b'{"peft_type": ""}'} | files).items():
-        (adapter / file).write_bytes(content)
-    command = [REAL_PYTHON, "-c", PROGRAM, "import", str(adapter), name, "--base-model", str(base), "--data-dir", str(data)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "False\n", 1), done.stderr
-    assert said in done.stderr
+def test_what_is_wrong_with_an_import_is_said_before_torch_is_imported(data: Path, base: Path, tmp_path: Path) -> None:
+    commands = []
+    for number, (name, files, _) in enumerate(IMPORTS):
+        adapter = tmp_path / str(number)
+        adapter.mkdir()
+        for file, content in (files and {"adapter_config.json": b'{"peft_type": ""}'} | files).items():
+            (adapter / file).write_bytes(content)
+        commands.append(["import", str(adapter), name, "--base-model", str(base), "--data-dir", str(data)])
+    told = refused_without_torch(commands)
+    assert [said in line for (_, _, said), line in zip(IMPORTS, told, strict=True)] == [True] * len(IMPORTS), told
 
 
 ENDS_WHILE_IT_WRITES = """
@@ -133,8 +135,9 @@ with _whole(Path(sys.argv[1])) as files:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-@pytest.mark.parametrize("there", [False, True], ids=["absent", "empty"])
+@pytest.mark.parametrize(
+    ("number", "there"), [(signal.SIGTERM, True), (signal.SIGHUP, False), (signal.SIGKILL, False), (signal.SIGKILL, True)]
+)
 def test_an_export_that_is_ended_can_be_repeated(number: signal.Signals, there: bool, tmp_path: Path) -> None:
     """What a killed one has left is no reason to refuse, and is deleted."""
     target = tmp_path / "out" / "model"
@@ -149,34 +152,24 @@ def test_an_export_that_is_ended_can_be_repeated(number: signal.Signals, there: 
     assert {path.name for path in (tmp_path / "out").rglob("*")} == {"model", "whole"}
 
 
-def test_two_exports_do_not_fill_one_directory(tmp_path: Path) -> None:
+def test_two_exports_do_not_fill_one_directory_and_none_a_link_to_nothing(tmp_path: Path) -> None:
     with _whole(tmp_path), pytest.raises(ConfigError, match="another export writes there, or was killed"), _whole(tmp_path):
         pass
     assert not any(tmp_path.iterdir())
-
-
-def test_a_link_to_nothing_is_no_directory_to_write_to(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"link is a link to \S+/gone, which does not exist"):
         require_empty(tmp_path / "link")
 
 
-def test_an_adapter_is_imported_for_a_base_that_is_only_in_part_on_this_machine(
+def test_an_adapter_is_imported_with_a_warning_of_what_no_server_checks_or_trains(
     data: Path, base: Path, text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As an interrupted download leaves it, or who copied all that is JSON."""
+    """For a base that is only in part on this machine, as an interrupted download leaves it, or who copied all that is JSON."""
     part = Path(shutil.copytree(base, tmp_path / "part"))
     (part / "model.safetensors").unlink()
     (part / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
-    write_peft(random_adapter(text_base), text_base.layout, "x", tmp_path / "adapter")
+    write_peft(random_adapter(text_base, rank=257), text_base.layout, "x", tmp_path / "adapter")
     done = tinsmith_here("import", str(tmp_path / "adapter"), "a", "--base-model", f"text={part}", "--data-dir", str(data))
     assert (done.returncode, len(done.stdout.split())) == (0, 2), done.stderr
     assert f"the weights of {part} are not on this machine" in caplog.text
-
-
-def test_a_rank_that_servers_do_not_train_is_said(
-    data: Path, base: Path, text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_peft(random_adapter(text_base, rank=257), text_base.layout, "x", tmp_path / "adapter")
-    import_adapter(data, tmp_path / "adapter", "a", f"text={base}")
     assert "the adapter is of rank 257: only a server with --max-lora-rank 257 or more trains it further" in caplog.text

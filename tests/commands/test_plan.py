@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.bases import load
+from tests.extent import slow
 from tests.models.published import REFUSED, SERVED, write_architecture
 from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
@@ -18,6 +19,12 @@ from tinsmith.models.pass_memory import KEEP_ALL, Effort
 from tinsmith.models.sizing import Sizes, size_of
 
 GIB = 2**30
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The configuration of Qwen3.5-4B."""
+    return str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,20 +56,32 @@ def planned(*arguments: str, code: int = 0) -> Any:
     return json.loads(plan(*arguments, "--json", code=code))
 
 
-@pytest.mark.parametrize("name", SERVED)
+NAMES = ["meta-llama/Llama-3.2-1B", "Qwen/Qwen3-8B", "Qwen/Qwen3.5-27B"]
+"""Of each family one; the others have the same layers in other sizes."""
+
+
+@pytest.mark.parametrize("name", [*NAMES, *slow(*(name for name in SERVED if name not in NAMES))])
 def test_adapters_have_as_many_parameters_as_tinker_publishes(name: str, tmp_path: Path) -> None:
     directory = SERVED[name].write(tmp_path)
     assert [file.name for file in directory.iterdir()] == ["config.json"]
     assert planned(str(directory), "--rank", "1", "--memory-gib", "1000")["lora_parameters"] == SERVED[name].counts
 
 
-def test_they_follow_from_the_layers_of_the_model(tmp_path: Path) -> None:
-    """Of Qwen3.5-4B: 24 gated delta nets with 16 heads of queries and keys and 32 of values, 8 layers of attention with a gate."""
+def test_they_follow_from_the_layers_of_the_model(model: str) -> None:
+    """Of Qwen3.5-4B: 24 gated delta nets with 16 heads of queries and keys and 32 of values, 8 layers of attention with a gate.
+
+    Only layers that attend keep keys and values; the others a state of fixed size.
+    """
     delta_net = 3 * (2560 + 4096) + 2 * (2560 + 2048)  # v, z and out; q and k
     attention = (2560 + 8192) + 2 * (2560 + 1024) + (4096 + 2560)
     assert SERVED["Qwen/Qwen3.5-4B"].attn == 24 * delta_net + 8 * attention
-    tree = planned(str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), "--rank", "32", "--memory-gib", "80")
+    tree = planned(model, "--rank", "32", "--memory-gib", "80", "--kv-cache-gib", "8")
     assert tree["lora_parameters"]["attn"] == 32 * (24 * delta_net + 8 * attention)
+    cache, state = tree["cache"], 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)  # last inputs in bfloat16, the recurrent state in float32
+    assert cache["state_bytes"] == state
+    of_tokens = cache["tokens"] * 8 * 2 * 4 * 256 * 2  # 8 layers, keys and values, 4 heads of 256 in bfloat16
+    assert 0.99 * 8 * GIB < of_tokens + cache["state_slots"] * state <= 8 * GIB
+    assert cache["tokens"] % cache["blocks"] == 0
 
 
 @pytest.mark.parametrize("model_type", sorted(set(REFUSED.values())))
@@ -72,10 +91,9 @@ def test_mixtures_of_experts_are_refused_by_name(model_type: str, tmp_path: Path
     assert f"'{model_type}' is a mixture of experts" in str(ran.exception) or f"models of type '{model_type}' are" in str(ran.exception)
 
 
-def test_what_fits_into_a_gpu_follows_from_its_memory(tmp_path: Path) -> None:
-    directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
-    sizes = size_of(directory, ModelsConfig(device="cpu", dtype="bfloat16"))
-    large = planned(directory, "--memory-gib", "80", "--kv-cache-gib", "40")
+def test_what_fits_into_a_gpu_follows_from_its_memory(model: str) -> None:
+    sizes = size_of(model, ModelsConfig(device="cpu", dtype="bfloat16"))
+    large = planned(model, "--memory-gib", "80", "--kv-cache-gib", "40")
     assert (large["dtype"], large["memory_bytes"], large["weight_bytes"]) == ("bfloat16", 80 * GIB, 2 * large["parameters"])
     assert large["cache"]["bytes"] == 40 * GIB
     left = 80 * GIB - large["weight_bytes"] - large["reserve_bytes"] - 40 * GIB
@@ -94,32 +112,31 @@ def test_what_fits_into_a_gpu_follows_from_its_memory(tmp_path: Path) -> None:
     taken, more = (passes.bytes(longest["tokens"] + one, chunk, passes.smallest_with_host) for one in (0, 1))
     assert taken <= for_passes < more
 
-    huge = planned(directory, "--memory-gib", "4000", "--kv-cache-gib", "2")
+    huge = planned(model, "--memory-gib", "4000", "--kv-cache-gib", "2")
     for plan in (large, huge):
         assert plan["advertised_context"] == min(plan["longest_sequence"]["together"], plan["cache"]["tokens"])
     assert huge["advertised_context"] < 262_144
-    assert planned(directory, "--memory-gib", "80", "--sampler", "vllm")["advertised_context"] is None
+    assert planned(model, "--memory-gib", "80", "--sampler", "vllm")["advertised_context"] is None
     assert huge["full_parameters"]["fits"]
     assert huge["recomputed_layers"] == 0
     assert huge["longest_sequence"] == {"tokens": 262_144, "limit": "context", "together": 262_144}
-    short = planned(directory, "--memory-gib", "4000", "--max-context", "1000", "--workers", "2")["longest_sequence"]
+    short = planned(model, "--memory-gib", "4000", "--max-context", "1000", "--workers", "2")["longest_sequence"]
     assert short == {"tokens": 1000, "limit": "context", "together": 1000}
     divided = {
-        workers: planned(directory, "--memory-gib", "20", "--kv-cache-gib", "2", "--workers", str(workers))["longest_sequence"]
+        workers: planned(model, "--memory-gib", "20", "--kv-cache-gib", "2", "--workers", str(workers))["longest_sequence"]
         for workers in (1, 2, 8)
     }
     assert divided[1]["together"] < divided[2]["together"] < divided[8]["together"]
     assert all(each["together"] <= workers * each["tokens"] for workers, each in divided.items())
-    small = planned(directory, "--memory-gib", "8", code=1)
+    small = planned(model, "--memory-gib", "8", code=1)
     assert (small["fits"], small["adapters"]["fit"], small["longest_sequence"]["tokens"]) == (False, 0, 0)
 
 
-def test_a_cache_of_automatic_size_takes_what_training_leaves(tmp_path: Path) -> None:
-    directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
-    sizes = size_of(directory, ModelsConfig(device="cpu", dtype="bfloat16"))
+def test_a_cache_of_automatic_size_takes_what_training_leaves(model: str) -> None:
+    sizes = size_of(model, ModelsConfig(device="cpu", dtype="bfloat16"))
     adapter, passes = sizes.model(32), sizes.passes
     plain, more_models, shared = (
-        planned(directory, "--memory-gib", "80", *more) for more in ([], ["--planned-models", "8"], ["--memory-share", "0.5"])
+        planned(model, "--memory-gib", "80", *more) for more in ([], ["--planned-models", "8"], ["--memory-share", "0.5"])
     )
     whole = passes.bytes(plain["pass_tokens"], TrainingConfig().logits_chunk, KEEP_ALL)
     beside = 80 * GIB - plain["weight_bytes"] - plain["reserve_bytes"] - 4 * adapter.training - min(8 * adapter.snapshot, 4 * GIB)
@@ -129,17 +146,16 @@ def test_a_cache_of_automatic_size_takes_what_training_leaves(tmp_path: Path) ->
     assert more_models["cache"]["bytes"] < plain["cache"]["bytes"]
     assert shared["memory_bytes"] == 40 * GIB
     assert shared["cache"]["bytes"] < plain["cache"]["bytes"] / 2
-    assert planned(directory, "--memory-gib", "80", "--sampler", "none")["cache"] is None
-    everything = planned(directory, "--memory-gib", "200", "--rank", "0")
+    assert planned(model, "--memory-gib", "80", "--sampler", "none")["cache"] is None
+    everything = planned(model, "--memory-gib", "200", "--rank", "0")
     assert everything["fits"]
     assert everything["adapters"]["bytes_each"] == sizes.model(0).training == everything["full_parameters"]["needed_bytes"]
 
 
-def test_what_all_parameters_take_is_printed_by_part(tmp_path: Path) -> None:
+def test_what_all_parameters_take_is_printed_by_part(model: str) -> None:
     """In GiB: 4.2 thousand million parameters in bfloat16."""
-    directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
-    count = size_of(directory, ModelsConfig(device="cpu", dtype="bfloat16")).language_parameters
-    options = [directory, "--rank", "0", "--memory-gib", "80"]
+    count = size_of(model, ModelsConfig(device="cpu", dtype="bfloat16")).language_parameters
+    options = [model, "--rank", "0", "--memory-gib", "80"]
     exact = plan(*options, "--kv-cache-gib", "1", code=1)
     assert "all parameters (rank 0)  does not fit" in exact
     compact = plan(*options, "--full-state", "compact")
@@ -155,34 +171,21 @@ def test_what_all_parameters_take_is_printed_by_part(tmp_path: Path) -> None:
     assert f"weights {two} + gradients {two} + those of a pass {two}; in host memory {(4 + 8 / 256) * count / GIB:.1f} GiB" in host
 
 
-def test_only_layers_that_attend_keep_keys_and_values(tmp_path: Path) -> None:
-    cache = planned(str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), "--memory-gib", "80", "--kv-cache-gib", "8")["cache"]
-    state = 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)  # the convolution's last inputs in bfloat16, the recurrent state in float32
-    assert cache["state_bytes"] == state
-    of_tokens = cache["tokens"] * 8 * 2 * 4 * 256 * 2  # 8 layers, keys and values, 4 heads of 256 in bfloat16
-    assert 0.99 * 8 * GIB < of_tokens + cache["state_slots"] * state <= 8 * GIB
-    assert cache["tokens"] % cache["blocks"] == 0
-
-
-def test_a_person_reads_both_numbers_of_what_does_not_fit(tmp_path: Path) -> None:
-    options = [str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), "--memory-gib", "80", "--rank", "1"]
+def test_a_person_reads_both_numbers_of_what_does_not_fit_and_which_pass_would(model: str) -> None:
+    options = [model, "--memory-gib", "80", "--rank", "1"]
     report, full = plan(*options), planned(*options)["full_parameters"]
     assert "attn 897,024 + mlp 1,130,496 + unembed 250,880 = 2,278,400 parameters" in report
     assert f"does not fit: {full['needed_bytes'] / GIB:.1f} GiB needed, {full['free_bytes'] / GIB:.1f} GiB left" in report
     assert "tokens train, then the memory ends" in report
-
-
-def test_a_pass_that_is_too_large_is_made_smaller(tmp_path: Path) -> None:
-    options = [str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), "--memory-gib", "13", "--kv-cache-gib", "0.5"]
+    options = [model, "--memory-gib", "13", "--kv-cache-gib", "0.5"]
     advised = re.search(r"none fits beside all of that, one does with --tokens-per-pass (\d+); ", plan(*options, code=1))
     assert advised is not None
     assert planned(*options, "--tokens-per-pass", advised[1])["adapters"]["fit"] == 1
     assert "none fits beside all of that; " in plan(*options[:2], "8", code=1)
 
 
-def test_several_workers_have_a_row_for_each_way_to_train(tmp_path: Path) -> None:
-    directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
-    alone, four = (planned(directory, "--memory-gib", "80", "--workers", count) for count in ("1", "4"))
+def test_several_workers_have_a_row_for_each_way_to_train(model: str) -> None:
+    alone, four = (planned(model, "--memory-gib", "80", "--workers", count) for count in ("1", "4"))
     assert [each["mode"] for each in alone["modes"]] == ["one GPU"] * 4
     assert [each["mode"] for each in four["modes"]] == ["replicas"] * 4 + ["divided"] * 2
     assert (alone["workers"], four["workers"]) == (1, 4)
@@ -191,18 +194,18 @@ def test_several_workers_have_a_row_for_each_way_to_train(tmp_path: Path) -> Non
     assert four["longest_sequence"]["tokens"] == alone["longest_sequence"]["tokens"]
     states: list[list[str]] = [[], ["--full-state", "compact"], ["--full-state", "compact-host"]]
     for options, row in zip((["32"], *(["0", *state] for state in states)), four["modes"][:4], strict=True):
-        whole = planned(directory, "--memory-gib", "80", "--workers", "4", "--rank", *options, code=int(not row["fits"]))
+        whole = planned(model, "--memory-gib", "80", "--workers", "4", "--rank", *options, code=int(not row["fits"]))
         assert row["longest_sequence"] == whole["longest_sequence"]["tokens"]
         assert row["cache_bytes"] == whole["cache"]["bytes"]
         assert row["model_bytes"] == whole["adapters"]["bytes_each"]
     assert [row["fits"] for row in four["modes"]] == [True, False, True, True, True, True]
 
-    report = plan(directory, "--memory-gib", "80", "--workers", "4")
+    report = plan(model, "--memory-gib", "80", "--workers", "4")
     assert "LoRA of rank 32: replicas, because the whole fits on each (--planned-rank 32)" in report
     every = "--planned-rank 0 --full-state float32 --shard weights --sampler none"
     assert f"all weights, float32: divided, because a part of each layer fits on each ({every})" in report
     assert "all weights, compact: replicas, because the whole fits on each (--planned-rank 0 --full-state compact)" in report
-    assert "on each of" not in plan(directory, "--memory-gib", "80")
+    assert "on each of" not in plan(model, "--memory-gib", "80")
 
 
 def test_workers_that_divide_the_weights_have_more_room(tmp_path: Path) -> None:
@@ -227,10 +230,11 @@ def test_workers_that_divide_the_weights_have_more_room(tmp_path: Path) -> None:
         assert (row["mode"], row["weight_bytes"], row["longest_sequence"]) == ("divided", held, parts["longest_sequence"]["tokens"])
         assert row["settings"] == "--planned-rank 32 --shard weights --sampler none"
     report = plan(directory, "--memory-gib", "20", *options, "--shard", "weights")
-    assert (
-        "LoRA of rank 32: divided, because a part of each layer fits on each (--planned-rank 32 --shard weights --sampler none)" in report
-    )
+    assert f"LoRA of rank 32: divided, because a part of each layer fits on each ({row['settings']})" in report
     assert "all parameters (rank 0)  does not fit" in report
+
+
+DIVIDED = ["--workers", "2", "--memory-gib", "80", "--shard", "weights"]
 
 
 def test_workers_that_a_server_would_refuse_are_not_planned(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,22 +244,15 @@ def test_workers_that_a_server_would_refuse_are_not_planned(family_dir: Callable
         (["--workers", "2"], "--workers 2: there are 1 GPUs"),
         (["--workers", "2", "--sampler", "vllm"], "--workers 2: there are 1 GPUs"),
         (["--shard", "weights"], "--shard weights divides weights over several workers"),
-        (["--workers", "2", "--memory-gib", "80", "--shard", "weights"], "--shard weights and --sampler local"),
-        (
-            ["--workers", "2", "--memory-gib", "80", "--shard", "weights", "--sampler", "none", "--full-state", "compact"],
-            "--shard weights and --full-state compact",
-        ),
+        (DIVIDED, "--shard weights and --sampler local"),
+        ([*DIVIDED, "--sampler", "none", "--full-state", "compact"], "--shard weights and --full-state compact"),
     ):
         ran = CliRunner().invoke(app, ["plan", directory, *options])
         assert isinstance(ran.exception, ConfigError)
         assert str(ran.exception).startswith(refused)
-
-
-def test_gpus_that_need_not_be_here_are_enough_for_workers_and_vllm_servers(family_dir: Callable[[str], Path]) -> None:
-    options = ["--memory-gib", "80", "--sampler", "vllm"]
-    directory = str(family_dir("qwen3"))
-    assert [planned(directory, *options, *more)["workers"] for more in ([], ["--workers", "3"])] == [1, 3]
-    divided = planned(directory, *options, "--workers", "3", "--shard", "weights")
+    elsewhere = ["--memory-gib", "80", "--sampler", "vllm"]  # GPUs that need not be here
+    assert [planned(directory, *elsewhere, *more)["workers"] for more in ([], ["--workers", "3"])] == [1, 3]
+    divided = planned(directory, *elsewhere, "--workers", "3", "--shard", "weights")
     assert {row["settings"] for row in divided["modes"] if row["mode"] == "divided"} == {
         "--planned-rank 32 --shard weights --sampler vllm",
         "--planned-rank 0 --full-state float32 --shard weights --sampler vllm",

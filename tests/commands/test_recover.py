@@ -27,27 +27,32 @@ def saved(files: CheckpointFiles, path: str, created_at: float = 1.0, expires_at
     return row
 
 
-def recover(data_dir: Path, *options: str) -> list[str]:
-    """The lines that it prints."""
-    done = tinsmith_here("recover", "--data-dir", str(data_dir), *options)
+def printed(command: str, data_dir: Path, *more: str) -> list[str]:
+    """The lines that a command prints that does what it should."""
+    done = tinsmith_here(command, *more, "--data-dir", str(data_dir))
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_what_the_database_does_not_know_is_registered_as_it_was(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path)
-    lost = [saved(files, "tinker://m/weights/a", 2.0), saved(files, "tinker://m/sampler_weights/b", 1.0, time.time() + 1000)]
-    store = Store.open(tmp_path)
+A = "tinker://m/weights/a"
+
+
+def test_what_the_database_does_not_know_is_registered_as_it_was_and_the_newest_of_one_path(tmp_path: Path) -> None:
+    store, files = Store.open(tmp_path), CheckpointFiles(tmp_path)
+    old, new = saved(files, A, 1.0), saved(files, A, 2.0)
+    other = saved(files, "tinker://m/sampler_weights/b", 1.5, time.time() + 1000)
     known = saved(files, "tinker://m/weights/known")
     store.put_checkpoint(known)
-    assert recover(tmp_path) == [*[f"added {row.tinker_path}" for row in lost], "2 checkpoints added"]
-    assert {row.tinker_path: row for row in every_checkpoint(store)} == {row.tinker_path: row for row in (*lost, known)}
-    assert recover(tmp_path) == ["0 checkpoints added"]
+    already = f"the database already has a checkpoint {A}, with files in {files.shown(new.directory)}"
+    not_added = f"not added: {files.shown(old.directory)}: {already}"
+    assert printed("recover", tmp_path) == [f"added {A}", f"added {other.tinker_path}", not_added, "2 checkpoints added"]
+    assert {row.tinker_path: row for row in every_checkpoint(store)} == {row.tinker_path: row for row in (new, other, known)}
+    assert printed("recover", tmp_path) == [not_added, "0 checkpoints added"]
 
 
 def test_a_database_that_was_moved_away_is_made_anew(tmp_path: Path) -> None:
     Store.open(tmp_path).close()
-    row = saved(CheckpointFiles(tmp_path), "tinker://m/weights/a")
+    row = saved(CheckpointFiles(tmp_path), A)
     (tmp_path / "tinsmith.db").write_bytes(os.urandom(5000))
     done = tinsmith_here("recover", "--data-dir", str(tmp_path))
     assert done.returncode == 2
@@ -55,44 +60,30 @@ def test_a_database_that_was_moved_away_is_made_anew(tmp_path: Path) -> None:
     assert f"run `tinsmith recover --data-dir {tmp_path}`, which registers the checkpoints again" in done.stderr
     for file in tmp_path.glob("tinsmith.db*"):
         file.unlink()
-    assert recover(tmp_path) == ["added tinker://m/weights/a", "1 checkpoints added"]
-    assert Store.open(tmp_path).require_checkpoint("tinker://m/weights/a") == row
-
-
-def test_the_newest_of_one_path_is_registered(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path)
-    old, new = saved(files, "tinker://m/weights/a", 1.0), saved(files, "tinker://m/weights/a", 2.0)
-    already = "the database already has a checkpoint tinker://m/weights/a"
-    assert recover(tmp_path) == [
-        "added tinker://m/weights/a",
-        f"not added: {files.shown(old.directory)}: {already}, with files in {files.shown(new.directory)}",
-        "1 checkpoints added",
-    ]
-    assert Store.open(tmp_path).require_checkpoint("tinker://m/weights/a") == new
+    assert printed("recover", tmp_path) == [f"added {A}", "1 checkpoints added"]
+    assert Store.open(tmp_path).require_checkpoint(A) == row
 
 
 def test_what_replaced_a_checkpoint_after_the_database_was_copied_takes_its_place(tmp_path: Path) -> None:
     store, files = Store.open(tmp_path), CheckpointFiles(tmp_path)
-    old = saved(files, "tinker://m/weights/a", 1.0)
+    old = saved(files, A, 1.0)
     store.put_checkpoint(old)
     files.remove(old.directory)
-    new = saved(files, "tinker://m/weights/a", 2.0)
-    assert recover(tmp_path) == ["added tinker://m/weights/a", "1 checkpoints added"]
+    new = saved(files, A, 2.0)
+    assert printed("recover", tmp_path) == [f"added {A}", "1 checkpoints added"]
     assert every_checkpoint(store) == [new]
 
 
 def test_what_is_damaged_nameless_expired_deleted_or_being_written_is_not_registered(tmp_path: Path) -> None:
     store, files = Store.open(tmp_path), CheckpointFiles(tmp_path)
-    damaged, expired = saved(files, "tinker://m/weights/a"), saved(files, "tinker://m/weights/b", expires_at=time.time() - 1)
+    damaged, expired = saved(files, A), saved(files, "tinker://m/weights/b", expires_at=time.time() - 1)
     os.truncate(Path(files.shown(damaged.directory)) / "adapter.safetensors", 5)
     nameless = write(files)
-    deleted = saved(files, "tinker://m/weights/c")
-    store.put_checkpoint(deleted)
+    store.put_checkpoint(saved(files, "tinker://m/weights/c"))
     delete_checkpoint(store, "tinker://m/weights/c")
-    begun = saved(files, "tinker://m/weights/d")
-    store.announce_checkpoint(begun.directory)
+    store.announce_checkpoint(saved(files, "tinker://m/weights/d").directory)
     shown = files.shown(damaged.directory)
-    lines = recover(tmp_path)
+    lines = printed("recover", tmp_path)
     assert lines.pop() == "0 checkpoints added"
     assert {line.partition("; ")[0] for line in lines} == {
         f"not added: {shown}: {shown}/adapter.safetensors is damaged: it has 5 bytes, and 10 were written",
@@ -102,11 +93,10 @@ def test_what_is_damaged_nameless_expired_deleted_or_being_written_is_not_regist
     assert every_checkpoint(store) == []
 
 
-@pytest.mark.parametrize("kind", ["directory", "object store"])
-def test_a_root_of_ones_own_is_looked_through_on_request(tmp_path: Path, kind: str) -> None:
-    root = str(tmp_path / "elsewhere") if kind == "directory" else f"memory://{tmp_path.name}/x"
-    data = tmp_path / "data"
-    row = saved(CheckpointFiles(data, root), "tinker://m/weights/a")
-    assert recover(data) == ["0 checkpoints added"]
-    assert recover(data, "--checkpoint-root", root) == ["added tinker://m/weights/a", "1 checkpoints added"]
-    assert Store.open(data).require_checkpoint("tinker://m/weights/a") == row
+@pytest.mark.parametrize("root", ["{directory}/elsewhere", "memory://{directory.name}/x"])
+def test_a_root_of_ones_own_is_looked_through_on_request(tmp_path: Path, root: str) -> None:
+    root, data = root.format(directory=tmp_path), tmp_path / "data"
+    row = saved(CheckpointFiles(data, root), A)
+    assert printed("recover", data) == ["0 checkpoints added"]
+    assert printed("recover", data, "--checkpoint-root", root) == [f"added {A}", "1 checkpoints added"]
+    assert Store.open(data).require_checkpoint(A) == row

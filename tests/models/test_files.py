@@ -2,7 +2,7 @@
 
 Invariant: Every command reports what cannot work in one line, before it loads anything slow; the same holds for damaged or missing model
 files.
-Also: `tests/test_cli.py`, `tests/test_config.py`, `tests/commands/test_status.py`, `tests/rl/test_reach.py`,
+Also: `tests/test_cli.py`, `tests/test_config.py`, `tests/commands/test_ping.py`, `tests/rl/test_reach.py`,
 `tests/sampling/vllm/test_options.py`.
 """
 

@@ -92,34 +92,27 @@ def test_a_process_that_only_looks_is_still_until_it_does_something_else() -> No
     assert (progress.still_s, progress.stuck_s) == (0.0, 0.0)  # without work nothing has to move
 
 
-def test_a_thread_that_computes_is_a_sign() -> None:
+@pytest.mark.parametrize(
+    ("work", "name", "daemon", "count", "used_s", "signs"),
+    [
+        (compute, "work", False, 2, USED_S, 2),
+        (come_on, "work", False, 50, 0.0, 10),  # however little it uses
+        (come_on, "work", True, 20, 0.0, 0),  # as the monitor of progress bars, which outlives every download
+        (compute, "vllm", True, 2, USED_S, 0),  # for which nobody waits
+        (compute, "heartbeat", True, 2, USED_S, 0),
+    ],
+)
+def test_a_thread_that_somebody_waits_for_is_a_sign_when_it_computes_or_comes_on(
+    work: Callable[[threading.Event], None], name: str, daemon: bool, count: int, used_s: float, signs: int
+) -> None:
     progress = Progress()
-    with thread(compute):
-        looks(progress, 1, USED_S)
-        assert looks(progress, 2, USED_S)[0] == 0.0
-
-
-def test_a_thread_that_comes_on_in_its_code_is_a_sign_however_little_it_uses() -> None:
-    progress = Progress()
-    with thread(come_on):
-        found = [looks(progress, 1, 0.0) for _ in range(50)]
-    assert found.count((0.0, 0.0)) > 10
-
-
-def test_a_daemon_that_comes_on_is_no_sign() -> None:
-    """As the monitor of progress bars, which outlives every download."""
-    progress = Progress()
-    with thread(come_on, daemon=True):
-        looks(progress, 1, 0.0)
-        assert looks(progress, 20, 0.0) == (10.0, 10.0)
-
-
-@pytest.mark.parametrize("name", ["vllm", "heartbeat"])
-def test_work_for_which_nobody_waits_is_no_sign(name: str) -> None:
-    progress = Progress()
-    with thread(compute, name, daemon=True):
-        looks(progress, 1, USED_S)
-        assert looks(progress, 2, USED_S) == (10.0, 10.0)
+    with thread(work, name, daemon):
+        looks(progress, 1, used_s)
+        found = [looks(progress, 1, used_s) for _ in range(count)]
+    if signs:
+        assert [still_s for still_s, _ in found].count(0.0) >= signs
+    else:
+        assert min(found) == (10.0, 10.0)
 
 
 def use(pid: int, seconds: float) -> None:

@@ -45,13 +45,18 @@ Holder = tuple[Path, "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def holding(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
+def shared(tmp_path: Path) -> Path:
+    (tmp_path / "shared").mkdir()
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def holding(shared: Path) -> Iterator[Callable[..., Holder]]:
     """Starts a process that has a directory until it ends, on this machine or on one with another boot id."""
     with ExitStack() as stack:
-        (tmp_path / "shared").mkdir()
 
         def start(boot: Path | None = None) -> Holder:
-            command = [REAL_PYTHON, "-c", HOLDER, str(tmp_path / "shared"), str(boot or "")]
+            command = [REAL_PYTHON, "-c", HOLDER, str(shared), str(boot or "")]
             process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)
             assert process.stdout is not None
@@ -60,40 +65,26 @@ def holding(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
         yield start
 
 
-def kill_and_start_another(process: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    """What each start of a server does, when another has died."""
-    process.kill()
-    process.wait(START_S)
-    OwnDirectory(PREFIX, tmp_path / "shared").close()
-
-
-def test_what_a_dead_process_of_this_machine_has_left_is_deleted(holding: Callable[..., Holder], tmp_path: Path) -> None:
-    path, process = holding()
-    other, _ = holding()
-    (path / "1").mkdir()
-    (path / "1" / "adapter_model.safetensors").write_bytes(b"weights")
-    OwnDirectory(PREFIX, tmp_path / "shared").close()
-    assert (path / "1" / "adapter_model.safetensors").exists()
-    assert (path / OWNER).read_text().startswith(f"process {process.pid} on ")
-    kill_and_start_another(process, tmp_path)
-    assert not path.exists()
-    assert other.exists()
-
-
-def test_what_another_machine_has_there_stays_whether_or_not_it_is_in_use(
-    holding: Callable[..., Holder], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_a_dead_process_of_this_machine_has_left_is_deleted_and_what_another_machine_has_there_stays(
+    holding: Callable[..., Holder], shared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its locks may not be seen here, and the number of its process is that of nobody here. Nor does that machine delete ours."""
     caplog.set_level("INFO")
     boot = tmp_path / "boot_id"
     boot.write_text("01234567-89ab-cdef-0123-456789abcdef\n")
-    here, _ = holding()
-    path, process = holding(boot)
-    assert path.name.startswith(f"{PREFIX}b0123456789ab-")
-    assert here.exists()
-    kill_and_start_another(process, tmp_path)
-    assert path.exists()
-    assert f"1 directories {PREFIX}* in {tmp_path / 'shared'} are of other machines" in caplog.text
+    (path, process), (other, _), (foreign, elsewhere) = holding(), holding(), holding(boot)
+    assert foreign.name.startswith(f"{PREFIX}b0123456789ab-")
+    (path / "1").mkdir()
+    (path / "1" / "adapter_model.safetensors").write_bytes(b"weights")
+    OwnDirectory(PREFIX, shared).close()
+    assert (path / "1" / "adapter_model.safetensors").exists()
+    assert (path / OWNER).read_text().startswith(f"process {process.pid} on ")
+    for killed in (process, elsewhere):
+        killed.kill()
+        killed.wait(START_S)
+    OwnDirectory(PREFIX, shared).close()  # what each start of a server does, when another has died
+    assert [path.exists(), other.exists(), foreign.exists()] == [False, True, True]
+    assert f"1 directories {PREFIX}* in {shared} are of other machines" in caplog.text
 
 
 def test_directories_without_an_owner_on_this_machine_stay_but_for_one_that_somebody_has_begun_to_delete(
@@ -138,17 +129,16 @@ def test_a_process_that_is_killed_leaves_its_sockets_to_the_next_which_deletes_t
 
 
 @pytest.mark.parametrize("lacks", ["locks", "a boot id"])
-def test_where_owners_cannot_be_told_nothing_is_deleted(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_owners_cannot_be_told_nothing_is_deleted(lacks: str, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: int, how: int) -> None:
         raise OSError("No locks available")
 
-    (tmp_path / "weights").mkdir()
     with monkeypatch.context() as patch:
         if lacks == "locks":
             patch.setattr(fcntl, "flock", refuse)
         else:
-            patch.setattr(own_directory, "_BOOT_ID", tmp_path / "none")
+            patch.setattr(own_directory, "_BOOT_ID", shared / "none")
             assert boot_name() == ""
-        kept = [OwnDirectory(PREFIX, tmp_path / "weights") for _ in range(2)]
-    kept.append(OwnDirectory(PREFIX, tmp_path / "weights"))
-    assert {path.name for path in (tmp_path / "weights").iterdir()} == {each.path.name for each in kept}
+        kept = [OwnDirectory(PREFIX, shared) for _ in range(2)]
+    kept.append(OwnDirectory(PREFIX, shared))
+    assert {path.name for path in shared.iterdir()} == {each.path.name for each in kept}

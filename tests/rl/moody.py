@@ -1,11 +1,13 @@
-"""An environment that raises, hangs or dies on demand. A module of its own: worker processes import it without torch."""
+"""Environments that raise, hang or die on demand, or kill the run. A module of its own: worker processes import it without torch."""
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 from concurrent.futures import CancelledError
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, user
 
@@ -67,3 +69,25 @@ class Absent(Moody):
 
     def __init__(self) -> None:
         raise ConnectionError("the simulator is busy")
+
+
+class Chatty(Env):
+    """Rewards long answers, and each episode more than the one before: a run learns without a warm-up, as no two rewards are equal.
+
+    If there is a file `plan`, it holds the number of the episode in which the process gets SIGKILL.
+    """
+
+    episodes: ClassVar[int] = 0
+
+    def __init__(self, plan: str = "/nowhere") -> None:
+        self.plan = Path(plan)
+
+    def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
+        Chatty.episodes += 1
+        self.number = Chatty.episodes
+        if self.plan.exists() and self.number == int(self.plan.read_text()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [user("say much")], {}
+
+    def step(self, text: str) -> Step:
+        return Step([], len(text) + self.number / 1000, True)

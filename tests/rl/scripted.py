@@ -1,5 +1,6 @@
-"""A policy and an environment that do what they are told, and two chat templates, to assert whole sequences with."""
+"""A policy and an environment that do what they are told, and chat templates, to assert whole sequences with."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,9 +15,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.env import ChatMessage, Env, Prompt, Step
+from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, user
 from tinsmith.rl.policy import Completion, SamplingRequest
-from tinsmith.rl.rollouts import RolloutSettings
+from tinsmith.rl.rollouts import EnvRollouts, RolloutSettings
+from tinsmith.rl.trajectory import EpisodeId, Trajectory
+from tinsmith.rl.workers import InlineWorkers
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 
 THINKING = """
@@ -39,9 +42,15 @@ THINKING = """
 """
 """As thinking models have it: the prompt begins the thought, and earlier thoughts are left out."""
 
-KEEPS_THOUGHTS = THINKING.replace('message.content.split("</think>")[-1].lstrip("\\n")', "message.content")
-SHOUTS = THINKING.replace('message.content.split("</think>")[-1].lstrip("\\n")', "message.content | upper").replace("<think>\\n", "")
+_DROPS = 'message.content.split("</think>")[-1].lstrip("\\n")'
+KEEPS_THOUGHTS = THINKING.replace(_DROPS, "message.content")
+ON_DEMAND = THINKING.replace('assistant\\n<think>\\n"', 'assistant\\n"')
+"""Without a thought begun for it, the model may think or not."""
+SHOUTS = ON_DEMAND.replace(_DROPS, "message.content | upper")
 COUNTS = "{{- messages | length -}}" + THINKING
+
+END = "<|im_end|>"
+OPENING = [user("hot or cold?")]
 
 
 @cache
@@ -95,6 +104,22 @@ def settings(**changes: Any) -> RolloutSettings:
     """Eight turns in a context of 200, ten tokens a turn."""
     request = SamplingRequest(max_tokens=changes.pop("max_tokens", 10), stop=changes.pop("stop", ()))
     return RolloutSettings(**{"request": request, "max_turns": 8, "max_context": 200, **changes})
+
+
+def play(
+    template: ChatTemplate,
+    said: Sequence[str | list[int]],
+    steps: list[tuple[list[ChatMessage], float, bool]],
+    opening: list[ChatMessage] = OPENING,
+    stopped: bool = True,
+    **changes: Any,
+) -> tuple[Trajectory, Scripted]:
+    """An episode of scripted answers, texts or tokens, and steps; the last answer `stopped` by itself, or was cut."""
+    answers = [ids(template, text) if isinstance(text, str) else text for text in said]
+    policy = Scripted([(tokens, stopped or number < len(said)) for number, tokens in enumerate(answers, 1)])
+    options = {"opening": opening, "steps": steps}
+    rollouts = EnvRollouts("tests.rl.scripted:Script", options, settings(**changes), template, InlineWorkers(600))
+    return asyncio.run(rollouts.play(policy, Prompt(5), EpisodeId("script", 5))), policy
 
 
 def ids(template: ChatTemplate, text: str) -> list[int]:

@@ -7,7 +7,7 @@ import base64
 import logging
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,90 +22,53 @@ from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory
 
 
 class Returns(Env, Teacher):
-    """Returns one thing from every method."""
+    """Returns one thing from every method, or raises it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def init(self, prompt: Prompt) -> Any:
-        return self._given()
-
-    def step(self, text: str) -> Any:
-        return self._given()
-
-    def metrics(self) -> Any:
-        return self._given()
-
-    def demonstrate(self) -> Any:
-        return self._given()
-
-    def close(self) -> Any:
-        return self._given()
-
-    def _given(self) -> Any:
+    def _given(self, *_: Any) -> Any:
         if isinstance(self.value, BaseException):
             raise self.value
         return self.value
 
+    init = step = metrics = demonstrate = close = cast(Any, _given)
 
-ARGUMENTS: dict[str, tuple[Any, ...]] = {"init": (Prompt(),), "step": ("up",), "metrics": (), "demonstrate": (), "close": ()}
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {"init": (Prompt(),), "step": ("up",)}
 STEP = "; a step is (observations, reward, done) or (observations, reward, done, metadata)"
 MESSAGE = "; a message is a dictionary with a role and a content, which is a text or a list of parts"
 PARTS = "; a part has type text with a text, image with an image, or image_url with an image_url that holds a url"
+SOUND = {"role": "user", "content": [{"type": "audio", "audio": 3}]}
+NO_PICTURE = "that cannot be shown: a picture of 10 bytes that begins with b'no pictu' is no image file that Pillow can read"
 
 
 @pytest.mark.parametrize(
-    ("method", "value", "message"),
+    ("method", "value", "complaint"),
     [
-        ("init", None, "Returns.init returned None; it returns (messages, metadata)"),
-        ("init", ("hi", {}), "Returns.init returned 'hi' for its messages, which are a list of messages"),
-        ("init", ([], {}), "Returns.init returned no messages; the model needs one to answer"),
-        ("init", ([user("hi")], None), "Returns.init returned None for its metadata, which are a dictionary"),
-        ("init", (["hi"], {}), f"Returns.init returned messages[0]='hi'{MESSAGE}"),
-        ("step", ([], 1.0), f"Returns.step returned ([], 1.0){STEP}"),
-        ("step", ([], None, True), "Returns.step returned the reward None, which is not a finite number"),
-        ("step", ([], -float("inf"), True), "Returns.step returned the reward -inf, which is not a finite number"),
-        ("step", ([], "1", True), "Returns.step returned the reward '1', which is not a finite number"),
-        ("step", ([], float("nan"), True), "Returns.step returned the reward nan, which is not a finite number"),
-        ("step", ([], np.array([1.0]), True), "Returns.step returned the reward array([1.]), which is not a finite number"),
-        ("step", ([], 1.0, None), "Returns.step returned None for done, which is True or False"),
-        ("step", ([], 1.0, 1), "Returns.step returned 1 for done, which is True or False"),
-        ("step", ("hot", 1.0, True), "Returns.step returned 'hot' for its observations, which are a list of messages"),
-        ("step", ([{"role": "user"}], 0.0, False), f"Returns.step returned observations[0]={{'role': 'user'}}{MESSAGE}"),
-        (
-            "step",
-            ([user("a"), {"role": "user", "content": [{"type": "audio", "audio": 3}]}], 0.0, False),
-            f"Returns.step returned {{'type': 'audio', 'audio': 3}} in observations[1]{PARTS}",
+        ("init", None, "None; it returns (messages, metadata)"),
+        ("init", ("hi", {}), "'hi' for its messages, which are a list of messages"),
+        ("init", ([], {}), "no messages; the model needs one to answer"),
+        ("init", ([user("hi")], None), "None for its metadata, which are a dictionary"),
+        ("init", (["hi"], {}), f"messages[0]='hi'{MESSAGE}"),
+        ("step", ([], 1.0), f"([], 1.0){STEP}"),
+        *(
+            ("step", ([], reward, True), f"the reward {repr(reward)[:200]}, which is not a finite number")
+            for reward in (None, -float("inf"), "1", float("nan"), np.array([1.0]), "x" * 5000)
         ),
-        ("step", ([], 1.0, True, None), "Returns.step returned None for its metadata, which are a dictionary"),
-        ("step", ([], "x" * 5000, True), f"Returns.step returned the reward '{'x' * 199}, which is not a finite number"),
-        ("metrics", None, "Returns.metrics returned None; metrics are a dictionary of numbers by name"),
-        ("metrics", {"found": "yes"}, "Returns.metrics returned found='yes', which is not a finite number"),
-        (
-            "init",
-            ([{"role": "user", "content": "\ud800"}], {}),
-            "Returns.init returned a text in messages[0] that is not Unicode: '\\ud800'",
-        ),
-        (
-            "step",
-            ([user("a", "\udcff")], 0.0, False),
-            "Returns.step returned a text in observations[0] that is not Unicode: '\\udcff'",
-        ),
-        ("demonstrate", None, "Returns.demonstrate returned None; a demonstration is a text"),
-        (
-            "step",
-            ([user("a"), user(b"no picture")], 0.0, False),
-            (
-                "Returns.step returned a picture in observations[1] that cannot be shown: a picture of 10 bytes that begins with "
-                "b'no pictu' is no image file that Pillow can read"
-            ),
-        ),
+        *(("step", ([], 1.0, done), f"{done} for done, which is True or False") for done in (None, 1)),
+        ("step", ([user("a"), SOUND], 0.0, False), f"{{'type': 'audio', 'audio': 3}} in observations[1]{PARTS}"),
+        ("step", ([user("a", "\udcff")], 0.0, False), "a text in observations[0] that is not Unicode: '\\udcff'"),
+        ("step", ([user("a"), user(b"no picture")], 0.0, False), f"a picture in observations[1] {NO_PICTURE}"),
+        ("metrics", None, "None; metrics are a dictionary of numbers by name"),
+        ("metrics", {"found": "yes"}, "found='yes', which is not a finite number"),
+        ("demonstrate", None, "None; a demonstration is a text"),
     ],
 )
-def test_a_wrong_return_value_is_named(method: str, value: Any, message: str) -> None:
+def test_a_wrong_return_value_is_named(method: str, value: Any, complaint: str) -> None:
     with pytest.raises(EnvError) as raised:
-        call(Returns(value), method, *ARGUMENTS[method])
-    assert str(raised.value) == raised.value.details == message
+        call(Returns(value), method, *ARGUMENTS.get(method, ()))
+    assert str(raised.value) == raised.value.details == f"Returns.{method} returned {complaint}"
 
 
 def test_right_values_come_as_plain_ones() -> None:
@@ -134,56 +97,51 @@ def test_what_it_raises_comes_with_the_whole_traceback(error: BaseException) -> 
     assert (str(travelled), travelled.details) == (str(raised.value), raised.value.details)
 
 
-def episodes(done: int = 0, env_error: int = 0, env_timeout: int = 0) -> list[Trajectory]:
-    """A group in which so many episodes ended so."""
+def failing(*groups: str, **limits: Any) -> FailureCounter:
+    """A counter after groups of episodes, each a letter: done, error or late."""
+    failures = FailureCounter("maze", **{"max_share": 0.5, "max_groups": 8, **limits})
+    reasons: dict[str, StopReason] = {"d": "done", "e": "env_error", "l": "env_timeout"}
     error, details = "KeyError: 'lost'", "the model said: 'up'\nTraceback\nKeyError: 'lost'"
-    counts: dict[StopReason, int] = {"done": done, "env_error": env_error, "env_timeout": env_timeout}
-    reasons = [reason for reason, count in counts.items() for _ in range(count)]
-    return [Trajectory(EpisodeId("maze", 7, 3, 1), (), reason, 2, error=error, details=details) for reason in reasons]
+    for group in groups:
+        failures.count([Trajectory(EpisodeId("maze", 7, 3, 1), (), reasons[each], 2, error=error, details=details) for each in group])
+        failures.judge()
+    return failures
 
 
 def test_the_first_traceback_is_printed_and_the_others_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    failures = FailureCounter("maze", max_share=0.5, max_groups=8)
-    failures.count(episodes(done=1, env_error=1, env_timeout=1))
-    failures.count(episodes(done=2, env_error=1))
-    failures.judge()
-    failures.count(episodes(done=2))
-    failures.judge()
-    assert [record.getMessage() for record in caplog.records] == [
-        (
-            "environment 'maze' failed in an episode (env_error; seed 7, group 3, member 1, turn 2):\n"
-            "the model said: 'up'\nTraceback\nKeyError: 'lost'"
-        ),
-        "environment 'maze' failed in 3 more episodes, 3 in all",
+    failing("del", "dde", "dd")
+    where = "environment 'maze' failed in an episode (env_error; seed 7, group 3, member 1, turn 2):"
+    assert caplog.messages == [
+        f"{where}\nthe model said: 'up'\nTraceback\nKeyError: 'lost'",
+        "environment 'maze' failed in 2 more episodes, 2 in all",
+        "environment 'maze' failed in 1 more episodes, 3 in all",
     ]
 
 
-def test_too_large_a_share_ends_the_run_once_there_are_enough_episodes() -> None:
-    failures = FailureCounter("maze", max_share=0.5, max_groups=8)
-    failures.count(episodes(done=1, env_error=2))
-    failures.judge()  # 2 of 3 tell nothing yet
-    failures.count(episodes(done=31, env_error=30))
-    failures.judge()  # half of 64 is accepted
-    failures.count(episodes(done=31, env_timeout=33))
+@pytest.mark.parametrize(
+    ("groups", "limits", "said", "setting"),
+    [
+        (["dee", "d" * 31 + "e" * 30, "d" * 31 + "l" * 33], {}, "failed in 33 of 64 episodes", "max_failed_share=0.5"),
+        (
+            ["ee", "ed", "e", "el"],
+            {"max_share": 1.0, "max_groups": 2},
+            "failed in every episode of 2 groups in a row",
+            "max_failed_groups=2",
+        ),
+    ],
+)
+def test_too_many_failures_end_the_run(groups: list[str], limits: dict[str, Any], said: str, setting: str) -> None:
+    """Of few episodes no share tells anything, and half of many is accepted."""
+    failing(*groups[:-1], **limits)
     with pytest.raises(TooManyFailuresError) as raised:
-        failures.judge()
-    remedy = "repair it, or raise env: max_failed_share=0.5; the first failure was KeyError: 'lost'"
-    assert str(raised.value) == f"environment 'maze' failed in 33 of 64 episodes; {remedy}"
+        failing(*groups, **limits)
+    remedy = f"repair it, or raise env: {setting}; the first failure was KeyError: 'lost'"
+    assert str(raised.value) == f"environment 'maze' {said}; {remedy}"
 
 
-def test_groups_in_a_row_end_the_run() -> None:
-    failures = FailureCounter("maze", max_share=1.0, max_groups=2)
-    for group in (episodes(env_error=2), episodes(env_error=1, done=1), episodes(env_error=1)):
-        failures.count(group)
-    with pytest.raises(TooManyFailuresError) as raised:
-        failures.count(episodes(env_error=1, env_timeout=1))
-    remedy = "repair it, or raise env: max_failed_groups=2; the first failure was KeyError: 'lost'"
-    assert str(raised.value) == f"environment 'maze' failed in every episode of 2 groups in a row; {remedy}"
-
-
-@pytest.mark.parametrize("command", ["rl", "eval"])
+@pytest.mark.parametrize(("command", "episodes"), [("rl", 8), ("eval", 4)])
 def test_an_environment_that_always_raises_ends_the_command(
-    command: str, server_url: str, plain: ChatTemplate, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    command: str, episodes: int, server_url: str, plain: ChatTemplate, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -194,11 +152,9 @@ def test_an_environment_that_always_raises_ends_the_command(
     )
     caplog.set_level(logging.WARNING)
     ran = tinsmith_here(command, str(file))
-    number = 4 if command == "eval" else 8
     remedy = "repair it, or raise env: max_failed_share=0.5; the first failure was ConnectionError: the simulator is busy"
-    failed = f"environment 'tests.rl.moody:Absent' failed in {number} of {number} episodes"
+    failed = f"environment 'tests.rl.moody:Absent' failed in {episodes} of {episodes} episodes"
     assert (ran.returncode, ran.stderr) == (2, f"tinsmith: {failed}; {remedy}\n")
     assert "reward 0.000" not in ran.stdout
-    tracebacks = [record.getMessage() for record in caplog.records if "Traceback" in record.getMessage()]
-    assert len(tracebacks) == 1
-    assert tracebacks[0].endswith('    raise ConnectionError("the simulator is busy")\nConnectionError: the simulator is busy')
+    (traceback,) = [message for message in caplog.messages if "Traceback" in message]
+    assert traceback.endswith('    raise ConnectionError("the simulator is busy")\nConnectionError: the simulator is busy')

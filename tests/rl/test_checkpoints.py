@@ -4,7 +4,6 @@ Invariant: An RL run deletes only checkpoints that it saved itself.
 """
 
 import asyncio
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +13,9 @@ from typing import Any
 import pytest
 import tinker
 
-from tests.rl.test_run import QUIET, config_of, logged
+from tests.rl.test_run import QUIET, chatty, logged
 from tinsmith.rl.evaluation import run_evaluation
-from tinsmith.rl.resume import RunCheckpoints, RunState, home_of, load_state
+from tinsmith.rl.resume import RunCheckpoints, RunState, load_state
 from tinsmith.rl.trainer import train
 
 KEY = "tml-checkpoints"
@@ -40,18 +39,18 @@ def on_server(rest: tinker.RestClient) -> Named:
     return lambda: paths() - before
 
 
-def config(url: str, directory: Path, steps: int, **output: Any) -> Any:
-    """A run that saves every step. It is warmed up so that some rewards differ."""
-    server = {"url": url, "api_key": KEY}
-    output = {"save_every": 1, "trajectories_every": 0, **output}
-    return config_of(
-        url, directory, server=server, training={"steps": steps, "groups": 1, "group_size": 2}, warmup={"steps": 4}, output=output
-    )
+def run(url: str, directory: Path, steps: int, **output: Any) -> RunState:
+    """A run, or its rest, that saves every step."""
+    server, output = {"url": url, "api_key": KEY}, {"save_every": 1, **output}
+    return train(chatty(url, directory, server=server, training={"steps": steps}, output=output), QUIET)
 
 
-def test_the_best_weights_are_those_that_earned_the_best_reward(server_url: str, tmp_path: Path) -> None:
-    state = train(config(server_url, tmp_path, 4, keep=0), QUIET)
+def test_a_run_that_keeps_all_has_the_weights_that_earned_the_best_reward(server_url: str, tmp_path: Path, on_server: Named) -> None:
+    state = run(server_url, tmp_path, 4, keep=0)
     rewards = [line["reward"] for line in logged(tmp_path)]
+    bests = [step for step, reward in enumerate(rewards) if reward > max(rewards[:step], default=0.0)]
+    assert {*state.kept, state.best_weights} <= on_server()
+    assert len(on_server()) == len(state.kept) + len(bests) == 8 + len(bests)
     assert (state.best_reward, state.best_step) == (max(rewards), rewards.index(max(rewards)))
     service = tinker.ServiceClient(base_url=server_url, api_key=KEY)
     prompt = tinker.ModelInput.from_ints(list(range(1, 20)))
@@ -64,19 +63,18 @@ def test_the_best_weights_are_those_that_earned_the_best_reward(server_url: str,
 
 
 def test_where_every_episode_failed_there_is_no_best_and_no_reward(server_url: str, tmp_path: Path) -> None:
-    absent = config(server_url, tmp_path, 1)
-    absent.env.name, absent.env.max_failed_share, absent.warmup.steps = "tests.rl.moody:Absent", 1.0, 0
+    absent = chatty(server_url, tmp_path, env={"name": "tests.rl.moody:Absent", "max_failed_share": 1.0}, training={"steps": 1})
     assert train(absent, QUIET).best_reward is None
     (line,) = logged(tmp_path)
     assert (line["stop/env_error"], "reward" in line) == (1.0, False)
 
 
 def test_a_run_keeps_its_newest_checkpoints_and_its_best(server_url: str, tmp_path: Path, on_server: Named) -> None:
-    state = train(config(server_url, tmp_path, 3, keep=2), QUIET)
+    state = run(server_url, tmp_path, 3, keep=2)
     assert [Path(path).name for path in state.kept] == ["step-000002", "step-000002", "step-000003", "step-000003"]
     assert state.kept[2:] == (state.weights, state.sampler_weights)
     assert on_server() == {*state.kept, state.best_weights}
-    resumed = train(config(server_url, tmp_path, 5, keep=1), QUIET)
+    resumed = run(server_url, tmp_path, 5, keep=1)
     assert [Path(path).name for path in resumed.kept] == ["step-000005", "step-000005"]
     assert on_server() == {*resumed.kept, resumed.best_weights}
     assert load_state(tmp_path) == resumed
@@ -84,86 +82,46 @@ def test_a_run_keeps_its_newest_checkpoints_and_its_best(server_url: str, tmp_pa
 
 def test_a_rotation_deletes_only_what_its_own_run_saved(server_url: str, tmp_path: Path, on_server: Named) -> None:
     """A copy of a directory names the checkpoints of the first run, begins to rotate, is stopped, and goes on as its own."""
-    first = train(config(server_url, tmp_path / "first", 2, keep=2), QUIET)
+    first = run(server_url, tmp_path / "first", 2, keep=2)
     shutil.copytree(tmp_path / "first", tmp_path / "copy")
-    for steps in (3, 4):
-        copy = train(config(server_url, tmp_path / "copy", steps, keep=2), QUIET)
+    for steps, keep in ((3, 2), (5, 1)):
+        copy = run(server_url, tmp_path / "copy", steps, keep=keep)
         assert on_server() == first.paths | copy.paths
-    copy = train(config(server_url, tmp_path / "copy", 5, keep=1), QUIET)
-    assert on_server() == first.paths | copy.paths
     assert Path(copy.weights).name == "step-000005"
-    gone_on = train(config(server_url, tmp_path / "first", 3, keep=1), QUIET)
+    gone_on = run(server_url, tmp_path / "first", 3, keep=1)
     assert on_server() == gone_on.paths | copy.paths | ({first.best_weights} & copy.paths)
     assert not first.paths - {first.best_weights} & on_server()
-
-
-def test_keep_0_deletes_nothing(server_url: str, tmp_path: Path, on_server: Named) -> None:
-    state = train(config(server_url, tmp_path, 3, keep=0, save_best=False), QUIET)
-    assert len(state.kept) == 6
-    assert on_server() == set(state.kept)
-
-
-async def saved(url: str, rest: tinker.RestClient, directory: Path) -> tuple[RunState, RunState]:
-    """Step 1 is saved; then steps 2 and 3 are best, one after the other, and the run dies. The state before it died, and in the file."""
-    client = await tinker.ServiceClient(base_url=url, api_key=KEY).create_lora_training_client(base_model="tiny", rank=4)
-    checkpoints = RunCheckpoints(client, rest, directory, 1, RunState())
-    state = await checkpoints.save_step(RunState(step=1, tokenizer="there"))
-    assert load_state(directory) is None
-    await checkpoints.record(state)
-    for step, reward in ((2, 0.25), (3, 0.5)):
-        state = await checkpoints.save_best(replace(state, step=step, next_group=step), reward)
-    written = load_state(directory)
-    assert written is not None
-    return state, written
-
-
-async def rotated(url: str, rest: tinker.RestClient, directory: Path) -> RunState:
-    """A run that saves four steps and twice the best, and begins again from its file in between."""
-    state = RunState(home=home_of(directory))
-    for first in (1, 3):
-        client = await tinker.ServiceClient(base_url=url, api_key=KEY).create_lora_training_client(base_model="tiny", rank=1)
-        checkpoints = RunCheckpoints(client, rest, directory, 1, load_state(directory) or RunState())
-        for step in (first, first + 1):
-            state = await checkpoints.save_step(replace(state, step=step))
-            await checkpoints.record(state)
-        state = await checkpoints.save_best(state, float(first))
-    return state
-
-
-def test_runs_that_rotate_at_once_delete_nothing_of_each_other(
-    server_url: str, rest: tinker.RestClient, tmp_path: Path, on_server: Named
-) -> None:
-    """Their steps and directories have the same names, or begin alike."""
-
-    places = [tmp_path / "run-1", tmp_path / "run-10", tmp_path / "run-1" / "run-1", tmp_path / "run"]
-    for place in places:
-        place.mkdir()
-
-    async def all_of_them() -> list[RunState]:
-        return await asyncio.gather(*(rotated(server_url, rest, place) for place in places))
-
-    states = asyncio.run(all_of_them())
-    assert [len(state.paths) for state in states] == [3] * 4
-    assert on_server() == set().union(*(state.paths for state in states))
 
 
 def test_what_is_best_is_written_at_once_and_the_step_to_resume_stays(
     server_url: str, rest: tinker.RestClient, tmp_path: Path, on_server: Named
 ) -> None:
-    state, written = asyncio.run(saved(server_url, rest, tmp_path))
-    assert (written.step, written.next_group, written.best_step, written.best_reward) == (1, 0, 3, 0.5)
-    assert written.best_weights == state.best_weights
-    assert on_server() == written.paths == {state.weights, state.sampler_weights, state.best_weights}
+    """Step 1 is saved; then steps 2 and 3 are best, one after the other, and the run dies."""
+
+    async def saved() -> RunState:
+        client = await tinker.ServiceClient(base_url=server_url, api_key=KEY).create_lora_training_client(base_model="tiny", rank=4)
+        checkpoints = RunCheckpoints(client, rest, tmp_path, 1, RunState())
+        state = await checkpoints.save_step(RunState(step=1, tokenizer="there"))
+        assert load_state(tmp_path) is None
+        await checkpoints.record(state)
+        for step, reward in ((2, 0.25), (3, 0.5)):
+            state = await checkpoints.save_best(replace(state, step=step, next_group=step), reward)
+        return state
+
+    state = asyncio.run(saved())
+    written = load_state(tmp_path)
+    assert written == replace(state, step=1, next_group=0)
+    assert (state.best_step, state.best_reward) == (3, 0.5)
+    assert on_server() == state.paths == {state.weights, state.sampler_weights, state.best_weights}
 
 
 def test_a_checkpoint_that_somebody_else_deleted_is_no_error(
     rest: tinker.RestClient, server_url: str, tmp_path: Path, on_server: Named
 ) -> None:
-    first = train(config(server_url, tmp_path, 1, keep=1, save_best=False), QUIET)
+    first = run(server_url, tmp_path, 1, keep=1, save_best=False)
     rest.delete_checkpoint_from_tinker_path(first.sampler_weights).result()
-    second = train(config(server_url, tmp_path, 2, keep=1, save_best=False), QUIET)
-    assert on_server() == second.paths
-    assert json.loads((tmp_path / "state.json").read_text())["kept"] == list(second.kept)
+    second = run(server_url, tmp_path, 2, keep=1, save_best=False)
+    assert on_server() == second.paths == set(second.kept)
     section = {"model": str(tmp_path), "prompts": 2}
-    evaluated = config_of(server_url, tmp_path, server={"url": server_url, "api_key": KEY}, evaluation=section)
+    evaluated = chatty(server_url, tmp_path, server={"url": server_url, "api_key": KEY}, evaluation=section)
     assert run_evaluation(evaluated, QUIET).metrics["trajectories"] == 2.0

@@ -23,23 +23,19 @@ def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
     file.write_text("model: {base_model: tiny}\nenv: {name: maze2d, options: {level: hard}}\ntraining: {mode: async, max_staleness: 3}\n")
     config = load(file)
     assert (config.env.options, config.staleness, config.training.loss) == ({"level": "hard"}, 3, "importance_sampling")
-    assert from_tree({**to_tree(config), "server": {"url": "", "api_key": "tml-secret"}}) is not config
-    assert "api_key" not in to_tree(config)["server"]
+    assert "api_key" not in to_tree(from_tree({**to_tree(config), "server": {"api_key": "tml-secret"}}))["server"]
     assert [from_tree({**SMALLEST, "training": {"mode": mode}}).staleness for mode in ("sync", "one_step_off")] == [0, 1]
 
 
 def test_output_is_named_after_the_file_and_new_begins_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "maze.yaml"
-    file.write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
-    directories = []
-    for _ in range(3):
-        config = load(file)
+    (tmp_path / "maze.yaml").write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
+    for directory in ("rl-output/maze", "rl-output/maze-2", "rl-output/maze-3"):
+        config = load(tmp_path / "maze.yaml")
+        assert config.output.directory == "rl-output/maze"
         begin_another(config)
-        directories.append(config.output.directory)
-        Path(config.output.directory).mkdir(parents=True)
-    assert directories == ["rl-output/maze", "rl-output/maze-2", "rl-output/maze-3"]
-    assert load(file).output.directory == "rl-output/maze"
+        assert config.output.directory == directory
+        Path(directory).mkdir(parents=True)
 
 
 MY_ENV = """
@@ -57,18 +53,16 @@ def test_an_environment_may_lie_in_the_working_directory_or_in_a_file(tmp_path: 
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("tinsmith.rl.env._factories", {})
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "here_env.py").write_text(MY_ENV.format(name="Here"))
     (tmp_path / "else where").mkdir()
-    (tmp_path / "else where" / "there_env.py").write_text(MY_ENV.format(name="There"))
+    for file, name in (("here_env.py", "Here"), ("else where/there_env.py", "There"), ("json.py", "Mine")):
+        (tmp_path / file).write_text(MY_ENV.format(name=name))
     (tmp_path / "broken_env.py").write_text("\nraise ZeroDivisionError('half done')\n")
-    (tmp_path / "json.py").write_text(MY_ENV.format(name="Mine"))
-    named = [
+    for env in (
         {"name": "here_env:Here"},
         {"import": "here_env.py", "name": "Here"},
         {"import": "else where/there_env.py", "name": "There"},
         {"import": f"{tmp_path}/else where/there_env.py", "name": "registered-There"},
-    ]
-    for env in named:
+    ):
         assert make(from_tree({**SMALLEST, "env": env}).env.name).init(Prompt(0))[0]
     processes = make_workers("process", 1, 600.0)
     asyncio.run(processes.open("else where/there_env.py:There", {}))  # which imports it again
@@ -77,13 +71,11 @@ def test_an_environment_may_lie_in_the_working_directory_or_in_a_file(tmp_path: 
         ("broken_env:Env", r"cannot import 'broken_env': ZeroDivisionError: half done \(.*broken_env.py, line 2\)"),
         ("here_env.py:Nobody", "here_env.py has no 'Nobody'"),
         ("nowhere_env.py:Env", "there is no file .*nowhere_env.py"),
-        ("nowhere_env:Env", "ModuleNotFoundError: No module named 'nowhere_env'"),
+        ("nowhere_env:Env", "ModuleNotFoundError: No module named 'nowhere_env'$"),
         ("json.py:Mine", "json.py has the name of another module, .*; rename it"),
     ):
         with pytest.raises(ConfigError, match=message):
             find(name)
-    with pytest.raises(ConfigError, match="env: import='here_env', name='Here' must be a Python file"):
-        from_tree({**SMALLEST, "env": {"import": "here_env", "name": "Here"}})
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
@@ -97,27 +89,19 @@ def test_an_example_names_settings_and_an_environment_that_there_are(file: Path)
     [
         ({"trainign": {}}, "unknown key 'trainign'; did you mean 'training'?"),
         ({"training": {"lerning_rate": 1}}, "unknown key 'training.lerning_rate'; did you mean 'training.learning_rate'?"),
-        (
-            {"training": {"loss": "cross_entropy"}},
-            "training.loss='cross_entropy' must be one of importance_sampling, ppo, cispo, dro, gspo, stable_reinforce",
-        ),
+        ({"training": {"loss": "cross_entropy"}}, "training.loss='cross_entropy' must be one of importance_sampling, ppo, "),
         ({"training": {"steps": 0}}, "training.steps=0 must be a whole number of steps of at least 1"),
         ({"training": {"group_size": 1}}, "group_size=1 leaves grpo nothing to compare with"),
-        ({"training": {"group_size": 1, "advantages": "reinforce_pp"}}, "group_size=1 leaves reinforce_pp nothing to compare with"),
         ({"training": {"groups": 2, "substeps": 3}}, "substeps=3 exceeds groups=2"),
-        (
-            {"training": {"loss": "dro"}},
-            "loss_scale=tokens would divide dro's advantages, but not its penalty",
-        ),
+        ({"training": {"loss": "dro"}}, "loss_scale=tokens would divide dro's advantages, but not its penalty"),
         ({"training": {"kl_coefficient": 0.1}, "generation": {"temperature": 0.7}}, "temperature=0.7: the KL penalty compares"),
         ({"training": {"loss": "ppo"}, "generation": {"temperature": 0.7}}, "temperature=0.7: ppo would clip the ratio"),
         ({"training": {"loss": "stable_reinforce"}, "generation": {"temperature": 0.7}}, "these must be at temperature 1"),
         ({"training": {"loss": "stable_reinforce"}, "env": {"name": "a:b", "kind": "cookbook"}}, "which kind=cookbook does not say"),
         ({"evaluation": {"samples": 2, "pass_at": [1, 4]}}, r"pass_at=\[4\] must lie between 1 and samples=2"),
         ({"evaluation": {"pass_at": "1"}}, "evaluation.pass_at='1' must be a list of whole numbers"),
-        ({"env": {"name": "maze2d", "options": 3}}, "env.options=3 must be keys with values"),
         ({"env": {}}, "env: name is missing"),
-        ({"model": {}}, "model: base_model is missing"),
+        ({"env": {"import": "here_env", "name": "Here"}}, "env: import='here_env', name='Here' must be a Python file"),
     ],
 )
 def test_what_cannot_work_is_refused(change: dict[str, Any], message: str) -> None:

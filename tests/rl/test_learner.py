@@ -1,7 +1,6 @@
 """What a batch becomes: advantages shared over samples, filters, corrections and optimizer steps; what warm-up learns."""
 
 import asyncio
-import time
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import tinker
 from numpy.typing import NDArray
 
-from tests.rl.scripted import ids, settings
+from tests.rl.scripted import END, ids, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.calls import FailureCounter, TooManyFailuresError
 from tinsmith.rl.chat import ChatTemplate
@@ -124,9 +123,6 @@ def test_ratios_of_trainer_to_sampler_are_capped(server_url: str) -> None:
     assert metrics["loss"] == pytest.approx(-(3.0 * 2 / 3 - np.exp(-0.5) * 2 / 3) / 2, rel=1e-3)
 
 
-END = "<|im_end|>"
-
-
 class Endless(Env, Teacher):
     """Never ends, unless its demonstration fails."""
 
@@ -167,32 +163,25 @@ def test_a_demonstration_is_right_and_stands_in_the_template(plain: ChatTemplate
     assert answers_of(thoughtful) == [ids(thinking, f"hm</think>\n\n{text}") for text in texts]
 
 
-def test_demonstrations_end_with_the_limits_of_episodes(plain: ChatTemplate) -> None:
-    endless = "tests.rl.test_learner:Endless"
-    assert (demonstrated(endless, plain).turns, demonstrated(endless, plain).stop_reason) == (8, "max_turns")
-    cut = demonstrated(endless, plain, max_context=len(ids(plain, "<|im_start|>user\nmore?<|im_end|>\n<|im_start|>assistant\n")) + 1)
+ENDLESS = "tests.rl.test_learner:Endless"
+
+
+def test_demonstrations_end_as_episodes_do_or_with_their_failure(plain: ChatTemplate) -> None:
+    assert (demonstrated(ENDLESS, plain).turns, demonstrated(ENDLESS, plain).stop_reason) == (8, "max_turns")
+    cut = demonstrated(ENDLESS, plain, max_context=len(ids(plain, "<|im_start|>user\nmore?<|im_end|>\n<|im_start|>assistant\n")) + 1)
     assert (cut.stop_reason, cut.sampled_tokens) == ("length", 1)
-    assert demonstrated(endless, plain, seed=1).error == "ValueError: not today"
+    assert demonstrated(ENDLESS, plain, seed=1).error == "ValueError: not today"
+    with pytest.raises(ConfigError, match="Script has no demonstrations; derive it from Teacher, or set steps=0"):
+        demonstrated("tests.rl.scripted:Script", plain, options={"opening": [user("hi")], "steps": []})
 
 
 def test_a_warm_up_learns_from_what_succeeds_and_says_what_was_cut(
     server_url: str, plain: ChatTemplate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rollouts = EnvRollouts("tests.rl.test_learner:Endless", {}, settings(max_turns=2), plain, InlineWorkers(600))
+    rollouts = EnvRollouts(ENDLESS, {}, settings(max_turns=2), plain, InlineWorkers(600))
     warmup, client = WarmupSection(steps=3, episodes=4, learning_rate=1e-2), model(server_url)
     losses = asyncio.run(warm_up(client, rollouts, warmup, FailureCounter("endless", 0.5, 8)))
     assert losses == sorted(losses, reverse=True)
     assert "6 of 12 demonstrations were cut at generation: max_turns or max_context" in caplog.text
     with pytest.raises(TooManyFailuresError, match=r"environment 'endless' failed in 2 of 4 episodes.*the first failure was ValueError"):
         asyncio.run(warm_up(client, rollouts, warmup, FailureCounter("endless", 0.4, 8)))
-
-
-def test_an_environment_that_cannot_demonstrate_is_refused(plain: ChatTemplate) -> None:
-    with pytest.raises(ConfigError, match="Script has no demonstrations; derive it from Teacher, or set steps=0"):
-        demonstrated("tests.rl.scripted:Script", plain, options={"opening": [user("hi")], "steps": []})
-
-
-def test_a_delay_is_a_delay(plain: ChatTemplate) -> None:
-    start = time.monotonic()
-    demonstrated("arithmetic", plain, options={"delay_s": 0.05})
-    assert time.monotonic() - start >= 0.05

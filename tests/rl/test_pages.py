@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.bases import renderer
-from tests.rl.scripted import chunk_of
-from tests.rl.test_rollouts import play
+from tests.rl.scripted import END, chunk_of, play
 from tinsmith.models.base import BaseModel
 from tinsmith.models.pictures import PictureInput
 from tinsmith.rl.chat import ChatTemplate
@@ -18,33 +17,25 @@ from tinsmith.rl.env import user
 from tinsmith.rl.pages import write_jsonl, write_page
 from tinsmith.rl.trajectory import EpisodeId, Trajectory
 
-END = "<|im_end|>"
-
 
 def seen(template: ChatTemplate) -> Trajectory:
     """Two turns with a picture each; the first answer earns a quarter, the second one."""
     first, second = ([user(Image.new("RGB", (64, 32), color), "hot & cold?")] for color in ("red", "blue"))
-    made, _ = play(template, [("hot" + END, True), ("<b>" + END, True)], [(second, 0.25, False), ([], 1.0, True)], first)
+    made, _ = play(template, ["hot" + END, "<b>" + END], [(second, 0.25, False), ([], 1.0, True)], first)
     return made
 
 
-def test_the_page_shows_pictures_tokens_by_mask_and_rewards(plain: ChatTemplate, tmp_path: Path) -> None:
-    made = seen(plain)
-    write_page(tmp_path / "page.html", [made], plain, "two turns")
+def test_the_page_shows_pictures_tokens_by_mask_and_rewards_and_nothing_as_markup(plain: ChatTemplate, tmp_path: Path) -> None:
+    made = replace(seen(plain), episode=EpisodeId("<i>env", 5), error="KeyError: '<i>error'")
+    write_page(tmp_path / "page.html", [made], plain, "<i>title")
     page = (tmp_path / "page.html").read_text()
     assert page.count('<img src="data:image/png;base64,') == 2
     assert '<span class="sampled">hot&lt;|im_end|&gt;</span><b>+0.25</b>' in page
     assert '<span class="sampled">&lt;b&gt;&lt;|im_end|&gt;</span><b>+1</b>' in page
     assert '<span class="read">&lt;|vision_end|&gt;hot &amp; cold?' in page
     assert "reward 1.25 · done · 2 turns · seed 5 · heard 2" in page
-
-
-def test_nothing_that_a_page_shows_becomes_markup(plain: ChatTemplate, tmp_path: Path) -> None:
-    names = replace(seen(plain), episode=EpisodeId("<i>env", 5), metrics={"<i>metric": 1.0}, error="KeyError: '<i>error'")
-    write_page(tmp_path / "page.html", [names], plain, "<i>title")
-    page = (tmp_path / "page.html").read_text()
+    assert [page.count(f"&lt;i&gt;{name}") for name in ("env", "error", "title")] == [1, 1, 2]
     assert "<i>" not in page
-    assert [page.count(f"&lt;i&gt;{name}") for name in ("env", "metric", "error", "title")] == [1, 1, 1, 2]
 
 
 def test_jsonl_holds_what_was_trained_on(plain: ChatTemplate, tmp_path: Path) -> None:
@@ -62,9 +53,8 @@ def test_jsonl_holds_what_was_trained_on(plain: ChatTemplate, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["plain", "thinking"])
 def test_every_picture_of_a_trajectory_is_processed_once(name: str, request: pytest.FixtureRequest, vision_base: BaseModel) -> None:
     template: ChatTemplate = request.getfixturevalue(name)
-    pictures = [Image.new("RGB", (64, 32), color) for color in ("red", "blue", "green")]
-    steps = [([user(pictures[1])], 0.0, False), ([user(pictures[2])], 0.0, False), ([], 1.0, True)]
-    made, policy = play(template, [("i</think>x" + END, True)] * 3, steps, [user(pictures[0], "hot?")])
+    red, blue, green = ([user(Image.new("RGB", (64, 32), color))] for color in ("red", "blue", "green"))
+    made, policy = play(template, ["i</think>x" + END] * 3, [(blue, 0.0, False), (green, 0.0, False), ([], 1.0, True)], red)
     render = renderer(vision_base)
     assert render.processor is not None
     own, processed = render.processor, []

@@ -20,7 +20,7 @@ import pytest
 import tinker
 from rich.console import Console
 
-from tests.rl.test_run import QUIET, config_of, logged
+from tests.rl.test_run import QUIET, chatty, config_of, logged
 from tests.running import PROGRAM, serving
 from tinsmith.errors import ConfigError
 from tinsmith.models.tiny import write_tiny_model
@@ -29,23 +29,8 @@ from tinsmith.rl.resume import FIXED_AT_START, MAY_CHANGE, MAY_DIFFER, RunState,
 from tinsmith.rl.trainer import train
 
 KEY = "tml-resume"
-STEPS = 13
-GROUP = 2
-"""Episodes of a step."""
-
-
-def start(file: Path, plan: Path, dies_in_step: int | None) -> "subprocess.CompletedProcess[str]":
-    """`tinsmith rl` in a process of its own, which gets SIGKILL in the given one of its steps."""
-    plan.unlink(missing_ok=True)
-    if dies_in_step is not None:
-        plan.write_text(str(dies_in_step * GROUP + 1))
-    return subprocess.run([*PROGRAM, "rl", str(file)], capture_output=True, text=True, check=False, timeout=600)
-
-
-def on_server(url: str) -> set[str]:
-    """The paths of all checkpoints. The server belongs to all tests of this room, whatever their keys are."""
-    rest = tinker.RestClient(base_url=url, api_key=KEY)
-    return {checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints(limit=1000).result().checkpoints}
+SILENT = "http://127.0.0.1:9"
+"""Where nobody answers: what is refused is refused before the server is asked."""
 
 
 def state_of(directory: Path) -> RunState:
@@ -57,131 +42,121 @@ def state_of(directory: Path) -> RunState:
 @pytest.mark.timeout(900)  # three processes, each of which imports the SDK and transformers
 def test_a_killed_run_that_is_started_again_goes_on_and_keeps_its_best_weights(server_url: str, tmp_path: Path) -> None:
     out, file, plan = tmp_path / "out", tmp_path / "run.yaml", tmp_path / "plan"
-    of_other_tests = on_server(server_url)
     file.write_text(
         f"server: {{url: '{server_url}', api_key: {KEY}}}\nmodel: {{base_model: tiny, rank: 4}}\n"
-        f"env: {{name: 'tests.rl.dying:Dying', options: {{plan: {plan}}}}}\ngeneration: {{max_tokens: 3}}\n"
-        f"training: {{steps: {STEPS}, groups: 1, group_size: {GROUP}}}\noutput: {{directory: {out}}}\n"
+        f"env: {{name: 'tests.rl.moody:Chatty', options: {{plan: {plan}}}}}\ngeneration: {{max_tokens: 3}}\n"
+        f"training: {{steps: 6, groups: 1, group_size: 2}}\noutput: {{directory: {out}, save_every: 3}}\n"
     )
+
+    def started(dies_in_step: int | None) -> "subprocess.CompletedProcess[str]":
+        """`tinsmith rl` in a process of its own, which gets SIGKILL in the given one of its steps, of two episodes each."""
+        plan.unlink(missing_ok=True)
+        if dies_in_step is not None:
+            plan.write_text(str(dies_in_step * 2 + 1))
+        return subprocess.run([*PROGRAM, "rl", str(file)], capture_output=True, text=True, check=False, timeout=600)
+
+    def on_server() -> set[str]:
+        """The paths of all checkpoints. The server belongs to all tests of this room, whatever their keys are."""
+        rest = tinker.RestClient(base_url=server_url, api_key=KEY)
+        return {checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints(limit=1000).result().checkpoints}
+
+    of_other_tests = on_server()
     # Killed before the first checkpoint: there is nothing to go on with, and nothing of it may go.
-    assert start(file, plan, dies_in_step=4).returncode == -signal.SIGKILL
+    assert started(dies_in_step=2).returncode == -signal.SIGKILL
     first, lines = state_of(out), (out / "metrics.jsonl").read_text()
-    assert [line["step"] for line in logged(out)] == [1, 2, 3, 4]
-    assert (first.weights, first.best_weights in on_server(server_url)) == ("", True)
-    # Killed after the first checkpoint, which default settings save after ten steps.
-    again = start(file, plan, dies_in_step=12)
+    assert [line["step"] for line in logged(out)] == [1, 2]
+    assert (first.weights, first.best_weights in on_server()) == ("", True)
+    # Killed after the first checkpoint.
+    again = started(dies_in_step=5)
     assert again.returncode == -signal.SIGKILL
-    assert (
-        f"the run in {out} ended before its first checkpoint, so a new run begins; its files were moved to {out / 'ended-1'}"
-        in again.stdout
-    )
+    moved = f"the run in {out} ended before its first checkpoint, so a new run begins; its files were moved to {out / 'ended-1'}"
+    assert moved in again.stdout
     assert (out / "ended-1" / "metrics.jsonl").read_text() == lines
     assert state_of(out / "ended-1") == first
     second = state_of(out)
-    assert second.step == 10
-    assert [line["step"] for line in logged(out)] == list(range(1, 13))
-    assert {first.best_weights, second.best_weights} <= on_server(server_url)
+    assert second.step == 3
+    assert [line["step"] for line in logged(out)] == [1, 2, 3, 4, 5]
+    assert {first.best_weights, second.best_weights} <= on_server()
     # Started a third time, it goes on to its end.
-    third = start(file, plan, None)
+    third = started(None)
     assert (third.returncode, third.stderr) == (0, "")
-    assert "step   11" in third.stdout
-    assert "step   10" not in third.stdout
-    assert [line["step"] for line in logged(out)] == list(range(1, STEPS + 1))
+    assert ("step    4" in third.stdout, "step    3" in third.stdout) == (True, False)
+    assert [line["step"] for line in logged(out)] == [1, 2, 3, 4, 5, 6]
     last = state_of(out)
-    assert last.step == STEPS
-    assert on_server(server_url) - of_other_tests == {first.best_weights} | last.paths
+    assert last.step == 6
+    assert on_server() - of_other_tests == {first.best_weights} | last.paths
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("victim", ["server", "worker"])
-def test_a_run_goes_on_when_what_it_trains_on_is_started_again(victim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It publishes again; if the model is gone too, it goes on from its last state. Its metrics have every step once."""
+def test_a_run_goes_on_when_its_worker_and_its_server_are_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It publishes again; as the model is gone with the server, it goes on from its last state. Its metrics have every step once."""
     write_tiny_model("qwen3", tmp_path / "tiny")
     options = ["--base-model", f"tiny={tmp_path / 'tiny'}", "--kv-cache-gib", "0.1"]
     out = tmp_path / "out"
     with serving(tmp_path, *options) as server, ThreadPoolExecutor(1) as threads:
-        config = config_of(
-            server.url,
-            out,
-            model={"base_model": "tiny", "tokenizer": str(tmp_path / "tiny")},
-            env={"name": "arithmetic", "options": {"delay_s": 0.1}},
-            training={"steps": 9, "group_size": 2},
-            warmup={"steps": 1, "episodes": 2},
-            output={"save_every": 2},
-        )
-        running = threads.submit(train, config, QUIET)
-        while not running.done() and (not (out / "metrics.jsonl").exists() or len(logged(out)) < 3):
-            time.sleep(0.02)
-        if victim == "worker":
-            os.kill(server.worker_pid(), signal.SIGKILL)
+        url = server.url  # which is read from the log
+        sections: dict[str, dict[str, Any]] = {
+            "model": {"tokenizer": str(tmp_path / "tiny")},
+            "env": {"name": "arithmetic", "options": {"delay_s": 0.1}},
+            "training": {"steps": 20},
+            "output": {"save_every": 2},
+        }
+        running = threads.submit(train, chatty(url, out, **sections), QUIET)
+
+        def wait_for(step: int) -> None:
+            while not running.done() and (not (out / "metrics.jsonl").exists() or len(logged(out)) < step):
+                time.sleep(0.02)
+
+        wait_for(3)
+        os.kill(server.worker_pid(), signal.SIGKILL)
+        wait_for(6)
+        server.process.kill()
+        server.process.wait()
+        with serving(tmp_path, *options, "--port", url.rpartition(":")[2]) as again:
+            again.wait_for_health()
             state = running.result()
-        else:
-            url = server.url  # which is read from the log
-            server.process.kill()
-            server.process.wait()
-            with serving(tmp_path, *options, "--port", url.rpartition(":")[2]) as again:
-                again.wait_for_health()
-                state = running.result()
-    assert [line["step"] for line in logged(out)] == list(range(1, 10))
-    assert state == state_of(out)
-    assert state.step == 9
-    if victim == "server":  # a worker's models come back, perhaps before the run asks for them
-        losses = [record.getMessage() for record in caplog.records if record.name == "tinsmith.rl.trainer"]
-        assert any("the server has lost weights or the model" in loss for loss in losses)
-        assert any(re.search(r"the run goes on from step [24] with its last checkpoint, tinker://", loss) for loss in losses)
-
-
-def test_a_run_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
-    config = run_of(tmp_path, done=4)
-    console = Console(record=True, width=40, file=StringIO())
-    assert train(config, console).step == 4
-    assert console.export_text() == f"the run in {tmp_path} has done its 4 steps; raise training: steps to go on\n"
+    assert [line["step"] for line in logged(out)] == list(range(1, 21))
+    assert (state.step, state) == (20, state_of(out))
+    losses = [record.getMessage() for record in caplog.records if record.name == "tinsmith.rl.trainer"]
+    assert any("the server has lost weights or the model" in loss for loss in losses)
+    assert any(re.search(r"the run goes on from step \d+ with its last checkpoint, tinker://", loss) for loss in losses)
 
 
 def run_of(directory: Path, done: int, **sections: dict[str, Any]) -> RlConfig:
     """A configuration of four steps with these changes, and a directory with a run of it that has `done` some."""
-    url = "http://127.0.0.1:9"  # nobody answers there: what is refused is refused before the server is asked
-    record_settings(config_of(url, directory))
+    record_settings(config_of(SILENT, directory))
     RunState(step=done, weights="tinker://run/weights/step").save(directory)
-    return config_of(url, directory, **sections)
+    return config_of(SILENT, directory, **sections)
+
+
+def refused(config: RlConfig) -> str:
+    """Why a run does not begin."""
+    with pytest.raises(ConfigError) as raised:
+        train(config, QUIET)
+    return str(raised.value)
+
+
+NEW, ALLOWED = "; take --new, or name another directory", ", or change them from step 2 on with output: {{allow_changes: [{}]}}"
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
+        ({"training": {"seed": 1}}, f"training.seed is 0 there and 1 here{NEW}{ALLOWED.format('training.seed')}"),
         (
-            {"training": {"seed": 1}},
-            (
-                "training.seed is 0 there and 1 here; take --new, or name another directory, or change them from step 2 on with output: "
-                "{allow_changes: [training.seed]}"
-            ),
-        ),
-        (
-            {"model": {"base_model": "tiny"}},
-            "model.base_model is 'tiny-vl' there and 'tiny' here; take --new, or name another directory",
-        ),
-        (
-            {"env": {"name": "maze2d", "options": {"level": "easy"}}, "model": {"rank": 4}},
-            (
-                "model.rank is 8 there and 4 here, env.name is 'color_square' there and 'maze2d' here, env.options is {} there and "
-                "{'level': 'easy'} here; take --new, or name another directory"
-            ),
+            {"env": {"options": {"level": "easy"}}, "model": {"rank": 4}},
+            f"model.rank is 8 there and 4 here, env.options is {{}} there and {{'level': 'easy'}} here{NEW}",
         ),
         (
             {"training": {"seed": 1, "learning_rate": 1.0, "epochs": 2}, "output": {"allow_changes": ["training.seed"]}},
-            (
-                "training.epochs is 1 there and 2 here; take --new, or name another directory, or change them from step 2 on with output: "
-                "{allow_changes: [training.epochs]}"
-            ),
+            f"training.epochs is 1 there and 2 here{NEW}{ALLOWED.format('training.epochs')}",
         ),
     ],
 )
 def test_another_configuration_does_not_go_on_with_the_run(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
     config = run_of(tmp_path, 2, **changes)
     before = (tmp_path / "config.json").read_text()
-    with pytest.raises(ConfigError) as refused:
-        train(config, QUIET)
-    assert str(refused.value) == f"output: directory='{tmp_path}' holds a run with other settings: {complaint}"
+    assert refused(config) == f"output: directory='{tmp_path}' holds a run with other settings: {complaint}"
     assert (tmp_path / "config.json").read_text() == before
 
 
@@ -195,86 +170,56 @@ def test_settings_that_do_not_change_the_run_may_differ_and_others_if_they_are_n
         "output": {"keep": 1, "save_every": 1, "trackers": ["console"], "allow_changes": ["training.seed"]},
     }
     console = Console(record=True, width=40, file=StringIO())
-    assert starting_state(run_of(tmp_path, 2, **changes), console).step == 2
+    config = run_of(tmp_path, 2, **changes)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["training"]["tis_cap"], settings["output"]["allow_changes"]  # what a later version added counts as its default
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert starting_state(config, console).step == 2
     assert console.export_text() == (
         "from step 3 on, training.seed is 7 (it was 0)\nfrom step 3 on, training.learning_rate is 1.0 (it was 0.001)\n"
     )
-
-
-def test_what_a_later_version_added_counts_as_its_default(tmp_path: Path) -> None:
-    config = run_of(tmp_path, 2)
-    settings = json.loads((tmp_path / "config.json").read_text())
-    del settings["training"]["tis_cap"], settings["output"]["allow_changes"]
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert starting_state(config, QUIET).step == 2
 
 
 @pytest.mark.parametrize(
     ("key", "complaint"),
     [
         ("training.lerning_rate", "there is no setting 'training.lerning_rate'; write SECTION.KEY, such as training.learning_rate"),
-        ("model.rank", "model.rank takes effect only when a run begins; name another output directory"),
-        ("warmup.steps", "warmup.steps takes effect only when a run begins; name another output directory"),
+        *((key, f"{key} takes effect only when a run begins; name another output directory") for key in ("model.rank", "warmup.steps")),
     ],
 )
 def test_a_change_that_cannot_be_is_refused(tmp_path: Path, key: str, complaint: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        starting_state(run_of(tmp_path, 2, output={"allow_changes": [key]}), QUIET)
-    assert str(refused.value) == f"output: allow_changes: {complaint}"
+    assert refused(run_of(tmp_path, 2, output={"allow_changes": [key]})) == f"output: allow_changes: {complaint}"
+    settings = {f"{section}.{name}" for section, values in to_tree(RlConfig()).items() for name in values}
+    assert all(any(fnmatchcase(name, named) for name in settings) for named in (*MAY_DIFFER, *MAY_CHANGE, *FIXED_AT_START))
 
 
-def test_every_named_setting_is_one() -> None:
-    settings = {f"{section}.{key}" for section, values in to_tree(RlConfig()).items() for key in values}
-    for pattern in (*MAY_DIFFER, *MAY_CHANGE, *FIXED_AT_START):
-        assert any(fnmatchcase(key, pattern) for key in settings), pattern
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    config, error = run_of(tmp_path, 2), "Expecting value: line 1 column 1 (char 0); restore it, or name another output directory"
+    (tmp_path / "config.json").write_text("")
+    assert refused(config) == f"cannot read {tmp_path / 'config.json'}, the settings of the run in {tmp_path}: {error}"
+    (tmp_path / "state.json").write_text("")
+    assert refused(config) == f"{tmp_path / 'state.json'}, the state of a run, is broken: {error}"
 
 
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [
-        ("state.json", "{file}, the state of a run, is broken: {error}; restore it, or name another output directory"),
-        (
-            "config.json",
-            "cannot read {file}, the settings of the run in {directory}: {error}; restore it, or name another output directory",
-        ),
-    ],
-)
-def test_broken_files_are_named(tmp_path: Path, name: str, complaint: str) -> None:
-    config = run_of(tmp_path, 2)
-    (tmp_path / name).write_text("")
-    with pytest.raises(ConfigError) as refused:
-        starting_state(config, QUIET)
-    assert str(refused.value) == complaint.format(
-        file=tmp_path / name, directory=tmp_path, error="Expecting value: line 1 column 1 (char 0)"
-    )
+def test_two_runs_do_not_work_in_one_directory_and_one_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
+    config, console = run_of(tmp_path, 4), Console(record=True, width=40, file=StringIO())
+    with locked(tmp_path):
+        assert refused(config) == f"output: directory='{tmp_path}': a run is at work in it; end that, or name another directory"
+    assert train(config, console).step == 4
+    assert console.export_text() == f"the run in {tmp_path} has done its 4 steps; raise training: steps to go on\n"
 
 
-def test_two_runs_do_not_work_in_one_directory(tmp_path: Path) -> None:
-    config = run_of(tmp_path, 4)
-    with locked(tmp_path), pytest.raises(ConfigError) as refused:
-        train(config, QUIET)
-    assert str(refused.value) == f"output: directory='{tmp_path}': a run is at work in it; end that, or name another directory"
-    assert train(config, QUIET).step == 4
-
-
-def test_resume_false_refuses_whatever_a_run_left(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 1.0}\n')
-    with pytest.raises(ConfigError) as refused:
-        starting_state(config_of("", tmp_path, output={"resume": False}), QUIET)
-    assert str(refused.value) == f"output: directory='{tmp_path}' holds a run, and resume is false; take --new, or name another directory"
-
-
-def test_a_run_that_could_not_begin_leaves_room_for_another(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
+def test_what_a_run_without_a_checkpoint_left_is_moved_aside_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()  # of a run that could not begin
     (tmp_path / "config.json").write_text("{}")
-    assert starting_state(config_of("", tmp_path), QUIET) == RunState()
+    config = config_of(SILENT, tmp_path)
+    assert starting_state(config, QUIET) == RunState()
     assert not list(tmp_path.glob("ended-*"))
-
-
-def test_runs_without_a_checkpoint_are_moved_aside_one_after_the_other(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
         (tmp_path / "trajectories").mkdir()
-        assert starting_state(config_of("", tmp_path), QUIET) == RunState()
+        left = f"output: directory='{tmp_path}' holds a run, and resume is false; take --new, or name another directory"
+        assert refused(config_of(SILENT, tmp_path, output={"resume": False})) == left
+        assert starting_state(config, QUIET) == RunState()
     assert [(tmp_path / f"ended-{number}" / "metrics.jsonl").read_text() for number in (1, 2)] == ['{"step": 1}\n', '{"step": 2}\n']
-    assert {path.name for path in tmp_path.iterdir()} == {"ended-1", "ended-2"}
+    assert {path.name for path in tmp_path.iterdir()} == {"ended-1", "ended-2", "run.lock"}

@@ -24,30 +24,35 @@ from tinsmith.rl.env import Prompt, deregister, register
 from tinsmith.rl.policy import Policy, SamplingRequest, TinkerPolicy
 from tinsmith.rl.rollouts import EnvRollouts
 from tinsmith.rl.trainer import train
-from tinsmith.rl.trajectory import EpisodeId, Trajectory
+from tinsmith.rl.trajectory import EpisodeId, TrainingSample, Trajectory
 from tinsmith.rl.workers import InlineWorkers
 
 SAID = ["4<|im_end|>", "2<|im_end|>", "1<|im_end|>"]
+"""Guesses of the number of `Prompt(0)`, which is none of them, so that all three are made."""
 
 
-def answers(template: ChatTemplate) -> list[tuple[list[int], bool]]:
-    return [(ids(template, said), True) for said in SAID]
+def scripted(template: ChatTemplate) -> Scripted:
+    return Scripted([(ids(template, said), True) for said in SAID])
+
+
+def played_by_us(env: str, policy: Policy, template: ChatTemplate, **changes: Any) -> TrainingSample:
+    """The sample of an episode of one of our environments."""
+    rollouts = EnvRollouts(env, {}, settings(**changes), template, InlineWorkers(600))
+    (sample,) = asyncio.run(rollouts.play(policy, Prompt(0), EpisodeId(env, 0))).samples
+    return sample
 
 
 def test_the_cookbook_plays_our_environment_to_the_data_that_we_make(plain: ChatTemplate) -> None:
-    prompt = Prompt(0)  # its number is neither 4 nor 2 nor 1, so that all three guesses are made
-    rollouts = EnvRollouts("guess_number", {}, settings(), plain, InlineWorkers(600))
-    ours = asyncio.run(rollouts.play(Scripted(answers(plain)), prompt, EpisodeId("guess_number", 0)))
-    builder = CookbookEnvGroupBuilder("guess_number", {}, prompt, plain, group_size=1)
-    theirs = asyncio.run(do_group_rollout(builder, CompleterOfPolicy(Scripted(answers(plain)), SamplingRequest(max_tokens=10))))
+    sample = played_by_us("guess_number", scripted(plain), plain)
+    builder = CookbookEnvGroupBuilder("guess_number", {}, Prompt(0), plain, group_size=1)
+    theirs = asyncio.run(do_group_rollout(builder, CompleterOfPolicy(scripted(plain), SamplingRequest(max_tokens=10))))
     (datum,) = trajectory_to_data(theirs.trajectories_G[0], 1.0, include_provenance=False)
-    (sample,) = ours.samples
-    assert ours.turns == 3
+    assert sample.turns == 3
     assert datum.model_input == tinker.ModelInput.from_ints(sample.sequence.ids[:-1].tolist())
-    length = len(sample.loss_mask)
-    assert datum.loss_fn_inputs["mask"].to_numpy()[-length:].astype(bool).tolist() == sample.loss_mask.tolist()
-    assert datum.loss_fn_inputs["logprobs"].to_numpy()[-length:] == pytest.approx(sample.logprobs)
-    assert sum(step.reward for step in theirs.trajectories_G[0].transitions) == ours.reward
+    mask, logprobs = (datum.loss_fn_inputs[name].to_numpy()[-len(sample.loss_mask) :] for name in ("mask", "logprobs"))
+    assert mask.astype(bool).tolist() == sample.loss_mask.tolist()
+    assert logprobs == pytest.approx(sample.logprobs)
+    assert sum(step.reward for step in theirs.trajectories_G[0].transitions) == sample.rewards.sum()
 
 
 class Fixed:
@@ -99,21 +104,22 @@ def play(builder: EnvGroupBuilder, policy: Policy, template: ChatTemplate, size:
         deregister("theirs")
 
 
+def fixed(template: ChatTemplate) -> PolicyOfCompleter:
+    return PolicyOfCompleter(Fixed(ids(template, SAID[0])), sorted(template.stop_ids))
+
+
 def test_we_play_the_cookbook_s_environment_with_its_policy(plain: ChatTemplate) -> None:
-    policy = PolicyOfCompleter(Fixed(ids(plain, "4<|im_end|>")), sorted(plain.stop_ids))
     builder = Judged(Prompt(0), plain, 2)
-    made = play(builder, policy, plain, 2)
-    rollouts = EnvRollouts("guess_number", {}, settings(), plain, InlineWorkers(600))
-    ours = asyncio.run(rollouts.play(policy, Prompt(0), EpisodeId("ours", 0)))
+    made = play(builder, fixed(plain), plain, 2)
+    expected = played_by_us("guess_number", fixed(plain), plain)
     assert [trajectory.episode.member for trajectory in made] == [0, 1]
     for trajectory, judged in zip(made, (0.0, 1.0), strict=True):
-        (sample,), (expected,) = trajectory.samples, ours.samples
+        (sample,) = trajectory.samples
         assert np.array_equal(sample.sequence.ids, expected.sequence.ids)
         assert sample.loss_mask.tolist() == expected.loss_mask.tolist()
         assert sample.rewards.tolist() == [*expected.rewards[:-1].tolist(), expected.rewards[-1] + judged]
         assert sample.logprobs.tolist() == expected.logprobs.tolist()
-        assert trajectory.metrics == {**ours.metrics, "best": judged}
-        assert (trajectory.stop_reason, trajectory.turns) == ("done", 3)
+        assert (trajectory.stop_reason, trajectory.turns, trajectory.metrics["best"]) == ("done", 3, judged)
     assert builder.cleaned == 1
 
 
@@ -122,51 +128,43 @@ class Unrewarding(CookbookEnv):
         return replace(await super().step(action, extra=extra), reward=None)
 
 
-def test_what_the_cookbook_s_environment_raises_or_wrongly_returns_ends_its_episode(plain: ChatTemplate) -> None:
-    policy = PolicyOfCompleter(Fixed(ids(plain, "4<|im_end|>")), sorted(plain.stop_ids))
-    unrewarding = "Unrewarding.step returned the reward None, which is not a finite number"
-    for env, error in (
-        (Broken(), "ValueError: no game today"),
-        (Unrewarding("guess_number", {}, Prompt(0), plain), unrewarding),
-    ):
-        broken, good = play(Judged(Prompt(0), plain, 2, replaced=(0, env)), policy, plain, 2)
-        assert (broken.stop_reason, broken.error, broken.usable) == ("env_error", error, False)
-        assert (good.stop_reason, good.reward) == ("done", 1.0)
-    with pytest.raises(ConfigError, match="env='theirs' made 2 environments for a group of 3"):
-        play(Judged(Prompt(0), plain, 2), policy, plain, 3)
-
-
 class Overflowing(Broken):
     async def initial_observation(self) -> Any:
         return InitialObservationOverflow(reward=-0.5, metrics={"stop/max_tokens": 1.0})
 
 
-def test_an_opening_that_overflows_leaves_nothing_to_learn(plain: ChatTemplate) -> None:
-    builder = Judged(Prompt(0), plain, 2, replaced=(0, Overflowing()))
-    full, good = play(builder, Scripted(answers(plain)), plain, 2)
-    assert (full.samples, full.usable, full.truncated) == ((), False, True)
-    assert (good.stop_reason, good.reward) == ("done", 1.0)
+def test_what_goes_wrong_in_the_cookbook_s_environment_ends_its_episode(plain: ChatTemplate) -> None:
+    unrewarding = "Unrewarding.step returned the reward None, which is not a finite number"
+    for env, ending in (
+        (Broken(), ("env_error", "ValueError: no game today", False)),
+        (Unrewarding("guess_number", {}, Prompt(0), plain), ("env_error", unrewarding, False)),
+        (Overflowing(), ("context", "", True)),
+    ):
+        bad, good = play(Judged(Prompt(0), plain, 2, replaced=(0, env)), fixed(plain), plain, 2)
+        assert (bad.stop_reason, bad.error, bad.truncated, bad.usable) == (*ending, False)
+        assert (good.stop_reason, good.reward) == ("done", 1.0)
+    with pytest.raises(ConfigError, match="env='theirs' made 2 environments for a group of 3"):
+        play(Judged(Prompt(0), plain, 2), fixed(plain), plain, 3)
 
 
-def test_the_rules_limit_the_cookbook_s_rollouts(plain: ChatTemplate) -> None:
-    def ended(**changes: Any) -> tuple[str, int, list[int]]:
-        policy = Scripted(answers(plain))
+def test_the_rules_limit_the_cookbook_s_rollouts_and_seeds_and_ends_reach_our_policy(plain: ChatTemplate) -> None:
+    def ended(**changes: Any) -> tuple[Trajectory, list[SamplingRequest]]:
+        policy = scripted(plain)
         (made,) = play(Judged(Prompt(0), plain, 1), policy, plain, 1, **changes)
-        return made.stop_reason, made.turns, [request.max_tokens for request in policy.requests]
+        return made, policy.requests
 
-    assert ended() == ("done", 3, [10, 10, 10])
-    assert ended(max_turns=2) == ("max_turns", 2, [10, 10])
-    opening = play(Judged(Prompt(0), plain, 1), Scripted(answers(plain)), plain, 1)[0].samples[0].prompt_length
-    assert ended(max_context=opening + 6) == ("context", 1, [6])
-
-
-def test_seeds_and_ends_reach_our_policy(plain: ChatTemplate) -> None:
-    policy, again = Scripted(answers(plain)), Scripted(answers(plain))
-    for played in (policy, again):
-        play(Judged(Prompt(0), plain, 1), played, plain, 1)
-    assert len({request.seed for request in policy.requests}) == 3
-    assert [request.seed for request in policy.requests] == [request.seed for request in again.requests]
-    assert {request.stop_ids for request in policy.requests} == {tuple(sorted(plain.stop_ids))}
+    whole, requests = ended()
+    room = whole.samples[0].prompt_length + 6
+    for changes, ending in (
+        ({}, ("done", [10] * 3)),
+        ({"max_turns": 2}, ("max_turns", [10] * 2)),
+        ({"max_context": room}, ("context", [6])),
+    ):
+        made, asked = ended(**changes)
+        assert (made.stop_reason, [request.max_tokens for request in asked]) == ending
+        assert [request.seed for request in asked] == [request.seed for request in requests][: made.turns]
+    assert len({request.seed for request in requests}) == 3
+    assert {request.stop_ids for request in requests} == {tuple(sorted(plain.stop_ids))}
 
 
 def test_the_cookbook_s_own_policy_plays_as_ours_does(server_url: str, plain: ChatTemplate) -> None:
@@ -174,11 +172,7 @@ def test_the_cookbook_s_own_policy_plays_as_ours_does(server_url: str, plain: Ch
         client = service.create_sampling_client(base_model="tiny-vl").result()
         theirs = PolicyOfCompleter(TinkerTokenCompleter(client, max_tokens=10, temperature=0.0), sorted(plain.stop_ids))
         request = SamplingRequest(max_tokens=6, temperature=0.0)
-        rollouts = EnvRollouts("color_square", {}, settings(request=request), plain, InlineWorkers(600))
-        made, expected = (
-            asyncio.run(rollouts.play(policy, Prompt(0), EpisodeId("color_square", 0))) for policy in (theirs, TinkerPolicy(client))
-        )
-    (sample,), (ours,) = made.samples, expected.samples
+        sample, ours = (played_by_us("color_square", policy, plain, request=request) for policy in (theirs, TinkerPolicy(client)))
     assert len(sample.loss_mask) > 0
     assert sample.model_input == ours.model_input
     assert sample.loss_mask.tolist() == ours.loss_mask.tolist()

@@ -53,61 +53,44 @@ def play_late(kind: Kind, template: ChatTemplate, moods: list[str], env: str) ->
     return made, timeout_s
 
 
-def ending(trajectory: Trajectory) -> tuple[str, str, bool]:
-    return trajectory.stop_reason, trajectory.error, trajectory.usable
+def ending(trajectory: Trajectory) -> tuple[str, str]:
+    return trajectory.stop_reason, trajectory.error
 
 
-GOOD = ("done", "", True)
-RAISED = ("env_error", "KeyError: 'lost'", False)
-UNWILLING = ("env_error", "ValueError: no game today", False)
-
-
-@pytest.mark.parametrize("kind", ["inline", "thread"])
-@pytest.mark.parametrize("env", ["Moody", "Patient"])
-def test_an_exception_ends_its_trajectory_only(kind: Literal["inline", "thread"], env: str, plain: ChatTemplate) -> None:
-    """And the first is the one that is told: closing the unwilling one fails too."""
-    CLOSED.clear()
-    made = play(kind, plain, ["good", "raises", "unwilling", "good"], env=env)
-    assert [ending(trajectory) for trajectory in made] == [GOOD, RAISED, UNWILLING, GOOD]
-    assert sorted(CLOSED) == ["good", "good", "raises", "unwilling"]
+GOOD = ("done", "")
+ENDINGS = {
+    "good": GOOD,
+    "raises": ("env_error", "KeyError: 'lost'"),
+    "unwilling": ("env_error", "ValueError: no game today"),
+    "leaves": ("env_error", "SystemExit: enough"),
+}
 
 
 @pytest.mark.parametrize("kind", ["inline", "thread", "process"])
-def test_asynchronous_methods_are_awaited_and_have_a_time_out(kind: Kind, plain: ChatTemplate) -> None:
-    assert ending(play(kind, plain, ["good"], env="Patient")[0]) == GOOD
+@pytest.mark.parametrize(("env", "gave_up"), [("Moody", "CancelledError: "), ("Patient", "the environment cancelled its own task")])
+def test_what_an_environment_does_ends_its_trajectory_only(kind: Kind, env: str, gave_up: str, plain: ChatTemplate) -> None:
+    """Not the program, either. The first exception is the one that is told: closing the unwilling one fails too."""
+    CLOSED.clear()
+    moods = [*ENDINGS, "gives up", "good"]
+    made = play(kind, plain, moods, env=env)
+    assert [ending(trajectory) for trajectory in made[:4]] == list(ENDINGS.values())
+    assert ending(made[4])[0] == "env_error"
+    assert kind == "process" or made[4].error == gave_up
+    assert ending(made[5]) == GOOD
+    assert [trajectory.usable for trajectory in made] == [mood == "good" for mood in moods]
+    if kind != "process":
+        assert sorted(CLOSED) == sorted(moods)
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread", "process"])
+def test_asynchronous_methods_have_a_time_out_and_an_environment_that_cannot_be_made_is_told(kind: Kind, plain: ChatTemplate) -> None:
     (late,), _ = play_late(kind, plain, ["slow"], "Patient")
     assert (late.stop_reason, late.turns) == ("env_timeout", 1)
-    if kind != "process":
-        (lost,) = play(kind, plain, ["gives up"], env="Patient")
-        assert lost.error == "the environment cancelled its own task"
-
-
-@pytest.mark.parametrize("kind", ["inline", "thread", "process"])
-def test_an_environment_that_cannot_be_made_ends_its_trajectory_only(kind: Kind, plain: ChatTemplate) -> None:
-    busy = ("env_error", "ConnectionError: the simulator is busy", False)
+    busy = ("env_error", "ConnectionError: the simulator is busy")
     assert [ending(trajectory) for trajectory in play(kind, plain, ["good", "good"], env="Absent")] == [busy, busy]
-
-
-@pytest.mark.parametrize("kind", ["inline", "thread"])
-def test_options_that_cannot_be_are_no_misfortune(kind: Literal["inline", "thread"]) -> None:
-    async def opened() -> None:
-        await make_workers(kind, 1, 5.0).open("tests.rl.moody:Moody", {"colour": "red"})
-
-    with pytest.raises(ConfigError, match="does not take these options"):
-        asyncio.run(opened())
-
-
-@pytest.mark.parametrize("kind", ["inline", "thread", "process"])
-def test_an_environment_cannot_end_the_program(kind: Kind, plain: ChatTemplate) -> None:
-    made = play(kind, plain, ["leaves", "gives up", "good"])
-    endings = [ending(trajectory) for trajectory in made]
-    assert endings == [("env_error", "SystemExit: enough", False), ("env_error", "CancelledError: ", False), GOOD]
-
-
-def test_a_process_of_environments_loads_neither_sdk_nor_torch() -> None:
-    """It imports little, so that many of them start within seconds."""
-    code = "import sys, tinsmith.rl.workers; assert not {'tinker', 'transformers', 'torch'} & set(sys.modules)"
-    subprocess.run([REAL_PYTHON, "-c", code], check=True)
+    if kind != "process":
+        with pytest.raises(ConfigError, match="does not take these options"):
+            asyncio.run(make_workers(kind, 1, 5.0).open("tests.rl.moody:Moody", {"colour": "red"}))
 
 
 HANGING = """
@@ -140,7 +123,7 @@ def test_a_timeout_ends_its_trajectory_and_leaves_as_many_threads(plain: ChatTem
     finally:
         FREED.set()
         FREED.clear()
-    late = ("env_timeout", f"the environment took longer than its time-out of {timeout_s:g} s", False)
+    late = ("env_timeout", f"the environment took longer than its time-out of {timeout_s:g} s")
     assert [ending(trajectory) for trajectory in made] == [late, late, GOOD, GOOD, GOOD]
     assert all(trajectory.notes["thread"] != threading.get_ident() for trajectory in made)
 
@@ -148,12 +131,11 @@ def test_a_timeout_ends_its_trajectory_and_leaves_as_many_threads(plain: ChatTem
 def test_processes_are_replaced_when_they_die(plain: ChatTemplate) -> None:
     register("moody", Moody)
     try:
-        made = play("process", plain, ["good", "raises", "dies", "good", "unwilling"], count=1)
+        made = play("process", plain, ["good", "raises", "dies", "good"], count=1)
     finally:
         deregister("moody")
-    assert [ending(made[i]) for i in (0, 1, 3, 4)] == [GOOD, RAISED, GOOD, UNWILLING]
-    assert made[2].stop_reason == "env_error"
-    assert "the environment's process ended" in made[2].error
+    assert [ending(made[i]) for i in (0, 1, 3)] == [GOOD, ENDINGS["raises"], GOOD]
+    assert (made[2].stop_reason, "the environment's process ended" in made[2].error) == ("env_error", True)
     processes = [trajectory.notes.get("process") for trajectory in made]
     assert processes[0] == processes[1] != os.getpid()
     assert processes[3] not in (None, processes[0])
@@ -165,8 +147,7 @@ def test_a_process_that_hangs_is_killed(plain: ChatTemplate) -> None:
         rollouts = EnvRollouts("tests.rl.moody:Moody", {}, settings(), plain, workers)
         said = [(ids(plain, "hot<|im_end|>"), True)]
         made = []
-        for mood, timeout_s in (("good", LONG_S), ("slow", 0.5), ("good", LONG_S)):
-            workers.timeout_s = timeout_s
+        for mood, workers.timeout_s in (("good", LONG_S), ("slow", 0.5), ("good", LONG_S)):
             made.append(await rollouts.play(Scripted(said), Prompt(0, fields={"mood": mood}), EpisodeId("moody", 0)))
         workers.shutdown()
         return made

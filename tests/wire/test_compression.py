@@ -28,8 +28,6 @@ def test_what_is_stored_says_its_size_and_comes_out_again(data: bytes) -> None:
 @pytest.mark.parametrize("body", [b"ab" * 10**6, random.Random(0).randbytes(10**6), bytes(range(20)) * 7, b""], ids=len)
 def test_a_beginning_is_that_of_the_whole(body: bytes) -> None:
     assert decompress_beginning(zstandard.compress(body), 100) == body[:100]
-    with pytest.raises(UserError, match="not valid zstd"):
-        decompress_beginning(b"no zstd", 100)
 
 
 def test_the_limit_is_exact() -> None:
@@ -43,8 +41,8 @@ def test_the_limit_is_exact() -> None:
 @pytest.mark.parametrize("write_content_size", [True, False])
 def test_a_bomb_stops_early(write_content_size: bool) -> None:
     compressor = zstandard.ZstdCompressor(level=1, write_content_size=write_content_size)
-    bomb = compressor.compress(b"\0" * 2**28)
-    assert len(bomb) < 100_000
+    bomb = compressor.compress(b"\0" * 2**26)
+    assert len(bomb) < 25_000
     with pytest.raises(TooLargeError):
         decompress(bomb * 50, 2**20)
 
@@ -68,3 +66,6 @@ def wide() -> bytes:
 def test_broken_data_is_refused(data: bytes, says: str) -> None:
     with pytest.raises(UserError, match=says):
         decompress(data, 10_000)
+    if data == b"not zstd":
+        with pytest.raises(UserError, match="not valid zstd"):
+            decompress_beginning(data, 100)

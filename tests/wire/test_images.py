@@ -35,14 +35,6 @@ def png_that_claims(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", zlib.compress(b""))
 
 
-@pytest.mark.parametrize("format", ["png", "jpeg"])
-def test_header_and_pixels(format: str) -> None:
-    data = encoded(format)
-    assert read_header(data, format, LIMITS) == ImageHeader(6, 4)
-    image = decode(data, format, LIMITS)
-    assert (image.mode, image.size) == ("RGB", (6, 4))
-
-
 def palette() -> Image.Image:
     """Of two colours, one beside the other."""
     image = Image.new("P", (2, 1))
@@ -119,24 +111,20 @@ def test_a_wrong_label_and_a_bomb_are_refused_by_the_header(data: bytes, format:
         read_header(data, format, LIMITS)
 
 
-def test_bytes_and_aspect_are_limited() -> None:
-    with pytest.raises(UserError, match="max_image_mib"):
-        read_header(encoded("png"), "png", ImagesConfig(max_image_mib=0.00001))
-    assert read_header(encoded("png", (1, 200)), "png", LIMITS) == ImageHeader(1, 200)
-
-
 @pytest.mark.parametrize("format", ["png", "jpeg"])
-def test_truncated_images_are_refused(format: str) -> None:
+def test_bytes_and_aspect_are_limited_and_broken_images_refused(format: str) -> None:
+    assert read_header(encoded(format, (1, 200)), format, LIMITS) == ImageHeader(1, 200)
+    assert (decode(encoded(format), format, LIMITS).mode, decode(encoded(format), format, LIMITS).size) == ("RGB", (6, 4))
+    with pytest.raises(UserError, match="max_image_mib"):
+        read_header(encoded(format), format, ImagesConfig(max_image_mib=0.00001))
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     with pytest.raises(UserError, match="broken"):
         decode(saved(Image.fromarray(noise), format)[:-200], format, LIMITS)
-
-
-def test_a_broken_checksum_is_refused() -> None:
-    data = bytearray(encoded("png"))
-    data[-20] ^= 0xFF
-    with pytest.raises(UserError):
-        decode(bytes(data), "png", LIMITS)
+    if format == "png":
+        wrong_checksum = bytearray(encoded("png"))
+        wrong_checksum[-20] ^= 0xFF
+        with pytest.raises(UserError):
+            decode(bytes(wrong_checksum), "png", LIMITS)
 
 
 @pytest.mark.parametrize("behind", [33, -12], ids=["before the pixels", "behind the pixels"])

@@ -39,24 +39,21 @@ def body(**changes: Any) -> bytes:
     return orjson.dumps(fields | changes)
 
 
-def test_a_body_of_the_sdk_is_read() -> None:
+def test_a_body_of_the_sdk_is_read_with_its_defaults() -> None:
     params = types.SamplingParams(max_tokens=5, seed=2**64 - 1, temperature=0.5, top_p=0.9, top_k=7)
-    request = parse_sample_request(sdk_body(params, num_samples=2, prompt_logprobs=True))
-    assert (request.sampling_session_id, request.seq_id, request.num_samples, request.questions.logprobs) == ("s:sample:0", 3, 2, True)
-    ours = request.params
+    read = parse_sample_request(sdk_body(params, num_samples=2, prompt_logprobs=True, record_stability_info=True))
+    assert (read.sampling_session_id, read.seq_id) == ("s:sample:0", 3)
+    assert (read.num_samples, read.questions.logprobs, read.record_stability_info) == (2, True, True)
+    ours = read.params
     assert (ours.max_tokens, ours.seed, ours.temperature, ours.top_p, ours.top_k) == (5, 2**64 - 1, 0.5, 0.9, 7)
-    text, image = request.prompt
+    text, image = read.prompt
     assert isinstance(text, TextChunk)
     assert (text.tokens.tolist(), text.tokens.dtype) == ([1, 2], np.dtype(np.int32))
     assert image == ImageChunk(hashlib.sha256(b"image").digest(), b"image", "jpeg", 4)
-
-
-def test_defaults_of_the_sdk() -> None:
-    request = parse_sample_request(sdk_body(types.SamplingParams()))
-    assert (request.num_samples, request.questions.logprobs, request.record_stability_info) == (1, False, False)
-    assert parse_sample_request(sdk_body(types.SamplingParams(), record_stability_info=True)).record_stability_info
-    params = request.params
-    assert (params.max_tokens, params.seed, params.temperature, params.top_p, params.top_k) == (None, None, 1.0, 1.0, -1)
+    read = parse_sample_request(sdk_body(types.SamplingParams()))
+    assert (read.num_samples, read.questions.logprobs, read.record_stability_info) == (1, False, False)
+    ours = read.params
+    assert (ours.max_tokens, ours.seed, ours.temperature, ours.top_p, ours.top_k) == (None, None, 1.0, 1.0, -1)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +88,12 @@ def csr(data: list[int], crow: list[int], col: list[int] | None) -> dict[str, An
         ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p: .* got 0"),
         ({"sampling_params": {"top_p": 1.1}}, "sampling_params.top_p: .* got 1.1"),
         ({"sampling_params": {"top_k": 0}}, r"top_k: .* send -1 \(all tokens\) or at least 1, got 0"),
-        ({"sampling_params": {"top_k": -2}}, "sampling_params.top_k: .* got -2"),
         ({"sampling_params": {"top_k": 2**63}}, "sampling_params.top_k: .* got 9223372036854775808"),
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens: .* got 0"),
         ({"sampling_params": {"seed": -1}}, "sampling_params.seed: .* got -1"),
         ({"sampling_params": {"stop": [""]}}, r"sampling_params.stop: .* no text may be empty, got \[''\]"),
         ({"sampling_params": {"stop": [1, "a"]}}, r"sampling_params.stop: .* got \[1, 'a'\]"),
         ({"sampling_params": {"stop": [-1]}}, r"sampling_params.stop: .* got \[-1\]"),
-        ({"sampling_params": {"stop": 5}}, r"sampling_params.stop: .* got 5"),
         ({"sampling_params": {"stop": ["x"] * 257}}, r"sampling_params.stop: .* at most 256 texts, .* these are 257 of 257 characters"),
         ({"sampling_params": {"stop": ["x" * 2**11, "y" * 2**11, "z"]}}, r"sampling_params.stop: .* these are 3 of 4097 characters"),
         ({"sampling_params": {"stop": [7] * (2**14 + 1)}}, r"sampling_params.stop: .* at most 16384 token ids; these are 16385,"),
@@ -113,10 +108,8 @@ def csr(data: list[int], crow: list[int], col: list[int] | None) -> dict[str, An
         ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "gif"}]}}, "format: .* got 'gif'"),
         ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png", "expected_tokens": 0}]}}, "expected_tokens: .* got 0"),
         ({"base_model": "tiny"}, "fixed by the sampling session"),
-        ({"model_path": "tinker://x"}, "fixed by the sampling session"),
         ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs: .* got -1"),
         ({"topk_sample_logprobs": 5000}, "topk_sample_logprobs: .* got 5000"),
-        ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k: .* got -1"),
         ({"prompt_logprobs_last_n": 1}, "set prompt_logprobs"),
         ({"prompt_logprobs_last_n": 0, "prompt_logprobs": True}, "prompt_logprobs_last_n: .* got 0"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, r"shape must be \[prompt length - 1, K\], got None"),
@@ -148,16 +141,13 @@ def test_questions_are_checked_against_the_prompt(questions: PromptQuestions, me
         questions.check(4, 100)
 
 
-def test_what_is_not_built_is_refused() -> None:
+def test_what_is_not_built_or_no_json_is_refused() -> None:
     for chunk in ({"type": "image_asset_pointer", "location": "x", "format": "png"}, {"type": "dmel", "dmel": ""}):
         with pytest.raises(NotBuiltError, match="not built"):
             parse_sample_request(body(prompt={"chunks": [chunk]}))
-
-
-@pytest.mark.parametrize("text", [b"", b"[]", b"{", b'{"sampling_params": {"temperature": NaN}}'])
-def test_broken_json_is_refused(text: bytes) -> None:
-    with pytest.raises(UserError):
-        parse_sample_request(text)
+    for text in (b"", b"[]", b"{", b'{"sampling_params": {"temperature": NaN}}'):
+        with pytest.raises(UserError):
+            parse_sample_request(text)
 
 
 def test_the_sdk_reads_our_response() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -51,18 +52,17 @@ def test_sparse_tensors_arrive_dense(array: NDArray[Any]) -> None:
 
 
 def test_the_sdk_chooses_csr_and_we_read_it() -> None:
-    import torch
-
     dense = torch.zeros(4, 8)
     dense[1, 2], dense[3, 7] = 1.5, -2.0
     tensor = as_ours(TensorData.from_torch_sparse(dense))
     assert tensor.WhichOneof("encoding") == "sparse_csr"
     np.testing.assert_array_equal(to_dense(tensor, 32), dense.numpy())
+    without_shape = tinker_pb2.Tensor(dense=int64(1, 2, 3), dtype=tinker_pb2.DTYPE_INT64)
+    assert to_dense(without_shape, 3).tolist() == [1, 2, 3]
 
 
-def test_a_dense_tensor_without_shape_is_one_dimensional() -> None:
-    tensor = tinker_pb2.Tensor(dense=int64(1, 2, 3), dtype=tinker_pb2.DTYPE_INT64)
-    assert to_dense(tensor, 3).tolist() == [1, 2, 3]
+def of_int64(dense: bytes, *shape: int) -> tinker_pb2.Tensor:
+    return tinker_pb2.Tensor(dense=dense, dtype=tinker_pb2.DTYPE_INT64, shape=shape)
 
 
 @pytest.mark.parametrize(
@@ -70,25 +70,19 @@ def test_a_dense_tensor_without_shape_is_one_dimensional() -> None:
     [
         (tinker_pb2.Tensor(dense=b"", dtype=tinker_pb2.DTYPE_BFLOAT16), "dtype 4 is not supported"),
         (tinker_pb2.Tensor(dtype=tinker_pb2.DTYPE_INT64), "neither dense nor sparse_csr"),
-        (tinker_pb2.Tensor(dense=b"123", dtype=tinker_pb2.DTYPE_INT64), "dense has 3 bytes"),
-        (tinker_pb2.Tensor(dense=int64(1, 2), dtype=tinker_pb2.DTYPE_INT64, shape=[3]), r"shape \[3\] needs 3 values"),
-        (tinker_pb2.Tensor(dense=int64(1), dtype=tinker_pb2.DTYPE_INT64, shape=[-1, -1]), "negative dimension"),
+        (of_int64(b"123"), "dense has 3 bytes"),
+        (of_int64(int64(1, 2), 3), r"shape \[3\] needs 3 values"),
+        (of_int64(int64(1), -1, -1), "negative dimension"),
+        (of_int64(b"", *[127] * 10**6), "shape has 1000000 dimensions; at most 8 are taken"),  # which are not multiplied
         (csr([10**9, 10**9], int64(0), b"", b""), "the request has room for 100"),
         (csr([2**40, 2**40], int64(0), b"", b""), "the request has room for 100"),
         (csr([2], int64(0, 0, 0), b"", b""), r"shape \[rows, columns\]"),
         (csr([2, 2], int64(0, 1), int64(0), int64(7)), "2 rows need 3"),
-        (csr([2, 2], int64(0, 2, 1), int64(0), int64(7)), "must rise from 0"),
-        (csr([2, 2], int64(1, 1, 1), int64(0), int64(7)), "must rise from 0"),
-        (csr([2, 2], int64(0, 0, 2), int64(0), int64(7)), "must rise from 0"),
-        (csr([2, 2], int64(0, 1, 1), int64(2), int64(7)), r"must lie in \[0, 2\)"),
-        (csr([2, 2], int64(0, 1, 1), int64(-1), int64(7)), r"must lie in \[0, 2\)"),
+        *((csr([2, 2], int64(*crow), int64(0), int64(7)), "must rise from 0") for crow in ((0, 2, 1), (1, 1, 1), (0, 0, 2))),
+        *((csr([2, 2], int64(0, 1, 1), int64(col), int64(7)), r"must lie in \[0, 2\)") for col in (2, -1)),
         (csr([2, 2], int64(0, 2, 2), int64(1, 1), int64(7, 8)), "must rise within each row"),
         (csr([2, 2], int64(0, 1, 1), int64(0, 1), int64(7)), "2 entries for 1 values"),
         (csr([0, 2], b"", b"", b""), "0 rows need 1"),
-        (  # which are not multiplied
-            tinker_pb2.Tensor(dense=b"", dtype=tinker_pb2.DTYPE_INT64, shape=[127] * 10**6),
-            "shape has 1000000 dimensions; at most 8 are taken",
-        ),
     ],
 )
 def test_hostile_tensors_are_refused(tensor: tinker_pb2.Tensor, message: str) -> None:
