@@ -1,13 +1,16 @@
 """A worker without models that exchanges with others over gloo, as real ones do: how it does so is the first of its arguments.
 
 apart  it is ready, and told to forget a checkpoint it enters an exchange to which the others never come
-hang   before the second one meets the others, it computes for long, and then hangs
+behind it is ready, and told so the second one hangs, for which the others wait in an exchange
+start  before the second one meets the others, it computes for long, and then hangs
 """
 
+import hashlib
 import sys
+import time
 from typing import TYPE_CHECKING
 
-from tests.engine.light_worker import FACTS, compute, hang
+from tests.engine.light_worker import FACTS, hang
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.place import Place
@@ -21,13 +24,26 @@ if TYPE_CHECKING:
 TURNS = 5
 """How often it computes in the place of loading."""
 
+COMPUTES_S = 5.0
+"""Seconds of a processor that a long turn takes."""
 
-def enter_apart(group: "ProcessGroup") -> None:
-    """Wait for others that wait for this one elsewhere."""
+
+def compute(heartbeat: Heartbeat) -> None:
+    """A long turn that is all work, in one call after the other."""
+    heartbeat.busy()
+    begun = time.process_time()
+    while time.process_time() - begun < COMPUTES_S:
+        for rounds in range(1, 1000):
+            hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+    heartbeat.idle()
+
+
+def enter(group: "ProcessGroup", is_apart: bool) -> None:
+    """Wait for the others in an exchange, or each in one of its own."""
     import torch
     import torch.distributed as dist
 
-    own = [dist.new_group() for _ in range(group.count)][group.place.rank]
+    own = [dist.new_group() for _ in range(group.count)][group.place.rank] if is_apart else None
     with group._not_alone():
         dist.all_reduce(torch.zeros(8), group=own)
 
@@ -39,7 +55,7 @@ def main() -> None:
     link = ChildLink(address, keys)
     heartbeat = Heartbeat(address, int(engine_pid), keys)
     heartbeat.start()
-    if how == "hang" and rank == "1":
+    if how == "start" and rank == "1":
         for _ in range(TURNS):
             compute(heartbeat)
         hang(heartbeat)
@@ -56,7 +72,9 @@ def main() -> None:
         messages = link.receive(0.5)
         heartbeat.busy()
         if any(isinstance(message, ForgetCheckpoint) for message in messages):
-            enter_apart(group)
+            if how == "behind" and rank == "1":
+                hang(heartbeat)
+            enter(group, is_apart=how == "apart")
 
 
 if __name__ == "__main__":
