@@ -56,8 +56,7 @@ def test_neighbouring_work_of_all_models_shares_passes_and_a_step_is_a_barrier_f
     here.forward("b", 2, [2])
     here.settle()
     a, b = "s:train:a", "s:train:b"
-    assert here.process.computed[0] == ([a, b, b], 8, True)
-    assert here.process.computed[1] == ([a], 2, True)
+    assert here.process.computed == [([a, b, b], 8, True), ([a], 2, True)]
 
 
 @pytest.mark.parametrize(
@@ -118,13 +117,18 @@ def test_nothing_is_remembered_of_models_that_are_unloaded_but_their_tokens(here
     here.create("a")
     here.forward("a", 1, [5, 4])
     here.settle()
-    assert here.engine.trainer.trained_tokens == {"s:train:a": 9}
-    here.forward("a", 2, [30] * 5)
-    here.settle()
+    trainer = here.engine.trainer
+    assert (trainer.trained_tokens, trainer.trained_before) == ({"s:train:a": 9}, 0)
     here.say(EndSession("s", save=False))
     here.settle()
-    assert (here.engine.trainer.operations.models, here.engine.trainer.forward.served) == ({}, {})
-    assert (here.engine.trainer.trained_tokens, here.engine.trainer.trained_before) == ({}, 9 + 150)
+    assert (trainer.operations.models, trainer.forward.served, trainer.trained_tokens, trainer.trained_before) == ({}, {}, {}, 9)
+
+
+def metrics(here: Here, model: str, seq: int) -> dict[str, float]:
+    """What a step says of itself."""
+    assert here.error(model, seq) is None
+    found: dict[str, float] = orjson.loads(here.outcome(model, seq).result or b"")["metrics"]
+    return found
 
 
 def test_a_step_without_gradients_says_so_and_is_obeyed(here: Here, caplog: pytest.LogCaptureFixture) -> None:
@@ -137,14 +141,9 @@ def test_a_step_without_gradients_says_so_and_is_obeyed(here: Here, caplog: pyte
     here.optim("a", 5)
     here.optim("b", 1)
     here.settle()
-    told = {}
-    for model, seq in (("a", 2), ("a", 4), ("a", 5), ("b", 1)):
-        outcome = here.outcome(model, seq)
-        assert (outcome.error, outcome.result is None) == (None, False)
-        metrics = orjson.loads(outcome.result or b"")["metrics"]
-        told[model, seq] = metrics.get("without_gradients")
-        assert (metrics["grad_norm"] == 0) == (told[model, seq] == 1)
-    assert told == {("a", 2): 1, ("a", 4): None, ("a", 5): 1, ("b", 1): 1}
+    for model, seq, without in (("a", 2, 1), ("a", 4, None), ("a", 5, 1), ("b", 1, 1)):
+        told = metrics(here, model, seq)
+        assert (told.get("without_gradients"), told["grad_norm"] == 0) == (without, without == 1)
     warned = [record.getMessage().partition(" is an optim_step without gradients")[0] for record in caplog.records]
     assert sorted(warned) == ["s:train:a/2", "s:train:b/1"]
 
@@ -202,31 +201,32 @@ def test_an_overdue_step_waits_for_what_is_before_the_gap_and_clears_all_of_it(i
     impatient.until(lambda: "s:train:a/3" in impatient.told)
     impatient.optim("a", 4)
     impatient.settle()
-    assert [impatient.error("a", seq) for seq in (1, 4)] == [None, None]
+    assert impatient.error("a", 1) is None
     assert str(impatient.error("a", 3)).startswith("seq_id 2 never came")
-    assert orjson.loads(impatient.outcome("a", 4).result or b"")["metrics"]["grad_norm"] == 0
     impatient.forward("a", 5, [4])
     impatient.optim("a", 6)
     impatient.settle()
-    assert orjson.loads(impatient.outcome("a", 6).result or b"")["metrics"]["grad_norm"] > 0
+    assert [metrics(impatient, "a", seq)["grad_norm"] > 0 for seq in (4, 6)] == [False, True]
 
 
-def test_a_step_that_comes_too_late_leaves_the_gradients_of_another_alone(impatient: Here) -> None:
+def test_a_gap_fails_the_operation_behind_it_and_the_step_and_what_comes_too_late_harms_no_other(impatient: Here) -> None:
     impatient.forward("a", 2, [4])
-    impatient.until(lambda: "s:train:a/2" in impatient.told)
     impatient.optim("a", 3)
+    impatient.until(lambda: "s:train:a/3" in impatient.told)
+    assert impatient.error("a", 2) == "seq_id 1 never came; this operation, seq_id 2, waited 0 s for it"
+    assert "the step was refused" in str(impatient.error("a", 3))
     impatient.forward("a", 4, [4])
     impatient.settle()
     impatient.optim("a", 1)
     impatient.optim("a", 5)
     impatient.settle()
-    assert "came after" in str(impatient.error("a", 1))
-    assert orjson.loads(impatient.outcome("a", 5).result or b"")["metrics"]["grad_norm"] > 0
+    assert "came after the operations behind it had been given up" in str(impatient.error("a", 1))
+    assert metrics(impatient, "a", 5)["grad_norm"] > 0
 
 
 def test_a_long_datum_is_not_overtaken_for_ever(here: Here) -> None:
-    here.create("short")
-    here.create("long")
+    for model in ("short", "long"):
+        here.create(model)
     here.settle()
     for seq in (1, 2):
         here.forward("short", seq, [30, 30])
@@ -236,17 +236,6 @@ def test_a_long_datum_is_not_overtaken_for_ever(here: Here) -> None:
         here.forward("short", seq, [30, 30])
     here.settle()
     assert [models for models, _, _ in here.process.computed].index(["s:train:long"]) == 2
-
-
-def test_a_gap_fails_the_operation_behind_it_and_the_step(impatient: Here) -> None:
-    impatient.forward("a", 2, [4])
-    impatient.optim("a", 3)
-    impatient.until(lambda: "s:train:a/3" in impatient.told)
-    assert impatient.error("a", 2) == "seq_id 1 never came; this operation, seq_id 2, waited 0 s for it"
-    assert "the step was refused" in str(impatient.error("a", 3))
-    impatient.forward("a", 1, [4])
-    impatient.settle()
-    assert "came after the operations behind it had been given up" in str(impatient.error("a", 1))
 
 
 def test_models_that_were_not_created_fail_in_words(here: Here) -> None:
@@ -299,28 +288,20 @@ def test_a_session_that_ends_before_its_models_exist_leaves_nothing(here: Here) 
 # ---- The queue: commands run by seq_id whatever order they come in, and a gap is given up after a while
 
 
-def command(seq_id: int, model_id: str = "m") -> Command:
-    return Command(seq_id, model_id, seq_id, "forward_backward", 0, created_at=time.time())
+def queue_of(*seq_ids: int) -> CommandQueue:
+    """A queue in which these came for the model `m`."""
+    queue = CommandQueue(held_s=10)
+    for seq_id in seq_ids:
+        assert queue.add(Command(seq_id, "m", seq_id, "forward_backward", 0, 0.0))
+    return queue
 
 
-def taken(queue: CommandQueue, model_id: str = "m") -> list[int]:
+def taken(queue: CommandQueue) -> list[int]:
     """Take all that is ready."""
     found = []
-    while queue.models[model_id].head() is not None:
-        found.append(queue.models[model_id].take().seq_id)
+    while queue.models["m"].head() is not None:
+        found.append(queue.models["m"].take().seq_id)
     return found
-
-
-def test_early_arrivals_are_held() -> None:
-    queue = CommandQueue(held_s=10)
-    for seq in (2, 3, 0):
-        assert queue.add(command(seq))
-    queue.add(command(5, "another"))
-    assert queue.ready() == ["m"]
-    assert taken(queue) == [0]
-    assert queue.ready() == []
-    queue.add(command(1))
-    assert taken(queue) == [1, 2, 3]
 
 
 def test_a_gap_is_given_up_and_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,28 +309,20 @@ def test_a_gap_is_given_up_and_names_what_is_missing(monkeypatch: pytest.MonkeyP
     now, clock = 100.0, 1e9
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(time, "time", lambda: clock)
-    queue = CommandQueue(held_s=10)
-    queue.add(command(0))
-    assert taken(queue) == [0]
-    queue.add(command(3))
+    queue = queue_of(0, 3)
+    assert (queue.ready(), taken(queue), queue.ready()) == (["m"], [0], [])
     now, clock = 104.0, 1e9 - 3600
-    queue.add(command(4))
-    assert queue.next_deadline() == 110.0
-    assert queue.overdue(now=109.9) == []
+    queue.add(Command(4, "m", 4, "forward_backward", 0, 0.0))
+    assert (queue.next_deadline(), queue.overdue(now=109.9)) == (110.0, [])
     (overdue,) = queue.overdue(now=110.1)
     assert (overdue.command.seq_id, overdue.missing) == (3, 1)
-    assert taken(queue) == [4]
-    assert queue.next_deadline() is None
-    assert not queue.add(command(1))
+    assert (taken(queue), queue.next_deadline()) == ([4], None)
+    assert not queue.add(Command(1, "m", 1, "forward_backward", 0, 0.0))
 
 
 def test_a_command_that_is_put_back_is_the_next_again_and_what_is_cancelled_comes_in_order() -> None:
-    queue = CommandQueue(held_s=10)
-    for seq in (0, 1):
-        queue.add(command(seq))
+    queue = queue_of(1, 0, 7, 3)
     queue.models["m"].put_back(queue.models["m"].take())
     assert taken(queue) == [0, 1]
-    for seq in (7, 3):
-        queue.add(command(seq))
-    assert [c.seq_id for c in queue.cancel("m")] == [3, 7]
+    assert [command.seq_id for command in queue.cancel("m")] == [3, 7]
     assert queue.cancel("m") == []
