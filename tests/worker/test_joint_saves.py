@@ -20,7 +20,7 @@ from tinsmith.models.flat_row import FlatRow
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place, writer_of
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.protocol.work import CallFailed, DropFiles, ExportModel, FinishSave, PartWritten, SaveModel
+from tinsmith.protocol.work import CallFailed, ExportModel, FinishSave, PartWritten, SaveModel
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.pieces import FilePiece, write_pieces
@@ -106,18 +106,21 @@ class Workers:
         return list(self.data_dir.parent.rglob(".writing-*"))
 
 
-@pytest.fixture(params=["data directory", "directory", "object store"])
+@pytest.fixture(params=["directory", "object store"])
 def workers(request: pytest.FixtureRequest, tmp_path: Path) -> Workers:
     """With each kind of root."""
-    roots = {"data directory": "", "directory": str(tmp_path / "elsewhere"), "object store": f"memory://{uuid4().hex}/x"}
-    return Workers(tmp_path / "data", roots[request.param])
+    return Workers(tmp_path / "data", "" if request.param == "directory" else f"memory://{uuid4().hex}/x")
 
 
-def row_of(place: str, kind: str) -> dict[str, Any]:
-    """What is known of a checkpoint before it is written."""
-    row = {"tinker_path": "tinker://s:train:0/weights/c", "model_id": MODEL, "kind": kind, "name": "c", "directory": place}
-    unknown = {"base_model": "tiny", "architecture": "llama", "lora_config": {"rank": 0}, "user_metadata": None}
-    return row | unknown | {"created_at": 1.0, "expires_at": None}
+def saved_to(place: str, optimizer: bool = True, number: int = 1) -> SaveModel:
+    """A save to a place, and what is known of the checkpoint before it is written."""
+    row = {"tinker_path": "tinker://s:train:0/weights/c", "model_id": MODEL, "kind": "training", "name": "c", "directory": place}
+    row |= {"base_model": "tiny", "architecture": "llama", "lora_config": {"rank": 0}, "user_metadata": None}
+    return SaveModel(number, "tiny", MODEL, optimizer, row | {"created_at": 1.0, "expires_at": None})
+
+
+def exported_to(place: str) -> ExportModel:
+    return ExportModel(1, "tiny", MODEL, [], saved_to(place).checkpoint | {"kind": "external"})
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -125,13 +128,12 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.rglob("*") if file.is_file() and file.name != "manifest.json"}
 
 
-@pytest.mark.parametrize("kind", ["training", "weights", "external"])
+@pytest.mark.parametrize("kind", ["training", "external"])  # weights alone: tests/distributed/test_divided.py
 def test_the_files_are_those_of_one_worker(workers: Workers, backend: LocalBackend, tmp_path: Path, kind: str) -> None:
     optimizer = kind == "training"
     place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer)
-    save: Save = SaveModel(1, "tiny", MODEL, optimizer, row_of(place, "training"))
+    save: Save = exported_to(place) if kind == "external" else saved_to(place, optimizer)
     if kind == "external":
-        save = ExportModel(1, "tiny", MODEL, [], row_of(place, kind))
         write_external(state, backend.base.layout, tmp_path / "alone", [])
     else:
         write_state(state, tmp_path / "alone")
@@ -154,9 +156,8 @@ def test_nothing_is_left_of_a_save_that_one_failed_at(workers: Workers, backend:
     place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=True)
     writer = writer_of(MODEL, COUNT)
     for number, ranks in enumerate(([(writer + 1) % COUNT], [writer], [])):
-        save = SaveModel(number, "tiny", MODEL, True, row_of(place, "training"))
         if ranks:
-            workers.written(save, state, ranks)
+            workers.written(saved_to(place, number=number), state, ranks)
             assert workers.files.remaining_bytes(place) > 0
         workers.finish(FinishSave(number, place, [], "TinsmithError", "no"))
         assert workers.said[writer][-1] == CallFailed(number, "TinsmithError", "no")
@@ -168,7 +169,7 @@ def test_nothing_is_left_of_a_save_that_one_failed_at(workers: Workers, backend:
 def test_a_part_that_is_missing_makes_no_checkpoint(workers: Workers, backend: LocalBackend) -> None:
     """Whatever the engine says."""
     place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=True)
-    told = workers.written(SaveModel(1, "tiny", MODEL, True, row_of(place, "training")), state, [writer_of(MODEL, COUNT)])
+    told = workers.written(saved_to(place), state, [writer_of(MODEL, COUNT)])
     workers.finish(FinishSave(1, place, told))
     assert "adapter.safetensors does not hold what the workers wrote to its bytes" in str(workers.answers)
     assert (workers.files.remaining_bytes(place), workers.unfinished) == (0, [])
@@ -188,7 +189,7 @@ def test_a_file_whose_end_nobody_wrote_makes_no_checkpoint(tmp_path: Path) -> No
 def test_an_export_leaves_nothing_unencrypted_or_fails(workers: Workers, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not there before what it was made of is gone."""
     place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=False)
-    told = workers.written(ExportModel(1, "tiny", MODEL, [], row_of(place, "external")), state)
+    told = workers.written(exported_to(place), state)
 
     def kept(directory: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
@@ -198,26 +199,3 @@ def test_an_export_leaves_nothing_unencrypted_or_fails(workers: Workers, backend
     workers.finish(FinishSave(1, place, told))
     assert "the disk keeps it" in str(workers.answers)
     assert workers.files.finished_places() == []
-
-
-def test_a_directory_that_cannot_be_written_to_is_named_with_the_worker(backend: LocalBackend, tmp_path: Path) -> None:
-    workers = Workers(tmp_path / "data", "")
-    place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=False)
-    workers.files.joint(place).touch()
-    workers.saves[1].write(SaveModel(1, "tiny", MODEL, False, row_of(place, "training")), part_of(state, 1))
-    workers.settle()
-    (failed,) = workers.said[1]
-    assert isinstance(failed, CallFailed)
-    assert failed.error.startswith(f"worker 1 of {COUNT}: tinker://s:train:0/weights/c could not be written: [Errno 17] File exists")
-
-
-def test_what_a_worker_left_that_died_is_dropped(workers: Workers, backend: LocalBackend) -> None:
-    places = [workers.files.new_place() for _ in range(2)]
-    state = backend.copy_state(MODEL, optimizer=False)
-    for place in places:
-        workers.saves[0].write(SaveModel(1, "tiny", MODEL, False, row_of(place, "training")), part_of(state, 0))
-    workers.settle()
-    assert len(workers.unfinished) == 2
-    workers.saves[1].drop(DropFiles(places))
-    workers.settle()
-    assert workers.unfinished == []
