@@ -273,16 +273,6 @@ def test_what_takes_long_waits_a_moment_and_not_for_operations_that_are_all_wron
     assert [each.lengths for each in device.given()] == [[900]]
 
 
-def test_a_sequence_that_takes_long_by_itself_is_named_once(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    for lengths in ([300], [900], [900], [20] * 9, [950]):
-        device.train("m", lengths)
-        list(device.computed())
-    assert [record.getMessage() for record in caplog.records] == [
-        f"a sequence of {length} tokens has kept the device for {seconds} s (tiny): none is cut, so all others wait for one as long"
-        for length, seconds in ((300, "1.2"), (900, "9"), (950, "9.97"))
-    ]
-
-
 def test_an_answer_to_a_dropped_request_is_not_taken_for_that_of_the_next(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker would be told to compute datums that it does not have yet."""
     released = threading.Event()

@@ -26,7 +26,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL.Image import Image
 
 from tests.bases import DEVICE, png
 from tests.engine.here import LONG_S, PICTURE_TOKENS, forward_request
@@ -34,7 +33,6 @@ from tinsmith.config import ImagesConfig, TrainingConfig
 from tinsmith.errors import StoreUnavailableError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.device import Stopwatch
-from tinsmith.models.pictures import PictureInput
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, RunPass, error_of
@@ -376,32 +374,6 @@ def test_sequences_that_are_too_long_for_one_worker_are_named_and_those_for_all_
     assert "datum 1: the model input holds 7 tokens, and the memory of this server's device trains up to 6" in bench.answer().error
     bench.prepare("m/4", forward_request([9], forward_only=True))  # nothing is kept of it
     assert isinstance(bench.answer(), Prepared)
-
-
-def test_pictures_of_one_pass_are_decoded_side_by_side(gallery: Bench) -> None:
-    """Neither of two threads goes on before the other has a picture too; the texts between them keep their places."""
-    gallery.passes.pictures = Background("pictures", 2, lambda: None)
-    renderer, both = gallery.passes.bases["tiny"].renderer, threading.Barrier(2, timeout=LONG_S)
-    processor = renderer.processor
-    assert processor is not None
-
-    def together(sha256: bytes, image: Image) -> PictureInput:
-        both.wait()
-        return processor(sha256, image)
-
-    renderer.processor = together
-    gallery.prepare("m/1", forward_request([3], [png(1), png(2)]))
-    gallery.prepare("m/2", forward_request([9]))
-    gallery.answers()
-    gallery.run(1, ("m/1", 1), ("m/2", 0), ("m/1", 2), ("m/1", 0))
-    done = gallery.answer()
-    assert [(operation, index, *shape) for operation, index, shape in done.results] == [
-        ("m/1", 1, PICTURE_TOKENS + 1),
-        ("m/2", 0, 9),
-        ("m/1", 2, PICTURE_TOKENS + 1),
-        ("m/1", 0, 3),
-    ]
-    assert done.failures == []
 
 
 def test_an_operation_that_is_dropped_while_it_is_in_a_pass_harms_no_other(gallery: Bench) -> None:
