@@ -55,17 +55,6 @@ def snapshots_of(checkpoints: Checkpoints, base: BaseModel, directory: Path) -> 
     return Snapshots({"tiny": base}, checkpoints.store, checkpoints.files, directory / "snapshots", 2**30)
 
 
-def test_the_row_describes_the_files(backend: LocalBackend, checkpoints: Checkpoints) -> None:
-    path = checkpoints.save(TRAINING, backend, ttl_seconds=100, user_metadata={"k": "v"})
-    with checkpoints.opened(path, "training") as (found, directory):
-        assert found.size_bytes == sum(checkpoints.files.sizes(found.directory).values()) > 4 * 64 * 2
-        assert "manifest.json" in [file.name for file in directory.iterdir()]
-    assert (found.base_model, found.architecture, found.has_optimizer) == ("tiny", "qwen3", True)
-    assert (found.lora_config["rank"], found.user_metadata) == (4, {"k": "v"})
-    assert found.expires_at == pytest.approx(found.created_at + 100)
-    assert not checkpoints.store.require_checkpoint(checkpoints.save(SAMPLER, backend), "sampler").has_optimizer
-
-
 def test_an_expired_checkpoint_is_refused_at_once_and_a_deleted_one_when_it_is_forgotten(
     backend: LocalBackend, checkpoints: Checkpoints, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ Also: `tests/server/test_database_trouble.py`, `tests/acceptance/test_database_t
 import errno
 import os
 import resource
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +16,12 @@ import pytest
 import torch
 
 from tests.bases import png
-from tests.engine.here import LONG_S, Here
+from tests.engine.here import Here
 from tinsmith.engine.trainer import SAVE_AGAIN_S
-from tinsmith.errors import StoreUnavailableError, UserError
+from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, Done, EndSession, Saving, Shutdown
-from tinsmith.rendering.renderer import Renderer
 from tinsmith.store.store import Store
 
 MODEL = "s:train:a"
@@ -158,26 +156,6 @@ def test_operations_and_pictures_that_cannot_be_read_now_are_read_later(here: He
     assert reads >= 2
     assert [here.error("a", seq_id) for seq_id in (1, 2, 3)] == [None] * 3
     assert here.told[-3:] == [f"{MODEL}/{seq_id}" for seq_id in (1, 2, 3)]
-
-
-def test_a_session_may_end_while_its_pictures_cannot_be_read(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given up is not tried again: the worker has forgotten it."""
-    began, ended = threading.Event(), threading.Event()
-
-    def decoding(*_: object) -> None:
-        began.set()
-        assert ended.wait(LONG_S)
-        raise StoreUnavailableError("the disk is gone")
-
-    monkeypatch.setattr(Renderer, "render_measured", decoding)
-    here.forward("a", 1, pictures=[png(5), png(6)])
-    here.until(began.is_set)
-    here.say(EndSession("s", save=False))
-    here.until(lambda: here.engine.trainer.ending)
-    ended.set()
-    here.settle()
-    assert "it was cancelled" in str(here.error("a", 1))
-    assert here.engine.trainer.forward.operations == {}
 
 
 def test_a_checkpoint_is_saved_once_the_database_takes_it_and_others_do_not_wait(here: Here) -> None:

@@ -149,35 +149,6 @@ def test_a_sequence_of_all_workers_has_a_pass_of_its_own(device: Device) -> None
     assert [sorted(each.lengths) for each, _ in device.computed()] == [[3, 5, 6], [90], [4]]
 
 
-def passes_ahead(here: Here, operations: int) -> int:
-    """How many passes the engine gives a worker that has prepared so many operations, before it has heard of any."""
-    here.process.is_stuck, before = True, len(here.process.passes)
-    here.until(lambda: sum(op.prepared is not None for op in here.engine.trainer.forward.operations.get("s:train:a", ())) == operations)
-    here.turn()
-    sent = len(here.process.passes) - before
-    here.process.is_stuck = False
-    here.settle()
-    return sent
-
-
-def test_a_pass_is_given_ahead_where_the_device_would_wait_for_it_and_not_where_more_may_join_it(here: Here) -> None:
-    """One with pictures is decoded meanwhile, and one that is full grows no more."""
-    here.forward("a", 1, [3])
-    here.forward("a", 2, forward_only=True, pictures=[png(1)])
-    assert passes_ahead(here, operations=2) == 2
-    here.forward("a", 3, [14, 14, 14])
-    assert passes_ahead(here, operations=1) == 2
-    here.say(Sample("other:sample:0/0", 1, "nothing", None, 1, False, b""))  # from now on somebody may wait
-    here.engine.trainer.forward.paces["tiny", True].quick = 13
-    here.forward("a", 4, [14, 14, 14])
-    assert passes_ahead(here, operations=1) == 1
-    for seq in (5, 6, 7):
-        here.forward("a", seq, [3], forward_only=seq == 6)
-    assert passes_ahead(here, operations=3) == 1
-    passes = [(tokens, backward) for _, tokens, backward in here.process.computed]
-    assert passes == [(3, True), (7, False), *6 * [(14, True)], (3, True), (3, False), (3, True)]
-
-
 def test_a_session_that_samples_counts_for_ten_minutes_also_after_its_end(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its samplers outlive it. They would count for ever, each that there ever was."""
     passed, now = 0.0, time.monotonic

@@ -5,7 +5,6 @@ from typing import Any
 import orjson
 import pytest
 
-from tinsmith.engine import routing
 from tinsmith.engine.routing import BLOCK, DECODE, LARGEST, PICTURE_TOKENS, Routing
 from tinsmith.protocol.serving import Sample
 from tinsmith.store import ids
@@ -120,19 +119,3 @@ def test_very_large_requests_are_not_read() -> None:
     asked.routing.ended("s:sample:0/2", 1)
     asked.routing.ended("s:sample:0/1", 1)
     assert asked.loads == [0, 0]
-
-
-def test_a_worker_alone_gets_everything_unread() -> None:
-    alone = Routing(1)
-    assert alone.choose(Sample("s:sample:0/1", 1, "tiny", None, 1, False, b"no JSON")) == 0
-    alone.ended("s:sample:0/1", 1)
-    assert (alone.running, alone.workers[0].load) == ({}, 0)
-
-
-def test_the_least_recently_used_pieces_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "REMEMBERED", 6)
-    asked = Asked(2)
-    for seed in (1, 2, 3, 1, 4):
-        asked.finish(asked.sample(tokens(seed, 2)))
-    bodies = [{"prompt": {"chunks": [{"tokens": tokens(seed, 2)}]}} for seed in (1, 2, 3)]
-    assert [asked.routing.workers[0].matched(routing._beginnings(body, None)[0]) for body in bodies] == [2, 0, 2]

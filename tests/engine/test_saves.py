@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from tests.engine.here import LONG_S, Here
-from tests.engine.test_recovery import LENGTHS, REASON, another, assert_same, copies, die, models, results, state, step, undisturbed
+from tests.engine.test_recovery import LENGTHS, REASON, assert_same, copies, die, models, results, state, step, undisturbed
 from tinsmith.protocol.serving import EndSession
 from tinsmith.protocol.work import Answer, CallFailed, Copied
 from tinsmith.store.records import Checkpoint
@@ -165,22 +165,6 @@ def test_the_next_save_of_a_model_waits_for_the_one_before(here: Here, disk: Slo
     assert_same(tensors_of(saved(here)), after if overwrite else before)
 
 
-def test_saves_of_several_models_are_written_at_once_and_others_train_beside_them(here: Here, disk: SlowDisk) -> None:
-    another(here, "b")
-    hold_save(here, disk)
-    here.save("b", 1, "kept")
-    here.until(lambda: disk.most == 2)
-    here.snapshot("a", 4)
-    here.create("c")
-    for model, seq in (("b", 2), ("c", 1)):
-        here.forward(model, seq, [5])
-        here.optim(model, seq + 1)
-    here.until(lambda: {"s:train:a/4", "s:train:b/3", "s:train:c/2"} <= set(here.told))
-    disk.released.set()
-    here.settle()
-    assert [here.error(model, seq) for model, seq in (("a", 3), ("a", 4), ("b", 1), ("b", 3), ("c", 2))] == [None] * 5
-
-
 # ---- What a lost worker leaves
 
 
@@ -285,18 +269,6 @@ def test_a_save_that_is_cut_short_behind_a_step_fails_and_its_model_comes_back(h
     assert_same(tensors_of(saved(here, "next")), after)
     step(here, 7)
     assert results(here, 6, 7, 8)
-
-
-def test_a_save_that_ends_the_workers_again_fails(here: Here, disk: SlowDisk) -> None:
-    hold_save(here, disk)
-    die(here)
-    here.until(lambda: MODEL in here.engine.trainer.saves.writing)
-    die(here)
-    disk.released.set()
-    here.settle()
-    assert here.error("a", 3) == f"{REASON} while the operation was run, for the second time"
-    step(here, 4)
-    assert results(here, 4, 5)
 
 
 # ---- The database

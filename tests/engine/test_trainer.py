@@ -72,25 +72,6 @@ def test_a_pass_keeps_its_budget_and_is_fair(here: Here, lengths: dict[str, list
     assert [("".join(model[-1] for model in models), tokens) for models, tokens, _ in here.process.computed] == computed
 
 
-def test_models_take_turns_of_half_a_pass_and_go_first_that_were_served_longest_ago(here: Here) -> None:
-    """Many tokens of one adapter are computed faster than few of many; no model waits for ever for two that have much to do."""
-    for model in "abcd":
-        here.create(model)
-    here.settle()
-    for model in "abc":
-        here.forward(model, 1, [8] * 12)
-    here.forward("d", 1, [5])
-    here.settle()
-    passes = [[(model[-1], models.count(model)) for model in dict.fromkeys(models)] for models, _, _ in here.process.computed]
-    assert passes == [
-        [("a", 4), ("b", 4)],
-        [("c", 4), ("d", 1), ("a", 3)],
-        [("b", 4), ("a", 4)],
-        [("c", 4), ("a", 1), ("b", 3)],
-        [("b", 1), ("c", 4)],
-    ]
-
-
 def test_base_models_take_turns(text_base: BaseModel, tmp_path: Path) -> None:
     """A long operation on one does not hold up a short one on another, and neither do those behind it that are newer."""
     here = Here({"tiny": text_base, "other": text_base}, tmp_path, training=TrainingConfig(tokens_per_pass=BUDGET))

@@ -37,7 +37,6 @@ from tinsmith.protocol.work import (
     CreateModel,
     DeleteModel,
     Drop,
-    DropFiles,
     ExportModel,
     FinishSave,
     LoadModel,
@@ -189,20 +188,6 @@ def test_a_group_is_ready_once_when_its_last_worker_is(speak: Callable[..., Spok
     assert spoken.told() == [[], [], []]
 
 
-def test_workers_on_one_host_meet_in_a_directory_that_goes_with_them(speak: Callable[..., Spoken]) -> None:
-    spoken = speak()
-    meetings = set()
-    for _ in range(2):
-        (meeting,) = {worker.place.meeting for worker in spoken.start().workers}
-        directory = Path(meeting.removeprefix("file://")).parent
-        assert directory.is_dir()
-        spoken.workers[0].end = KILLED
-        assert spoken.group.ended() == f"worker 0 of 2: {KILLED}"
-        assert not directory.exists()
-        meetings.add(meeting)
-    assert len(meetings) == 2
-
-
 def test_workers_on_other_hosts_start_when_these_are_known_and_are_told_of_one_meeting(
     speak: Callable[..., Spoken], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,20 +297,6 @@ def test_a_model_that_is_divided_goes_on_when_all_have_a_copy_and_what_all_have_
     assert sharing.told() == [[saved_to("there"), ForgetCheckpoint(PATH)]] * 2
 
 
-@pytest.mark.parametrize("written", [0, 1, 2])
-def test_what_is_left_of_a_save_that_ended_with_the_workers_is_deleted_by_the_next(sharing: Spoken, written: int) -> None:
-    """While parts are written, or a checkpoint is made of them."""
-    sharing.group.send(saved_to("left"))
-    for rank in range(written):
-        sharing.says(rank, PARTS[rank])
-    for dropped in ([DropFiles(["left"])], []):
-        sharing.workers[1].end = KILLED
-        assert sharing.group.ended() == f"worker 1 of 2: {KILLED}"
-        assert sharing.group._awaited == {}
-        sharing.told()
-        assert sharing.start().told() == [dropped, []]
-
-
 @pytest.mark.parametrize("call", [CREATE, LOAD])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_model_that_one_worker_cannot_make_is_deleted_on_all(pair: Spoken, call: CreateModel | LoadModel, rank: int) -> None:
@@ -374,16 +345,6 @@ def test_an_operation_is_prepared_when_all_hold_it_and_dropped_if_one_cannot(pai
     refused = PrepareFailed(1, "m/1", True, "StoreUnavailableError", "worker 1 cannot")
     assert pair.ask(asked_to_prepare(), {1: refused, 0: prepared(0, [])}) == [refused]
     assert pair.told() == [[asked_to_prepare(), Drop(["m/1"])], [asked_to_prepare()]]
-
-
-def test_an_operation_that_is_dropped_while_it_is_prepared_is_not_awaited_any_more(pair: Spoken) -> None:
-    for number in (1, 2):
-        assert pair.ask(asked_to_prepare(number), {0: prepared(0, [], number)}) == []
-    pair.group.send(Drop(["m/1"]))
-    assert list(pair.group._awaited) == [2]
-    said = pair.says(1, prepared(1, [], 1), prepared(1, [], 2))
-    assert [message.number for message in said if isinstance(message, Prepared)] == [2]
-    assert pair.group._awaited == {}
 
 
 def computed(rank: int, asked: RunPass, tokens: int = 100) -> PassDone:

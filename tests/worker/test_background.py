@@ -48,18 +48,6 @@ def test_sessions_take_turns_in_a_pool_that_is_busy() -> None:
     assert order == ["many 1", "few 1", "one 1", "many 2", "few 2", "many 3"]
 
 
-def test_what_ends_wakes_up_a_link_that_waits() -> None:
-    parent = ParentLink()
-    link = ChildLink(parent.address)
-    background = Background("test", 1, link.wake)
-    background.run(lambda: time.sleep(0.05), lambda ended: ended.result())
-    assert link.receive(3600.0) == []
-    background.deliver()
-    assert background.running == 0
-    link.close()
-    parent.close()
-
-
 def test_closing_waits_for_nothing_begins_nothing_and_wakes_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
     """What runs may end after the link is gone, and what it would wake up then is somebody else's file."""
     caplog.set_level(logging.DEBUG)

@@ -262,21 +262,6 @@ def test_a_request_id_that_is_sent_again_is_another_run(bench: Bench) -> None:
     assert [(m.run, tokens_of(m)) for m in bench.sent] == [(3, answers["neighbour"]), (4, expected)]
 
 
-def test_a_short_sample_does_not_wait_behind_two_thousand_others(text_base: BaseModel, tmp_path: Path) -> None:
-    """Nor for their prompts to be rendered: one of each session is, whatever waits before it."""
-    bench = bench_of(text_base, tmp_path, max_running=4)
-    for number in range(500):
-        bench.samples.add(sample(f"many:sample:0/{number}", num_samples=4, sampling_params={"max_tokens": 100, "stop": []}))
-    for _ in range(3):
-        bench.step()
-    assert bench.samples.load() == (4, 1996)
-    assert len(bench.samples.started) < 5
-    bench.samples.add(sample("few:sample:0/0"))
-    for _ in range(4):
-        bench.step()
-    assert list(bench.answers()) == ["few:sample:0/0"]
-
-
 def picture_sample(request_id: str, number: int, **asked: Any) -> Sample:
     picture = {"type": "image", "format": "png", "data": base64.b64encode(png(number)).decode()}
     chunks = [{"type": "encoded_text", "tokens": [1, 2]}, picture, {"type": "encoded_text", "tokens": [3]}]
@@ -420,20 +405,6 @@ def test_a_sample_that_is_cancelled_while_its_weights_are_read_never_runs(bench:
     bench.settle()
     assert list(bench.answers()) == ["s:sample:0/1"]
     assert (bench.samples.needing, bench.samples.on_the_way.total()) == ({}, 0)
-
-
-def test_newer_inflight_weights_that_come_while_former_ones_are_read_are_sampled(bench: Bench, text_base: BaseModel) -> None:
-    spilled(bench, text_base, "s:train:0/inflight")
-    with occupied(bench.samples.disk):
-        bench.samples.add(sample("s:sample:0/0", "s:train:0/inflight"))
-        bench.step()
-        new = random_adapter(text_base, seed=9, ref=new_ref("s:train:0/9", "s:train:0"))
-        bench.samples.snapshots.publish("tiny", "s:train:0/inflight", new)
-    bench.settle()
-    (done,) = bench.sent
-    assert isinstance(done, SampleDone), done
-    (sequence,) = tinker_pb2.SampleResponse.FromString(done.payload).sequences
-    assert {span.version for span in sequence.versions} == {"s:train:0/9"}
 
 
 # ---- Streams

@@ -5,7 +5,6 @@ Invariant: Two hundred steps' snapshots stay under the cap; the newest, what is 
 Invariant: Snapshots that do not fit into memory come back from disk unchanged.
 
 Invariant: A sample uses the newest weights although older ones are being read from disk.
-Also: `tests/worker/test_samples.py`.
 """
 
 import contextlib
@@ -179,19 +178,6 @@ def saved(base: BaseModel, data_dir: Path, seed: int = 1) -> str:
     adapter = random_adapter(base, seed=seed)
     state = SavedState(About.of(base, adapter.shape), adapter.named_tensors())
     return Checkpoints(data_dir).add(CheckpointPath("s:train:0", "sampler", "a"), partial(write_state, state), {}).tinker_path
-
-
-def test_only_what_is_read_comes_into_memory_and_finding_reads_nothing(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path, 2**30)
-    path = saved(text_base, tmp_path)
-    assert snapshots.find("tiny", path) is None
-    read = snapshots.reader("tiny", path)()
-    assert snapshots.find("tiny", path) is None
-    snapshots.hold(("tiny", path), lambda: read)
-    assert snapshots.find("tiny", path) is read.weights
-    assert equal(read.weights, random_adapter(text_base, seed=1))
-    assert read.weights.ref is not None
-    assert read.weights.ref.label == path
 
 
 @pytest.mark.parametrize("is_read", [True, False])
