@@ -61,17 +61,17 @@ def held_pictures(here: Here, monkeypatch: pytest.MonkeyPatch) -> threading.Even
 
 
 def gallery(base: BaseModel, data_dir: Path, **images: int) -> Here:
-    """An engine for a vision model, two of whose pictures make a pass."""
+    """An engine for a vision model, two of whose pictures make a pass, with a model that is ready."""
     training = TrainingConfig(tokens_per_pass=2 * PICTURE_DATUM)
-    return Here({"tiny": base}, data_dir, training=training, images=ImagesConfig(**images))
+    made = Here({"tiny": base}, data_dir, training=training, images=ImagesConfig(**images))
+    made.create("a")
+    made.settle()
+    return made
 
 
 @pytest.fixture
 def here(vision_base: BaseModel, tmp_path: Path) -> Here:
-    made = gallery(vision_base, tmp_path)
-    made.create("a")
-    made.settle()
-    return made
+    return gallery(vision_base, tmp_path)
 
 
 def test_pictures_are_decoded_as_their_pass_comes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,45 +94,9 @@ def test_pictures_are_decoded_as_their_pass_comes(here: Here, monkeypatch: pytes
         before += pictures
 
 
-def test_texts_of_other_models_train_while_pictures_are_decoded(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of the same model behind its pictures."""
-    released = held_pictures(here, monkeypatch)
-    here.create("b")
-    here.forward("a", 1, [2], pictures=[png(seed) for seed in range(5)])
-    here.until(lambda: len(here.engine.trainer.forward.of_pictures) == 2)
-    here.forward("a", 2, [3])
-    for seq in range(1, 5):
-        here.forward("b", seq, [14, 14])
-    here.optim("b", 5)
-    here.until(lambda: "s:train:b/5" in here.told)
-    assert not {"s:train:a/1", "s:train:a/2"} & set(here.told)
-    released.set()
-    here.settle()
-    assert [here.error("a", 1), here.error("a", 2), here.error("b", 5)] == [None] * 3
-    assert [tokens for _, tokens, _ in here.process.computed] == [14] * 8 + [9, 14, 14, 3]
-    assert here.engine.trainer.forward.of_pictures == set()
-
-
-def test_a_broken_picture_in_a_late_pass_fails_its_operation_and_step_and_no_other(here: Here) -> None:
-    whole = png(9)
-    here.create("b")
-    here.forward("a", 1, pictures=[*[png(seed) for seed in range(4)], whole[: len(whole) - 30]])
-    here.forward("b", 1, pictures=[whole])
-    for model in "ab":
-        here.optim(model, 2)
-    here.settle()
-    failed = here.outcome("a", 1)
-    assert failed.category == "user"
-    assert failed.error is not None
-    assert failed.error.startswith("datum 4: chunk 1: the png image of 96 x 64 pixels is broken")
-    assert "the gradients are cleared" in str(here.error("a", 2))
-    assert (here.error("b", 1), here.error("b", 2)) == (None, None)
-
-
 def test_a_pass_decodes_no_more_pixels_than_one_picture_may_have(vision_base: BaseModel, tmp_path: Path) -> None:
     """How many an operation holds is no reason to refuse it: the SDK puts 5 MB of datums into one, and some pictures compress well."""
     here = gallery(vision_base, tmp_path, max_image_pixels=96 * 64, max_input_pixels=96 * 64)
-    here.create("a")
     here.forward("a", 1, pictures=[png(seed) for seed in range(3)])
     here.forward("a", 2, pictures=[png(20)] * 4)
     here.settle()

@@ -219,18 +219,6 @@ def test_a_long_datum_is_not_overtaken_for_ever(here: Here) -> None:
     assert [models for models, _, _ in here.process.computed].index(["s:train:long"]) == 2
 
 
-def test_models_that_were_not_created_fail_in_words(here: Here) -> None:
-    here.create("a", base_model="gpt-9")
-    here.create("b", rank=100)
-    here.create("c", base_model="tiny:peft:262144")
-    here.forward("a", 1, [3])
-    here.settle()
-    assert here.error("a", 0) == "base_model 'gpt-9' is not served here; there are: tiny"
-    assert here.error("b", 0) == "lora_config.rank=100: this server takes up to 64; ask for less, or start it with --max-lora-rank 100"
-    assert here.error("c", 0) is None
-    assert "model s:train:a is not loaded" in str(here.error("a", 1))
-
-
 def test_a_finished_session_cancels_what_it_has_queued_and_frees_its_models(here: Here) -> None:
     for model in "abc":
         here.create(model)

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from tests.bases import DEVICE, png
 from tests.engine.here import LONG_S, PICTURE_TOKENS, forward_request
@@ -126,13 +125,6 @@ def occupied(background: Background) -> Iterator[None]:
         over.set()
 
 
-def logprobs(done: PassDone) -> list[NDArray[np.float32]]:
-    """Of each result, in order."""
-    flat = np.frombuffer(done.payload, np.float32, offset=8 * len(done.results))
-    ends = np.cumsum([np.prod(shape, dtype=int) for *_, shape in done.results])
-    return np.split(flat, ends[:-1])
-
-
 # ---- Preparing
 
 
@@ -205,27 +197,6 @@ def test_an_operation_that_is_dropped_while_it_is_prepared_is_answered_only_if_i
 
 
 # ---- Passes
-
-
-def test_a_pass_gives_each_datum_its_own_numbers_and_leaves_nothing_behind(bench: Bench) -> None:
-    bench.prepare("m/1", forward_request([3, 5]))
-    bench.prepare("m/2", forward_request([4]))
-    bench.answers()
-    bench.run(7, ("m/1", 1), ("m/2", 0))
-    together = bench.answer()
-    assert (together.number, together.results, together.failures) == (7, [("m/1", 1, [5]), ("m/2", 0, [4])], [])
-    assert list(bench.passes.datums) == ["m/1"]
-    bench.run(8, ("m/1", 0))
-    alone = bench.answer()
-    assert bench.passes.datums == {}
-    bench.prepare("again", forward_request([3, 5, 4]))
-    bench.answers()
-    bench.run(9, ("again", 0), ("again", 1), ("again", 2), backward=False)
-    again = bench.answer()
-    for found, expected in zip([*logprobs(alone), *logprobs(together)], logprobs(again), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
-    losses = np.frombuffer(again.payload, np.float64, count=3)
-    np.testing.assert_allclose(losses, [-values.sum() for values in logprobs(again)], rtol=1e-5)
 
 
 def test_passes_of_other_models_go_ahead_of_pictures_and_those_of_the_same_keep_their_order(gallery: Bench) -> None:

@@ -8,6 +8,7 @@ import base64
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,7 @@ def bench(text_base: BaseModel, tmp_path: Path) -> Bench:
 
 def test_samples_go_on_with_newer_inflight_weights_and_say_so(bench: Bench, text_base: BaseModel) -> None:
     snapshots = bench.samples.snapshots
-    first = random_adapter(text_base, seed=1, ref=new_ref("s:train:0/1", "s:train:0"))
-    second = random_adapter(text_base, seed=2, ref=new_ref("s:train:0/3", "s:train:0"))
+    first, second = (random_adapter(text_base, seed=seed, ref=new_ref(f"s:train:0/{seed}", "s:train:0")) for seed in (1, 3))
     snapshots.publish("tiny", "s:train:0/inflight", first)
     snapshots.publish("tiny", "s:train:0/1", first.snapshot(new_ref("s:train:0/1")))
     for asked in ("s:train:0/inflight", "s:train:0/1", None):
@@ -129,7 +129,6 @@ def test_samples_go_on_with_newer_inflight_weights_and_say_so(bench: Bench, text
     bench.settle()
     versions = {}
     for done in bench.sent:
-        assert isinstance(done, SampleDone)
         (sequence,) = tinker_pb2.SampleResponse.FromString(done.payload).sequences
         versions[done.request_id] = [(span.version, span.start, span.end) for span in sequence.versions]
     assert versions == {
@@ -150,26 +149,20 @@ def test_a_sample_that_fails_harms_no_other(bench: Bench, text_base: BaseModel, 
     misshapen.working["lm_head"] = LoraPair(*(tensor[:, :1] for tensor in misshapen.working["lm_head"]))
     bench.samples.snapshots.publish("tiny", "s:train:0/1", misshapen)
     bench.recorded.close()
-    bench.samples.add(sample("healthy"))
-    bench.samples.add(sample("broken", "s:train:0/1"))
-    bench.samples.add(sample("gone", "s:train:0/2"))
-    bench.samples.add(sample("no JSON", prompt=0))
-    bench.samples.add(large(sample("no large JSON", prompt=0)))
-    bench.samples.add(large(sample("large")))
-    bench.samples.add(replace(sample("no base"), base_model="other"))
-    bench.samples.add(sample("cannot be written", num_samples=2))
-    bench.samples.add(sample("s:sample:0/1", record_stability_info=True))
+    expected = {
+        "broken": (sample("broken", "s:train:0/1"), "server", False),
+        "gone": (sample("gone", "s:train:0/2"), "user", True),
+        "no JSON": (sample("no JSON", prompt=0), "user", False),
+        "no large JSON": (large(sample("no large JSON", prompt=0)), "user", False),
+        "no base": (replace(sample("no base"), base_model="other"), "server", False),
+        "cannot be written": (sample("cannot be written", num_samples=2), "server", False),
+        "s:sample:0/1": (sample("s:sample:0/1", record_stability_info=True), "server", False),
+    }
+    for message in (sample("healthy"), *(message for message, *_ in expected.values()), large(sample("large"))):
+        bench.samples.add(message)
     bench.settle()
     failed = {m.request_id: (m.category, m.gone) for m in bench.sent if isinstance(m, SampleFailed)}
-    assert failed == {
-        "broken": ("server", False),
-        "gone": ("user", True),
-        "no JSON": ("user", False),
-        "no large JSON": ("user", False),
-        "no base": ("server", False),
-        "cannot be written": ("server", False),
-        "s:sample:0/1": ("server", False),
-    }
+    assert failed == {name: (category, gone) for name, (_, category, gone) in expected.items()}
     answers = bench.answers()
     assert answers["cannot be written"] == "internal error: ValueError('too large')"
     assert "recorded_sequences.sqlite cannot be used: " in answers["s:sample:0/1"]
@@ -207,11 +200,9 @@ def test_what_another_sampler_answers_is_looked_at_too(where: str, wrong: float 
     targets = TargetLogprobs(TargetIds((1, 2), np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)), number)
     answers = PromptAnswers(logprobs=scores if where == "prompt" else None, targets=targets if where == "targets" else None)
     result = SampleResult("x", [sequence], answers, prompt_tokens=4, cached_tokens=0)
-    if wrong == float("-inf") and where != "sample":
+    is_possible = wrong == float("-inf") and where != "sample"
+    with nullcontext() if is_possible else pytest.raises(UserError, match="a log-probability is NaN or infinite"):
         result.check_finite(PromptQuestions(logprobs=True))
-    else:
-        with pytest.raises(UserError, match="a log-probability is NaN or infinite"):
-            result.check_finite(PromptQuestions(logprobs=True))
 
 
 def test_what_was_sampled_is_recorded_before_its_client_is_answered(bench: Bench) -> None:
@@ -286,14 +277,14 @@ def test_sessions_share_the_room_for_prompts_that_are_decoded(vision_base: BaseM
     """A few hundred bytes of a picture become megabytes of pixel values. Each session has one in any case."""
     bench = bench_of(vision_base, tmp_path, max_running=4)
     with occupied(bench.samples.pictures):
-        for number in range(64):
+        for number in range(32):
             bench.samples.add(picture_sample(f"s{number % 8}:sample:0/{number}", number))
-        for _ in range(70):
+        for _ in range(40):
             bench.step()
         assert bench.samples.decoding["tiny"].keys() == {f"s{number}" for number in range(8)}
         assert bench.samples.decoding["tiny"].total() <= 4 + 4 / 2 + 4 / 3 + 8
     bench.settle()
-    assert len(bench.answers()) == 64
+    assert len(bench.answers()) == 32
 
 
 def test_no_text_waits_for_pictures_large_or_small(vision_base: BaseModel, tmp_path: Path) -> None:

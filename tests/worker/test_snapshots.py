@@ -78,13 +78,13 @@ def test_the_least_recently_sampled_go_to_disk_and_come_back(text_base: BaseMode
 def test_inflight_weights_take_the_place_of_former_ones_also_of_those_on_disk(
     snapshots: Snapshots, text_base: BaseModel, tmp_path: Path
 ) -> None:
-    old, new = random_adapter(text_base, seed=1), random_adapter(text_base, seed=2)
+    former, old, new = (random_adapter(text_base, seed=seed) for seed in range(3))
     seen: list[object] = []
     snapshots.watchers.append(lambda *published: seen.append(published))
-    for weights in (random_adapter(text_base, seed=3), old):
+    for weights in (former, old):
         snapshots.publish("tiny", "m/inflight", weights)
         assert snapshots.find("tiny", "m/inflight") is weights
-    assert seen[-1] == ("tiny", old)
+    assert seen == [("tiny", former), ("tiny", old)]
     snapshots.publish("tiny", "other/1", random_adapter(text_base))  # puts the old ones on disk
     assert files(tmp_path, snapshots) == 1
     snapshots.publish("tiny", "m/inflight", new)
