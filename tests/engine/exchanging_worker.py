@@ -2,12 +2,9 @@
 
 apart  it is ready, and told to forget a checkpoint it enters an exchange to which the others never come
 behind it is ready, and told so the second one hangs, for which the others wait in an exchange
-start  before the second one meets the others, it computes for long, and then hangs
 """
 
-import hashlib
 import sys
-import time
 from typing import TYPE_CHECKING
 
 from tests.engine.light_worker import FACTS, hang
@@ -20,22 +17,6 @@ from tinsmith.protocol.work import WorkerReady
 
 if TYPE_CHECKING:
     from tinsmith.distributed.process_group import ProcessGroup
-
-TURNS = 5
-"""How often it computes in the place of loading."""
-
-COMPUTES_S = 5.0
-"""Seconds of a processor that a long turn takes."""
-
-
-def compute(heartbeat: Heartbeat) -> None:
-    """A long turn that is all work, in one call after the other."""
-    heartbeat.busy()
-    begun = time.process_time()
-    while time.process_time() - begun < COMPUTES_S:
-        for rounds in range(1, 1000):
-            hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
-    heartbeat.idle()
 
 
 def enter(group: "ProcessGroup", is_apart: bool) -> None:
@@ -55,10 +36,6 @@ def main() -> None:
     link = ChildLink(address, keys)
     heartbeat = Heartbeat(address, int(engine_pid), keys)
     heartbeat.start()
-    if how == "start" and rank == "1":
-        for _ in range(TURNS):
-            compute(heartbeat)
-        hang(heartbeat)
     heartbeat.busy()
     import torch  # which takes seconds, in which heartbeats come
 

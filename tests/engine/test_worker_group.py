@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.exchanging_worker import COMPUTES_S, TURNS
 from tests.engine.here import LONG_S, Wire
 from tests.engine.light_worker import FACTS
 from tests.engine.test_worker_process import Watched, engine_with, link_of_an_engine
@@ -548,28 +547,12 @@ def test_of_workers_that_wait_for_each_other_the_one_that_hangs_is_named_or_all(
 class WatchedGroup(Watched):
     """A group of real processes that exchange over gloo, with what it said and why it ended."""
 
-    def __init__(self, link: ChildLink, data_dir: Path, how: str, count: int, **settings: Any) -> None:
+    def __init__(self, link: ChildLink, data_dir: Path, how: str) -> None:
         super().__init__(link, "ready")
-        program = (sys.executable, "-m", "tests.engine.exchanging_worker", how)
-        self.group = WorkerGroup(Config(["tiny=unused"], str(data_dir), server=ServerConfig(**settings)), link, count, program)
+        config = Config(["tiny=unused"], str(data_dir), server=ServerConfig(worker_still_s=4.0))
+        self.group = WorkerGroup(config, link, 2, (sys.executable, "-m", "tests.engine.exchanging_worker", how))
         self.process = self.group  # type: ignore[assignment]  # it does for all what a worker's does for one
         self.patience_s = 5 * LONG_S  # they import torch
-
-
-@pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Callable[..., WatchedGroup]]:
-    """Start a group of processes; what is left of it at the end is killed."""
-    made: list[WatchedGroup] = []
-    with link_of_an_engine() as (_, link):
-
-        def start(how: str, count: int, **settings: Any) -> WatchedGroup:
-            made.append(WatchedGroup(link, tmp_path / "data", how, count, **settings))
-            made[-1].group.start_if_due()
-            return made[-1]
-
-        yield start
-        for watched in made:
-            watched.group.stop(0.0)
 
 
 @pytest.mark.parametrize(
@@ -577,26 +560,22 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., WatchedGroup]]:
     [("behind", "1", ""), ("apart", r"\d", "all wait for each other in an exchange, and nothing comes: ")],
 )
 def test_a_worker_for_which_others_wait_in_an_exchange_is_named_and_all_are_if_each_waits(
-    watch: Callable[..., WatchedGroup], how: str, named: str, why: str
+    tmp_path: Path, how: str, named: str, why: str
 ) -> None:
     """All send heartbeats, and none uses its processor. Each waits where the network between them is lost and that to the engine is not."""
-    watched = watch(how, 2, worker_still_s=4.0)
-    watched.until(lambda: watched.group.is_ready)
-    for worker in watched.group.workers:
-        worker.send(ForgetCheckpoint("now"))
-    watched.until(lambda: watched.ends)
+    with link_of_an_engine() as (_, link):
+        watched = WatchedGroup(link, tmp_path, how)
+        try:
+            watched.group.start_if_due()
+            watched.until(lambda: watched.group.is_ready)
+            for worker in watched.group.workers:
+                worker.send(ForgetCheckpoint("now"))
+            watched.until(lambda: watched.ends)
+            assert {worker.pid for worker in watched.group.workers} == {None}
+        finally:
+            watched.group.stop(0.0)
     why += r"it had made no progress in its work for \d+ s \(worker_still_s\) and was killed"
     assert re.fullmatch(rf"worker {named} of 2: the worker process ended unexpectedly \({why}\)", watched.ends[0])
-    assert {worker.pid for worker in watched.group.workers} == {None}
-
-
-@pytest.mark.slow  # it computes for half a minute; what is judged so is tested on signs above, and a ready worker that hangs as a process
-def test_a_worker_that_hangs_while_it_starts_is_named_when_the_others_wait_for_it(watch: Callable[..., WatchedGroup]) -> None:
-    """As long as it computes it is waited for."""
-    watched = watch("start", 3, worker_hung_s=TURNS * COMPUTES_S - 5)  # longer than a first heartbeat on a busy machine
-    watched.until(lambda: watched.ends)
-    why = r"it had made no progress in its work for \d+ s \(worker_hung_s\) and was killed"
-    assert re.fullmatch(rf"worker 1 of 3: the worker process ended unexpectedly \({why}\)", watched.ends[0])
 
 
 # ---- With the engine

@@ -214,22 +214,6 @@ def test_passes_of_other_models_go_ahead_of_pictures_and_those_of_the_same_keep_
     assert [done.number for done in gallery.answers()] == [4, 1, 2, 3]
 
 
-@pytest.mark.parametrize("needs_all", [False, True])
-def test_the_device_has_one_pass_of_pictures_and_others_go_ahead_of_the_next(gallery: Bench, needs_all: bool) -> None:
-    """Unless all workers must take all passes in one order."""
-    gallery.backend.needs_all = needs_all
-    gallery.prepare("a/1", forward_request(pictures=[WHOLE, png(3), png(4)]))
-    gallery.prepare("b/1", forward_request([4]))
-    gallery.answers()
-    for number in (1, 2, 3):
-        gallery.run(number, ("a/1", number - 1))
-    while len(gallery.due) < (3 if needs_all else 1) or gallery.passes.pictures.running:
-        gallery.passes.pictures.deliver()
-    gallery.run(4, ("b/1", 0))
-    assert [done.number for done in gallery.answers()] == ([1, 2, 3, 4] if needs_all else [1, 4, 2, 3])
-    assert not gallery.passes.of_pictures
-
-
 @pytest.mark.parametrize("backward", [True, False])
 def test_log_probabilities_that_are_no_numbers_are_errors_of_their_datums(bench: Bench, backward: bool) -> None:
     """A client would take them for a reference. The step of a forward_backward that has failed is refused."""

@@ -259,20 +259,6 @@ def picture_sample(request_id: str, number: int, **asked: Any) -> Sample:
     return sample(request_id, prompt={"chunks": chunks}, **asked)
 
 
-def test_of_one_session_no_more_is_rendered_at_a_time_than_a_limit_of_bytes(bench: Bench) -> None:
-    blanks = b" " * samples.STARTED_BYTES
-    for name in ("s:sample:0/0", "s:sample:0/1", "s:sample:0/2", "other:sample:0/0"):
-        message = sample(name)
-        bench.samples.add(replace(message, payload=message.payload + blanks))
-    with occupied(bench.samples.rendering):
-        for _ in range(2):
-            bench.step()
-            assert list(bench.samples.started) == ["s:sample:0/0@1", "other:sample:0/0@1"]
-            assert not bench.samples.has_work
-    bench.settle()
-    assert (len(bench.answers()), bench.samples.rendering_bytes) == (4, {})
-
-
 def test_sessions_share_the_room_for_prompts_that_are_decoded(vision_base: BaseModel, tmp_path: Path) -> None:
     """A few hundred bytes of a picture become megabytes of pixel values. Each session has one in any case."""
     bench = bench_of(vision_base, tmp_path, max_running=4)
