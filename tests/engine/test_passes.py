@@ -26,7 +26,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.pass_memory import Effort
 from tinsmith.models.pictures import PictureInput
 from tinsmith.protocol.serving import EndSession, Sample
-from tinsmith.protocol.work import Prepared, PrepareFailed
+from tinsmith.protocol.work import Prepared
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.training.backend import DatumResult, DatumWork, PassResult
 from tinsmith.wire import tinker_pb2
@@ -186,25 +186,6 @@ def test_what_takes_long_waits_for_what_is_prepared_behind_its_last_pass(device:
     assert short.lengths == [5]
     device.prepared("other", [5])
     device.compute(short)
-    assert [each.lengths for each in device.given()] == [[900]]
-
-
-def test_what_takes_long_waits_a_moment_and_not_for_operations_that_are_all_wrong(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another base model's quick work goes ahead meanwhile."""
-    device.train("m", [900, 900, 900])
-    (first,) = device.given()
-    wrong = device.prepared("other", [5])
-    device.compute(first)
-    assert device.given() == []
-    device.prepared("other", [5])  # asked for before the worker refuses the first
-    device.forward.take(PrepareFailed(wrong.number, wrong.operation, True, "UserError", "it is wrong"))
-    assert [request_id for request_id, _ in device.failed] == [wrong.operation]
-    (second,) = device.given()
-    assert second.lengths == [900]
-    device.compute(second)
-    assert device.given() == []  # it is the turn of the other again
-    clock = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + PASS_S)
     assert [each.lengths for each in device.given()] == [[900]]
 
 

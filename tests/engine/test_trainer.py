@@ -257,12 +257,8 @@ def test_a_session_that_ends_before_its_models_exist_leaves_nothing(here: Here) 
 # ---- The queue: commands run by seq_id whatever order they come in, and a gap is given up after a while
 
 
-def queue_of(*seq_ids: int) -> CommandQueue:
-    """A queue in which these came for the model `m`."""
-    queue = CommandQueue(held_s=10)
-    for seq_id in seq_ids:
-        assert queue.add(Command(seq_id, "m", seq_id, "forward_backward", 0, 0.0))
-    return queue
+def command(seq_id: int) -> Command:
+    return Command(seq_id, "m", seq_id, "forward_backward", 0, 0.0)
 
 
 def taken(queue: CommandQueue) -> list[int]:
@@ -278,20 +274,14 @@ def test_a_gap_is_given_up_and_names_what_is_missing(monkeypatch: pytest.MonkeyP
     now, clock = 100.0, 1e9
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(time, "time", lambda: clock)
-    queue = queue_of(0, 3)
+    queue = CommandQueue(held_s=10)
+    for seq_id in (3, 0):
+        assert queue.add(command(seq_id))
     assert (queue.ready(), taken(queue), queue.ready()) == (["m"], [0], [])
     now, clock = 104.0, 1e9 - 3600
-    queue.add(Command(4, "m", 4, "forward_backward", 0, 0.0))
+    queue.add(command(4))
     assert (queue.next_deadline(), queue.overdue(now=109.9)) == (110.0, [])
     (overdue,) = queue.overdue(now=110.1)
     assert (overdue.command.seq_id, overdue.missing) == (3, 1)
     assert (taken(queue), queue.next_deadline()) == ([4], None)
-    assert not queue.add(Command(1, "m", 1, "forward_backward", 0, 0.0))
-
-
-def test_a_command_that_is_put_back_is_the_next_again_and_what_is_cancelled_comes_in_order() -> None:
-    queue = queue_of(1, 0, 7, 3)
-    queue.models["m"].put_back(queue.models["m"].take())
-    assert taken(queue) == [0, 1]
-    assert [command.seq_id for command in queue.cancel("m")] == [3, 7]
-    assert queue.cancel("m") == []
+    assert not queue.add(command(1))

@@ -413,14 +413,3 @@ def test_a_stream_is_told_its_tokens_in_one_message_a_step(bench: Bench) -> None
         assert tokens == list(np.frombuffer(sequence.tokens, dtype="<i4"))
         np.testing.assert_array_equal(np.array(logprobs, dtype=np.float32), np.frombuffer(sequence.logprobs, dtype="<f4"))
     assert sorted(done) == ["one:sample:0/0", "silent:sample:0/0", "two:sample:0/0"]
-
-
-def test_a_stream_that_is_cancelled_is_told_nothing_more(bench: Bench) -> None:
-    bench.samples.add(sample("s:sample:0/0", stream=True))
-    bench.samples.add(sample("s:sample:0/1", stream=True))
-    bench.until(lambda: bench.sent)
-    bench.samples.cancel("s:sample:0/0", run=1)
-    bench.sent.clear()
-    bench.settle()
-    told = {request_id for message in bench.sent if isinstance(message, SampleEvents) for request_id, *_ in message.tokens}
-    assert told == {"s:sample:0/1"}
