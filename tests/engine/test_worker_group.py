@@ -53,8 +53,9 @@ from tinsmith.protocol.work import (
 
 KILLED = "the worker process ended unexpectedly (signal 9)"
 PATH = "tinker://a/weights/b"
-WRITER = writer_of("m", 2)
-"""The worker that saves the model `m` where one does for all."""
+MODEL = "b"
+WRITER = writer_of(MODEL, 2)
+"""The worker that saves this model where one does for all: the second, so that it is not taken for the first."""
 
 
 class SpokenFor(WorkerProcess):
@@ -164,9 +165,9 @@ def failed(number: int, rank: int) -> CallFailed:
     return CallFailed(number, "TinsmithError", f"worker {rank} cannot")
 
 
-CREATE = CreateModel(11, "tiny", "m", {})
-STEP = OptimStep(13, "tiny", "m", {})
-LOAD = LoadModel(14, "tiny", "m", PATH, "dir", True)
+CREATE = CreateModel(11, "tiny", MODEL, {})
+STEP = OptimStep(13, "tiny", MODEL, {}, copy="a kept copy")
+LOAD = LoadModel(14, "tiny", MODEL, PATH, "dir", True)
 
 
 # ---- Started
@@ -230,12 +231,12 @@ def test_each_worker_has_a_gpu_of_its_own_and_the_first_has_the_vllm_servers(
 
 
 def test_what_all_are_asked_for_is_answered_once_and_after_the_last(pair: Spoken) -> None:
-    """What fails on all is a failure like that of one worker. Of a step, the worker speaks that keeps a copy of it."""
-    snapshot = TakeSnapshot(12, "tiny", "m", "m/3", False)
+    """What fails on all is a failure like that of one worker. Of a step, the worker speaks that alone keeps a copy of it."""
+    snapshot = TakeSnapshot(12, "tiny", MODEL, "b/3", False)
     for call, order, fails in product([CREATE, snapshot, STEP, LOAD], ORDERS, (False, True)):
         replies = {rank: failed(call.number, rank) if fails else Answer(call.number, {"rank": rank}) for rank in order}
         assert pair.ask(call, replies) == [replies[WRITER if call is STEP and not fails else 0]]
-        assert pair.told() == [[call], [call]]
+        assert pair.told() == [[call if rank == WRITER or call is not STEP else replace(STEP, copy="")] for rank in range(2)]
     for order_of_all in [ClearGradients("tiny", "a"), DeleteModel("tiny", "a"), Drop(["a/1", "a/2"]), EndSession("s", False)]:
         pair.group.send(order_of_all)
         assert pair.told() == [[order_of_all]] * 2
@@ -258,8 +259,8 @@ def test_what_one_worker_saves_for_all_is_answered_by_that_one_and_looked_up_aga
 
 
 def saved_to(directory: str) -> SaveModel:
-    """A save of the model `m`."""
-    return SaveModel(1, "tiny", "m", True, {"tinker_path": PATH, "directory": directory})
+    """A save of the model."""
+    return SaveModel(1, "tiny", MODEL, True, {"tinker_path": PATH, "directory": directory})
 
 
 PARTS = [PartWritten(1, [("a", rank, 1, 0)]) for rank in range(2)]
@@ -301,16 +302,16 @@ def test_a_model_that_is_divided_goes_on_when_all_have_a_copy_and_what_all_have_
 def test_a_model_that_one_worker_cannot_make_is_deleted_on_all(pair: Spoken, call: CreateModel | LoadModel, rank: int) -> None:
     number = call.number
     assert pair.ask(call, {1 - rank: Answer(number, {}), rank: failed(number, rank)}) == [failed(number, rank)]
-    assert pair.told() == [[call, DeleteModel("tiny", "m")]] * 2
+    assert pair.told() == [[call, DeleteModel("tiny", MODEL)]] * 2
     assert (pair.group.ended(), pair.group._loaded) == (None, set())
 
 
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        (STEP, "model m is not the same on all workers any more"),
-        (LOAD, "model m is not the same on all workers any more"),
-        (TakeSnapshot(1, "tiny", "m", "m/1", True), "samples of model m would follow different weights"),
+        (STEP, "model b is not the same on all workers any more"),
+        (LOAD, "model b is not the same on all workers any more"),
+        (TakeSnapshot(1, "tiny", MODEL, "b/1", True), "samples of model b would follow different weights"),
     ],
 )
 def test_a_model_that_is_not_the_same_on_all_ends_the_group(pair: Spoken, call: Any, why: str) -> None:
@@ -472,7 +473,7 @@ def test_the_worker_that_samples_takes_snapshots_and_the_others_help_where_weigh
 ) -> None:
     """Where nothing samples divided weights the first refuses: one that helped would wait for it. Nobody follows other weights than it."""
     spoken = speak(2, sampler, shard).start()
-    snapshot = TakeSnapshot(1, "tiny", "m", "m/1", False)
+    snapshot = TakeSnapshot(1, "tiny", MODEL, "b/1", False)
     for number in range(3):
         spoken.group.send(sample(number))
     answers = {rank: Answer(1, {"rank": rank}) for rank in range(2 if helps else 1)}
@@ -489,7 +490,7 @@ def test_the_worker_that_samples_takes_snapshots_and_the_others_help_where_weigh
 
 def test_what_all_had_answered_before_one_ended_is_told_and_nothing_else_is(pair: Spoken) -> None:
     for number in (21, 22, 23):
-        pair.group.send(OptimStep(number, "tiny", "m", {}))
+        pair.group.send(OptimStep(number, "tiny", MODEL, {}))
     pair.workers[0].last_messages = [Answer(number, {"rank": 0}) for number in (21, 22, 23)]
     pair.workers[1].last_messages = [Answer(number, {"rank": 1}) for number in (21, 22)]
     pair.workers[1].end = KILLED
