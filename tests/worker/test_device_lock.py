@@ -113,12 +113,10 @@ def test_a_gpu_is_one_servers_or_shared_by_several_until_their_processes_end(hol
             text = refused(shared=False, gpu=gpu)
             assert text.startswith("cuda:0 (a GPU) is used by another server")
             assert "start both with --memory-share" in text
-            if Path("/proc/locks").is_file():
-                assert str(holder.pid) in re.findall(r"process (\d+)", text)
+            assert not Path("/proc/locks").is_file() or str(holder.pid) in re.findall(r"process (\d+)", text)
             holder.kill()
             holder.wait(START_S)
         assert is_free(gpu)
-        assert hold("alone", gpu).poll() is None
 
 
 def test_a_holder_hands_its_lock_to_no_program_that_it_starts() -> None:

@@ -101,10 +101,9 @@ def test_a_side_without_work_gives_way_after_a_moment_and_stays_if_nobody_waits(
 
 def test_it_is_the_trainers_when_all_servers_sleep_and_what_keeps_one_from_it_is_raised() -> None:
     story = Story(count=2)
-    story.after(1, wanted=True, sampled=False)
-    story.servers[0].switching.set_result(None)
-    assert not story.after(0, wanted=True, sampled=False)
-    story.servers[1].switching.set_result(None)
+    for servers in story.servers:
+        assert not story.after(1, wanted=True, sampled=False)
+        servers.switching.set_result(None)
     assert story.after(0, wanted=True, sampled=False)
     story = Story()
     story.after(1, wanted=True, sampled=False)

@@ -9,7 +9,6 @@ Also: `tests/worker/test_loop.py`, `tests/engine/test_passes.py`.
 
 Invariant: A model's passes are computed in their order, however long their images take to decode, and no other model's texts wait for
 these.
-Also: `tests/engine/test_passes.py`.
 """
 
 import hashlib
