@@ -550,7 +550,7 @@ class WatchedGroup(Watched):
 
     def __init__(self, link: ChildLink, data_dir: Path, how: str) -> None:
         super().__init__(link, "ready")
-        config = Config(["tiny=unused"], str(data_dir), server=ServerConfig(worker_still_s=4.0))
+        config = Config(["tiny=unused"], str(data_dir), server=ServerConfig(worker_still_s=8.0))
         self.group = WorkerGroup(config, link, 2, (sys.executable, "-m", "tests.engine.exchanging_worker", how))
         self.process = self.group  # type: ignore[assignment]  # it does for all what a worker's does for one
         self.patience_s = 5 * LONG_S  # they import torch

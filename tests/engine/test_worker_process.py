@@ -205,10 +205,10 @@ def test_an_engine_that_could_not_listen_itself_takes_nobody_for_silent(
     watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    worker = watch("ready", worker_hung_s=4.0)
+    worker = watch("ready")
     pid = worker.start()
     for _ in range(3):
-        clock.passed_s += 1000.0  # the machine slept
+        clock.passed_s += 1000.0  # the machine slept for longer than a worker may be silent
         worker.process.watch()
         worker.until(lambda: worker.process.signs.beaten)
     assert (worker.ends, worker.process.pid) == ([], pid)
@@ -230,7 +230,7 @@ def test_a_worker_that_nothing_can_end_is_named_when_it_is_killed_and_left_behin
 ) -> None:
     """The thread of its device hangs in a driver, while its heartbeats go on."""
     monkeypatch.setattr(child_process, "FIRST_DELAY_S", 0.0)
-    worker = watch("ready", worker_still_s=4.0)
+    worker = watch("ready", worker_still_s=8.0)
     first = worker.start()
     worker.ask("hang")
     worker.until(lambda: spared)
