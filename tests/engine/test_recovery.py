@@ -71,10 +71,10 @@ def die_when(here: Here, reached: Callable[[], object], times: int = 2) -> None:
         die(here)
 
 
-def another(here: Here, *names: str, **settings: int) -> None:
+def another(here: Here, *names: str, rank: int = 4) -> None:
     """More models that are ready."""
     for name in names:
-        here.create(name, **settings)
+        here.create(name, rank=rank)
     here.settle()
 
 
@@ -318,11 +318,12 @@ def test_operations_that_ended_between_others_are_not_waited_for(here: Here) -> 
 
 def test_published_weights_are_gone_and_those_under_way_are_published_by_the_next_worker(here: Here) -> None:
     for seq in (1, 2):
+        here.settle()
         here.process.is_stuck = seq == 2
         session = SamplingSession(f"s:sample:{seq}", "s", "tiny", f"s:train:a/{seq}", "s:train:a")
         body = {"model_id": "s:train:a", "seq_id": seq, "sampling_session_seq_id": seq}
         here.add("a", seq, "save_weights_for_sampler", body, sampling_session=session)
-        here.until(lambda seq=seq: here.engine.trainer.running if seq == 2 else here.is_at_rest)
+    here.until(lambda: here.engine.trainer.running)
     die(here)
     here.settle()
     assert results(here, 1, 2)

@@ -232,8 +232,8 @@ def test_each_worker_has_a_gpu_of_its_own_and_the_first_has_the_vllm_servers(
 
 def test_what_all_are_asked_for_is_answered_once_and_after_the_last(pair: Spoken) -> None:
     """What fails on all is a failure like that of one worker. Of a step, the worker speaks that alone keeps a copy of it."""
-    snapshot = TakeSnapshot(12, "tiny", MODEL, "b/3", False)
-    for call, order, fails in product([CREATE, snapshot, STEP, LOAD], ORDERS, (False, True)):
+    calls: list[Any] = [CREATE, TakeSnapshot(12, "tiny", MODEL, "b/3", False), STEP, LOAD]
+    for call, order, fails in product(calls, ORDERS, (False, True)):
         replies = {rank: failed(call.number, rank) if fails else Answer(call.number, {"rank": rank}) for rank in order}
         assert pair.ask(call, replies) == [replies[WRITER if call is STEP and not fails else 0]]
         assert pair.told() == [[call if rank == WRITER or call is not STEP else replace(STEP, copy="")] for rank in range(2)]
@@ -279,7 +279,8 @@ def test_a_save_of_all_is_finished_by_one_when_all_have_written_or_deleted_if_on
     assert sharing.ask(saved_to("there"), {rank: replies[rank] for rank in order}) == []
     error = next((reply for reply in replies if isinstance(reply, CallFailed)), None)
     pieces = [piece for reply in replies if isinstance(reply, PartWritten) for piece in reply.pieces]
-    finish = FinishSave(1, "there", pieces, *((error.error_type, error.error) if error else ()), tinker_path=PATH)
+    why = (error.error_type, error.error) if error else ("", "")
+    finish = FinishSave(1, "there", pieces, *why, PATH)
     assert sharing.told() == [[saved_to("there"), *([finish] if rank == WRITER else [])] for rank in range(2)]
     told = error or Answer(1, {"size_bytes": 2})
     assert sharing.says(WRITER, told) == [told]

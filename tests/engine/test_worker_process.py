@@ -144,18 +144,19 @@ def test_a_worker_that_cannot_start_is_tried_at_longer_and_longer_intervals(
     clock = Clock(monkeypatch)
     worker = watch("ready")
     broken = REAL_PYTHON, "-c", "import os; os._exit(2)"
-    delays = []
+    delays, ends = list[float](), list[str]()
     for program in (broken, broken, broken, light("ready")):
         worker.process.program = program
-        ended = len(worker.ends)
+        worker.ends.clear()
         worker.process.start_if_due()
         if program != broken:
             os.kill(worker.start(), signal.SIGKILL)
-        worker.until(lambda ended=ended: len(worker.ends) > ended)
+        worker.until(lambda: worker.ends)
+        ends += worker.ends
         delays.append(worker.process.wait_s)
         clock.passed_s += delays[-1]
     assert delays == [pytest.approx(expected, abs=500.0) for expected in (1000.0, 2000.0, 3000.0, 1000.0)]
-    assert worker.ends[:3] == ["the worker process ended unexpectedly (exit code 2)"] * 3
+    assert ends[:3] == ["the worker process ended unexpectedly (exit code 2)"] * 3
 
 
 @pytest.mark.parametrize(("path", "reason"), [("lost", REASON), ("follow", "the others are gone")])

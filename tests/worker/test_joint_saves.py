@@ -106,7 +106,13 @@ def workers(request: pytest.FixtureRequest, tmp_path: Path) -> Workers:
 
 def saved_to(place: str) -> SaveModel:
     """A save to a place, and what is known of the checkpoint before it is written."""
-    row = {"tinker_path": "tinker://s:train:0/weights/c", "model_id": MODEL, "kind": "training", "name": "c", "directory": place}
+    row: dict[str, Any] = {
+        "tinker_path": "tinker://s:train:0/weights/c",
+        "model_id": MODEL,
+        "kind": "training",
+        "name": "c",
+        "directory": place,
+    }
     row |= {"base_model": "tiny", "architecture": "llama", "lora_config": {"rank": 0}, "user_metadata": None}
     return SaveModel(1, "tiny", MODEL, True, row | {"created_at": 1.0, "expires_at": None})
 
