@@ -1,13 +1,13 @@
 """A worker without models that exchanges with others over gloo, as real ones do: how it does so is the first of its arguments.
 
 apart  it is ready, and told to forget a checkpoint it enters an exchange to which the others never come
-hang   before the second one meets the others, it computes for long, and then hangs
+behind it is ready, and told so the second one hangs, for which the others wait in an exchange
 """
 
 import sys
 from typing import TYPE_CHECKING
 
-from tests.engine.light_worker import FACTS, compute, hang
+from tests.engine.light_worker import FACTS, hang
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.place import Place
@@ -18,16 +18,13 @@ from tinsmith.protocol.work import WorkerReady
 if TYPE_CHECKING:
     from tinsmith.distributed.process_group import ProcessGroup
 
-TURNS = 5
-"""How often it computes in the place of loading."""
 
-
-def enter_apart(group: "ProcessGroup") -> None:
-    """Wait for others that wait for this one elsewhere."""
+def enter(group: "ProcessGroup", is_apart: bool) -> None:
+    """Wait for the others in an exchange, or each in one of its own."""
     import torch
     import torch.distributed as dist
 
-    own = [dist.new_group() for _ in range(group.count)][group.place.rank]
+    own = [dist.new_group() for _ in range(group.count)][group.place.rank] if is_apart else None
     with group._not_alone():
         dist.all_reduce(torch.zeros(8), group=own)
 
@@ -39,10 +36,6 @@ def main() -> None:
     link = ChildLink(address, keys)
     heartbeat = Heartbeat(address, int(engine_pid), keys)
     heartbeat.start()
-    if how == "hang" and rank == "1":
-        for _ in range(TURNS):
-            compute(heartbeat)
-        hang(heartbeat)
     heartbeat.busy()
     import torch  # which takes seconds, in which heartbeats come
 
@@ -56,7 +49,9 @@ def main() -> None:
         messages = link.receive(0.5)
         heartbeat.busy()
         if any(isinstance(message, ForgetCheckpoint) for message in messages):
-            enter_apart(group)
+            if how == "behind" and rank == "1":
+                hang(heartbeat)
+            enter(group, is_apart=how == "apart")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,9 @@ It is run as a worker is, with the link's address and the engine's process id as
 an argument before them says how it behaves:
 
 ready     it is ready at once, and answers each ForgetCheckpoint with the path; for the path `lost` it ends itself, with a
-          reason, for `follow` because others have ended, for `hang` it hangs, for `exchange` it does so in an exchange with others, for
-          `spin` it hangs and uses its processor, and for `compute` it answers after a long turn
+          reason, for `follow` because others have ended, for `hang` it hangs, and for `spin` it hangs and uses its processor
 stubborn  the same, but it does not end when it is told to
-loading   it is never ready; with a word of these behind it, it does that while it starts
-broken    it ends before it is ready, without a word
+loading   it is never ready
 lost      it ends before it is ready, with a reason
 """
 
@@ -16,7 +14,6 @@ import hashlib
 import os
 import sys
 import threading
-import time
 
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
@@ -25,9 +22,6 @@ from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, ForgetCheckpoint, Shutdown
 from tinsmith.protocol.started import read_start
 from tinsmith.protocol.work import Answer, WorkerReady
-
-COMPUTES_S = 5.0
-"""Seconds of a processor that a long turn takes."""
 
 REASON = "cuda:0 computes nothing any more"
 
@@ -63,17 +57,7 @@ def spin(heartbeat: Heartbeat) -> None:
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # hours, without Python's lock
 
 
-def compute(heartbeat: Heartbeat) -> None:
-    """A long turn that is all work, in one call after the other."""
-    heartbeat.busy()
-    begun = time.process_time()
-    while time.process_time() - begun < COMPUTES_S:
-        for rounds in range(1, 1000):
-            hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
-    heartbeat.idle()
-
-
-DOES = {"hang": hang, "spin": spin, "compute": compute}
+DOES = {"hang": hang, "spin": spin}
 """Turns, by their name."""
 
 
@@ -84,12 +68,8 @@ def take(message: Message, how: str, link: ChildLink, heartbeat: Heartbeat) -> N
             end(link, Bye(REASON), 3)
         case ForgetCheckpoint(path="follow"):
             end(link, Bye("the others are gone", follows=True), 3)
-        case ForgetCheckpoint(path="exchange"):
-            heartbeat.exchanges.waits = True
-            hang(heartbeat)
         case ForgetCheckpoint(path=path) if path in DOES:
             DOES[path](heartbeat)
-            link.send(Answer(0, {"path": path}))
         case ForgetCheckpoint(path=path):
             link.send(Answer(0, {"path": path}))
         case Shutdown() if how != "stubborn":
@@ -104,13 +84,9 @@ def main() -> None:
     heartbeat = Heartbeat(address, keys=keys)
     heartbeat.idle()
     heartbeat.start()
-    if how == "broken":
-        sys.exit(2)
     if how == "lost":
         end(link, Bye(REASON), 3)
-    if how.startswith("loading "):
-        DOES[how.split()[1]](heartbeat)
-    if not how.startswith("loading"):
+    if how != "loading":
         link.send(WorkerReady([FACTS.to_dict()], "cpu"))
     while os.getppid() == int(engine_pid):
         for message in link.receive(0.5):

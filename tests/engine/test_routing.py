@@ -5,7 +5,6 @@ from typing import Any
 import orjson
 import pytest
 
-from tinsmith.engine import routing
 from tinsmith.engine.routing import BLOCK, DECODE, LARGEST, PICTURE_TOKENS, Routing
 from tinsmith.protocol.serving import Sample
 from tinsmith.store import ids
@@ -64,35 +63,25 @@ def test_much_to_do_outweighs_a_known_prefix_and_little_does_not() -> None:
         assert asked.sample(tokens(1, 4))[0] == chosen
 
 
-def test_the_same_tokens_for_other_weights_are_another_prompt() -> None:
-    asked = Asked(2)
-    of_base, of_snapshot = asked.sample(tokens(1, 4)), asked.sample(tokens(1, 4), weights="s:train:0/3")
-    assert (of_base[0], of_snapshot[0]) == (0, 1)
-    asked.finish(of_base, of_snapshot)
-    for _ in range(3):
-        again = asked.sample(tokens(1, 4), weights="s:train:0/3"), asked.sample(tokens(1, 4))
-        assert [worker for worker, _ in again] == [1, 0]
-        asked.finish(*again)
-
-
-def test_pictures_tell_prompts_apart_and_count_as_tokens() -> None:
-    asked = Asked(2)
-    pictures: list[dict[str, Any]] = [
-        {"type": "image", "format": "png", "data": "QUJD"},
-        {"type": "image_asset_pointer", "format": "png", "location": "tinsmith://blob/1"},
-    ]
+def test_other_weights_and_other_pictures_are_another_prompt() -> None:
+    """A picture counts as tokens. What the second knows of the first prompt, its head, is worth less than an idle worker."""
+    picture: dict[str, Any] = {"type": "image", "format": "png", "data": "QUJD"}
+    pointer: dict[str, Any] = {"type": "image_asset_pointer", "format": "png", "location": "tinsmith://blob/1"}
     head, tail = tokens(1, 1), tokens(2, 2)
-    samples = [asked.sample(head, picture, tail) for picture in pictures]
-    # The second knows nothing of its own at 0 but the head, which is worth less than an idle worker.
-    assert [worker for worker, _ in samples] == [0, 1]
     cost = 3 * BLOCK + PICTURE_TOKENS + DECODE
-    assert asked.loads == [cost, cost]
-    asked.finish(*samples)
-    for picture, worker in zip(reversed(pictures), (1, 0), strict=True):
-        again = asked.sample(head, picture, tail)
-        assert again[0] == worker
-        asked.finish(again)
-    assert asked.loads == [0, 0]
+    for one, other, load in (
+        (([head, tail], None), ([head, tail], "s:train:0/3"), 3 * BLOCK + DECODE),
+        (([head, picture, tail], None), ([head, pointer, tail], None), cost),
+    ):
+        asked = Asked(2)
+        samples = [asked.sample(*chunks, weights=weights) for chunks, weights in (one, other)]
+        assert ([worker for worker, _ in samples], asked.loads) == ([0, 1], [load, load])
+        asked.finish(*samples)
+        for (chunks, weights), worker in ((other, 1), (one, 0)):
+            again = asked.sample(*chunks, weights=weights)
+            assert again[0] == worker
+            asked.finish(again)
+        assert asked.loads == [0, 0]
 
 
 def test_what_has_ended_or_is_forgotten_leaves_nothing_behind() -> None:
@@ -116,46 +105,15 @@ def test_what_has_ended_or_is_forgotten_leaves_nothing_behind() -> None:
     assert asked.routing.of(samples[0][1], 1) is None
 
 
-def test_very_large_requests_are_not_read() -> None:
-    """They count for what their size lets expect; so does a request with a number that the server's parser takes, and orjson does not."""
-    asked = Asked(2)
-    payload = b"{" * (LARGEST + 8)
-    size = len(payload) // 8
-    assert asked.routing.choose(Sample("s:sample:0/1", 1, "tiny", None, 1, False, payload)) == 0
-    assert asked.loads == [size + DECODE * size, 0]
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_large_or_no_json_is_not_read(count: int) -> None:
+    """It counts for what its size lets expect; so does a request with a number that the server's parser takes, and orjson does not."""
+    asked = Asked(count)
     strange = b'{"prompt":{"chunks":[]},"sampling_params":{},"prompt_logprobs_last_n":' + b"9" * 400 + b"}"
-    with pytest.raises(orjson.JSONDecodeError):
-        orjson.loads(strange)
-    assert asked.routing.choose(Sample("s:sample:0/2", 1, "tiny", None, 1, False, strange)) == 1
-    asked.routing.ended("s:sample:0/2", 1)
-    asked.routing.ended("s:sample:0/1", 1)
-    assert asked.loads == [0, 0]
-
-
-def test_a_worker_alone_gets_everything_unread() -> None:
-    alone = Routing(1)
-    assert alone.choose(Sample("s:sample:0/1", 1, "tiny", None, 1, False, b"no JSON")) == 0
-    assert alone.of("s:sample:0/1", 1) == 0
-    alone.ended("s:sample:0/1", 1)
-    assert (alone.running, alone.workers[0].load) == ({}, 0)
-
-
-def test_the_least_recently_used_pieces_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "REMEMBERED", 6)
-    asked = Asked(2)
-
-    def known() -> list[int]:
-        """How many pieces of each text the first worker knows."""
-        first = asked.routing.workers[0]
-        found = []
-        for seed in (1, 2, 3):
-            body = {"prompt": {"chunks": [{"tokens": tokens(seed, 2)}]}}
-            found.append(first.matched(routing._beginnings(body, None)[0]))
-        return found
-
-    for seed in (1, 2, 3):
-        asked.finish(asked.sample(tokens(seed, 2)))
-    assert known() == [2, 2, 2]
-    asked.finish(asked.sample(tokens(1, 2)))
-    asked.finish(asked.sample(tokens(4, 2)))
-    assert known() == [2, 0, 2]
+    large = b"{" * (LARGEST + 8)
+    chosen = [asked.routing.choose(Sample(f"s:sample:0/{i}", 1, "tiny", None, 1, False, body)) for i, body in enumerate((large, strange))]
+    size = len(large) // 8
+    assert (chosen, asked.loads[0] in (0, size + DECODE * size)) == ([0, count - 1], True)
+    for number in range(2):
+        asked.routing.ended(f"s:sample:0/{number}", 1)
+    assert asked.loads == [0] * count

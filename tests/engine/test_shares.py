@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from tinsmith.engine.forward_work import ForwardWork
-from tinsmith.engine.shares import PIXELS_OF_A_TOKEN, QUADRATIC_PIXELS, QUADRATIC_TOKENS, TOWER_COST, cost, divide, join, picture_cost
-from tinsmith.errors import TinsmithError, UserError
-from tinsmith.protocol.messages import Message
-from tinsmith.protocol.work import Drop, PassDone, Prepare, Prepared, RunPass
-from tinsmith.store.records import Command
+from tests.engine.forwarding import Device
+from tinsmith.engine.shares import PIXELS_OF_A_TOKEN, QUADRATIC_TOKENS, cost, divide, join, picture_cost
+from tinsmith.errors import UserError
+from tinsmith.protocol.work import Drop, PassDone, RunPass
 
 ENOUGH = 2**40
 """Tokens of a share that no pass here comes near."""
@@ -47,10 +44,12 @@ def test_each_datum_has_one_worker_and_keeps_its_place_and_length(lengths: list[
     assert all([pairs.index(pair) for pair in share] == sorted(pairs.index(pair) for pair in share) for share in divided)
 
 
-def test_where_all_compute_every_pass_who_has_no_datum_is_told_of_it() -> None:
+def test_who_has_no_datum_is_told_of_a_pass_that_all_compute_and_a_worker_alone_gets_all_of_it() -> None:
     shares = divide(a_pass(5), 3, ENOUGH, everyone=True)
     assert sorted(map(len, lengths_of(shares))) == [0, 0, 1]
     assert all(share and (share.number, share.base_model, share.backward) == (7, "tiny", True) for share in shares)
+    whole = a_pass(3, 1, 2)
+    assert divide(whole, 1, ENOUGH) == [whole]
 
 
 @given(st.lists(st.tuples(st.integers(1, 2**14), st.integers(0, 2**24)), min_size=1, max_size=40), st.integers(2, 9))
@@ -66,12 +65,6 @@ def test_pictures_count_for_an_even_share(datums: list[tuple[int, int]], count: 
         assert sum(own) <= (sum(costs) / count + min(own, default=0.0)) * (1 + 1e-9)  # sums of floats in another order
 
 
-def test_a_worker_alone_gets_the_pass_as_it_is() -> None:
-    whole = a_pass(3, 1, 2)
-    (share,) = divide(whole, 1, ENOUGH)
-    assert share is whole
-
-
 SHORT = QUADRATIC_TOKENS // 16
 
 
@@ -80,8 +73,6 @@ SHORT = QUADRATIC_TOKENS // 16
     [
         # The dearest goes first, to the worker with least to do.
         ([1, 2, 3, 4, 5, 6], 2, ENOUGH, [[1, 3, 6], [2, 4, 5]]),
-        ([5, 9, 5], 2, ENOUGH, [[9], [5, 5]]),
-        ([4, 4, 4, 4], 4, ENOUGH, [[4], [4], [4], [4]]),
         ([4, 9], 4, ENOUGH, [[9], [4], [], []]),
         # A long sequence costs more than short ones of as many tokens: one of QUADRATIC_TOKENS costs twice its tokens. A short one costs
         # 2,176, 30 of them 65,280, and the long one 65,536: so the second worker gets one more, and the first the last.
@@ -90,19 +81,11 @@ SHORT = QUADRATIC_TOKENS // 16
         ([QUADRATIC_TOKENS, *[SHORT] * 32], 2, 24 * SHORT, [[QUADRATIC_TOKENS, *[SHORT] * 8], [SHORT] * 24]),
         # What has no room anywhere goes to the worker with most room.
         ([90, 60, 50], 2, 100, [[90], [60, 50]]),
-        ([300, 200], 2, 100, [[300], [200]]),
         ([300, 200, 100], 2, 100, [[300], [200, 100]]),
     ],
 )
 def test_sequences_are_divided_by_what_they_cost_and_take(lengths: list[int], count: int, most: int, shares: list[list[int]]) -> None:
     assert lengths_of(divide(a_pass(*lengths), count, most)) == shares
-
-
-def test_a_picture_costs_a_fifth_of_its_tokens_and_more_if_it_is_large() -> None:
-    """And no more than its sequence has tokens for: some models make a photograph of 12 million pixels as small as 64 tokens."""
-    assert picture_cost(100 * PIXELS_OF_A_TOKEN, 1000) == TOWER_COST * 100 * (1 + 100 * PIXELS_OF_A_TOKEN / QUADRATIC_PIXELS)
-    assert picture_cost(QUADRATIC_PIXELS, 2000) == 2 * TOWER_COST * QUADRATIC_PIXELS / PIXELS_OF_A_TOKEN
-    assert picture_cost(12_000_000, 64) == picture_cost(64 * PIXELS_OF_A_TOKEN, 64)
 
 
 ANSWER = (2**14, {"large": 2**24})
@@ -113,7 +96,6 @@ ANSWER = (2**14, {"large": 2**24})
     [
         # Sequences of one length in turns: by their tokens alone each second one, with all pictures, would go to the first worker.
         ([pair for name in "abcd" for pair in ((300, {name: 256 * PIXELS_OF_A_TOKEN}), (300, {}))], ENOUGH, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        ([(300, {})] * 8, ENOUGH, [[0, 2, 4, 6], [1, 3, 5, 7]]),
         # A huge picture costs 2.3 times its pixels, and small ones hardly more than theirs: 3,181 against 168 each.
         (
             [*((140, {f"small {place}": 128 * PIXELS_OF_A_TOKEN}) for place in range(20)), (2100, {"huge": 2048 * PIXELS_OF_A_TOKEN})],
@@ -123,10 +105,12 @@ ANSWER = (2**14, {"large": 2**24})
         # One of several sequences costs a worker once: a text of 80,415, and three answers of 24,576 each about one picture of 37,635.
         ([(37_500, {}), ANSWER, ANSWER, ANSWER], ENOUGH, [[0], [1, 2, 3]]),
         ([(37_500, {}), *((2**14, {name: 2**24}) for name in "abc")], ENOUGH, [[0, 3], [1, 2]]),
+        # It costs no more than its sequence has tokens for: some models make a photograph of 12 million pixels as small as 64 tokens.
+        ([(64, {"photo": 12_000_000}), (60, {}), (60, {})], ENOUGH, [[0], [1, 2]]),
         # The picture makes the first one's share the dearest by far, yet the second has no room for more than two of the texts.
         ([(100, {"huge": 10**7}), (60, {}), (60, {}), (60, {})], 160, [[0, 3], [1, 2]]),
     ],
-    ids=["in turns", "texts", "huge", "shared", "not shared", "memory"],
+    ids=["in turns", "huge", "shared", "not shared", "small", "memory"],
 )
 def test_pictures_are_divided_by_what_they_cost(datums: list[tuple[int, dict[str, int]]], most: int, places: list[list[int]]) -> None:
     shares = divide(with_pictures(*datums), 2, most)
@@ -137,103 +121,53 @@ def test_pictures_are_divided_by_what_they_cost(datums: list[tuple[int, dict[str
 # ---- Results
 
 
-def computed(
-    pieces: list[tuple[str, int]],
-    losses: list[float],
-    metrics: list[dict[str, float]],
-    logprobs: list[NDArray[np.float32]],
-    tokens: int = 10,
-) -> PassDone:
-    """What a worker says of the datums that it has computed, laid out as `PassDone` describes it."""
-    numbers = [*losses, *(value for each in metrics for value in each.values())]
-    return PassDone(
-        7,
-        [(*piece, list(each.shape)) for piece, each in zip(pieces, logprobs, strict=True)],
-        [],
-        tokens,
-        [list(each) for each in metrics],
-        [],
-        b"".join([np.array(numbers, dtype=np.float64).tobytes(), *(each.tobytes() for each in logprobs)]),
-    )
-
-
-def failed(*pieces: tuple[str, int]) -> PassDone:
-    """What a worker says whose whole share has failed."""
-    return PassDone(7, [], [(*piece, "UserError", f"datum {piece[1]}") for piece in pieces], 10, [], [], b"")
-
-
-class Asked:
-    """Forward work whose worker is this test."""
-
-    def __init__(self, lengths: dict[int, list[int]], pixels: list[dict[str, int]] | None = None) -> None:
-        """Operations of the model `s:train:a` by seq_id, with the tokens of their datums, all prepared and in one pass.
-
-        `pixels` are those of the datums of each operation; None for texts.
-        """
-        self.sent: list[Message] = []
-        self.failed: list[tuple[int, TinsmithError]] = []
-        numbers = iter(range(1, 100))
-        self.work = ForwardWork(
-            tokens_per_pass=1000,
-            max_pixels=1000,
-            next_number=lambda: next(numbers),
-            send=self.sent.append,
-            fail=lambda command, error, _: self.failed.append((command.seq_id, error)),
-            put_back=lambda *_: None,
-            put_off=lambda *_: None,
-            is_shared=lambda: True,
-        )
-        for seq, of_datums in lengths.items():
-            command = Command(seq, "s:train:a", seq, "forward_backward", 0, 0.0)
-            self.work.add(command, "tiny", b"")
-            asked = self.sent[-1]
-            assert isinstance(asked, Prepare)
-            self.work.take(Prepared(asked.number, command.request_id, True, of_datums, pixels or [{} for _ in of_datums]))
-        self.work.send_passes(set())
-        (self.run,) = (message for message in self.sent if isinstance(message, RunPass))
-
-
 def test_the_results_of_shares_are_read_as_those_of_one_worker() -> None:
     """Losses with metrics of several names and numbers, log-probabilities of several shapes, and an infinite loss."""
-    asked = Asked({1: [3, 5], 2: [4], 3: [2, 2]})
-    of = {piece: place for place, piece in enumerate(asked.run.pieces)}
+    device = Device()
+    for lengths in ([3, 5], [4], [2, 2]):
+        device.train("m", lengths)
+    (asked,) = device.given()
     losses = [1.5, -2.25, float("inf"), 4.0, 1e-300]
     metrics: list[dict[str, float]] = [{}, {"kl:sum": 0.5, "clipped:mean": 0.25}, {"kl:sum": -1.0}, {}, {"a": 1.0, "b": 2.0, "c": 3.0}]
     shapes = [(3,), (5, 2), (4,), (0,), (2, 3)]
     logprobs = [np.random.default_rng(place).normal(size=shape).astype(np.float32) for place, shape in enumerate(shapes)]
 
     def part(places: list[int]) -> PassDone:
-        pieces = [asked.run.pieces[place] for place in places]
-        return computed(pieces, [losses[i] for i in places], [metrics[i] for i in places], [logprobs[i] for i in places])
+        """What a worker says of the datums that it has computed, laid out as `PassDone` describes it."""
+        results = [(*asked.pieces[i], list(shapes[i])) for i in places]
+        numbers = [*(losses[i] for i in places), *(value for i in places for value in metrics[i].values())]
+        payload = b"".join([np.array(numbers).tobytes(), *(logprobs[i].tobytes() for i in places)])
+        return PassDone(asked.number, results, [], 10, [list(metrics[i]) for i in places], [], payload)
 
-    joined = join([part([1, 4]), part([0, 2, 3])], 25)
-    assert (joined.number, joined.tokens_per_pass) == (7, 25)
-    asked.work.take(replace(joined, number=asked.run.number))
-    complete = asked.work.take_complete()
-    assert [operation.command.seq_id for operation in complete] == [1, 2, 3]
-    for operation in complete:
+    device.forward.take(join([part([1, 4]), part([0, 2, 3])], 25))
+    found = {}
+    for operation in device.forward.take_complete():
         for index, output in operation.results.items():
-            place = of[operation.command.request_id, index]
-            assert (output.loss, output.metrics) == (losses[place], metrics[place])
-            assert np.array_equal(output.logprobs, logprobs[place])
-            assert output.logprobs.shape == shapes[place]
-    assert asked.failed == []
-    assert asked.work.tokens_per_pass["tiny"] == 25
-    assert asked.sent[-1] == Drop(["s:train:a/1", "s:train:a/2", "s:train:a/3"])  # others hold the datums that a worker has computed
-
-
-def test_a_pass_says_which_pictures_are_new() -> None:
-    assert Asked({1: [3, 5]}, [{}, {"one": 7, "two": 8}]).run.pixels == [{}, {"one": 7, "two": 8}]
-    assert Asked({1: [3, 5]}).run.pixels == []
+            found[asked.pieces.index((operation.command.request_id, index))] = output
+    for place in range(5):
+        assert (found[place].loss, found[place].metrics, found[place].logprobs.shape) == (losses[place], metrics[place], shapes[place])
+        assert np.array_equal(found[place].logprobs, logprobs[place])
+    assert (device.failed, device.forward.tokens_per_pass["tiny"]) == ([], 25)
+    assert device.sent == [Drop(["m/1", "m/3", "m/5"])]  # others hold the datums that a worker has computed
 
 
 def test_a_share_that_failed_fails_its_operations_and_no_other() -> None:
-    asked = Asked({1: [3, 5], 2: [4]})
-    first, second, third = asked.run.pieces
-    logprobs = [np.full(3, -0.5, np.float32), np.full(4, -1.5, np.float32)]
-    joined = join([failed(second), computed([first, third], [1.0, 2.0], [{"m": 3.0}, {}], logprobs)], 10)
-    asked.work.take(replace(joined, number=asked.run.number))
-    assert [(seq, type(error), str(error)) for seq, error in asked.failed] == [(1, UserError, "datum 1")]
-    (operation,) = asked.work.take_complete()
-    assert (operation.command.seq_id, operation.results[0].loss) == (2, 2.0)
+    device = Device()
+    device.train("m", [3, 5])
+    device.train("m", [4])
+    (asked,) = device.given()
+    first, second, third = asked.pieces
+    failed = PassDone(asked.number, [], [(*second, "UserError", "datum 1")], 10, [], [], b"")
+    payload = np.array([1.0, 2.0, 3.0]).tobytes() + np.array([-0.5] * 3 + [-1.5] * 4, np.float32).tobytes()
+    done = PassDone(asked.number, [(*first, [3]), (*third, [4])], [], 10, [["m"], []], [], payload)
+    device.forward.take(join([failed, done], 10))
+    assert [(request_id, type(error), str(error)) for request_id, error in device.failed] == [("m/1", UserError, "datum 1")]
+    (operation,) = device.forward.take_complete()
+    assert (operation.command.request_id, operation.results[0].loss) == ("m/3", 2.0)
     assert operation.results[0].logprobs.tolist() == [-1.5] * 4
+
+
+def test_a_pass_says_which_pictures_are_new() -> None:
+    device = Device()
+    device.train("m", [3, 5], [{}, {"one": 7, "two": 8}])
+    assert device.given()[0].pixels == [{}, {"one": 7, "two": 8}]

@@ -5,17 +5,18 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.engine.exchanging_worker import TURNS
 from tests.engine.here import LONG_S, Wire
-from tests.engine.light_worker import COMPUTES_S, FACTS
-from tests.engine.test_worker_process import Watched, engine_with, light, link_of_an_engine
+from tests.engine.light_worker import FACTS
+from tests.engine.test_worker_process import Watched, engine_with, link_of_an_engine
 from tinsmith.config import Config, DistributedConfig, SamplingConfig, ServerConfig
 from tinsmith.engine.watching import SETTLED, Signs, hanging
 from tinsmith.engine.worker_group import LOOK_FOR_HOSTS_S, WorkerGroup
@@ -35,7 +36,6 @@ from tinsmith.protocol.work import (
     CreateModel,
     DeleteModel,
     Drop,
-    DropFiles,
     ExportModel,
     FinishSave,
     LoadModel,
@@ -49,13 +49,13 @@ from tinsmith.protocol.work import (
     SaveModel,
     TakeSnapshot,
     WorkerReady,
-    WorkerStatus,
 )
 
 KILLED = "the worker process ended unexpectedly (signal 9)"
 PATH = "tinker://a/weights/b"
-WRITER = writer_of("m", 2)
-"""The worker that saves the model `m` where one does for all."""
+MODEL = "b"
+WRITER = writer_of(MODEL, 2)
+"""The worker that saves this model where one does for all: the second, so that it is not taken for the first."""
 
 
 class SpokenFor(WorkerProcess):
@@ -103,26 +103,31 @@ class Spoken:
         worker.state, worker.device, worker.models = "ready", f"cpu {rank}", {"tiny": facts}
         return self.says(rank, WorkerReady([facts.to_dict()], worker.device))
 
-    def start(self) -> None:
+    def start(self) -> "Spoken":
         """All start, and are ready."""
         self.group.start_if_due()
         for rank in range(len(self.workers)):
             self.ready(rank)
+        return self
 
     def says(self, rank: int, *messages: Message) -> list[Any]:
         """What the group tells when a worker says this."""
         self.workers[rank].says += messages
         return self.group.receive()
 
-    def told(self) -> list[list[Message]]:
+    def told(self) -> list[list[Any]]:
         """What each was told since the last call."""
         told = [worker.told[:] for worker in self.workers]
         for worker in self.workers:
             worker.told.clear()
         return told
 
-    def told_kinds(self) -> list[list[type[Message]]]:
-        return [[type(message) for message in of_worker] for of_worker in self.told()]
+    def ask(self, call: Message, replies: Mapping[int, Message]) -> list[Any]:
+        """What the group tells of a call when the last has replied, in this order; before, it tells nothing."""
+        self.group.send(call)
+        *early, last = [self.says(rank, reply) for rank, reply in replies.items()]
+        assert not any(early)
+        return last
 
 
 @pytest.fixture
@@ -142,17 +147,17 @@ def speak(tmp_path: Path) -> Iterator[Callable[..., Spoken]]:
 @pytest.fixture
 def pair(speak: Callable[..., Spoken]) -> Spoken:
     """Two workers that are ready."""
-    made = speak()
-    made.start()
-    return made
+    return speak().start()
 
 
 @pytest.fixture
 def sharing(speak: Callable[..., Spoken]) -> Spoken:
     """Two workers that share the weights, and are ready."""
-    made = speak(sampler="none", shard="weights")
-    made.start()
-    return made
+    return speak(sampler="none", shard="weights").start()
+
+
+ORDERS = ((0, 1), (1, 0))
+"""In which two workers answer."""
 
 
 def failed(number: int, rank: int) -> CallFailed:
@@ -160,231 +165,161 @@ def failed(number: int, rank: int) -> CallFailed:
     return CallFailed(number, "TinsmithError", f"worker {rank} cannot")
 
 
-def calls(model_id: str) -> list[Any]:
-    """A call of each kind that all workers get, with numbers of their own."""
-    return [
-        CreateModel(11, "tiny", model_id, {}),
-        TakeSnapshot(12, "tiny", model_id, f"{model_id}/3", False),
-        OptimStep(13, "tiny", model_id, {}),
-        LoadModel(14, "tiny", model_id, PATH, "dir", True),
-    ]
+CREATE = CreateModel(11, "tiny", MODEL, {})
+STEP = OptimStep(13, "tiny", MODEL, {}, copy="a kept copy")
+LOAD = LoadModel(14, "tiny", MODEL, PATH, "dir", True)
 
 
 # ---- Started
 
 
 def test_a_group_is_ready_once_when_its_last_worker_is(speak: Callable[..., Spoken]) -> None:
+    """It trains what the last can and samples what the first can. What was sent before reached none."""
     spoken = speak(3)
     group = spoken.group
     group.start_if_due()
     assert (spoken.ready(0), spoken.ready(2)) == ([], [])
     assert (group.is_ready, group.was_ever_ready, group.models) == (False, False, {})
-    group.send(CreateModel(1, "tiny", "too early", {}))
-    # All can train what the last can, and sample what the first can.
+    group.send(CREATE)
     facts = ModelFacts(**FACTS.to_dict() | {"max_trained": 22, "max_sampled": 20})
     assert spoken.ready(1) == [WorkerReady([facts.to_dict()], "cpu 0")]
     assert (group.is_ready, group.was_ever_ready, group.models) == (True, True, {"tiny": facts})
     assert [(each["device"], each["state"]) for each in group.shown] == [(f"cpu {rank}", "ready") for rank in range(3)]
-    assert spoken.told() == [[], [], []]  # what was sent before they were ready reached none
-
-
-def test_workers_meet_at_one_place_that_goes_with_them(speak: Callable[..., Spoken], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    spoken = speak()
-    meetings = []
-    for _ in range(2):
-        spoken.start()
-        (meeting,) = {worker.place.meeting for worker in spoken.workers}
-        assert [worker.environment for worker in spoken.workers] == [{"OMP_NUM_THREADS": "3"}] * 2
-        meetings.append(Path(meeting.removeprefix("file://")).parent)
-        assert meetings[-1].is_dir()
-        spoken.workers[0].end = KILLED
-        assert spoken.group.ended() == f"worker 0 of 2: {KILLED}"
-        assert not meetings[-1].exists()
-    assert meetings[0] != meetings[1]
-    alone = speak(1)
-    alone.start()
-    assert (alone.workers[0].place.meeting, alone.workers[0].environment) == ("", {})
+    assert spoken.told() == [[], [], []]
 
 
 def test_workers_on_other_hosts_start_when_these_are_known_and_are_told_of_one_meeting(
     speak: Callable[..., Spoken], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoken = speak()
-    group, known = spoken.group, list[str]()
-    monkeypatch.setattr(group.launcher, "hosts", lambda: known or None)
-    group.start_if_due()
-    assert ({worker.state for worker in spoken.workers}, 0 < group.wait_s <= LOOK_FOR_HOSTS_S) == ({"down"}, True)
+    spoken, known = speak(), list[str]()
+    monkeypatch.setattr(spoken.group.launcher, "hosts", lambda: known or None)
+    spoken.group.start_if_due()
+    assert ({worker.state for worker in spoken.workers}, 0 < spoken.group.wait_s <= LOOK_FOR_HOSTS_S) == ({"down"}, True)
     known += ["10.0.0.1", "10.0.0.2"]
-    group._look_at = 0.0  # it is time to look again
+    spoken.group._look_at = 0.0  # it is time to look again
     for _ in range(2):
-        spoken.start()
-        assert [worker.place.meeting for worker in spoken.workers] == ["tcp://10.0.0.1", "tcp://10.0.0.2"]
-        first, second = (worker.answers for worker in spoken.workers)
-        assert first is not None
-        assert second is not None
+        assert [worker.place.meeting for worker in spoken.start().workers] == ["tcp://10.0.0.1", "tcp://10.0.0.2"]
+        first, second = (worker.answers or pytest.fail("none answers") for worker in spoken.workers)
         assert second(FindMeeting()) == MeetingPort("", 0)  # that of the workers before is none of theirs
         assert first(OpenMeeting("10.0.0.1", 7)) == Answered()
         assert second(FindMeeting()) == MeetingPort("10.0.0.1", 7)
         spoken.workers[1].end = KILLED
-        assert group.ended() == f"worker 1 of 2 on 10.0.0.2: {KILLED}"
+        assert spoken.group.ended() == f"worker 1 of 2 on 10.0.0.2: {KILLED}"
 
 
+@pytest.mark.parametrize(
+    ("visible", "sampler", "devices", "samplers"),
+    [
+        ("3,5", "local", ["cuda:0", "cuda:1"], ["local", "local"]),
+        ("3,5", "vllm", ["cuda:0", "cuda:1"], ["vllm", "none"]),
+        ("3,5", "vllm", ["auto"], ["vllm"]),
+        ("", "local", ["cpu", "cpu"], ["local", "local"]),
+    ],
+)
 def test_each_worker_has_a_gpu_of_its_own_and_the_first_has_the_vllm_servers(
-    speak: Callable[..., Spoken], monkeypatch: pytest.MonkeyPatch
+    speak: Callable[..., Spoken], monkeypatch: pytest.MonkeyPatch, visible: str, sampler: str, devices: list[str], samplers: list[str]
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-
-    def made(sampler: str, count: int = 2) -> list[tuple[str, str]]:
-        configs = [worker.config for worker in speak(count, sampler).workers]
-        assert [config.distributed.workers for config in configs] == [count] * count  # the first places vLLM behind them
-        return [(config.models.device, config.sampling.sampler) for config in configs]
-
-    assert made("local") == [("cuda:0", "local"), ("cuda:1", "local")]
-    assert made("vllm") == [("cuda:0", "vllm"), ("cuda:1", "none")]
-    assert made("vllm", 1) == [("auto", "vllm")]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert made("local") == [("cpu", "local"), ("cpu", "local")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    count = len(devices)
+    configs = [worker.config for worker in speak(count, sampler).workers]
+    assert [config.models.device for config in configs] == devices
+    assert [config.sampling.sampler for config in configs] == samplers
+    assert [config.distributed.workers for config in configs] == [count] * count  # the first places vLLM behind them
 
 
 # ---- Asked
 
 
-@pytest.mark.parametrize("last", [0, 1])
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_all_are_asked_for_is_answered_once_and_after_the_last(pair: Spoken, last: int, fails: bool) -> None:
-    """What fails on all is a failure like that of one worker."""
-    for call in calls("m"):
-        pair.group.send(call)
-        assert pair.told() == [[call], [call]]
-        replies = [failed(call.number, rank) if fails else Answer(call.number, {"rank": rank}) for rank in range(2)]
-        assert pair.says(1 - last, replies[1 - last]) == []
-        told = WRITER if isinstance(call, OptimStep) and not fails else 0  # the one that keeps a copy says so
-        assert pair.says(last, replies[last]) == [replies[told]]
-    assert (pair.told(), pair.group._awaited) == ([[], []], {})
+def test_what_all_are_asked_for_is_answered_once_and_after_the_last(pair: Spoken) -> None:
+    """What fails on all is a failure like that of one worker. Of a step, the worker speaks that alone keeps a copy of it."""
+    calls: list[Any] = [CREATE, TakeSnapshot(12, "tiny", MODEL, "b/3", False), STEP, LOAD]
+    for call, order, fails in product(calls, ORDERS, (False, True)):
+        replies = {rank: failed(call.number, rank) if fails else Answer(call.number, {"rank": rank}) for rank in order}
+        assert pair.ask(call, replies) == [replies[WRITER if call is STEP and not fails else 0]]
+        assert pair.told() == [[call if rank == WRITER or call is not STEP else replace(STEP, copy="")] for rank in range(2)]
+    for order_of_all in [ClearGradients("tiny", "a"), DeleteModel("tiny", "a"), Drop(["a/1", "a/2"]), EndSession("s", False)]:
+        pair.group.send(order_of_all)
+        assert pair.told() == [[order_of_all]] * 2
+    assert pair.group._awaited == {}
 
 
 @pytest.mark.parametrize("kind", [SaveModel, ExportModel])
 def test_what_one_worker_saves_for_all_is_answered_by_that_one_and_looked_up_again_by_all(pair: Spoken, kind: type[Any]) -> None:
     """Different models have different workers, the same model always the same. A path may have been there before, and been sampled."""
-    writers = set()
-    for number, name in enumerate([f"model {each}" for each in range(16)] * 2):
-        save = kind(number, "tiny", name, True if kind is SaveModel else [], {"tinker_path": PATH})
-        writer = writer_of(name, 2)
-        writers.add(writer)
+    writers = [writer_of(f"model {number}", 2) for number in range(8)]
+    assert {*writers} == {0, 1}
+    for number, writer in enumerate(writers):
+        save = kind(number, "tiny", f"model {number}", True if kind is SaveModel else [], {"tinker_path": PATH})
+        reply, forget = (failed(number, writer), []) if number % 3 == 0 else (Answer(number, {}), [ForgetCheckpoint(PATH)])
         pair.group.send(save)
-        assert pair.told() == [[save] if rank == writer else [] for rank in range(2)]
         assert pair.says(writer, Copied(number)) == [Copied(number)]
-        if number % 3 == 0:
-            assert pair.says(writer, failed(number, writer)) == [failed(number, writer)]
-            assert pair.told() == [[], []]
-        else:
-            assert pair.says(writer, Answer(number, {})) == [Answer(number, {})]
-            assert pair.told() == [[ForgetCheckpoint(PATH)]] * 2
-    assert (writers, pair.group._awaited) == ({0, 1}, {})
+        assert pair.says(writer, reply) == [reply]
+        assert pair.told() == [[*([save] if rank == writer else []), *forget] for rank in range(2)]
+    assert pair.group._awaited == {}
 
 
 def saved_to(directory: str) -> SaveModel:
-    """A save of the model `m`."""
-    return SaveModel(1, "tiny", "m", True, {"tinker_path": PATH, "directory": directory})
+    """A save of the model."""
+    return SaveModel(1, "tiny", MODEL, True, {"tinker_path": PATH, "directory": directory})
 
 
 PARTS = [PartWritten(1, [("a", rank, 1, 0)]) for rank in range(2)]
 
 
-def told_by_the_writer(*messages: Message) -> list[list[Message]]:
-    """What each is told if the one that writes is told this."""
-    return [[*messages] if rank == WRITER else [] for rank in range(2)]
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_a_save_of_all_is_finished_by_one_when_all_have_written(sharing: Spoken, last: int) -> None:
-    sharing.group.send(saved_to("there"))
-    assert sharing.told() == [[saved_to("there")]] * 2
-    assert sharing.says(1 - last, PARTS[1 - last]) == []
-    assert sharing.told() == [[], []]
-    assert sharing.says(last, PARTS[last]) == []
-    assert sharing.told() == told_by_the_writer(FinishSave(1, "there", [("a", 0, 1, 0), ("a", 1, 1, 0)], tinker_path=PATH))
-    assert sharing.says(WRITER, Answer(1, {"size_bytes": 2})) == [Answer(1, {"size_bytes": 2})]
-    assert sharing.told() == [[ForgetCheckpoint(PATH)]] * 2  # any of them may have sampled one of this path before
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "replies",
+    [PARTS, [failed(1, 0), PARTS[1]], [PARTS[0], failed(1, 1)], [failed(1, 0), failed(1, 1)], [failed(1, 0), Answer(1, {})]],
+    ids=["written", "first fails", "second fails", "both fail", "whole"],
+)
+def test_a_save_of_all_is_finished_by_one_when_all_have_written_or_deleted_if_one_has_failed(
+    sharing: Spoken, replies: list[Message], order: tuple[int, int]
+) -> None:
+    """All look it up again: any of them may have sampled one of this path before."""
+    assert sharing.ask(saved_to("there"), {rank: replies[rank] for rank in order}) == []
+    error = next((reply for reply in replies if isinstance(reply, CallFailed)), None)
+    pieces = [piece for reply in replies if isinstance(reply, PartWritten) for piece in reply.pieces]
+    why = (error.error_type, error.error) if error else ("", "")
+    finish = FinishSave(1, "there", pieces, *why, PATH)
+    assert sharing.told() == [[saved_to("there"), *([finish] if rank == WRITER else [])] for rank in range(2)]
+    told = error or Answer(1, {"size_bytes": 2})
+    assert sharing.says(WRITER, told) == [told]
+    assert sharing.told() == [[] if error else [ForgetCheckpoint(PATH)]] * 2
     assert sharing.group._awaited == {}
 
 
-@pytest.mark.parametrize("last", [0, 1])
-@pytest.mark.parametrize(
-    "replies",
-    [[failed(1, 0), PARTS[1]], [PARTS[0], failed(1, 1)], [failed(1, 0), failed(1, 1)], [failed(1, 0), Answer(1, {})]],
-    ids=["first", "second", "both", "whole"],
-)
-def test_a_save_that_one_fails_at_is_deleted_by_one_when_nobody_writes_any_more(sharing: Spoken, last: int, replies: list[Message]) -> None:
-    sharing.group.send(saved_to("there"))
-    sharing.told()
-    assert sharing.says(1 - last, replies[1 - last]) == []
-    assert sharing.told() == [[], []]
-    assert sharing.says(last, replies[last]) == []
-    error = next(reply for reply in replies if isinstance(reply, CallFailed))
-    pieces = [piece for reply in replies if isinstance(reply, PartWritten) for piece in reply.pieces]
-    assert sharing.told() == told_by_the_writer(FinishSave(1, "there", pieces, error.error_type, error.error, PATH))
-    assert sharing.says(WRITER, error) == [error]
-    assert (sharing.told(), sharing.group._awaited) == ([[], []], {})
-
-
-def test_the_copy_of_a_model_that_is_divided_is_told_when_all_have_theirs(sharing: Spoken) -> None:
-    """Also if some have written it already. Nothing behind a save that one cannot copy begins before it has failed."""
+def test_a_model_that_is_divided_goes_on_when_all_have_a_copy_and_what_all_have_one_alone_saves(sharing: Spoken) -> None:
+    """Also if some have written theirs already. Nothing behind a save that one cannot copy begins before it has failed. LoRA all have."""
     sharing.group.send(saved_to("there"))
     assert sharing.says(0, Copied(1), PARTS[0]) == []
     assert sharing.says(1, Copied(1)) == [Copied(1)]
-
-
-def test_what_one_alone_saves_while_others_share_the_weights_is_answered_by_that_one(sharing: Spoken) -> None:
-    """As of LoRA, which all have."""
-    sharing.group.send(saved_to("there"))
-    assert [sharing.says(rank, Answer(1, {"rank": rank})) for rank in range(2)] == [[], [Answer(1, {"rank": WRITER})]]
+    sharing.told()
+    assert sharing.ask(saved_to("there"), {rank: Answer(1, {"rank": rank}) for rank in range(2)}) == [Answer(1, {"rank": WRITER})]
     assert sharing.told() == [[saved_to("there"), ForgetCheckpoint(PATH)]] * 2
 
 
-@pytest.mark.parametrize("written", [0, 1, 2])
-def test_what_is_left_of_a_save_that_ended_with_the_workers_is_deleted_by_the_next(sharing: Spoken, written: int) -> None:
-    """While parts are written, or a checkpoint is made of them."""
-    sharing.group.send(saved_to("left"))
-    for rank in range(written):
-        sharing.says(rank, PARTS[rank])
-    for dropped in ([DropFiles(["left"])], []):
-        sharing.workers[1].end = KILLED
-        assert sharing.group.ended() == f"worker 1 of 2: {KILLED}"
-        assert sharing.group._awaited == {}
-        sharing.told()
-        sharing.start()
-        assert sharing.told() == [dropped, []]
-
-
-def test_orders_reach_all(pair: Spoken) -> None:
-    orders = [ClearGradients("tiny", "a"), DeleteModel("tiny", "a"), Drop(["a/1", "a/2"]), EndSession("s", False)]
-    for order in orders:
-        pair.group.send(order)
-    assert pair.told() == [orders, orders]
-
-
-@pytest.mark.parametrize("call", [CreateModel(1, "tiny", "m", {}), LoadModel(1, "tiny", "m", PATH, "dir", True)])
+@pytest.mark.parametrize("call", [CREATE, LOAD])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_model_that_one_worker_cannot_make_is_deleted_on_all(pair: Spoken, call: CreateModel | LoadModel, rank: int) -> None:
-    pair.group.send(call)
-    assert pair.says(1 - rank, Answer(1, {})) == []
-    assert pair.says(rank, failed(1, rank)) == [failed(1, rank)]
-    assert pair.told() == [[call, DeleteModel("tiny", "m")]] * 2
+    number = call.number
+    assert pair.ask(call, {1 - rank: Answer(number, {}), rank: failed(number, rank)}) == [failed(number, rank)]
+    assert pair.told() == [[call, DeleteModel("tiny", MODEL)]] * 2
     assert (pair.group.ended(), pair.group._loaded) == (None, set())
 
 
-@pytest.mark.parametrize("call", calls("m")[2:])
-def test_a_model_that_is_not_the_same_on_all_ends_the_group(pair: Spoken, call: Any) -> None:
-    """A step that one alone refuses, or weights that it alone cannot load into a model that is there."""
-    pair.group.send(CreateModel(1, "tiny", "m", {}))
-    assert [len(pair.says(rank, Answer(1, {}))) for rank in range(2)] == [0, 1]
-    pair.group.send(call)
-    assert (pair.says(0, Answer(call.number, {})), pair.says(1, failed(call.number, 1))) == ([], [])
-    assert pair.group.ended() == "worker 1 of 2: (model m is not the same on all workers any more: worker 1 cannot)"
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (STEP, "model b is not the same on all workers any more"),
+        (LOAD, "model b is not the same on all workers any more"),
+        (TakeSnapshot(1, "tiny", MODEL, "b/1", True), "samples of model b would follow different weights"),
+    ],
+)
+def test_a_model_that_is_not_the_same_on_all_ends_the_group(pair: Spoken, call: Any, why: str) -> None:
+    """A step that one alone refuses, weights that it alone cannot load into a model that is there, or inflight weights that it has not."""
+    assert len(pair.ask(CREATE, {rank: Answer(11, {}) for rank in range(2)})) == 1
+    assert pair.ask(call, {0: Answer(call.number, {}), 1: failed(call.number, 1)}) == []
+    assert pair.group.ended() == f"worker 1 of 2: ({why}: worker 1 cannot)"
     assert {worker.state for worker in pair.workers} == {"down"}
     assert (pair.group._awaited, pair.group._loaded) == ({}, set())
 
@@ -392,37 +327,25 @@ def test_a_model_that_is_not_the_same_on_all_ends_the_group(pair: Spoken, call: 
 # ---- Forward work
 
 
-def prepared(operation: str, rank: int, together: list[int], number: int = 1) -> Prepared:
+def asked_to_prepare(number: int = 1) -> Prepare:
+    return Prepare(number, f"m/{number}", "m", "tiny", [], b"")
+
+
+def prepared(rank: int, together: list[int], number: int = 1) -> Prepared:
     """What a worker says of two datums: each has a picture that all have to decode, and one that it alone has not."""
     pixels = [{f"{index}": 5, f"{index} of {rank}": 3} for index in range(2)]
-    return Prepared(number, operation, True, [3, 5], pixels, together)
+    return Prepared(number, f"m/{number}", True, [3, 5], pixels, together)
 
 
-def test_an_operation_is_prepared_when_all_hold_it_and_what_is_too_long_for_one_is_computed_by_all(pair: Spoken) -> None:
-    pair.group.send(Prepare(1, "m/1", "m", "tiny", [], b""))
-    assert pair.says(0, prepared("m/1", 0, [])) == []
+def test_an_operation_is_prepared_when_all_hold_it_and_dropped_if_one_cannot(pair: Spoken) -> None:
+    """What is too long for one is computed by all."""
     pixels = [{"0": 5, "0 of 0": 3, "0 of 1": 3}, {"1": 5, "1 of 0": 3, "1 of 1": 3}]
-    assert pair.says(1, prepared("m/1", 1, [0])) == [Prepared(1, "m/1", True, [3, 5], pixels, [0])]
-    assert pair.group._awaited == {}
-
-
-def test_an_operation_that_one_worker_cannot_prepare_is_dropped_by_the_others(pair: Spoken) -> None:
-    asked = Prepare(1, "m/1", "m", "tiny", [], b"")
-    pair.group.send(asked)
+    expected = Prepared(1, "m/1", True, [3, 5], pixels, [0])
+    assert pair.ask(asked_to_prepare(), {0: prepared(0, []), 1: prepared(1, [0])}) == [expected]
+    assert pair.told() == [[asked_to_prepare()]] * 2
     refused = PrepareFailed(1, "m/1", True, "StoreUnavailableError", "worker 1 cannot")
-    assert (pair.says(1, refused), pair.says(0, prepared("m/1", 0, []))) == ([], [refused])
-    assert pair.told() == [[asked, Drop(["m/1"])], [asked]]
-
-
-def test_an_operation_that_is_dropped_while_it_is_prepared_is_not_awaited_any_more(pair: Spoken) -> None:
-    for number in (1, 2):
-        pair.group.send(Prepare(number, f"m/{number}", "m", "tiny", [], b""))
-        pair.says(0, prepared(f"m/{number}", 0, [], number))
-    pair.group.send(Drop(["m/1"]))
-    assert list(pair.group._awaited) == [2]
-    said = pair.says(1, prepared("m/1", 1, [], 1), prepared("m/2", 1, [], 2))
-    assert [message.number for message in said if isinstance(message, Prepared)] == [2]
-    assert pair.group._awaited == {}
+    assert pair.ask(asked_to_prepare(), {1: refused, 0: prepared(0, [])}) == [refused]
+    assert pair.told() == [[asked_to_prepare(), Drop(["m/1"])], [asked_to_prepare()]]
 
 
 def computed(rank: int, asked: RunPass, tokens: int = 100) -> PassDone:
@@ -444,7 +367,7 @@ def shares_of(spoken: Spoken, asked: RunPass) -> list[Any]:
 
 
 def test_a_pass_is_computed_by_all_and_told_as_one(pair: Spoken) -> None:
-    """Of a share that fails the others keep their results."""
+    """Of a share that fails the others keep their results, and who has none is not waited for."""
     pieces = [("m/1", 0), ("m/1", 1), ("n/1", 0), ("n/1", 1)]
     first, second = shares_of(pair, RunPass(1, "tiny", True, pieces, [9, 2, 3, 4]))
     assert (first.pieces, second.pieces) == (pieces[:1], pieces[1:])
@@ -460,34 +383,32 @@ def test_a_pass_is_computed_by_all_and_told_as_one(pair: Spoken) -> None:
     (done,) = pair.says(1, refused(1, second))
     assert (done.results, done.failures) == ([("m/1", 1, [1])], [("n/1", 0, "UserError", "worker 1 cannot")])
     first, second = shares_of(pair, RunPass(3, "tiny", True, pieces[:1], [9]))
-    assert second is None  # and is not waited for
+    assert second is None
     assert [len(pair.says(0, computed(0, first))), *(each["pass_tokens"] for each in pair.group.shown)] == [1, 27, 11]
+
+
+TOGETHER = RunPass(1, "tiny", True, [("m/1", 0)], [9], together=True)
 
 
 def test_a_sequence_of_all_workers_is_given_to_all_and_told_once(pair: Spoken) -> None:
     """With the numbers of the first: each has all of them."""
-    asked = RunPass(1, "tiny", True, [("m/1", 0)], [9], together=True)
-    assert shares_of(pair, asked) == [asked, asked]
+    (done,) = pair.ask(TOGETHER, {1: computed(1, TOGETHER, tokens=10), 0: computed(0, TOGETHER)})
+    assert pair.told() == [[TOGETHER], [TOGETHER]]
     assert [each["pass_tokens"] for each in pair.group.shown] == [4, 4]
-    assert pair.says(1, computed(1, asked, tokens=10)) == []
-    (done,) = pair.says(0, computed(0, asked))
     assert (done.results, done.failures, done.tokens_per_pass) == ([("m/1", 0, [1])], [], 20)
     assert np.frombuffer(done.payload[:8], np.float64).tolist() == [0.0]
-    pair.group.send(asked)
-    pair.says(0, refused(0, asked))
-    (done,) = pair.says(1, refused(1, asked))
+    (done,) = pair.ask(TOGETHER, {rank: refused(rank, TOGETHER) for rank in range(2)})
     assert done.failures == [("m/1", 0, "UserError", "worker 0 cannot")]
     assert pair.group._awaited == {}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_sequence_that_only_some_have_computed_ends_all(pair: Spoken, rank: int) -> None:
+def test_a_sequence_that_only_some_have_computed_ends_all(pair: Spoken) -> None:
     """The others have gradients of their slices, which are no step's."""
-    asked = RunPass(1, "tiny", True, [("m/1", 0)], [9], together=True)
-    pair.group.send(asked)
-    assert (pair.says(rank, refused(rank, asked)), pair.says(1 - rank, computed(1 - rank, asked))) == ([], [])
-    why = "the gradients of m/1 are not those of one sequence: not all workers have computed it"
-    assert pair.group.ended() == f"worker 1 of 2: ({why})"
+    for rank in (0, 1):
+        assert pair.ask(TOGETHER, {rank: refused(rank, TOGETHER), 1 - rank: computed(1 - rank, TOGETHER)}) == []
+        why = "the gradients of m/1 are not those of one sequence: not all workers have computed it"
+        assert pair.group.ended() == f"worker 1 of 2: ({why})"
+        pair.start()
 
 
 def test_passes_follow_the_memory_of_the_worker_that_has_least_and_of_their_own_base_model(pair: Spoken) -> None:
@@ -513,84 +434,56 @@ def sample(number: int) -> Sample:
     return Sample(f"s:sample:0/{number}", 1, "tiny", None, 1, False, body)
 
 
-def test_samples_are_spread_and_cancelled_where_they_run(pair: Spoken) -> None:
+def loads(spoken: Spoken) -> list[float]:
+    """What workers have to sample."""
+    return [worker.load for worker in spoken.group._routing.workers]
+
+
+def test_samples_are_spread_cancelled_where_they_run_and_leave_their_worker_free(pair: Spoken) -> None:
     for number in range(6):
         pair.group.send(sample(number))
-    names = [[message.request_id for message in told if isinstance(message, Sample)] for told in pair.told()]
+    names = [[message.request_id for message in told] for told in pair.told()]
     assert [len(of_worker) for of_worker in names] == [3, 3]
     for number in range(6):
         for run in (1, 1, 2):  # once more, when it is not there any more, and a run that never was
             pair.group.send(CancelSample(f"s:sample:0/{number}", run))
     assert pair.told() == [[CancelSample(name, 1) for name in of_worker] for of_worker in names]
-    assert [worker.load for worker in pair.group._routing.workers] == [0, 0]
-
-
-def test_samples_that_have_ended_leave_their_worker_free(pair: Spoken) -> None:
+    assert loads(pair) == [0, 0]
     for number in range(4):
-        pair.group.send(sample(number))
-        assert pair.told_kinds() == [[Sample], []]  # the first is free again each time
         done = SampleDone(f"s:sample:0/{number}", 1, b"")
-        assert pair.says(0, done) == [done]
+        assert pair.ask(sample(number), {0: done}) == [done]
+        assert pair.told() == [[sample(number)], []]  # the first is free again each time
     pair.group.send(sample(7))
     pair.group.send(EndSession("s", False))
-    assert (pair.group._routing.running, pair.group._routing.workers[0].load) == ({}, 0)
+    assert (pair.group._routing.running, loads(pair)) == ({}, [0, 0])
 
 
 def test_a_sample_whose_weights_a_worker_has_dropped_goes_to_another(pair: Spoken) -> None:
     """Each drops snapshots that it has not sampled for long. It fails when none has them."""
     gone = SampleFailed("s:sample:0/1", 1, "worker 1 cannot", "user", gone=True)
-    done = SampleDone("s:sample:0/1", 1, b"")
-    for answer in (done, gone):
-        pair.group.send(sample(1))
-        assert pair.told() == [[sample(1)], []]
-        assert pair.says(0, gone) == []
-        assert pair.told() == [[], [sample(1)]]
+    for answer in (SampleDone("s:sample:0/1", 1, b""), gone):
+        assert pair.ask(sample(1), {0: gone}) == []
+        assert pair.told() == [[sample(1)], [sample(1)]]
         assert pair.says(1, answer) == [answer]
-    assert (pair.group._routing.running, [worker.load for worker in pair.group._routing.workers]) == ({}, [0, 0])
+    assert (pair.group._routing.running, loads(pair)) == ({}, [0, 0])
 
 
-@pytest.mark.parametrize(
-    ("sampler", "shard", "of_second"), [("vllm", "none", []), ("none", "weights", []), ("vllm", "weights", [TakeSnapshot])]
-)
+@pytest.mark.parametrize(("sampler", "shard", "helps"), [("vllm", "none", False), ("none", "weights", False), ("vllm", "weights", True)])
 def test_the_worker_that_samples_takes_snapshots_and_the_others_help_where_weights_are_divided(
-    speak: Callable[..., Spoken], sampler: str, shard: str, of_second: list[type[Message]]
+    speak: Callable[..., Spoken], sampler: str, shard: str, helps: bool
 ) -> None:
-    """Where nothing samples divided weights the first refuses: one that helped would wait for it."""
-    spoken = speak(2, sampler, shard)
-    spoken.start()
+    """Where nothing samples divided weights the first refuses: one that helped would wait for it. Nobody follows other weights than it."""
+    spoken = speak(2, sampler, shard).start()
+    snapshot = TakeSnapshot(1, "tiny", MODEL, "b/1", False)
     for number in range(3):
         spoken.group.send(sample(number))
-    spoken.group.send(TakeSnapshot(1, "tiny", "m", "m/1", False))
-    assert spoken.told_kinds() == [[*[Sample] * 3, TakeSnapshot], of_second]
-    assert (spoken.says(1, Answer(1, {"rank": 1})) if of_second else []) == []
-    assert spoken.says(0, Answer(1, {"rank": 0})) == [Answer(1, {"rank": 0})]
-
-
-@pytest.mark.parametrize("inflight", [False, True])
-def test_a_snapshot_of_divided_weights_that_fails_on_one_is_a_failure_and_all_go_on(speak: Callable[..., Spoken], inflight: bool) -> None:
-    """Nobody follows other weights than the first."""
-    spoken = speak(2, "vllm", "weights")
-    spoken.start()
-    for number, failing in enumerate(([1], [0], [0, 1])):
-        spoken.group.send(TakeSnapshot(number, "tiny", "m", "m/1", inflight))
-        replies = [failed(number, rank) if rank in failing else Answer(number, {}) for rank in range(2)]
-        assert [spoken.says(rank, reply) for rank, reply in enumerate(replies)] == [[], [failed(number, failing[0])]]
+    answers = {rank: Answer(1, {"rank": rank}) for rank in range(2 if helps else 1)}
+    assert spoken.ask(snapshot, answers) == [answers[0]]
+    assert spoken.told() == [[*map(sample, range(3)), snapshot], [snapshot] if helps else []]
+    for failing, inflight in product(([0], [1], [0, 1]), (False, True)) if helps else ():
+        replies = {rank: failed(1, rank) if rank in failing else answers[rank] for rank in range(2)}
+        assert spoken.ask(replace(snapshot, inflight=inflight), replies) == [failed(1, failing[0])]
     assert spoken.group.ended() is None
-
-
-def test_a_snapshot_that_samples_of_all_would_follow_ends_the_group_if_it_fails_on_one(pair: Spoken) -> None:
-    pair.group.send(TakeSnapshot(1, "tiny", "m", "m/1", True))
-    assert (pair.says(0, Answer(1, {})), pair.says(1, failed(1, 1))) == ([], [])
-    assert pair.group.ended() == "worker 1 of 2: (samples of model m would follow different weights: worker 1 cannot)"
-
-
-def test_status_is_that_of_all(pair: Spoken) -> None:
-    for rank, worker in enumerate(pair.workers):
-        ten = 10 * (rank + 1)
-        worker.status = WorkerStatus(ten, ten + 1, ten + 2, ten + 3, ten + 4, {"weights": 7, str(rank): 1}, {"compiled": rank})
-    memory = {"weights": 14, "0": 1, "1": 1}
-    assert pair.group.status == WorkerStatus(10 + 20, 11 + 21, 12 + 22, 13 + 23, 14 + 24, memory, {"compiled": 1})
-    assert pair.group.sampled_tokens == 38
 
 
 # ---- Ended
@@ -598,7 +491,7 @@ def test_status_is_that_of_all(pair: Spoken) -> None:
 
 def test_what_all_had_answered_before_one_ended_is_told_and_nothing_else_is(pair: Spoken) -> None:
     for number in (21, 22, 23):
-        pair.group.send(OptimStep(number, "tiny", "m", {}))
+        pair.group.send(OptimStep(number, "tiny", MODEL, {}))
     pair.workers[0].last_messages = [Answer(number, {"rank": 0}) for number in (21, 22, 23)]
     pair.workers[1].last_messages = [Answer(number, {"rank": 1}) for number in (21, 22)]
     pair.workers[1].end = KILLED
@@ -614,24 +507,6 @@ def test_a_worker_that_ends_because_another_did_is_named_only_if_no_other_has_en
         first.end, second.end = "the others are gone", end
         assert pair.group.ended() == (f"worker 1 of 2: {KILLED}" if end else "worker 0 of 2: the others are gone")
         pair.start()
-
-
-def test_workers_that_do_not_end_share_the_time_that_they_are_given(pair: Spoken, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other they would keep an engine that ends for as many times that long."""
-    now = 100.0
-    waited: list[float] = []
-
-    def stop(timeout_s: float) -> None:
-        nonlocal now
-        waited.append(timeout_s)
-        now += timeout_s
-
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    for worker in pair.workers:
-        monkeypatch.setattr(worker, "stop", stop)
-    pair.group.stop(8.0)
-    assert waited == [8.0, 0.0]
-    assert pair.group._meeting is None
 
 
 HUNG_S = max(ServerConfig().worker_hung_s, ServerConfig().worker_stuck_s) + 1
@@ -672,81 +547,37 @@ def test_of_workers_that_wait_for_each_other_the_one_that_hangs_is_named_or_all(
 
 
 class WatchedGroup(Watched):
-    """A group of real processes, with what it said and why it ended."""
+    """A group of real processes that exchange over gloo, with what it said and why it ended."""
 
-    def __init__(self, link: ChildLink, data_dir: Path, count: int, **settings: Any) -> None:
+    def __init__(self, link: ChildLink, data_dir: Path, how: str) -> None:
         super().__init__(link, "ready")
-        self.group = WorkerGroup(Config(["tiny=unused"], str(data_dir), server=ServerConfig(**settings)), link, count, light("ready"))
+        config = Config(["tiny=unused"], str(data_dir), server=ServerConfig(worker_still_s=8.0))
+        self.group = WorkerGroup(config, link, 2, (sys.executable, "-m", "tests.engine.exchanging_worker", how))
         self.process = self.group  # type: ignore[assignment]  # it does for all what a worker's does for one
-
-    def start_all(self) -> list[int]:
-        """Start all, and wait until they are ready; their process ids."""
-        self.until(lambda: self.group.wait_s == 0)
-        self.group.start_if_due()
-        self.until(lambda: self.group.is_ready)
-        self.messages.clear()
-        return self.pids
-
-    @property
-    def pids(self) -> list[int]:
-        return [worker.pid for worker in self.group.workers if worker.pid is not None]
+        self.patience_s = 5 * LONG_S  # they import torch
 
 
-@pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Callable[..., WatchedGroup]]:
-    """Make a group of processes; what is left of it at the end is killed."""
-    made: list[WatchedGroup] = []
+@pytest.mark.parametrize(
+    ("how", "named", "why"),
+    [("behind", "1", ""), ("apart", r"\d", "all wait for each other in an exchange, and nothing comes: ")],
+)
+def test_a_worker_for_which_others_wait_in_an_exchange_is_named_and_all_are_if_each_waits(
+    tmp_path: Path, how: str, named: str, why: str
+) -> None:
+    """All send heartbeats, and none uses its processor. Each waits where the network between them is lost and that to the engine is not."""
     with link_of_an_engine() as (_, link):
-
-        def make(count: int = 2, **settings: Any) -> WatchedGroup:
-            made.append(WatchedGroup(link, tmp_path / "data", count, **settings))
-            return made[-1]
-
-        yield make
-        for watched in made:
+        watched = WatchedGroup(link, tmp_path, how)
+        try:
+            watched.group.start_if_due()
+            watched.until(lambda: watched.group.is_ready)
+            for worker in watched.group.workers:
+                worker.send(ForgetCheckpoint("now"))
+            watched.until(lambda: watched.ends)
+            assert {worker.pid for worker in watched.group.workers} == {None}
+        finally:
             watched.group.stop(0.0)
-
-
-def test_a_worker_that_hangs_while_others_wait_for_it_is_named_and_ends_the_others(watch: Callable[..., WatchedGroup]) -> None:
-    """All send heartbeats, and none uses its processor: those that wait in an exchange are not the reason."""
-    watched = watch(worker_still_s=4.0)
-    watched.start_all()
-    for worker, path in zip(watched.group.workers, ("exchange", "hang"), strict=True):
-        worker.send(ForgetCheckpoint(path))
-    watched.until(lambda: watched.ends)
-    why = r"it had made no progress in its work for \d+ s \(worker_still_s\) and was killed"
-    assert re.fullmatch(rf"worker 1 of 2: the worker process ended unexpectedly \({why}\)", watched.ends[0])
-    assert watched.pids == []
-
-
-def exchanging(watch: Callable[..., WatchedGroup], how: str, count: int, **settings: float) -> WatchedGroup:
-    """Workers that exchange over gloo."""
-    watched = watch(count, **settings)
-    watched.patience_s = 5 * LONG_S  # they import torch
-    for worker in watched.group.workers:
-        worker.program = (sys.executable, "-m", "tests.engine.exchanging_worker", how)
-    return watched
-
-
-def test_workers_that_all_wait_for_each_other_are_ended(watch: Callable[..., WatchedGroup]) -> None:
-    """As where the network between them is lost and that to the engine is not: none hangs, and nobody computes."""
-    watched = exchanging(watch, "apart", 2, worker_still_s=4.0)
-    watched.start_all()
-    watched.group.send(ForgetCheckpoint("apart"))
-    watched.until(lambda: watched.ends)
-    why = r"all wait for each other in an exchange, and nothing comes: it had made no progress in its work for \d+ s \(worker_still_s\)"
-    assert re.fullmatch(rf"worker \d of 2: the worker process ended unexpectedly \({why} and was killed\)", watched.ends[0])
-    assert watched.pids == []
-
-
-@pytest.mark.slow  # what is judged so is tested on signs above, and a ready worker that hangs as a process
-def test_a_worker_that_hangs_while_it_starts_is_named_when_the_others_wait_for_it(watch: Callable[..., WatchedGroup]) -> None:
-    """As long as it computes it is waited for."""
-    watched = exchanging(watch, "hang", 3, worker_hung_s=TURNS * COMPUTES_S - 5)  # longer than a first heartbeat on a busy machine
-    watched.group.start_if_due()
-    watched.until(lambda: watched.ends)
-    why = r"it had made no progress in its work for \d+ s \(worker_hung_s\) and was killed"
-    assert re.fullmatch(rf"worker 1 of 3: the worker process ended unexpectedly \({why}\)", watched.ends[0])
+    why += r"it had made no progress in its work for \d+ s \(worker_still_s\) and was killed"
+    assert re.fullmatch(rf"worker {named} of 2: the worker process ended unexpectedly \({why}\)", watched.ends[0])
 
 
 # ---- With the engine
@@ -754,28 +585,25 @@ def test_a_worker_that_hangs_while_it_starts_is_named_when_the_others_wait_for_i
 
 def test_the_server_is_told_once_that_workers_are_lost_and_once_that_all_are_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "FIRST_DELAY_S", 0.0)
-    told: list[Message] = []
     with engine_with("ready", tmp_path, 2) as (server, engine):
+        told: list[Message] = []
+        expected: list[Message] = [Ready([FACTS.to_dict()])]
 
-        def until(messages: int) -> None:
+        def hear() -> list[int]:
+            """Wait until the server was told what is expected; the workers' process ids then."""
             deadline = time.monotonic() + LONG_S
-            while len(told) < messages:
+            while len(told) < len(expected):
                 assert time.monotonic() < deadline, told
                 engine.receive(0.05)
                 engine.turn()
                 told.extend(message for message in server.receive() if isinstance(message, Ready | Recovering))
+            assert told == expected
+            return [worker.pid for worker in engine.workers.workers if worker.pid is not None]
 
-        expected: list[Message] = [Ready([FACTS.to_dict()])]
-        pids: list[set[int | None]] = []
-        until(1)
-        for rank in (1, 0):
-            pid = engine.workers.workers[rank].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            server.send(sample(rank))  # on its way to workers that are no more: it ends nothing
-            pids.append({worker.pid for worker in engine.workers.workers})
-            expected += [Recovering(f"worker {rank} of 2: {KILLED}"), Ready([FACTS.to_dict()])]
-            until(len(expected))
+        former = hear()
+        os.kill(former[1], signal.SIGKILL)
+        server.send(sample(1))  # on its way to workers that are no more: it ends nothing
+        expected += [Recovering(f"worker 1 of 2: {KILLED}"), Ready([FACTS.to_dict()])]
+        assert not {*hear()} & {*former}  # all were started again
         engine.receive(0.05)
-        assert told == expected
-        assert len(set.union(*pids, {worker.pid for worker in engine.workers.workers})) == 6  # each time all were started again
+        assert hear()

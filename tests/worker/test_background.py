@@ -21,27 +21,21 @@ def delivered(background: Background) -> None:
         time.sleep(0.001)
 
 
-def test_work_is_done_in_a_thread_and_its_result_handed_over_in_ours_when_it_is_asked_for() -> None:
+def test_work_is_done_in_a_thread_and_its_result_or_error_handed_over_in_ours_when_it_is_asked_for() -> None:
     woken = threading.Event()
-    background = Background("test", 2, woken.set)
-    results: list[tuple[str, str]] = []
-    background.run(lambda: threading.current_thread().name, lambda ended: results.append((ended.result(), threading.current_thread().name)))
-    assert woken.wait(LONG_S)
-    assert (results, background.has_ended, background.running) == ([], True, 1)
+    background = Background("test", 1, woken.set)
+    ends: list[tuple[object, str]] = []
+    for work in (lambda: threading.current_thread().name, lambda: int("no number")):
+        background.run(work, lambda ended: ends.append((ended.exception() or ended.result(), threading.current_thread().name)))
+        assert woken.wait(LONG_S)
+        woken.clear()
+    assert (ends, background.has_ended, background.running) == ([], True, 2)
     background.deliver()
     assert (background.has_ended, background.running) == (False, 0)
-    ((in_thread, in_ours),) = results
-    assert in_thread.startswith("test")
-    assert in_ours == threading.current_thread().name
-
-
-def test_an_error_goes_to_who_asked_and_to_nobody_else() -> None:
-    background = Background("test", 1, lambda: None)
-    errors: list[BaseException | None] = []
-    for text in ("one", "7", "two"):
-        background.run(partial(int, text), lambda ended: errors.append(ended.exception()))
-    delivered(background)
-    assert [type(error) for error in errors] == [ValueError, type(None), ValueError]
+    (name, error), here = zip(*ends, strict=True)
+    assert str(name).startswith("test")
+    assert isinstance(error, ValueError)
+    assert here == (threading.current_thread().name,) * 2
 
 
 def test_sessions_take_turns_in_a_pool_that_is_busy() -> None:
@@ -52,18 +46,6 @@ def test_sessions_take_turns_in_a_pool_that_is_busy() -> None:
     go_on.set()
     delivered(background)
     assert order == ["many 1", "few 1", "one 1", "many 2", "few 2", "many 3"]
-
-
-def test_what_ends_wakes_up_a_link_that_waits() -> None:
-    parent = ParentLink()
-    link = ChildLink(parent.address)
-    background = Background("test", 1, link.wake)
-    background.run(lambda: time.sleep(0.05), lambda ended: ended.result())
-    assert link.receive(3600.0) == []
-    background.deliver()
-    assert background.running == 0
-    link.close()
-    parent.close()
 
 
 def test_closing_waits_for_nothing_begins_nothing_and_wakes_nobody_up(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,58 +41,49 @@ def start(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Call
     return load
 
 
-def test_what_has_passed_in_full_is_checked_quickly(start: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
+def test_what_has_passed_in_full_is_checked_quickly_and_anything_else_in_full(
+    start: Callable[..., str], model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other settings, files, versions or variables."""
     assert start() == "full"
     assert "tiny: the full self-check runs: none was passed yet with these files, versions and settings" in caplog.text
-    assert start() == "quick"
-    assert start(self_check="full") == "full"
-    assert start() == "quick"
+    assert [start(), start(self_check="full"), start()] == ["quick", "full", "quick"]
     assert start(dtype="bfloat16" if DEVICE == "cpu" else "float32") == "full"
     assert start("local") == "full", "the sampler was not checked"
-
-
-def test_other_files_versions_or_variables_are_checked_in_full(
-    start: Callable[..., str], model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert start() == "full"
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-2] ^= 1
     kept = (model / "model.safetensors").stat()
     (model / "model.safetensors").write_bytes(weights)
     os.utime(model / "model.safetensors", ns=(kept.st_atime_ns, kept.st_mtime_ns))
-    assert (start(), start()) == ("full", "quick")
+    assert start() == "full"
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    assert (start(), start()) == ("full", "quick")
+    assert start() == "full"
     monkeypatch.setattr(torch.version, "cuda", "another")
-    assert (start(), start()) == ("full", "quick")
+    assert start() == "full"
     monkeypatch.setattr(bases, "digest_of_sources", lambda: "of another version of Tinsmith")
-    assert (start(), start()) == ("full", "quick")
+    assert [start(), start()] == ["full", "quick"]
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"of another key"])
-def test_a_damaged_memory_counts_for_nothing(
-    start: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
+def test_a_damaged_memory_counts_for_nothing_and_one_that_cannot_be_kept_does_not_keep_from_serving(
+    start: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start()
     (file,) = (tmp_path / "data" / PASSED_DIR).iterdir()
     right = file.read_bytes()
-    file.write_bytes(damage)
-    assert start() == "full"
-    assert str(file) in caplog.text
-    assert [found.read_bytes() for found in file.parent.iterdir()] == [right]
-
-
-def test_a_memory_that_cannot_be_kept_does_not_keep_from_serving(start: Callable[..., str], tmp_path: Path) -> None:
+    for damage in (b"", b"\xff\xfe", b"of another key"):
+        file.write_bytes(damage)
+        assert start() == "full"
+        assert str(file) in caplog.text
+        assert [found.read_bytes() for found in file.parent.iterdir()] == [right]
+    shutil.rmtree(tmp_path / "data")
     (tmp_path / "data").write_text("no directory")
     assert (start(), start()) == ("full", "full")
 
 
 def test_a_check_that_fails_is_forgotten(start: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start() == "full"
-    with monkeypatch.context() as faulty:
-        own = PackedPlan.attend
-        faulty.setattr(PackedPlan, "attend", lambda *arguments: 1.1 * own(*arguments))
-        with pytest.raises(ConfigError, match="transformers computes other log-probabilities"):
-            start()
+    start()
+    own = PackedPlan.attend
+    monkeypatch.setattr(PackedPlan, "attend", lambda *arguments: 1.1 * own(*arguments))
+    with pytest.raises(ConfigError, match="transformers computes other log-probabilities"):
+        start()
     assert not list((tmp_path / "data" / PASSED_DIR).iterdir())
-    assert start() == "full"

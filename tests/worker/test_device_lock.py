@@ -113,12 +113,10 @@ def test_a_gpu_is_one_servers_or_shared_by_several_until_their_processes_end(hol
             text = refused(shared=False, gpu=gpu)
             assert text.startswith("cuda:0 (a GPU) is used by another server")
             assert "start both with --memory-share" in text
-            if Path("/proc/locks").is_file():
-                assert str(holder.pid) in re.findall(r"process (\d+)", text)
+            assert not Path("/proc/locks").is_file() or str(holder.pid) in re.findall(r"process (\d+)", text)
             holder.kill()
             holder.wait(START_S)
         assert is_free(gpu)
-        assert hold("alone", gpu).poll() is None
 
 
 def test_a_holder_hands_its_lock_to_no_program_that_it_starts() -> None:
@@ -131,11 +129,11 @@ def test_a_holder_hands_its_lock_to_no_program_that_it_starts() -> None:
 
 
 def test_a_cpu_is_everybodys(place: Path) -> None:
-    assert lock_devices(config_of(device="cpu")) == []
-    assert lock_devices(config_of(device="cpu", sampler="vllm", train="none")) == []
+    only = {"device": "cpu", "sampler": "vllm", "train": "none"}
+    assert [lock_devices(config_of(**options)) for options in ({"device": "cpu"}, only)] == [[], []]
     assert not place.exists()
     with pytest.raises(ConfigError, match=r"memory_share=0.5 limits the memory of a GPU, and the models run on cpu"):
-        lock_devices(config_of(device="cpu", sampler="vllm", train="none", memory_share=0.5))
+        lock_devices(config_of(**only, memory_share=0.5))
 
 
 VLLM = {"sampler": "vllm"}
@@ -148,16 +146,13 @@ ONLY = {"sampler": "vllm", "train": "none"}
         ({}, [0]),
         ({"device": "cuda:2"}, [2]),
         (VLLM, [0, 1]),
-        (VLLM | {"vllm_servers": 3}, [0, 1, 2, 3]),
         (VLLM | {"vllm_servers": 4}, [0, 1, 2, 3]),  # the last one shares the trainer's
         (VLLM | {"device": "cuda:2"}, [2, 3]),
         (VLLM | {"base_models": ["a=x/a", "b=x/b"]}, [0, 1, 2]),
-        (VLLM | {"vllm_tensor_parallel": 2}, [0, 1, 2]),
         (VLLM | {"vllm_turn_s": 5}, [0]),
         (VLLM | {"vllm_urls": ["unix:x"]}, [0]),
         (VLLM | {"workers": 2, "device": "cuda:0"}, [0, 2]),  # the first of two workers, and the second
         ({"sampler": "none", "workers": 2, "device": "cuda:1"}, [1]),
-        (ONLY, [0]),
         (ONLY | {"device": "cuda:1", "vllm_tensor_parallel": 2}, [1, 2]),
         (ONLY | {"vllm_urls": ["unix:x"]}, []),
     ],
@@ -188,18 +183,15 @@ def test_a_worker_that_is_refused_one_of_its_gpus_keeps_none(four_gpus: None) ->
         assert all(is_free(f"GPU-{gpu}") for gpu in (0, 1, 3))
 
 
-def test_nobody_else_reads_or_writes_where_locks_lie(place: Path) -> None:
-    assert is_free()
-    assert place.stat().st_mode & 0o777 == 0o700
-    (file,) = place.iterdir()
-    assert file.stat().st_mode & 0o777 == 0o600
-
-
 @pytest.mark.parametrize("kind", ["link", "open directory", "file"])
-def test_a_place_that_is_not_the_users_alone_is_refused(place: Path, kind: str) -> None:
-    elsewhere = place.parent / "elsewhere"
-    if kind == "link":  # to a directory that would do
-        elsewhere.mkdir(mode=0o700)
+def test_nobody_else_reads_or_writes_where_locks_lie_and_a_place_that_is_not_the_users_alone_is_refused(place: Path, kind: str) -> None:
+    assert is_free()
+    (file,) = place.iterdir()
+    assert [path.stat().st_mode & 0o777 for path in (place, file)] == [0o700, 0o600]
+    elsewhere = place.rename(place.parent / "elsewhere")  # a directory that would do
+    file = elsewhere / file.name
+    file.unlink()
+    if kind == "link":
         place.symlink_to(elsewhere)
     elif kind == "file":
         place.write_text("")
@@ -208,7 +200,7 @@ def test_a_place_that_is_not_the_users_alone_is_refused(place: Path, kind: str) 
         place.chmod(0o777)
     with pytest.raises(ConfigError, match=f"{re.escape(str(place))}, which holds the locks of GPUs, .*; remove it"):
         lock(GPU, "cuda:0", shared=True)
-    assert not (elsewhere / f"{GPU}.lock").exists()
+    assert not file.exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory of somebody else")

@@ -59,28 +59,22 @@ class Story:
 
 def test_without_turns_the_trainer_always_has_the_device() -> None:
     story = Story(turn_s=0.0)
-    assert story.after(0, wanted=True, sampled=True)
-    assert story.after(100, wanted=False, sampled=True)
-    assert story.servers[0].asked == []
-    assert story.turns.patience_s(1.0) == 1.0
+    assert [story.after(0, wanted=True, sampled=True), story.after(100, wanted=False, sampled=True)] == [True, True]
+    assert (story.servers[0].asked, story.turns.patience_s(1.0)) == ([], 1.0)
 
 
 def test_each_has_a_turn_when_both_have_work_without_end() -> None:
+    """It is the trainer's when the servers sleep, and theirs when they have woken; its memory is given back each time before that."""
     story = Story()
     for _ in range(3):
-        assert not story.after(0, wanted=True, sampled=True)
-        assert not story.after(TURN_S - 0.1, wanted=True, sampled=True)
+        assert [story.after(seconds, wanted=True, sampled=True) for seconds in (0, TURN_S - 0.1)] == [False, False]
         assert story.turns.state == "sampling"
-        assert not story.after(0.2, wanted=True, sampled=True)
-        assert not story.after(5, wanted=True, sampled=True), "it is not the trainer's before the servers sleep"
+        assert [story.after(seconds, wanted=True, sampled=True) for seconds in (0.2, 5)] == [False, False]
         story.switched()
-        assert story.after(0, wanted=True, sampled=True)
-        assert story.after(TURN_S - 0.1, wanted=True, sampled=True)
-        assert not story.after(0.2, wanted=True, sampled=True)
-        assert not story.after(5, wanted=True, sampled=True), "it is not the servers' before they have woken"
+        assert [story.after(seconds, wanted=True, sampled=True) for seconds in (0, TURN_S - 0.1)] == [True, True]
+        assert [story.after(seconds, wanted=True, sampled=True) for seconds in (0.2, 5)] == [False, False]
         story.switched()
-    assert story.servers[0].asked == ["sleep", "wake"] * 3
-    assert len(story.left) == 3, "its memory is given back each time before the servers wake"
+    assert (story.servers[0].asked, len(story.left)) == (["sleep", "wake"] * 3, 3)
 
 
 def test_a_side_without_work_gives_way_after_a_moment_and_stays_if_nobody_waits() -> None:
@@ -107,10 +101,9 @@ def test_a_side_without_work_gives_way_after_a_moment_and_stays_if_nobody_waits(
 
 def test_it_is_the_trainers_when_all_servers_sleep_and_what_keeps_one_from_it_is_raised() -> None:
     story = Story(count=2)
-    story.after(1, wanted=True, sampled=False)
-    story.servers[0].switching.set_result(None)
-    assert not story.after(0, wanted=True, sampled=False)
-    story.servers[1].switching.set_result(None)
+    for servers in story.servers:
+        assert not story.after(1, wanted=True, sampled=False)
+        servers.switching.set_result(None)
     assert story.after(0, wanted=True, sampled=False)
     story = Story()
     story.after(1, wanted=True, sampled=False)

@@ -1,6 +1,5 @@
 """Checkpoints that several workers write together: what one alone would write, on a disk and on the way to an object store; or nothing."""
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,13 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tests.bases import datum, load, random_tokens, renderer
-from tests.engine.here import LONG_S
+from tests.worker.test_background import delivered
 from tinsmith.config import TrainingConfig
 from tinsmith.models.flat_row import FlatRow
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place, writer_of
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.protocol.work import CallFailed, DropFiles, ExportModel, FinishSave, PartWritten, SaveModel
+from tinsmith.protocol.work import CallFailed, ExportModel, FinishSave, PartWritten, SaveModel
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.pieces import FilePiece, write_pieces
@@ -32,8 +31,9 @@ from tinsmith.worker.background import Background
 from tinsmith.worker.exports import write_external
 from tinsmith.worker.joint_saves import JointSaves, Save, _require_whole
 
-COUNT = 3
+COUNT = 2
 MODEL = "s:train:0"
+WRITER = writer_of(MODEL, COUNT)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def part_of(state: SavedState, rank: int) -> StatePart:
 
     moments = None if state.moments is None else {entry: cut(entry) for entry in ENTRIES}
     step = None if state.moments is None else state.moments[f"{names[0]}.step"]
-    return StatePart(state.about if rank == writer_of(MODEL, COUNT) else None, rows, rank, cut(""), moments, step)
+    return StatePart(state.about if rank == WRITER else None, rows, rank, cut(""), moments, step)
 
 
 class Workers:
@@ -70,54 +70,55 @@ class Workers:
 
     def __init__(self, data_dir: Path, root: str) -> None:
         self.data_dir = data_dir
-        self.said: list[list[Message]] = [[] for _ in range(COUNT)]
+        self.said: list[Message] = []
         self.answers: list[dict[str, Any] | BaseException] = []
         self.files = CheckpointFiles(data_dir, root)
-        self.ended = threading.Event()
-        self.disk = Background("disk", 4, self.ended.set)
-        self.saves = [
-            JointSaves(self.files, self.disk, said.append, Place(rank, COUNT), self.answer) for rank, said in enumerate(self.said)
-        ]
+        self.place = self.files.new_place()
+        self.disk = Background("disk", 4, lambda: None)
+        self.saves = [JointSaves(self.files, self.disk, self.said.append, Place(rank, COUNT), self.answer) for rank in range(COUNT)]
 
     def answer(self, save: Save, work: Callable[[], dict[str, Any]]) -> None:
         self.disk.run(work, lambda ended: self.answers.append(ended.exception() or ended.result()))
-
-    def settle(self) -> None:
-        while self.disk.running:
-            assert self.ended.wait(LONG_S)
-            self.ended.clear()
-            self.disk.deliver()
 
     def written(self, save: Save, state: SavedState, ranks: Sequence[int] = range(COUNT)) -> list[tuple[str, int, int, int]]:
         """What some of them tell of their parts."""
         for rank in ranks:
             self.saves[rank].write(save, part_of(state, rank))
-        self.settle()
-        told = [message for said in self.said for message in said if isinstance(message, PartWritten)]
-        assert {message.number for message in told} == {save.number}
-        return [piece for message in told for piece in message.pieces]
+        delivered(self.disk)
+        return [piece for message in self.said if isinstance(message, PartWritten) for piece in message.pieces]
 
-    def finish(self, message: FinishSave) -> None:
-        self.saves[writer_of(MODEL, COUNT)].finish(message)
-        self.settle()
+    def finish(self, told: list[tuple[str, int, int, int]], *error: str) -> None:
+        """Let one make a checkpoint of the parts, or delete them because of an error."""
+        self.saves[WRITER].finish(FinishSave(1, self.place, told, *error))
+        delivered(self.disk)
 
     @property
-    def unfinished(self) -> list[Path]:
-        return list(self.data_dir.parent.rglob(".writing-*"))
+    def left(self) -> tuple[int, list[Path]]:
+        """Bytes of the checkpoint, and files that are not finished."""
+        return self.files.remaining_bytes(self.place), list(self.data_dir.rglob(".writing-*"))
 
 
-@pytest.fixture(params=["data directory", "directory", "object store"])
+@pytest.fixture(params=["directory", "object store"])
 def workers(request: pytest.FixtureRequest, tmp_path: Path) -> Workers:
     """With each kind of root."""
-    roots = {"data directory": "", "directory": str(tmp_path / "elsewhere"), "object store": f"memory://{uuid4().hex}/x"}
-    return Workers(tmp_path / "data", roots[request.param])
+    return Workers(tmp_path / "data", "" if request.param == "directory" else f"memory://{uuid4().hex}/x")
 
 
-def row_of(place: str, kind: str) -> dict[str, Any]:
-    """What is known of a checkpoint before it is written."""
-    row = {"tinker_path": "tinker://s:train:0/weights/c", "model_id": MODEL, "kind": kind, "name": "c", "directory": place}
-    unknown = {"base_model": "tiny", "architecture": "llama", "lora_config": {"rank": 0}, "user_metadata": None}
-    return row | unknown | {"created_at": 1.0, "expires_at": None}
+def saved_to(place: str) -> SaveModel:
+    """A save to a place, and what is known of the checkpoint before it is written."""
+    row: dict[str, Any] = {
+        "tinker_path": "tinker://s:train:0/weights/c",
+        "model_id": MODEL,
+        "kind": "training",
+        "name": "c",
+        "directory": place,
+    }
+    row |= {"base_model": "tiny", "architecture": "llama", "lora_config": {"rank": 0}, "user_metadata": None}
+    return SaveModel(1, "tiny", MODEL, True, row | {"created_at": 1.0, "expires_at": None})
+
+
+def exported_to(place: str) -> ExportModel:
+    return ExportModel(1, "tiny", MODEL, [], saved_to(place).checkpoint | {"kind": "external"})
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -125,53 +126,41 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.rglob("*") if file.is_file() and file.name != "manifest.json"}
 
 
-@pytest.mark.parametrize("kind", ["training", "weights", "external"])
-def test_the_files_are_those_of_one_worker(workers: Workers, backend: LocalBackend, tmp_path: Path, kind: str) -> None:
-    optimizer = kind == "training"
-    place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer)
-    save: Save = SaveModel(1, "tiny", MODEL, optimizer, row_of(place, "training"))
-    if kind == "external":
-        save = ExportModel(1, "tiny", MODEL, [], row_of(place, kind))
+@pytest.mark.parametrize("is_export", [False, True])
+def test_the_files_are_those_of_one_worker(workers: Workers, backend: LocalBackend, tmp_path: Path, is_export: bool) -> None:
+    state = backend.copy_state(MODEL, optimizer=not is_export)
+    if is_export:
         write_external(state, backend.base.layout, tmp_path / "alone", [])
     else:
         write_state(state, tmp_path / "alone")
-    told = workers.written(save, state)
-    assert workers.files.sizes(place) == {}
-    assert workers.files.finished_places() == []
-    workers.finish(FinishSave(1, place, told))
     expected = contents(tmp_path / "alone")
-    with workers.files.fetched(place) as directory:
+    told = workers.written((exported_to if is_export else saved_to)(workers.place), state)
+    assert (workers.files.sizes(workers.place), workers.files.finished_places()) == ({}, [])
+    workers.finish(told)
+    with workers.files.fetched(workers.place) as directory:
         assert contents(directory) == expected
         manifest = read_manifest(directory, "")
         assert manifest is not None
         verify_files(manifest, directory, "")
-    if kind != "external":
-        assert workers.answers == [{"has_optimizer": optimizer, "size_bytes": sum(map(len, expected.values()))}]
-    assert workers.unfinished == []
+    assert is_export or workers.answers == [{"has_optimizer": True, "size_bytes": sum(map(len, expected.values()))}]
+    assert workers.left[1] == []
 
 
-def test_nothing_is_left_of_a_save_that_one_failed_at(workers: Workers, backend: LocalBackend) -> None:
-    place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=True)
-    writer = writer_of(MODEL, COUNT)
-    for number, ranks in enumerate(([(writer + 1) % COUNT], [writer], [])):
-        save = SaveModel(number, "tiny", MODEL, True, row_of(place, "training"))
-        if ranks:
-            workers.written(save, state, ranks)
-            assert workers.files.remaining_bytes(place) > 0
-        workers.finish(FinishSave(number, place, [], "TinsmithError", "no"))
-        assert workers.said[writer][-1] == CallFailed(number, "TinsmithError", "no")
-        assert (workers.files.remaining_bytes(place), workers.unfinished, workers.saves[writer].begun) == (0, [], {})
-        for said in workers.said:
-            said.clear()
-
-
-def test_a_part_that_is_missing_makes_no_checkpoint(workers: Workers, backend: LocalBackend) -> None:
+@pytest.mark.parametrize("ranks", [[0], [1], []])
+def test_nothing_is_left_of_a_save_that_one_failed_at_or_of_which_a_part_is_missing(
+    workers: Workers, backend: LocalBackend, ranks: list[int]
+) -> None:
     """Whatever the engine says."""
-    place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=True)
-    told = workers.written(SaveModel(1, "tiny", MODEL, True, row_of(place, "training")), state, [writer_of(MODEL, COUNT)])
-    workers.finish(FinishSave(1, place, told))
+    state = backend.copy_state(MODEL, optimizer=True)
+    workers.written(saved_to(workers.place), state, ranks)
+    workers.finish([], "TinsmithError", "no")
+    assert workers.said[-1] == CallFailed(1, "TinsmithError", "no")
+    assert (workers.left, workers.saves[WRITER].begun) == ((0, []), {})
+    workers.said.clear()
+    told = workers.written(saved_to(workers.place), state, [WRITER])
+    workers.finish(told)
     assert "adapter.safetensors does not hold what the workers wrote to its bytes" in str(workers.answers)
-    assert (workers.files.remaining_bytes(place), workers.unfinished) == (0, [])
+    assert workers.left == (0, [])
 
 
 def test_a_file_whose_end_nobody_wrote_makes_no_checkpoint(tmp_path: Path) -> None:
@@ -187,37 +176,13 @@ def test_a_file_whose_end_nobody_wrote_makes_no_checkpoint(tmp_path: Path) -> No
 
 def test_an_export_leaves_nothing_unencrypted_or_fails(workers: Workers, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not there before what it was made of is gone."""
-    place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=False)
-    told = workers.written(ExportModel(1, "tiny", MODEL, [], row_of(place, "external")), state)
+    told = workers.written(exported_to(workers.place), backend.copy_state(MODEL, optimizer=False))
 
     def kept(directory: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
             raise OSError("the disk keeps it")
 
     monkeypatch.setattr(joint_saves, "shutil", SimpleNamespace(rmtree=kept))
-    workers.finish(FinishSave(1, place, told))
+    workers.finish(told)
     assert "the disk keeps it" in str(workers.answers)
     assert workers.files.finished_places() == []
-
-
-def test_a_directory_that_cannot_be_written_to_is_named_with_the_worker(backend: LocalBackend, tmp_path: Path) -> None:
-    workers = Workers(tmp_path / "data", "")
-    place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=False)
-    workers.files.joint(place).touch()
-    workers.saves[1].write(SaveModel(1, "tiny", MODEL, False, row_of(place, "training")), part_of(state, 1))
-    workers.settle()
-    (failed,) = workers.said[1]
-    assert isinstance(failed, CallFailed)
-    assert failed.error.startswith(f"worker 1 of {COUNT}: tinker://s:train:0/weights/c could not be written: [Errno 17] File exists")
-
-
-def test_what_a_worker_left_that_died_is_dropped(workers: Workers, backend: LocalBackend) -> None:
-    places = [workers.files.new_place() for _ in range(2)]
-    state = backend.copy_state(MODEL, optimizer=False)
-    for place in places:
-        workers.saves[0].write(SaveModel(1, "tiny", MODEL, False, row_of(place, "training")), part_of(state, 0))
-    workers.settle()
-    assert len(workers.unfinished) == 2
-    workers.saves[1].drop(DropFiles(places))
-    workers.settle()
-    assert workers.unfinished == []

@@ -1,33 +1,25 @@
 """The worker's loop: what it tells of itself, and how it ends."""
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.engine.here import LONG_S, Here
-from tests.worker.test_samples import bench_of, sample
 from tinsmith.config import Config, SamplingConfig
 from tinsmith.errors import DeviceLostError
-from tinsmith.models import compiled_kernels
 from tinsmith.models.base import BaseModel
-from tinsmith.models.compiled_kernels import compilations
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.work import Answer, CreateModel, Drop, WorkerStatus
-from tinsmith.sampling.local.decode_graph import captures
+from tinsmith.protocol.work import Answer, CreateModel, Drop
 from tinsmith.training.backend import DatumWork, PassResult
-from tinsmith.worker import status
 from tinsmith.worker.loop import DISK_THREADS, disk_for_snapshots
-from tinsmith.worker.status import WorkerStatusReporter
 
 
 def test_a_worker_that_breaks_down_begins_nothing_more(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,8 +52,7 @@ def test_what_comes_in_the_middle_of_a_pass_is_seen_there_and_handled_behind_it(
     here = Here({"tiny": text_base}, tmp_path)
     here.create("a")
     here.settle()
-    arriving: list[Message] = []
-    begun, run = list[int](), here.backend().run_pass
+    arriving, begun, run = list[Message](), list[int](), here.backend().run_pass
 
     def in_the_middle(work: Sequence[DatumWork], *more: Any) -> PassResult:
         begun.append(len(work))
@@ -117,41 +108,3 @@ def test_workers_that_sample_divide_the_disk_for_snapshots(sampler: str, workers
     """Each writes those that its memory has no room for, so that the server would take the limit as many times. vLLM has one that does."""
     config = Config(sampling=SamplingConfig(sampler=sampler, snapshot_disk_gib=32))
     assert disk_for_snapshots(config, Place(0, workers)) == gib * 2**30
-
-
-def test_graphs_are_reported_and_logged_once(
-    text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO, "tinsmith")
-    monkeypatch.setattr(status, "EVERY_S", 0.0)
-    sent: list[Message] = []
-    reporter = WorkerStatusReporter(bench_of(text_base, tmp_path).samples, sent.append)
-    reporter.sum_up()
-    caplog.clear()
-    before = compilations()
-    for variants in (2, 1, 0):
-        for _ in range(variants):
-            compiled_kernels._count_kernel(fn=SimpleNamespace(name="a kernel"))  # as Triton calls it
-        reporter.report()
-        reporter.sum_up()
-    told = [message.graphs for message in sent if isinstance(message, WorkerStatus)]
-    assert told == [{"compiled": before + total, "captured": captures()} for total in (2, 3)]
-    captured = f"{captures()} captured, 0 of them new"
-    lines = [f"graphs of operations: {before + total} compiled, {new} of them new, {captured}" for total, new in ((2, 2), (3, 1))]
-    assert [record.getMessage() for record in caplog.records if record.name == status.__name__] == lines
-
-
-def test_a_sample_is_a_line_for_debugging_and_all_are_summed_up(
-    text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, "tinsmith")
-    bench = bench_of(text_base, tmp_path)
-    reporter = WorkerStatusReporter(bench.samples, lambda _: None)
-    for number in range(3):
-        bench.samples.add(sample(str(number)))
-    bench.settle()
-    for _ in range(2):
-        reporter.sum_up()
-    lines = [(record.levelname, record.getMessage().partition(" in ")[0]) for record in caplog.records]
-    assert [line for level, line in lines if level == "INFO" and line.startswith("samples")] == ["samples: 3 finished, 12 tokens"]
-    assert sum(level == "DEBUG" and line.startswith("sample=") for level, line in lines) == 3

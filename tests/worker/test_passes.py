@@ -9,7 +9,6 @@ Also: `tests/worker/test_loop.py`, `tests/engine/test_passes.py`.
 
 Invariant: A model's passes are computed in their order, however long their images take to decode, and no other model's texts wait for
 these.
-Also: `tests/engine/test_passes.py`.
 """
 
 import hashlib
@@ -25,8 +24,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from PIL.Image import Image
 
 from tests.bases import DEVICE, png
 from tests.engine.here import LONG_S, PICTURE_TOKENS, forward_request
@@ -34,7 +31,6 @@ from tinsmith.config import ImagesConfig, TrainingConfig
 from tinsmith.errors import StoreUnavailableError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.device import Stopwatch
-from tinsmith.models.pictures import PictureInput
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, RunPass, error_of
@@ -128,13 +124,6 @@ def occupied(background: Background) -> Iterator[None]:
         over.set()
 
 
-def logprobs(done: PassDone) -> list[NDArray[np.float32]]:
-    """Of each result, in order."""
-    flat = np.frombuffer(done.payload, np.float32, offset=8 * len(done.results))
-    ends = np.cumsum([np.prod(shape, dtype=int) for *_, shape in done.results])
-    return np.split(flat, ends[:-1])
-
-
 # ---- Preparing
 
 
@@ -209,27 +198,6 @@ def test_an_operation_that_is_dropped_while_it_is_prepared_is_answered_only_if_i
 # ---- Passes
 
 
-def test_a_pass_gives_each_datum_its_own_numbers_and_leaves_nothing_behind(bench: Bench) -> None:
-    bench.prepare("m/1", forward_request([3, 5]))
-    bench.prepare("m/2", forward_request([4]))
-    bench.answers()
-    bench.run(7, ("m/1", 1), ("m/2", 0))
-    together = bench.answer()
-    assert (together.number, together.results, together.failures) == (7, [("m/1", 1, [5]), ("m/2", 0, [4])], [])
-    assert list(bench.passes.datums) == ["m/1"]
-    bench.run(8, ("m/1", 0))
-    alone = bench.answer()
-    assert bench.passes.datums == {}
-    bench.prepare("again", forward_request([3, 5, 4]))
-    bench.answers()
-    bench.run(9, ("again", 0), ("again", 1), ("again", 2), backward=False)
-    again = bench.answer()
-    for found, expected in zip([*logprobs(alone), *logprobs(together)], logprobs(again), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
-    losses = np.frombuffer(again.payload, np.float64, count=3)
-    np.testing.assert_allclose(losses, [-values.sum() for values in logprobs(again)], rtol=1e-5)
-
-
 def test_passes_of_other_models_go_ahead_of_pictures_and_those_of_the_same_keep_their_order(gallery: Bench) -> None:
     """So does what is in one pass with it. Another order of a model's passes would round the sums of its gradients otherwise."""
     gallery.prepare("a/1", forward_request(pictures=[WHOLE]))
@@ -243,22 +211,6 @@ def test_passes_of_other_models_go_ahead_of_pictures_and_those_of_the_same_keep_
         gallery.run(4, ("c/1", 0))
         assert len(gallery.due) == 1
     assert [done.number for done in gallery.answers()] == [4, 1, 2, 3]
-
-
-@pytest.mark.parametrize("needs_all", [False, True])
-def test_the_device_has_one_pass_of_pictures_and_others_go_ahead_of_the_next(gallery: Bench, needs_all: bool) -> None:
-    """Unless all workers must take all passes in one order."""
-    gallery.backend.needs_all = needs_all
-    gallery.prepare("a/1", forward_request(pictures=[WHOLE, png(3), png(4)]))
-    gallery.prepare("b/1", forward_request([4]))
-    gallery.answers()
-    for number in (1, 2, 3):
-        gallery.run(number, ("a/1", number - 1))
-    while len(gallery.due) < (3 if needs_all else 1) or gallery.passes.pictures.running:
-        gallery.passes.pictures.deliver()
-    gallery.run(4, ("b/1", 0))
-    assert [done.number for done in gallery.answers()] == ([1, 2, 3, 4] if needs_all else [1, 4, 2, 3])
-    assert not gallery.passes.of_pictures
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -376,32 +328,6 @@ def test_sequences_that_are_too_long_for_one_worker_are_named_and_those_for_all_
     assert "datum 1: the model input holds 7 tokens, and the memory of this server's device trains up to 6" in bench.answer().error
     bench.prepare("m/4", forward_request([9], forward_only=True))  # nothing is kept of it
     assert isinstance(bench.answer(), Prepared)
-
-
-def test_pictures_of_one_pass_are_decoded_side_by_side(gallery: Bench) -> None:
-    """Neither of two threads goes on before the other has a picture too; the texts between them keep their places."""
-    gallery.passes.pictures = Background("pictures", 2, lambda: None)
-    renderer, both = gallery.passes.bases["tiny"].renderer, threading.Barrier(2, timeout=LONG_S)
-    processor = renderer.processor
-    assert processor is not None
-
-    def together(sha256: bytes, image: Image) -> PictureInput:
-        both.wait()
-        return processor(sha256, image)
-
-    renderer.processor = together
-    gallery.prepare("m/1", forward_request([3], [png(1), png(2)]))
-    gallery.prepare("m/2", forward_request([9]))
-    gallery.answers()
-    gallery.run(1, ("m/1", 1), ("m/2", 0), ("m/1", 2), ("m/1", 0))
-    done = gallery.answer()
-    assert [(operation, index, *shape) for operation, index, shape in done.results] == [
-        ("m/1", 1, PICTURE_TOKENS + 1),
-        ("m/2", 0, 9),
-        ("m/1", 2, PICTURE_TOKENS + 1),
-        ("m/1", 0, 3),
-    ]
-    assert done.failures == []
 
 
 def test_an_operation_that_is_dropped_while_it_is_in_a_pass_harms_no_other(gallery: Bench) -> None:

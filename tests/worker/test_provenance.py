@@ -84,7 +84,6 @@ def test_sequences_of_other_sessions_are_not_asked_for() -> None:
             "does not say which sampled sequences .*record_stability_info=True.*with_provenance",
         ),
         ({"target_spans": ()}, "does not say which sampled sequences"),
-        ({"model_input_spans": ()}, "does not say which sampled sequences"),
         ({"model_input_spans": INPUT_SPANS[:-1]}, "spans of model_input cover 8 positions, but it has 9: each must be in exactly one span"),
         ({"target_spans": (*TARGET_SPANS, prompt(FIRST, 0, 1))}, "spans of loss_fn_inputs cover 10 positions, but it has 9"),
         (

@@ -8,6 +8,7 @@ import base64
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,8 +119,7 @@ def bench(text_base: BaseModel, tmp_path: Path) -> Bench:
 
 def test_samples_go_on_with_newer_inflight_weights_and_say_so(bench: Bench, text_base: BaseModel) -> None:
     snapshots = bench.samples.snapshots
-    first = random_adapter(text_base, seed=1, ref=new_ref("s:train:0/1", "s:train:0"))
-    second = random_adapter(text_base, seed=2, ref=new_ref("s:train:0/3", "s:train:0"))
+    first, second = (random_adapter(text_base, seed=seed, ref=new_ref(f"s:train:0/{seed}", "s:train:0")) for seed in (1, 3))
     snapshots.publish("tiny", "s:train:0/inflight", first)
     snapshots.publish("tiny", "s:train:0/1", first.snapshot(new_ref("s:train:0/1")))
     for asked in ("s:train:0/inflight", "s:train:0/1", None):
@@ -129,7 +129,6 @@ def test_samples_go_on_with_newer_inflight_weights_and_say_so(bench: Bench, text
     bench.settle()
     versions = {}
     for done in bench.sent:
-        assert isinstance(done, SampleDone)
         (sequence,) = tinker_pb2.SampleResponse.FromString(done.payload).sequences
         versions[done.request_id] = [(span.version, span.start, span.end) for span in sequence.versions]
     assert versions == {
@@ -150,26 +149,20 @@ def test_a_sample_that_fails_harms_no_other(bench: Bench, text_base: BaseModel, 
     misshapen.working["lm_head"] = LoraPair(*(tensor[:, :1] for tensor in misshapen.working["lm_head"]))
     bench.samples.snapshots.publish("tiny", "s:train:0/1", misshapen)
     bench.recorded.close()
-    bench.samples.add(sample("healthy"))
-    bench.samples.add(sample("broken", "s:train:0/1"))
-    bench.samples.add(sample("gone", "s:train:0/2"))
-    bench.samples.add(sample("no JSON", prompt=0))
-    bench.samples.add(large(sample("no large JSON", prompt=0)))
-    bench.samples.add(large(sample("large")))
-    bench.samples.add(replace(sample("no base"), base_model="other"))
-    bench.samples.add(sample("cannot be written", num_samples=2))
-    bench.samples.add(sample("s:sample:0/1", record_stability_info=True))
+    expected = {
+        "broken": (sample("broken", "s:train:0/1"), "server", False),
+        "gone": (sample("gone", "s:train:0/2"), "user", True),
+        "no JSON": (sample("no JSON", prompt=0), "user", False),
+        "no large JSON": (large(sample("no large JSON", prompt=0)), "user", False),
+        "no base": (replace(sample("no base"), base_model="other"), "server", False),
+        "cannot be written": (sample("cannot be written", num_samples=2), "server", False),
+        "s:sample:0/1": (sample("s:sample:0/1", record_stability_info=True), "server", False),
+    }
+    for message in (sample("healthy"), *(message for message, *_ in expected.values()), large(sample("large"))):
+        bench.samples.add(message)
     bench.settle()
     failed = {m.request_id: (m.category, m.gone) for m in bench.sent if isinstance(m, SampleFailed)}
-    assert failed == {
-        "broken": ("server", False),
-        "gone": ("user", True),
-        "no JSON": ("user", False),
-        "no large JSON": ("user", False),
-        "no base": ("server", False),
-        "cannot be written": ("server", False),
-        "s:sample:0/1": ("server", False),
-    }
+    assert failed == {name: (category, gone) for name, (_, category, gone) in expected.items()}
     answers = bench.answers()
     assert answers["cannot be written"] == "internal error: ValueError('too large')"
     assert "recorded_sequences.sqlite cannot be used: " in answers["s:sample:0/1"]
@@ -207,11 +200,9 @@ def test_what_another_sampler_answers_is_looked_at_too(where: str, wrong: float 
     targets = TargetLogprobs(TargetIds((1, 2), np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)), number)
     answers = PromptAnswers(logprobs=scores if where == "prompt" else None, targets=targets if where == "targets" else None)
     result = SampleResult("x", [sequence], answers, prompt_tokens=4, cached_tokens=0)
-    if wrong == float("-inf") and where != "sample":
+    is_possible = wrong == float("-inf") and where != "sample"
+    with nullcontext() if is_possible else pytest.raises(UserError, match="a log-probability is NaN or infinite"):
         result.check_finite(PromptQuestions(logprobs=True))
-    else:
-        with pytest.raises(UserError, match="a log-probability is NaN or infinite"):
-            result.check_finite(PromptQuestions(logprobs=True))
 
 
 def test_what_was_sampled_is_recorded_before_its_client_is_answered(bench: Bench) -> None:
@@ -262,53 +253,24 @@ def test_a_request_id_that_is_sent_again_is_another_run(bench: Bench) -> None:
     assert [(m.run, tokens_of(m)) for m in bench.sent] == [(3, answers["neighbour"]), (4, expected)]
 
 
-def test_a_short_sample_does_not_wait_behind_two_thousand_others(text_base: BaseModel, tmp_path: Path) -> None:
-    """Nor for their prompts to be rendered: one of each session is, whatever waits before it."""
-    bench = bench_of(text_base, tmp_path, max_running=4)
-    for number in range(500):
-        bench.samples.add(sample(f"many:sample:0/{number}", num_samples=4, sampling_params={"max_tokens": 100, "stop": []}))
-    for _ in range(3):
-        bench.step()
-    assert bench.samples.load() == (4, 1996)
-    assert len(bench.samples.started) < 5
-    bench.samples.add(sample("few:sample:0/0"))
-    for _ in range(4):
-        bench.step()
-    assert list(bench.answers()) == ["few:sample:0/0"]
-
-
 def picture_sample(request_id: str, number: int, **asked: Any) -> Sample:
     picture = {"type": "image", "format": "png", "data": base64.b64encode(png(number)).decode()}
     chunks = [{"type": "encoded_text", "tokens": [1, 2]}, picture, {"type": "encoded_text", "tokens": [3]}]
     return sample(request_id, prompt={"chunks": chunks}, **asked)
 
 
-def test_of_one_session_no_more_is_rendered_at_a_time_than_a_limit_of_bytes(bench: Bench) -> None:
-    blanks = b" " * samples.STARTED_BYTES
-    for name in ("s:sample:0/0", "s:sample:0/1", "s:sample:0/2", "other:sample:0/0"):
-        message = sample(name)
-        bench.samples.add(replace(message, payload=message.payload + blanks))
-    with occupied(bench.samples.rendering):
-        for _ in range(2):
-            bench.step()
-            assert list(bench.samples.started) == ["s:sample:0/0@1", "other:sample:0/0@1"]
-            assert not bench.samples.has_work
-    bench.settle()
-    assert (len(bench.answers()), bench.samples.rendering_bytes) == (4, {})
-
-
 def test_sessions_share_the_room_for_prompts_that_are_decoded(vision_base: BaseModel, tmp_path: Path) -> None:
     """A few hundred bytes of a picture become megabytes of pixel values. Each session has one in any case."""
     bench = bench_of(vision_base, tmp_path, max_running=4)
     with occupied(bench.samples.pictures):
-        for number in range(64):
+        for number in range(32):
             bench.samples.add(picture_sample(f"s{number % 8}:sample:0/{number}", number))
-        for _ in range(70):
+        for _ in range(40):
             bench.step()
         assert bench.samples.decoding["tiny"].keys() == {f"s{number}" for number in range(8)}
         assert bench.samples.decoding["tiny"].total() <= 4 + 4 / 2 + 4 / 3 + 8
     bench.settle()
-    assert len(bench.answers()) == 64
+    assert len(bench.answers()) == 32
 
 
 def test_no_text_waits_for_pictures_large_or_small(vision_base: BaseModel, tmp_path: Path) -> None:
@@ -422,20 +384,6 @@ def test_a_sample_that_is_cancelled_while_its_weights_are_read_never_runs(bench:
     assert (bench.samples.needing, bench.samples.on_the_way.total()) == ({}, 0)
 
 
-def test_newer_inflight_weights_that_come_while_former_ones_are_read_are_sampled(bench: Bench, text_base: BaseModel) -> None:
-    spilled(bench, text_base, "s:train:0/inflight")
-    with occupied(bench.samples.disk):
-        bench.samples.add(sample("s:sample:0/0", "s:train:0/inflight"))
-        bench.step()
-        new = random_adapter(text_base, seed=9, ref=new_ref("s:train:0/9", "s:train:0"))
-        bench.samples.snapshots.publish("tiny", "s:train:0/inflight", new)
-    bench.settle()
-    (done,) = bench.sent
-    assert isinstance(done, SampleDone), done
-    (sequence,) = tinker_pb2.SampleResponse.FromString(done.payload).sequences
-    assert {span.version for span in sequence.versions} == {"s:train:0/9"}
-
-
 # ---- Streams
 
 
@@ -465,14 +413,3 @@ def test_a_stream_is_told_its_tokens_in_one_message_a_step(bench: Bench) -> None
         assert tokens == list(np.frombuffer(sequence.tokens, dtype="<i4"))
         np.testing.assert_array_equal(np.array(logprobs, dtype=np.float32), np.frombuffer(sequence.logprobs, dtype="<f4"))
     assert sorted(done) == ["one:sample:0/0", "silent:sample:0/0", "two:sample:0/0"]
-
-
-def test_a_stream_that_is_cancelled_is_told_nothing_more(bench: Bench) -> None:
-    bench.samples.add(sample("s:sample:0/0", stream=True))
-    bench.samples.add(sample("s:sample:0/1", stream=True))
-    bench.until(lambda: bench.sent)
-    bench.samples.cancel("s:sample:0/0", run=1)
-    bench.sent.clear()
-    bench.settle()
-    told = {request_id for message in bench.sent if isinstance(message, SampleEvents) for request_id, *_ in message.tokens}
-    assert told == {"s:sample:0/1"}
