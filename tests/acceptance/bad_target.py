@@ -7,11 +7,10 @@ from typing import Any
 import httpx
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.raw import RawModel
-from tests.acceptance.talking import datum, logprobs, text_input
+from tests.acceptance.raw import GOOD, RawModel
 from tests.running import Server
 
-GOOD = [datum(text_input(0, 12), 0)]
+__all__ = ["GOOD"]
 
 
 class Target:
@@ -20,13 +19,11 @@ class Target:
     def __init__(self, server: Server, base_model: str) -> None:
         self.http = server.client()
         self.http.headers["X-API-Key"] = API_KEY
-        self.base_model = base_model
         self.model = RawModel(self.http, base_model)
         self.session_id = self.model.model_id.partition(":train:")[0]
         asked = {"session_id": self.session_id, "sampling_session_seq_id": 0, "base_model": base_model}
         self.sampler: str = self.http.post("create_sampling_session", json=asked).json()["sampling_session_id"]
-        self.seq_id = 0
-        self.samples = 0
+        self.seq_id = self.samples = 0
 
     def next(self) -> int:
         """The seq_id for the next operation."""
@@ -38,11 +35,9 @@ class Target:
         self.samples += 1
         return self.samples
 
-    def scores(self) -> list[float]:
+    def scores(self) -> list[list[float]]:
         """Log-probabilities of a good datum."""
-        output = self.model.output(self.model.forward_backward(self.next(), GOOD, forward_only=True))
-        scores: list[float] = logprobs(output)[0].tolist()
-        return scores
+        return self.model.scores(self.next())
 
     def fill(self, text: str) -> str:
         """`text` with the ids of this target in the place of their names in braces."""

@@ -20,11 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.acceptance.bad_target import GOOD, Target
-from tests.acceptance.conftest import API_KEY
+from tests.acceptance.conftest import API_KEY, ready
 from tests.acceptance.fuzzing import BODIES, Shot, encode, shots
 from tests.acceptance.talking import RAW_STEP
 from tests.extent import amount
-from tests.running import START_S, Server, serving
+from tests.running import START_S, Server
 from tinsmith.server import routes as server_routes
 from tinsmith.wire import tinker_pb2 as pb
 
@@ -61,8 +61,7 @@ class Range:
         self.sent = 0
         self.text, self.eye, self.ending = Target(server, "text"), Target(server, "vision"), Target(server, "text")
         for kind in ("save_weights", "save_weights_for_sampler"):
-            body = {"model_id": self.text.model.model_id, "seq_id": self.text.next(), "path": "kept"}
-            assert "path" in self.text.model.result(self.text.http.post(kind, json=body).json()["request_id"])
+            assert "path" in self.text.model.result(self.text.model.submit(kind, self.text.next(), path="kept"))
 
     def fill(self, value: Any, drawn: list[Place]) -> Any:
         """`value` with what its placeholders stand for; `drawn` gets the places in a model's sequence that it takes."""
@@ -130,8 +129,7 @@ class Range:
 @pytest.fixture(scope="module")
 def under_fire(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Range]:
     """A server of its own: its models and sessions are not for other tests."""
-    with serving(tmp_path_factory.mktemp("fuzz"), *models, *OPTIONS) as server:
-        server.wait_for_health()
+    with ready(tmp_path_factory.mktemp("fuzz"), *models, *OPTIONS) as server:
         yield Range(server)
 
 

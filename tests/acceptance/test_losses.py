@@ -9,19 +9,20 @@ import tinker
 import torch
 from tinker import types
 
-from tests.acceptance.conftest import API_KEY
+from tests.acceptance.conftest import connect
 from tests.acceptance.talking import assert_close, grad_norm, image_input, logprobs, scores, text_input, train, with_inputs
+from tests.extent import slow
 from tests.plain_losses import DEFAULTS, FORMULAS
 from tests.running import Server
 
-NAMES = sorted(FORMULAS.keys() - {"stable_reinforce"})
-"""What that one compares with is recorded when it is sampled: `test_stable_reinforce.py` has it."""
-
-SETTINGS: list[tuple[str, dict[str, float]]] = [
-    *((name, {}) for name in NAMES),
+SETTINGS: list[Any] = [
+    ("gspo", {}),
     ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.3}),
     ("dro", {"beta": 0.3}),
+    # The others differ from these in their formula alone, which tests/training/test_losses.py compares.
+    *slow(*((name, {}) for name in sorted(FORMULAS.keys() - {"gspo", "stable_reinforce"}))),
 ]
+"""What stable_reinforce compares with is recorded when it is sampled: `test_stable_reinforce.py` has it."""
 
 
 def policy_datum(model_input: types.ModelInput, targets: torch.Tensor, current: np.ndarray, seed: int) -> types.Datum:
@@ -59,17 +60,17 @@ def masked(item: types.Datum) -> types.Datum:
 
 
 def in_the_client(
-    name: str, config: Mapping[str, float], data: Sequence[types.Datum], now: Sequence[np.ndarray]
+    name: str, config: Mapping[str, float], data: Sequence[types.Datum], now: Sequence[np.ndarray], inputs: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[float, list[types.Datum]]:
-    """The loss by its formula, and cross-entropy datums that have its gradient."""
+    """The loss by its formula, and cross-entropy datums that have its gradient. Its inputs are those of the datums, if no others are given."""
     total, linear = 0.0, []
-    for item, lp in zip(data, now, strict=True):
+    own = [{key: tensor.to_torch() for key, tensor in item.loss_fn_inputs.items()} for item in data]
+    for item, tensors, lp in zip(data, inputs or own, now, strict=True):
         leaf = torch.tensor(lp, requires_grad=True)
-        tensors = {key: tensor.to_torch() for key, tensor in item.loss_fn_inputs.items()}
         loss = FORMULAS[name](leaf, tensors, {**DEFAULTS[name], **config})
         (gradient,) = torch.autograd.grad(loss, [leaf])
         total += loss.item()
-        linear.append(with_inputs(item.model_input, target_tokens=tensors["target_tokens"], weights=-gradient))
+        linear.append(with_inputs(item.model_input, target_tokens=item.loss_fn_inputs["target_tokens"], weights=-gradient))
     return total, linear
 
 
@@ -85,7 +86,7 @@ def test_a_policy_loss_has_the_value_and_gradient_of_its_formula_however_the_cal
     assert output.metrics == pytest.approx({"loss:sum": expected}, rel=1e-5, abs=1e-5)
     assert_close(logprobs(output), scores(twin, plain), 1e-5)
     twin.forward_backward(linear, "cross_entropy").result()
-    with tinker.ServiceClient(base_url=chunking_server.url, api_key=API_KEY) as splitting:
+    with connect(chunking_server) as splitting:
         split = train(splitting, "vision")
         for call in (split.forward, split.forward_backward):
             assert call(data, name, config or None).result().metrics == pytest.approx(output.metrics, rel=1e-5, abs=1e-5)
@@ -132,7 +133,7 @@ def test_a_custom_loss_over_many_targets_a_position(
     gradients = torch.autograd.grad(loss, now)
     pieces = zip(inputs, targets, gradients, strict=True)
     by_hand.forward_backward([with_inputs(item, target_tokens=ids, weights=-g) for item, ids, g in pieces], "cross_entropy").result()
-    with tinker.ServiceClient(base_url=request.getfixturevalue(kind).url, api_key=API_KEY) as other:
+    with connect(request.getfixturevalue(kind)) as other:
         client = train(other, "text")
         output = client.forward_backward_custom(data, mass).result()
         assert grad_norm(client) == pytest.approx(grad_norm(by_hand), rel=1e-3)
