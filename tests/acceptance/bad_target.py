@@ -1,6 +1,6 @@
 """Where bad requests are sent, and what a row of their table is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,8 @@ class Case:
     name: str
     send: Callable[[Target], str]
     """Sends it and returns the words of its refusal."""
-    says: Sequence[str]
-    """What they must contain."""
+    says: str
+    """What they must contain, in parts that ` ... ` divides."""
     base_model: str = "text"
 
 

@@ -228,7 +228,9 @@ NASTY_BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "bytes": st.one_of(
         st.binary(max_size=24),
         st.lists(st.sampled_from([1, -1, 2048, 2**31 - 1]), max_size=70).map(lambda ids: np.array(ids, "<i4").tobytes()),
-        st.lists(st.sampled_from([1.0, np.nan, np.inf, -3e38]), min_size=1, max_size=9).map(lambda numbers: np.array(numbers, "<f4").tobytes()),
+        st.lists(st.sampled_from([1.0, np.nan, np.inf, -3e38]), min_size=1, max_size=9).map(
+            lambda numbers: np.array(numbers, "<f4").tobytes()
+        ),
         st.sampled_from([png(0), png(0)[:200], png(0, 300, 1), b"\xff\xd8\xff"]),
     ),
 }
@@ -262,7 +264,9 @@ def _message_places(message: Any) -> Iterator[tuple[Any, str]]:
     """Every field that is set, with the message that holds it."""
     for field_of, value in message.ListFields():
         yield message, field_of.name
-        inner = value.values() if hasattr(value, "values") and not hasattr(value, "ListFields") else value if hasattr(value, "add") else [value]
+        inner = (
+            value.values() if hasattr(value, "values") and not hasattr(value, "ListFields") else value if hasattr(value, "add") else [value]
+        )
         for each in inner:
             if hasattr(each, "ListFields"):
                 yield from _message_places(each)

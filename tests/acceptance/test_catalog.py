@@ -8,15 +8,13 @@ import json
 import urllib.request
 from pathlib import Path
 
-import numpy as np
 import pyrage
 import pytest
 import tinker
 from tinker import types
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.elsewhere import ITEM, TOKENS
-from tests.acceptance.talking import datum, learn, numbers, scores, text_input, train
+from tests.acceptance.talking import datum, learn, text_input, train
 from tests.running import Server
 
 
@@ -38,23 +36,6 @@ def download(rest: tinker.RestClient, path: str, directory: Path) -> list[str]:
     for name, url in urls.items():
         (directory / name).write_bytes(fetch(url))
     return sorted(urls)
-
-
-def test_a_copy_is_sampled_and_trained_on_after_its_source_is_gone(service: tinker.ServiceClient, rest: tinker.RestClient) -> None:
-    client = trained(service)
-    expected = scores(client, [ITEM])[0]
-    paths = [client.save_state("c").result().path, client.save_weights_for_sampler("c").result().path]
-    state, sampler = [rest.copy_weights(path, "archive", ttl_seconds=3600).result() for path in paths]
-    for path in paths:
-        rest.delete_checkpoint_from_tinker_path(path).result()
-    again = service.create_training_client_from_state_with_optimizer(state).result()
-    assert scores(again, [ITEM])[0].tolist() == expected.tolist()
-    got = service.create_sampling_client(model_path=sampler).result().compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
-    np.testing.assert_allclose(numbers(got[1:]), expected, atol=1e-4)
-    (newest,) = [run.last_checkpoint for run in rest.list_training_runs(project_id="archive").result().training_runs if run.last_checkpoint]
-    assert newest.tinker_path == state
-    with pytest.raises(Exception, match="does not exist"):
-        rest.copy_weights(paths[0], "archive").result()
 
 
 def test_external_weights_are_encrypted_for_their_recipients(

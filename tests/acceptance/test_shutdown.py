@@ -62,6 +62,7 @@ def test_the_end_of_a_terminal_saves_live_models_and_each_model_is_called_what_b
         assert first.process.wait(timeout=START_S) == 0
         log = first.log.read_text()
         assert [line for line in log.splitlines() if not LOG_LINE.match(line)] == []
+        assert re.search(rf"model={live[0].model_id} seq_id=1 kind=forward_backward tokens=12 .* seconds=\S+ queued=", log)
         assert "server: the engine starts: it imports its libraries and loads text=" in log
         assert "worker: loading text from " in log
         assert sum(map(int, re.findall(r"worker: samples: (\d+) finished", log))) == 1

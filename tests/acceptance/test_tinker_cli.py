@@ -92,11 +92,3 @@ def test_a_training_checkpoint_is_downloaded_and_leaves_nothing_behind(
     assert rest.list_user_checkpoints().result() == before
     sampler = client.save_weights_for_sampler("mine").result().path
     assert "cannot be downloaded" in command.run("checkpoint", "download", sampler).stderr
-
-
-@pytest.mark.slow  # each is a route that tests/server/test_service.py and test_checkpoints.py have
-def test_the_other_commands_are_answered(command: Tinker) -> None:
-    assert {model["model_name"] for model in command.answer("model", "list")["models"]} == {"text", "vision"}
-    usage = command.answer("billing", "usage", "2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z")
-    assert usage["data"] == command.answer("billing", "checkpoint-storage")["data"] == []
-    assert "Tinker accessible: yes" in command.succeed("auth", "status")

@@ -46,14 +46,6 @@ async def test_a_repeated_submit_leaves_the_result_where_it_is(server: Served, m
     await again
 
 
-async def test_results_keep_their_type_and_failures_are_final_answers(server: Served, model_id: str) -> None:
-    server.finish(Outcome(await server.step(model_id, 1), b"\x0a\x01x", "protobuf", None, None))
-    server.finish(Outcome(await server.step(model_id, 2), None, None, "datum 1: bad", "user"))
-    protobuf = await poll(server, f"{model_id}/1")
-    assert (protobuf.headers["content-type"], protobuf.content) == ("application/x-protobuf", b"\x0a\x01x")
-    assert await server.result(f"{model_id}/2") == {"error": "datum 1: bad", "category": "user"}
-
-
 async def test_closing_releases_all_polls_and_those_that_come_late(server: Served, model_id: str) -> None:
     polls = [asyncio.create_task(poll(server, f"{model_id}/0")) for _ in range(3)]
     await asyncio.sleep(0.2)

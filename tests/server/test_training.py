@@ -5,7 +5,6 @@ Also: `tests/server/test_sampling.py`.
 """
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +12,9 @@ import httpx
 import pytest
 import zstandard
 
-from tests.server.serving import ZSTD, Served, forward_backward_body, parsers, refused, served, step
+from tests.server.serving import ZSTD, Served, forward_backward_body, parsers, refused, served
 from tinsmith.store.records import REJECTED
 from tinsmith.wire import tinker_pb2
-from tinsmith.wire.chunks import ImageChunk
-from tinsmith.wire.forward_backward import decode_stored
-
-
-async def test_operations_are_logged_under_their_key_whatever_order_they_come_in(server: Served) -> None:
-    session_id = await server.new_session()
-    model_id = await server.new_model(session_id)
-    assert model_id == f"{session_id}:train:0"
-    assert await server.answer("optim_step", step(model_id, 2)) == {"request_id": f"{model_id}/2", "model_id": model_id}
-    assert (await server.train(forward_backward_body(model_id, 1))).json()["request_id"] == f"{model_id}/1"
-    queued = server.queued()
-    assert [(c.seq_id, c.kind) for c in queued] == [(0, "create_model"), (2, "optim_step"), (1, "forward_backward")]
-    chunk = decode_stored(server.store.payload(queued[2]), queued[2].image_digests).data[0].chunks[1]
-    assert isinstance(chunk, ImageChunk)
-    assert server.store.read_blob(chunk.sha256) == b"not decoded here"
-
-
-async def test_many_operations_at_once_are_all_logged_and_the_same_post_twice_is_one_operation(server: Served) -> None:
-    model_id = await server.new_model()
-    body = forward_backward_body(model_id, 65)
-    plain, packed = server.train(body), server.train(zstandard.compress(body), **ZSTD)
-    asked = await asyncio.gather(*(server.step(model_id, n) for n in range(1, 65)), plain, packed)
-    assert asked[:64] == [f"{model_id}/{n}" for n in range(1, 65)]
-    assert asked[64].json() == asked[65].json() == {"request_id": f"{model_id}/65", "model_id": model_id}
-    assert sorted(c.seq_id for c in server.queued()) == list(range(66))
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("optim_step", {"adam_params": {"learning_rate": -1}}),
-        ("optim_step", {"unknown": 1}),
-        ("save_weights", {"path": "x", "type": "save_weights"}),
-        ("save_weights", {"path": "a/b", "type": "save_weights"}),
-        ("load_weights", {"path": "tinker://x", "optimizer": True, "type": "load_weights"}),
-        ("save_weights_for_sampler", {"kind": "inflight", "sampling_session_seq_id": 0}),
-    ],
-)
-async def test_a_wrong_operation_keeps_its_place_in_the_sequence(server: Served, path: str, body: dict[str, Any]) -> None:
-    model_id = await server.new_model()
-    whole = {"model_id": model_id, "seq_id": 1} | body
-    assert (await server.answer(path, whole))["request_id"] == f"{model_id}/1"
-    command = server.queued()[-1]
-    assert (command.seq_id, command.kind, json.loads(server.store.payload(command))) == (1, path, whole)
 
 
 async def test_a_retried_snapshot_gets_the_request_and_session_of_the_first_and_takes_over_no_other(server: Served) -> None:
@@ -133,18 +88,6 @@ async def test_bodies_are_limited_before_and_after_decompression(tmp_path: Path)
         big = b"\0" * (2**20 + 1)
         assert (await server.train(big)).status_code == 413
         assert (await server.train(zstandard.compress(big), **ZSTD)).status_code == 413
-
-
-async def test_a_request_of_too_many_datums_keeps_its_place_in_the_sequence(server: Served) -> None:
-    """Its bytes are counted and not parsed, however few they are when they come."""
-    model_id = await server.new_model()
-    body = forward_backward_body(model_id, 1) + b"\x1a\x00" * 4_000_000
-    reply = await server.train(zstandard.compress(body), **ZSTD)
-    assert reply.json() == {"request_id": f"{model_id}/1", "model_id": model_id}
-    command = server.queued()[-1]
-    assert (command.seq_id, command.kind) == (1, REJECTED)
-    assert server.store.payload(command) == b"datum 4096: the request holds more than 4096 datums (max_datums); send smaller ones"
-    assert "model_id=''" in refused(await server.train(b"\x1a\x00" * 5000))
 
 
 async def test_zeros_that_came_as_kilobytes_are_stored_as_kilobytes(server: Served) -> None:
