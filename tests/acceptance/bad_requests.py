@@ -84,21 +84,11 @@ PROMPTS = [
     ),
 ]
 
+# Words of other wrong fields are in tests/wire/test_sample.py and test_requests.py.
 SAMPLING = [
-    *(
-        Case(f"num_samples={number}", sample(num_samples=number), f"num_samples: Input should be {limit}, got {number}")
-        for number, limit in ((0, "greater than or equal to 1"), (HUGE, "less than or equal to 1024"))
-    ),
-    *(
-        Case(f"{name}={value}", sample(params={name: value}), f"sampling_params.{name}: ... {limit}")
-        for name, value, limit in (
-            ("temperature", NAN, "finite number, got nan"),
-            ("top_k", 0, "-1 (all tokens) or at least 1, got 0"),
-            ("seed", HUGE, f"got {HUGE}"),
-            ("stop", "", "no text may be empty, got ''"),
-            ("min_p", 0.1, "Extra inputs are not permitted"),
-        )
-    ),
+    Case("num_samples", sample(num_samples=HUGE), f"num_samples: Input should be less than or equal to 1024, got {HUGE}"),
+    Case("temperature", sample(params={"temperature": NAN}), "sampling_params.temperature: ... finite number, got nan"),
+    Case("unknown parameter", sample(params={"min_p": 0.1}), "sampling_params.min_p: ... Extra inputs are not permitted"),
     Case("last_n beyond the prompt", sample(prompt_logprobs=True, prompt_logprobs_last_n=3), "last_n is 3 ... between 1 and 2"),
     Case("sample of an unknown session", sample(sampling_session_id="a:sample:0", status=404), "'a:sample:0' does not exist"),
 ]
@@ -106,15 +96,11 @@ SAMPLING = [
 STEPS = [
     *(
         Case(f"{name}={value}", operation("optim_step", adam_params={name: value}), f"adam_params.{name}: ... got {value!r}")
-        for name, value in (("learning_rate", NAN), ("learning_rate", -0.1), ("grad_clip_norm", NAN), ("momentum", 0.9))
+        for name, value in (("learning_rate", NAN), ("grad_clip_norm", NAN), ("momentum", 0.9))
     ),
     Case("no hyper-parameters", operation("optim_step"), "adam_params: Field required"),
-    Case("other optimizer", operation("optim_step", optimizer_params={"type": "dimuon"}), "optimizer_params ... send adam_params"),
     Case("step of an unknown model", post("optim_step", 404, model_id="a:train:0", seq_id=1, adam_params={}), "'a:train:0' does"),
-    *(
-        Case(f"seq_id={seq_id}", post("optim_step", model_id="{model}", seq_id=seq_id, adam_params={}), f"seq_id: ... got {seq_id!r}")
-        for seq_id in (0, HUGE)
-    ),
+    Case("seq_id", post("optim_step", model_id="{model}", seq_id=HUGE, adam_params={}), f"seq_id: ... got {HUGE}"),
 ]
 
 SAMPLES_AND_STEPS = [*PROMPTS, *SAMPLING, *STEPS]

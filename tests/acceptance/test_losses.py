@@ -62,7 +62,7 @@ def masked(item: types.Datum) -> types.Datum:
 def in_the_client(
     name: str, config: Mapping[str, float], data: Sequence[types.Datum], now: Sequence[np.ndarray], inputs: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[float, list[types.Datum]]:
-    """The loss by its formula, and cross-entropy datums that have its gradient. Its inputs are those of the datums, if no others are given."""
+    """The loss by its formula of these inputs, if not those of the datums, and cross-entropy datums that have its gradient."""
     total, linear = 0.0, []
     own = [{key: tensor.to_torch() for key, tensor in item.loss_fn_inputs.items()} for item in data]
     for item, tensors, lp in zip(data, inputs or own, now, strict=True):

@@ -60,25 +60,6 @@ def test_one_call_split_into_many_gives_the_gradients_of_the_unsplit_one(
     assert_same(trace(train(service, base_model), [data[:3], data[3:4], data[4:]]), expected)
 
 
-def test_text_chunks_may_be_cut_anywhere(service: tinker.ServiceClient) -> None:
-    def cut(model_input: types.ModelInput, size: int) -> types.ModelInput:
-        chunks: list[types.ModelInputChunk] = []
-        for chunk in model_input.chunks:
-            if isinstance(chunk, types.EncodedTextChunk):
-                tokens = list(chunk.tokens)
-                chunks += [types.EncodedTextChunk(tokens=tokens[i : i + size]) for i in range(0, len(tokens), size)]
-            else:
-                chunks.append(chunk)
-        return types.ModelInput(chunks=chunks)
-
-    client = train(service, "vision")
-    whole = [text_input(1, 11), image_input(client, 2)]
-    expected = scores(client, [datum(model_input) for model_input in whole])
-    for size in (1, 2, 3):
-        got = scores(client, [datum(cut(model_input, size)) for model_input in whole])
-        assert all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
 def test_sequence_ids_may_arrive_2_3_1_and_the_same_post_twice_counts_once(http: httpx.Client) -> None:
     data = [datum(text_input(seed, 6), seed) for seed in range(2)]
     ordered, shuffled = RawModel(http, "text"), RawModel(http, "text")

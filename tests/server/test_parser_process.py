@@ -18,7 +18,7 @@ from tinsmith.config import RequestsConfig
 from tinsmith.errors import EngineUnavailableError, UserError
 from tinsmith.server.parser_process import ParserProcess
 from tinsmith.wire.compression import TooLargeError
-from tinsmith.wire.forward_backward import ReceivedRequest, decode_stored, receive
+from tinsmith.wire.forward_backward import ReceivedRequest, receive
 
 LIMITS = RequestsConfig()
 BODY = forward_backward_body("s:train:0", 7)
@@ -39,14 +39,6 @@ async def parser() -> AsyncIterator[Parser]:
     yield parser
     parser.close()
     assert parsers() == []
-
-
-async def test_a_body_is_parsed_as_here_plain_or_compressed(parser: Parser) -> None:
-    here = receive(BODY, LIMITS)
-    assert await parser.receive(BODY) == await parser.receive(zstandard.compress(BODY), "zstd") == here
-    assert (here.key.seq_id, len(decode_stored(here.stored.payload, here.stored.image_digests).data)) == (7, 1)
-    as_it_came = b"\x0a\x01m\x10\x01" + b"\x2a\x00" * 10_000
-    assert (await parser.receive(as_it_came)).stored.payload is as_it_came  # it is not copied back
 
 
 async def test_what_is_wrong_with_a_body_is_raised_here_and_the_next_is_parsed(parser: Parser) -> None:

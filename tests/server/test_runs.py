@@ -85,13 +85,10 @@ async def test_checkpoints_of_one_run_and_of_all_are_listed_newest_first(server:
     [
         ("training_runs/x", 404, "training run 'x' does not exist"),
         ("training_runs/x/checkpoints", 404, "training run 'x' does not exist"),
-        ("training_runs?limit=0", 400, "limit: Input should be greater than or equal to 1, got '0'"),
         ("training_runs?limit=1001", 400, "limit: Input should be less than or equal to 1000"),
-        ("training_runs?offset=-1", 400, "offset: Input should be greater than or equal to 0"),
         ("training_runs?offset=9223372036854775808", 400, "offset: "),
         ("training_runs?access_scope=mine", 400, "access_scope: Input should be 'owned' or 'accessible', got 'mine'"),
         ("training_runs?page=2", 400, "page: Extra inputs are not permitted"),
-        ("checkpoints?limit=many", 400, "limit: Input should be a valid integer"),
     ],
 )
 async def test_what_cannot_be_listed_is_refused(path: str, status: int, complaint: str, server: Served) -> None:

@@ -21,7 +21,7 @@ import orjson
 import pytest
 
 from tests.server.serving import Served, refused, served
-from tinsmith.config import Config, SamplingConfig, ServerConfig
+from tinsmith.config import ServerConfig
 from tinsmith.errors import BackpressureError, ConfigError, NotFoundError, UserError
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import SampleDone, SampleEvents, SampleFailed
@@ -158,11 +158,6 @@ async def test_a_prompt_that_fills_the_context_can_be_scored(
     """A request that is right goes to an engine, which is not there."""
     body = sample_body(client.sampler, [1] * tokens, max_tokens) | {"prompt_logprobs": scored}
     assert ("exceeds the context window of tiny" in await client.server.refusal("asample", body, status)) == (status == 400)
-
-
-async def test_a_server_without_a_sampler_says_so(tmp_path: Path) -> None:
-    async with served(tmp_path, Config(sampling=SamplingConfig(sampler="none"))) as server:
-        assert "sampler=none" in await server.refusal("asample", sample_body("x:sample:0", [1]))
 
 
 async def test_a_snapshot_can_be_sampled_once_it_is_saved_and_until_its_engine_is_gone(server: Served) -> None:
@@ -388,30 +383,26 @@ def test_the_journal_of_samples_stays_short_and_ignores_a_record_that_was_cut_of
     assert file.stat().st_size < 1.1 * 2**14  # all records together have 70 KiB
     with file.open("ab") as half:
         half.write(encode({"seen": "s:sample:0/0"})[:-1])
-    assert list(SampleJournal(tmp_path).waiting) == ["s:sample:0/0"]
-    assert file.read_bytes() == encode({"waits": "s:sample:0/0"})
-
-
-def test_of_samples_that_nobody_asks_for_the_oldest_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = SampleJournal(tmp_path)
-    for number in range(10):
+    assert (list(journal.waiting), file.read_bytes()) == (["s:sample:0/0"], encode({"waits": "s:sample:0/0"}))
+    for number in range(1, 10):
         journal.add(f"s:sample:0/{number}")
     monkeypatch.setattr("tinsmith.server.sample_journal._MOST_BYTES", 3 * len(encode({"waits": "s:sample:0/0"})))
-    assert list(SampleJournal(tmp_path).waiting) == [f"s:sample:0/{number}" for number in (7, 8, 9)]
+    assert list(SampleJournal(tmp_path).waiting) == [f"s:sample:0/{number}" for number in (7, 8, 9)]  # the newest
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\x00\xfe" * 100, encode("text"), encode({"waits": "s:sample:0/x"}), encode({"seen": 1})])
-def test_a_damaged_journal_is_passed_over_with_one_warning(tmp_path: Path, garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    records = [encode({"waits": f"s:sample:0/{number}"}) for number in (1, 2)]
-    (tmp_path / "samples.journal").write_bytes(garbage.join(records))
+def test_a_damaged_journal_is_passed_over_with_one_warning_and_one_that_cannot_be_read_is_named(
+    tmp_path: Path, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "samples.journal"
+    file.write_bytes(garbage.join(encode({"waits": f"s:sample:0/{number}"}) for number in (1, 2)))
     for _ in range(2):  # once it was read, it is sound
         assert list(SampleJournal(tmp_path).waiting) == ["s:sample:0/1", "s:sample:0/2"]
     (message,) = caplog.messages
-    assert message.startswith(f"{tmp_path}/samples.journal: damaged in 1 places, which are skipped")
-
-
-def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "samples.journal").mkdir()
+    assert message.startswith(f"{file}: damaged in 1 places, which are skipped")
+    file.unlink()
+    file.mkdir()
     with pytest.raises(ConfigError, match=r"samples\.journal cannot be used: .*; see to that, or delete it"):
         SampleJournal(tmp_path)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.serving import FACTS, Served, refused, served
+from tests.server.serving import FACTS, Served, served
 from tinsmith.config import Config, VLLMConfig
 from tinsmith.server.replies import private_places, without_paths
 from tinsmith.store.records import Outcome
@@ -41,25 +41,6 @@ async def test_capabilities_list_the_base_models_once_there_is_an_engine(tmp_pat
         assert await server.shown("get_server_capabilities") == {"supported_models": [changed]}
 
 
-WITH_PREFIX = (
-    "/api/v1/api/v1/client/config does not exist: the client adds /api/v1 to its base_url by itself; leave it off, as in base_url="
-)
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "said"),
-    [
-        ("GET", "training_runs/x/archive", "GET /api/v1/training_runs/x/archive is not built in this version of Tinsmith"),
-        ("DELETE", "training_runs/x", "DELETE /api/v1/training_runs/x is not built in this version of Tinsmith"),
-        ("GET", "create_session", "GET /api/v1/create_session is not built in this version of Tinsmith"),
-        ("POST", "api/v1/client/config", WITH_PREFIX + "'http://localhost'"),  # the first thing that a client of that base_url asks for
-        ("DELETE", "auth/apikey/me", "this server keeps no API keys"),
-    ],
-)
-async def test_what_is_not_built_is_said_to_be(server: Served, method: str, path: str, said: str) -> None:
-    assert said in refused(await server.client.request(method, f"/api/v1/{path}"), 404)
-
-
 async def test_nothing_is_billed_nothing_audited_and_any_key_is_the_owners(server: Served) -> None:
     for path, key in (
         ("billing/usage/events?starting_on=2026-01-01&ending_before=2026-01-02", "data"),
@@ -77,15 +58,6 @@ async def test_a_client_of_a_version_that_does_not_work_is_told_which_do(server:
         told = (await server.answer("create_session", {"sdk_version": version}))["error_message"]
         assert told.startswith(f"tinker {version} is {fault}")
         assert told.endswith("It works with 0.22.3 to 0.38.0; pip install tinker==0.38.0")
-
-
-async def test_clients_are_not_told_where_the_server_keeps_its_files(server: Served, tmp_path: Path) -> None:
-    model_id = await server.new_model()
-    full = f"tinker://m/weights/a could not be written: [Errno 28] No space left on device: '{tmp_path}/checkpoints/a b/x'; /models/tiny/a"
-    server.finish(Outcome(f"{model_id}/0", None, None, full, "server"))
-    shown = "'DATA_DIR/checkpoints/a b/x'; tiny/a"
-    told = (await server.result(f"{model_id}/0"))["error"]
-    assert told == f"tinker://m/weights/a could not be written: [Errno 28] No space left on device: {shown}"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +93,7 @@ async def test_only_a_client_on_this_machine_is_told_of_a_directory_and_what_was
         served_so = "is a directory; give the name under which it is served: 'tiny'"
         said = served_so if is_here and asked == "/models/tiny" else "is not served here; there are: tiny"
         assert await server.refusal("create_model", body | {"base_model": asked}, 404) == f"base_model {asked!r} {said}"
-    failed = f"name {str(tmp_path)!r} is wrong"
-    server.finish(Outcome(f"{model_id}/0", None, None, failed, "user"))
-    assert (await server.result(f"{model_id}/0"))["error"] == failed
+    said = f"{str(tmp_path)!r} is wrong"
+    for seq_id, category, told in ((1, "user", said), (2, "server", "'DATA_DIR' is wrong")):
+        server.finish(Outcome(await server.step(model_id, seq_id), None, None, said, category))
+        assert (await server.result(f"{model_id}/{seq_id}"))["error"] == told
