@@ -4,7 +4,6 @@ Invariant: The SDK, the `tinker` command line and the cookbook understand runs, 
 Also: `tests/acceptance/test_tinker_cli.py`, `tests/recipes/test_weights_download.py`.
 """
 
-import json
 import urllib.request
 from pathlib import Path
 
@@ -81,9 +80,6 @@ def test_sessions_are_described_searched_and_traced(server: Server, rest: tinker
         active = types.SessionSearchRequest(display_name="run catalog", statuses=[types.ActiveSessionStatusQuery()])
         assert [found.session_id for found in rest.search_sessions(active).result().sessions] == [session_id]
         rest.assign_session_project(session_id, "second").result()
-        trace = json.loads(fetch(rest.export_session_trace(session_id).result()))
-        spans = [event["name"] for event in trace["traceEvents"] if event["ph"] == "e"]
-        assert spans == ["create_model", "forward_backward", "optim_step", "save_weights_for_sampler"]
     finished = types.SessionSearchRequest(
         project_ids=["second"],
         user_metadata={"team": "catalog"},

@@ -112,11 +112,6 @@ async def test_a_base_model_is_sampled_under_its_name_with_any_suffix(server: Se
     await server.refusal("join_sampling_session", {"sampling_session_id": "x:sample:0"}, 404)
 
 
-async def test_a_sample_without_an_engine_is_not_kept(client: Client) -> None:
-    await client.server.refusal("asample", sample_body(client.sampler, [1]), 503)
-    assert (await client.fetch(0)).status_code == 410
-
-
 @contextmanager
 def full_disk(file: Path, room: int) -> Iterator[None]:
     """No file grows beyond the size of this one and `room` bytes."""
@@ -158,6 +153,7 @@ async def test_a_prompt_that_fills_the_context_can_be_scored(
     """A request that is right goes to an engine, which is not there."""
     body = sample_body(client.sampler, [1] * tokens, max_tokens) | {"prompt_logprobs": scored}
     assert ("exceeds the context window of tiny" in await client.server.refusal("asample", body, status)) == (status == 400)
+    assert (await client.fetch(0)).status_code == 410  # it is not kept
 
 
 async def test_a_snapshot_can_be_sampled_once_it_is_saved_and_until_its_engine_is_gone(server: Served) -> None:
@@ -202,11 +198,6 @@ def end(book: SampleBook, sample: PendingSample, payload: bytes = b"") -> bool:
     return book.finish(SampleDone(sample.request_id, sample.run, payload))
 
 
-def known(book: SampleBook, *request_ids: str) -> list[str]:
-    """Those that run or wait to be fetched."""
-    return [request_id for request_id in request_ids if book.find(request_id) is not None]
-
-
 def test_the_book_counts_sequences_and_bytes_of_all_and_of_each_session() -> None:
     mib, all_mib, session_mib = 2**20, "max_pending_sample_mib", "max_pending_sample_mib_per_session"
     book = book_of(max_pending_samples=10, max_pending_samples_per_session=6, **{all_mib: 3, session_mib: 2})
@@ -239,31 +230,17 @@ def test_a_sample_that_is_too_much_alone_is_refused_for_good() -> None:
     book.add("a:sample:0/0", 6, 2**21)
 
 
-def test_the_book_counts_only_what_runs_loses_it_with_its_engine_and_forgets_what_was_fetched() -> None:
-    book = book_of(max_pending_samples=1)
-    for request_id in "abc":
-        assert end(book, book.add(request_id, 1, 0))
-    for _ in range(2):
-        book.remove("a")
-    assert known(book, *"abc") == ["b", "c"]
-    book.add("a", 1, 0)  # sent again: it runs, whatever became of the first
-    book.remove("a")
-    lost = book.add("d", 1, 0)
-    assert (book.lose_running(), end(book, lost), known(book, *"abcd")) == (["d"], False, ["b", "c"])
-    book.add("e", 1, 0)
-
-
 def test_a_fetched_result_stays_for_a_minute_in_case_the_reply_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    book = book_of(sample_result_ttl_s=600.0)
-    for request_id in ("s:sample:0/0", "s:sample:0/1"):
+    book, ids = book_of(sample_result_ttl_s=600.0), ["s:sample:0/0", "s:sample:0/1"]
+    for request_id in ids:
         end(book, book.add(request_id, 1, 0))
     for _ in range(2):
-        book.fetched("s:sample:0/1")
-    for later, expected in ((1060.0, ["s:sample:0/0", "s:sample:0/1"]), (1060.5, ["s:sample:0/0"]), (1600.5, [])):
+        book.fetched(ids[1])
+    for later, expected in ((1060.0, ids), (1060.5, ids[:1]), (1600.5, [])):
         now = later
-        assert known(book, "s:sample:0/0", "s:sample:0/1") == expected
+        assert [request_id for request_id in ids if book.find(request_id) is not None] == expected
 
 
 def test_an_answer_reaches_only_the_run_that_it_belongs_to() -> None:
@@ -313,6 +290,9 @@ async def test_a_cancelled_sample_ends_and_takes_no_place(tmp_path: Path) -> Non
         assert (await client.fetch(0)).json() == {"error": "it was cancelled by its client", "category": "user"}
         client.accept(1)
         client.done(1, b"done")
+        client.accept(2)  # what has ended takes no place either, and what was running ends with its engine
+        assert server.hub.samples.lose_running() == [client.id_of(2)]
+        client.accept(2)
         for request_id in (client.id_of(1), client.id_of(7), "nonsense"):
             await server.answer("cancel_future", {"request_id": request_id})
         assert (await client.fetch(1)).content == b"done"
@@ -437,40 +417,35 @@ def sent(message: Message) -> Message:
 
 
 async def test_the_tokens_of_a_streamed_sample_are_read_while_it_runs_and_from_its_beginning(server: Served) -> None:
-    request_id, other = "s:sample:0/1", "s:sample:0/2"
-    sample = server.hub.samples.add(request_id, 2, 0, stream=True)
-    silent = server.hub.samples.add(other, 1, 0)
-    early = server.hub.samples.follow(request_id, sample.run)
-    first = [(request_id, sample.run, 0, [5], [-0.5]), (other, silent.run, 0, [9], [-0.9]), (request_id, sample.run, 1, [7], [-0.7])]
-    server.hub.take(sent(SampleEvents(first)))
-    assert [await anext(early), await anext(early)] == [StreamedTokens(0, [5], [-0.5]), StreamedTokens(1, [7], [-0.7])]
+    book, request_id = server.hub.samples, "s:sample:0/1"
+    sample, silent = book.add(request_id, 2, 0, stream=True), book.add("s:sample:0/2", 1, 0)
+    early, run = book.follow(request_id, sample.run), sample.run
+    server.hub.take(sent(SampleEvents([(request_id, run, 0, [5], [-0.5]), (silent.request_id, silent.run, 0, [9], [-0.9])])))
+    assert await anext(early) == StreamedTokens(0, [5], [-0.5])
     waiting = asyncio.ensure_future(anext(early))
     await asyncio.sleep(0)
     assert not waiting.done()
-    last = [(request_id, sample.run, 0, [6, 2], [-0.6, -0.2]), (request_id, sample.run + 100, 0, [1], [-1.0])]
-    server.hub.take(sent(SampleEvents(last)))
-    assert await waiting == StreamedTokens(0, [6, 2], [-0.6, -0.2])
-    server.hub.take(sent(SampleDone(request_id, sample.run, b"")))
-    server.hub.take(sent(SampleEvents([(request_id, sample.run, 0, [3], [-0.3])])))  # too late
+    server.hub.take(sent(SampleEvents([(request_id, run, 1, [6, 2], [-0.6, -0.2]), (request_id, run + 100, 0, [1], [-1.0])])))
+    assert await waiting == StreamedTokens(1, [6, 2], [-0.6, -0.2])
+    server.hub.take(sent(SampleDone(request_id, run, b"")))
+    server.hub.take(sent(SampleEvents([(request_id, run, 0, [3], [-0.3])])))  # too late
     assert [event async for event in early] == []
-    assert [event.tokens async for event in server.hub.samples.follow(request_id, sample.run)] == [[5], [7], [6, 2]]
+    assert [event.tokens async for event in book.follow(request_id, run)] == [[5], [6, 2]]
+    with pytest.raises(UserError, match="was started without stream"):
+        book.follow(silent.request_id, silent.run)
+    with pytest.raises(NotFoundError, match="send it again"):
+        book.follow(request_id, run + 1)
 
 
-async def test_what_ends_a_streamed_sample_ends_its_readers_and_no_other_can_be_followed(server: Served) -> None:
+async def test_what_ends_a_streamed_sample_ends_its_readers(server: Served) -> None:
     book = server.hub.samples
-    failing, cancelled, lost = (book.add(f"s:sample:0/{n}", 1, 0, stream=True) for n in range(3))
-    readers = [asyncio.ensure_future(anext(book.follow(sample.request_id, sample.run))) for sample in (failing, cancelled, lost)]
+    samples = failing, cancelled, _ = [book.add(f"s:sample:0/{number}", 1, 0, stream=True) for number in range(3)]
+    readers = [asyncio.ensure_future(anext(book.follow(sample.request_id, sample.run))) for sample in samples]
     await asyncio.sleep(0)
     server.hub.take(sent(SampleFailed(failing.request_id, failing.run, "no such token", "user", gone=False)))
     book.remove(cancelled.request_id)
     book.lose_running()
-    with pytest.raises(UserError, match="no such token"):
-        await readers[0]
-    for reader in readers[1:]:
-        with pytest.raises(GoneError, match="is not known any more"):
+    gone = (GoneError, "is not known any more")
+    for reader, (error, message) in zip(readers, ((UserError, "no such token"), gone, gone), strict=True):
+        with pytest.raises(error, match=message):
             await reader
-    sample = book.add("s:sample:0/3", 1, 0)
-    with pytest.raises(UserError, match="was started without stream"):
-        book.follow("s:sample:0/3", sample.run)
-    with pytest.raises(NotFoundError, match="send it again"):
-        book.follow("s:sample:0/3", sample.run + 1)
