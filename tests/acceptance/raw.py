@@ -56,16 +56,21 @@ class RawModel:
         """Submit a save_weights; returns the request id."""
         return self.submit("save_weights", seq_id, path=name)
 
+    def _ended(self, request_id: str) -> httpx.Response:
+        while (reply := self.http.post("retrieve_future", json={"request_id": request_id})).status_code == 408:
+            pass
+        return reply
+
     def result(self, request_id: str) -> dict[str, object]:
         """The JSON result or error of an operation."""
-        reply = self.http.post("retrieve_future", json={"request_id": request_id})
+        reply = self._ended(request_id)
         assert reply.status_code == 200, reply.text
         result: dict[str, object] = reply.json()
         return result
 
     def output(self, request_id: str) -> types.ForwardBackwardOutput:
         """The result of a forward or forward_backward."""
-        reply = self.http.post("retrieve_future", json={"request_id": request_id})
+        reply = self._ended(request_id)
         assert reply.headers["content-type"] == "application/x-protobuf", reply.text
         return deserialize_forward_backward_output(reply.content)
 

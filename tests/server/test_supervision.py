@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from tests.running import START_S, Server, limited_program, serving
-from tinsmith.store.store import Store
 
 
 @pytest.fixture
@@ -136,15 +135,3 @@ def test_a_server_that_is_stopped_while_its_engine_loads_tells_of_no_models(tiny
         told = server.log.read_text()
         assert told.count("the server stops; its engine is not ready, and has no models to save") == 1
         assert not any(word in told for word in ("WARNING", "ERROR", "lost", "killed"))
-
-
-def test_a_damaged_database_ends_the_server_in_one_line(tiny: list[str], tmp_path: Path) -> None:
-    Store.open(tmp_path / "data").close()
-    content = (tmp_path / "data" / "tinsmith.db").read_bytes()
-    (tmp_path / "data" / "tinsmith.db").write_bytes(content[:5000] + os.urandom(len(content) - 5000))
-    with serving(tmp_path, *tiny) as server:
-        assert server.process.wait(timeout=START_S) == 2
-        (line,) = [line for line in server.log.read_text().splitlines() if line.startswith("tinsmith: ")]
-        assert line.startswith(f"tinsmith: {tmp_path}/data/tinsmith.db is damaged: ")
-        assert "or move tinsmith.db* away and run `tinsmith recover" in line
-        assert "Traceback" not in server.log.read_text()
