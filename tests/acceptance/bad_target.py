@@ -26,17 +26,14 @@ class Target:
         self.seq_id = self.samples = 0
 
     def next(self) -> int:
-        """The seq_id for the next operation."""
         self.seq_id += 1
         return self.seq_id
 
     def next_sample(self) -> int:
-        """The seq_id for the next sample."""
         self.samples += 1
         return self.samples
 
     def scores(self) -> list[list[float]]:
-        """Log-probabilities of a good datum."""
         return self.model.scores(self.next())
 
     def fill(self, text: str) -> str:
@@ -52,8 +49,6 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """A bad request."""
-
     name: str
     send: Callable[[Target], str]
     """Sends it and returns the words of its refusal."""

@@ -48,7 +48,6 @@ def text_only(family_dir: Callable[[str], Path]) -> list[str]:
 
 @pytest.fixture(scope="session")
 def server(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A running server."""
     with ready(tmp_path_factory.mktemp("server"), *models) as running:
         yield running
 
@@ -63,7 +62,6 @@ def chunking_server(models: list[str], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def service(server: Server) -> Iterator[tinker.ServiceClient]:
-    """An SDK client of the server."""
     with connect(server) as client:
         yield client
 
@@ -76,6 +74,5 @@ def rest(server: Server) -> tinker.RestClient:
 
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
-    """The server without the SDK."""
     with without_sdk(server) as client:
         yield client

@@ -28,7 +28,6 @@ class RawModel:
         assert self.result(created["request_id"])["model_id"] == self.model_id
 
     def forward_backward(self, seq_id: int, data: Sequence[types.Datum], forward_only: bool = False) -> str:
-        """Submit; returns the request id."""
         body = types.ForwardBackwardInput(data=list(data), loss_fn="cross_entropy")
         request = types.ForwardBackwardRequest(forward_backward_input=body, model_id=self.model_id, seq_id=seq_id)
         message = forward_backward_request_to_proto(request)
@@ -40,7 +39,6 @@ class RawModel:
         return self._id_of(self.http.post("forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"}))
 
     def submit(self, kind: str, seq_id: int, **body: object) -> str:
-        """Submit an operation in JSON; returns the request id."""
         return self._id_of(self.http.post(kind, json={"model_id": self.model_id, "seq_id": seq_id} | body))
 
     def _id_of(self, reply: httpx.Response) -> str:
@@ -49,11 +47,9 @@ class RawModel:
         return request_id
 
     def optim_step(self, seq_id: int, params: types.AdamParams) -> str:
-        """Submit; returns the request id."""
         return self.submit("optim_step", seq_id, adam_params=params.model_dump())
 
     def save(self, seq_id: int, name: str) -> str:
-        """Submit a save_weights; returns the request id."""
         return self.submit("save_weights", seq_id, path=name)
 
     def _ended(self, request_id: str) -> httpx.Response:

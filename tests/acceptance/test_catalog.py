@@ -23,7 +23,6 @@ def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
 
 
 def fetch(url: str) -> bytes:
-    """A plain GET without a key, as downloads are."""
     content: bytes = urllib.request.urlopen(url).read()
     return content
 

@@ -38,14 +38,12 @@ def source(family_dir: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def hybrid(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Its server."""
     with ready(tmp_path_factory.mktemp("hybrid"), "--base-model", f"hybrid={source}", "--kv-cache-gib", "0.1") as server:
         yield server
 
 
 @pytest.fixture
 def service(hybrid: Server) -> Iterator[tinker.ServiceClient]:
-    """A session of the SDK."""
     with connect(hybrid) as client:
         yield client
 

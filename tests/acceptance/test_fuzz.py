@@ -91,7 +91,6 @@ class Range:
         return shot.content(encode(message))
 
     async def fire(self, shots: Sequence[Shot]) -> None:
-        """Send them at once, and wait for what they started."""
         await asyncio.gather(*[self._one(shot) for shot in shots])
 
     async def _one(self, shot: Shot) -> None:

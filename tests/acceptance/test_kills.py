@@ -29,7 +29,6 @@ LARGE_RANK = 256
 
 
 def is_being_written(directory: Path) -> bool:
-    """The files of a checkpoint are there under a temporary name."""
     return any(entry.name.startswith(".writing-") for entry in directory.iterdir())
 
 

@@ -50,7 +50,6 @@ class Gate:
 
     @property
     def keys(self) -> list[str]:
-        """What lies in the bucket."""
         return [entry.key for entry in boto3.resource("s3").Bucket("kettles").objects.all()]
 
 
@@ -84,7 +83,6 @@ def server(gate: Gate, text_only: list[str], tmp_path_factory: pytest.TempPathFa
 
 
 def collected(server: Server) -> str:
-    """What `tinsmith gc` prints."""
     done = tinsmith("gc", "--data-dir", str(server.log.parent / "data"))
     assert done.returncode == 0, done.stderr
     return done.stdout

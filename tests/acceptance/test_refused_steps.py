@@ -18,7 +18,6 @@ INVALID_ID = with_inputs(text_input(2, 8), target_tokens=[1] * 7 + [10**6], weig
 
 
 def step(client: tinker.TrainingClient) -> float:
-    """Learn the lesson; returns the norm of its gradient."""
     client.forward_backward(LESSON, "cross_entropy")
     return grad_norm(client)
 

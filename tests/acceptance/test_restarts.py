@@ -21,7 +21,6 @@ GONE = r"are gone: the server was restarted; publish weights again \(save_weight
 
 
 def samples_run(status: dict[str, Any]) -> bool:
-    """Whether a sequence runs."""
     return bool(status["samples"]["running"])
 
 

@@ -14,7 +14,6 @@ from tests.acceptance.talking import datum, image_input, learn, numbers, scores,
 
 
 def sampling_client(client: tinker.TrainingClient) -> tinker.SamplingClient:
-    """A client of the model's weights as they are now."""
     sampler: tinker.SamplingClient = client.save_weights_and_get_sampling_client().result()
     return sampler
 

@@ -42,13 +42,11 @@ class Tinker:
         return done.stdout
 
     def answer(self, *arguments: str) -> Any:
-        """What a command prints as JSON."""
         return json.loads(self.succeed("--format", "json", *arguments))
 
 
 @pytest.fixture
 def command(server: Server, tmp_path: Path) -> Tinker:
-    """The command line of that server."""
     return Tinker(server, tmp_path)
 
 

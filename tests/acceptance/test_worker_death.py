@@ -35,7 +35,6 @@ def steps(client: tinker.TrainingClient, seeds: Sequence[int]) -> list[float]:
 
 
 def loss(future: Any) -> float:
-    """The loss of a pass, when it is done."""
     return float(future.result(timeout=START_S).metrics["loss:sum"])
 
 

@@ -61,11 +61,9 @@ class Served:
     client: httpx.AsyncClient
 
     async def get(self, path: str) -> httpx.Response:
-        """GET a path below /api/v1."""
         return await self.client.get(f"/api/v1/{path}")
 
     async def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        """POST JSON to a path below /api/v1."""
         return await self.client.post(f"/api/v1/{path}", json=body, **options)
 
     async def train(self, body: bytes, **headers: str) -> httpx.Response:
@@ -94,11 +92,9 @@ class Served:
         return session_id
 
     async def end_session(self, session_id: str, reason: str = "success", detail: str | None = None) -> None:
-        """Its client says that it is finished."""
         await self.answer(f"sessions/{session_id}/finish", {"reason": {"type": reason}, "detail": detail})
 
     async def heartbeat(self, session_id: str) -> int:
-        """The status with which a heartbeat is answered."""
         return (await self.post("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})).status_code
 
     async def new_model(self, session_id: str | None = None, **fields: Any) -> str:
@@ -108,13 +104,11 @@ class Served:
         return model_id
 
     async def new_run(self, session_id: str | None = None, **fields: Any) -> str:
-        """A model that is ready; returns its id."""
         model_id = await self.new_model(session_id, **fields)
         self.end(f"{model_id}/0", b'{"model_id":""}')
         return model_id
 
     async def step(self, model_id: str, seq_id: int) -> str:
-        """Submit optim_step; returns the request id."""
         request_id: str = (await self.answer("optim_step", step(model_id, seq_id)))["request_id"]
         return request_id
 
@@ -156,7 +150,6 @@ class Served:
 
 
 def step(model_id: str, seq_id: int) -> dict[str, Any]:
-    """The body of an optim_step."""
     return {"model_id": model_id, "seq_id": seq_id, "adam_params": {}}
 
 

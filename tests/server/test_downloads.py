@@ -29,7 +29,6 @@ async def addresses(server: Served, run_id: str = "m", name: str = "a") -> dict[
 
 
 def changed(url: str, **parameters: str) -> str:
-    """The address with other parameters."""
     return str(httpx.URL(url).copy_merge_params(parameters))
 
 

@@ -53,7 +53,6 @@ class Watched:
 
 
 async def until(seen: Callable[[], object]) -> None:
-    """Wait until that is true."""
     async with asyncio.timeout(LONG_S):
         while True:
             if seen():
@@ -62,7 +61,6 @@ async def until(seen: Callable[[], object]) -> None:
 
 
 def pid_of(engine: EngineProcess) -> int:
-    """The running engine's process id."""
     assert engine._process is not None
     return engine._process.pid
 

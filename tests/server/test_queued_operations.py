@@ -25,11 +25,9 @@ class Queue(QueuedOperations):
             self.end(f"{A}/{seq_id}")
 
     def take(self, model_id: str, seq_id: int, size: int = 1) -> None:
-        """It is taken, and counted."""
         assert self.admit(model_id, seq_id, size)
 
     def refuse(self, model_id: str, seq_id: int, size: int, message: str) -> None:
-        """It is refused with this message."""
         with pytest.raises(BackpressureError, match=message):
             self.admit(model_id, seq_id, size)
 

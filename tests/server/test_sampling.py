@@ -29,7 +29,6 @@ from tinsmith.server.replies import GoneError
 from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.samples import PendingSample, SampleBook, StreamedTokens
 from tinsmith.store.append_file import encode
-from tinsmith.store.records import Outcome
 
 
 def sample_body(sampler: str, tokens: list[int], max_tokens: int = 4) -> dict[str, Any]:
@@ -53,7 +52,6 @@ class Client:
         return self.id_of(number)
 
     def runs(self, number: int) -> PendingSample | None:
-        """The sample, if it is known."""
         return self.server.hub.samples.find(self.id_of(number))
 
     def run_of(self, number: int) -> int:
@@ -85,7 +83,6 @@ class Client:
 
 @pytest.fixture
 async def client(server: Served) -> Client:
-    """On the server that tests have by default."""
     return await new_client(server)
 
 
@@ -114,7 +111,6 @@ async def test_a_base_model_is_sampled_under_its_name_with_any_suffix(server: Se
 
 @contextmanager
 def full_disk(file: Path, room: int) -> Iterator[None]:
-    """No file grows beyond the size of this one and `room` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + room, hard))
     try:
@@ -156,38 +152,17 @@ async def test_a_prompt_that_fills_the_context_can_be_scored(
     assert (await client.fetch(0)).status_code == 410  # it is not kept
 
 
-async def test_a_snapshot_can_be_sampled_once_it_is_saved_and_until_its_engine_is_gone(server: Served) -> None:
-    session_id = await server.new_session()
-    model_id = await server.new_model(session_id)
-    await server.answer("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0})
-    body = sample_body(f"{session_id}:sample:0", [1])
-    assert "are being saved" in await server.refusal("asample", body, 404)
-    server.store.record([Outcome(f"{model_id}/1", b"{}", "json", None, None)])
-    await server.refusal("asample", body, 503)
-    server.store.fail_unfinished("the engine died")
-    server.hub.sampling_sessions.forget_snapshots()
-    gone = await server.refusal("asample", body, 404)
-    assert "are gone: the engine died; publish weights again (save_weights_and_get_sampling_client)" in gone
-    assert (await server.post("retrieve_future", {"request_id": f"{session_id}:sample:0/0"})).status_code == 404
-
-
-async def test_samples_are_answered_from_memory(client: Client) -> None:
+async def test_a_repeated_sample_is_known_and_another_under_its_number_refused(client: Client) -> None:
     sent = orjson.dumps(sample_body(client.sampler, [1]))
-    for number in range(3):
-        client.accept(number, 2, hashlib.sha256(sent).digest())
+    client.accept(0, 2, hashlib.sha256(sent).digest())
     again, other = [
         await client.server.client.post("/api/v1/asample", content=content, headers={"Content-Type": "application/json"})
         for content in (sent, orjson.dumps(sample_body(client.sampler, [2])))
     ]
     assert again.json()["sample_sequence_ids"] == [f"{client.id_of(0)}/0", f"{client.id_of(0)}/1"]
     assert hashlib.sha256(sent).hexdigest()[:12] in refused(other)
-    client.done(0, b"\x0a\x00")
-    client.failed(1, "bad")
-    client.failed(2, "dropped", gone=True)
-    replies = [await client.fetch(number) for number in range(3)]
-    assert [reply.status_code for reply in replies] == [200, 200, 404]
-    assert (replies[0].content, replies[0].headers["content-type"]) == (b"\x0a\x00", "application/x-protobuf")
-    assert replies[1].json() == {"error": "bad", "category": "user"}
+    client.failed(0, "dropped", gone=True)
+    assert (await client.fetch(0)).status_code == 404
 
 
 def book_of(**settings: Any) -> SampleBook:
@@ -412,7 +387,6 @@ async def test_results_over_the_limit_are_dropped_from_the_session_that_has_most
 
 
 def sent(message: Message) -> Message:
-    """The message as it arrives."""
     return Message.from_frames(message.to_frames())
 
 

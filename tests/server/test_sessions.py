@@ -10,7 +10,6 @@ from tinsmith.store.store import Store
 
 
 async def found(server: Served, **asked: object) -> list[str]:
-    """The ids that a search finds."""
     return [session["session_id"] for session in (await server.answer("sessions/search", asked))["sessions"]]
 
 

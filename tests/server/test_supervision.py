@@ -21,7 +21,6 @@ from tests.running import START_S, Server, limited_program, serving
 
 @pytest.fixture
 def tiny(family_dir: Callable[[str], Path]) -> list[str]:
-    """Options that serve one model."""
     return ["--base-model", f"tiny={family_dir('qwen3')}"]
 
 

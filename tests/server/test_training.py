@@ -12,7 +12,7 @@ import httpx
 import pytest
 import zstandard
 
-from tests.server.serving import ZSTD, Served, forward_backward_body, parsers, refused, served
+from tests.server.serving import ZSTD, Served, forward_backward_body, parsers, refused
 from tinsmith.store.records import REJECTED
 from tinsmith.wire import tinker_pb2
 
@@ -81,13 +81,6 @@ async def test_a_model_seq_id_belongs_to_one_model(server: Served) -> None:
     assert "is finished" in await server.refusal("create_model", body | {"model_seq_id": 1})
     failed = await server.result(await server.step(model_id, 1))
     assert (failed["category"], "session is finished" in failed["error"]) == ("user", True)
-
-
-async def test_bodies_are_limited_before_and_after_decompression(tmp_path: Path) -> None:
-    async with served(tmp_path, max_body_mib=1) as server:
-        big = b"\0" * (2**20 + 1)
-        assert (await server.train(big)).status_code == 413
-        assert (await server.train(zstandard.compress(big), **ZSTD)).status_code == 413
 
 
 async def test_zeros_that_came_as_kilobytes_are_stored_as_kilobytes(server: Served) -> None:
