@@ -15,7 +15,7 @@ from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanc
 
 from tests.acceptance.conftest import connect
 from tests.acceptance.talking import RAW_STEP, grad_norm, image_input, logprobs, text_input, train, with_inputs
-from tests.acceptance.test_losses import in_the_client
+from tests.plain_losses import DEFAULTS, FORMULAS
 from tests.running import Server
 
 METRICS = {"tinsmith_stable_reinforce/weight:mean", "tinsmith_stable_reinforce/limited:mean", "tinsmith_stable_reinforce/drift:mean"}
@@ -69,11 +69,14 @@ def test_on_samples_of_older_weights_it_has_the_value_and_gradient_of_its_formul
             grad_norm(model)
         data = [policy_datum(one, seed, logprobs=[-0.5] * len(padded(one))) for seed, one in enumerate(sampled)]
         output = client.forward_backward(data, "stable_reinforce", config).result()
-        inputs = []
-        for datum, one in zip(data, sampled, strict=True):
-            q, advantages = torch.tensor(padded(one)), datum.loss_fn_inputs["advantages"].to_torch()
-            inputs.append({"logprobs": q, "advantages": advantages, "sequence_ratio_mask": (q != 0).float()})
-        total, linear = in_the_client("stable_reinforce", config, data, logprobs(output), inputs)
+        total, linear = 0.0, []
+        for datum, one, now in zip(data, sampled, logprobs(output), strict=True):
+            q, leaf = torch.tensor(padded(one)), torch.tensor(now, requires_grad=True)
+            inputs = {"logprobs": q, "advantages": datum.loss_fn_inputs["advantages"].to_torch(), "sequence_ratio_mask": (q != 0).float()}
+            loss = FORMULAS["stable_reinforce"](leaf, inputs, DEFAULTS["stable_reinforce"] | config)
+            (gradient,) = torch.autograd.grad(loss, [leaf])
+            total += loss.item()
+            linear.append(with_inputs(datum.model_input, target_tokens=datum.loss_fn_inputs["target_tokens"], weights=-gradient))
         assert output.metrics.keys() == {"loss:sum"} | METRICS
         assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-4, abs=1e-5)
         assert output.metrics["tinsmith_stable_reinforce/drift:mean"] > 0.2
