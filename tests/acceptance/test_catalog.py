@@ -6,6 +6,7 @@ Also: `tests/acceptance/test_tinker_cli.py`, `tests/recipes/test_weights_downloa
 
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pyrage
 import pytest
@@ -63,7 +64,7 @@ def test_external_weights_are_encrypted_for_their_recipients(
 
 
 def test_sessions_are_described_searched_and_traced(server: Server, rest: tinker.RestClient) -> None:
-    description = {"display_name": "Catalog run 7", "user_metadata": {"team": "catalog"}}
+    description: dict[str, Any] = {"display_name": "Catalog run 7", "user_metadata": {"team": "catalog"}}
     with tinker.ServiceClient(base_url=server.url, api_key=API_KEY, project_id="first", **description) as service:
         client = trained(service)
         session_id = client.model_id.partition(":train:")[0]

@@ -3,6 +3,8 @@
 That a loss has the value and gradient of its formula is in `tests/training/test_losses.py`.
 """
 
+from typing import Any
+
 import pytest
 import tinker
 import torch
@@ -38,7 +40,7 @@ def policy_data(client: tinker.TrainingClient, base_model: str) -> list[types.Da
     ("name", "config"), [("gspo", {}), ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.3}), ("dro", {"beta": 0.3})]
 )
 def test_a_policy_loss_is_that_of_its_settings_however_the_call_is_split(
-    service: tinker.ServiceClient, chunking_server: Server, name: str, config: dict[str, float]
+    service: tinker.ServiceClient, chunking_server: Server, name: Any, config: dict[str, float]
 ) -> None:
     whole = train(service, "vision")
     data = plain = policy_data(whole, "vision")

@@ -23,7 +23,7 @@ async def test_a_session_names_its_runs_and_samplers(server: Served) -> None:
         "user_metadata": {"team": "a", "n": "1"},
         "display_name": "nightly run",
     }
-    empty = {"training_run_ids": [], "sampler_ids": [], "user_metadata": None, "display_name": None}
+    empty: dict[str, Any] = {"training_run_ids": [], "sampler_ids": [], "user_metadata": None, "display_name": None}
     assert await server.shown(f"sessions/{await server.new_session()}") == empty
     assert (await server.get("sessions/x")).status_code == 404
 
