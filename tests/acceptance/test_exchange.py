@@ -115,7 +115,7 @@ def test_an_adapter_leaves_for_peft_and_comes_back(
     arguments = ["import", tmp_path / "adapter", "back", "--base-model", f"hybrid={source}"]
     training, sampling = run(*arguments).stdout.split()
     assert (training, sampling) == ("tinker://imported/weights/back", "tinker://imported/sampler_weights/back")
-    taken = f"NAME='back': {training} and {sampling} exist already; import under another name, or delete what is there first"
+    taken = f"{training} and {sampling} exist already; import under another name, or delete what is there first"
     assert run(*arguments, expected=2).stderr == f"tinsmith: {taken}\n"
     again = service.create_training_client_from_state(training).result()
     assert [score.tolist() for score in scores(again, trained.items)] == [score.tolist() for score in trained.expected]
