@@ -12,7 +12,11 @@ from tests.running import START_S, Server
 
 
 def test_a_running_server_shows_what_it_does(server: Server, service: tinker.ServiceClient) -> None:
-    client = train(service, "text")
+    supported = service.get_server_capabilities().supported_models
+    assert [(model.model_name, model.max_context_length) for model in supported] == [("text", 32768), ("vision", 32768)]
+    client = train(service, "text:variant", rank=16)
+    info = client.get_info()
+    assert (info.model_data.model_name, info.model_data.arch, info.lora_rank) == ("text", "qwen3", 16)
     client.forward([datum(text_input(1, 50))], "cross_entropy").result()
     client.forward_backward([datum(text_input(1, 60)), datum(text_input(2, 90))], "cross_entropy").result()
     client.optim_step(RAW_STEP).result()
