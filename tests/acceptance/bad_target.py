@@ -1,17 +1,16 @@
 """Where bad requests are sent, and what a row of their table is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.raw import RawModel
-from tests.acceptance.talking import datum, logprobs, text_input
+from tests.acceptance.raw import GOOD, RawModel
 from tests.running import Server
 
-GOOD = [datum(text_input(0, 12), 0)]
+__all__ = ["GOOD"]
 
 
 class Target:
@@ -20,29 +19,22 @@ class Target:
     def __init__(self, server: Server, base_model: str) -> None:
         self.http = server.client()
         self.http.headers["X-API-Key"] = API_KEY
-        self.base_model = base_model
         self.model = RawModel(self.http, base_model)
         self.session_id = self.model.model_id.partition(":train:")[0]
         asked = {"session_id": self.session_id, "sampling_session_seq_id": 0, "base_model": base_model}
         self.sampler: str = self.http.post("create_sampling_session", json=asked).json()["sampling_session_id"]
-        self.seq_id = 0
-        self.samples = 0
+        self.seq_id = self.samples = 0
 
     def next(self) -> int:
-        """The seq_id for the next operation."""
         self.seq_id += 1
         return self.seq_id
 
     def next_sample(self) -> int:
-        """The seq_id for the next sample."""
         self.samples += 1
         return self.samples
 
-    def scores(self) -> list[float]:
-        """Log-probabilities of a good datum."""
-        output = self.model.output(self.model.forward_backward(self.next(), GOOD, forward_only=True))
-        scores: list[float] = logprobs(output)[0].tolist()
-        return scores
+    def scores(self) -> list[list[float]]:
+        return self.model.scores(self.next())
 
     def fill(self, text: str) -> str:
         """`text` with the ids of this target in the place of their names in braces."""
@@ -57,13 +49,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """A bad request."""
-
     name: str
     send: Callable[[Target], str]
     """Sends it and returns the words of its refusal."""
-    says: Sequence[str]
-    """What they must contain."""
+    says: str
+    """What they must contain, in parts that ` ... ` divides."""
     base_model: str = "text"
 
 

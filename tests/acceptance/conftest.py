@@ -1,6 +1,7 @@
 """The real SDK against a real server process. One server with a text and a vision model serves most of these tests."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -10,6 +11,27 @@ import tinker
 from tests.running import Server, serving
 
 API_KEY = "tml-acceptance"
+
+
+@contextmanager
+def ready(directory: Path, *options: str) -> Iterator[Server]:
+    """A server that takes work; its log and data lie in `directory`."""
+    with serving(directory, *options) as running:
+        running.wait_for_health()
+        yield running
+
+
+def connect(server: Server) -> tinker.ServiceClient:
+    """An SDK client; with `with`, its session ends at the end."""
+    return tinker.ServiceClient(base_url=server.url, api_key=API_KEY)
+
+
+@contextmanager
+def without_sdk(server: Server) -> Iterator[httpx.Client]:
+    """An HTTP client with a key, for what the SDK would not send."""
+    with server.client() as client:
+        client.headers["X-API-Key"] = API_KEY
+        yield client
 
 
 @pytest.fixture(scope="session")
@@ -26,24 +48,21 @@ def text_only(family_dir: Callable[[str], Path]) -> list[str]:
 
 @pytest.fixture(scope="session")
 def server(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A running server."""
-    with serving(tmp_path_factory.mktemp("server"), *models) as running:
-        running.wait_for_health()
+    with ready(tmp_path_factory.mktemp("server"), *models) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def chunking_server(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that makes the SDK send every datum in a request of its own."""
-    with serving(tmp_path_factory.mktemp("chunking"), *models, "--fwdbwd-max-chunk-len", "1", "--tokens-per-pass", "24") as running:
-        running.wait_for_health()
+    """A server that makes the SDK send every datum in a request of its own, and wait when a MiB of them is queued."""
+    options = ["--fwdbwd-max-chunk-len", "1", "--tokens-per-pass", "24", "--max-queued-session-mib", "1"]
+    with ready(tmp_path_factory.mktemp("chunking"), *models, *options) as running:
         yield running
 
 
 @pytest.fixture
 def service(server: Server) -> Iterator[tinker.ServiceClient]:
-    """An SDK client of the server."""
-    with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as client:
+    with connect(server) as client:
         yield client
 
 
@@ -55,7 +74,5 @@ def rest(server: Server) -> tinker.RestClient:
 
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
-    """The server without the SDK, for what the SDK would not send."""
-    with server.client() as client:
-        client.headers["X-API-Key"] = API_KEY
+    with without_sdk(server) as client:
         yield client

@@ -1,6 +1,6 @@
 """Requests of every kind, for the fuzz run: right ones, right ones with something wrong in them, and garbage.
 
-A body names what it is about by a placeholder, `{model}` or `{seq}`, which is filled in when it is sent.
+A body names what it is about by a placeholder, `{model}` or `{seq}`, which is filled in when it is sent. All are drawn from one `Random`.
 """
 
 import base64
@@ -8,29 +8,25 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 import zstandard
-from hypothesis import strategies as st
 
+from tests.acceptance.bad_training import tensor
 from tests.bases import png
 from tinsmith.wire import tinker_pb2 as pb
 
-PLACEHOLDERS = ("{session}", "{ending}", "{model}", "{eye}", "{sampler}", "{eye_sampler}", "tinker://{model}/weights/kept")
-NASTY = st.one_of(
-    st.sampled_from(
-        [None, True, 0, -1, 1, 3, 0.5, -0.5, 2**31, 2**63, 2**64, 2**70, -(2**70), 1e308, float("nan"), float("inf"), "", "\0"]
-    ),
-    st.sampled_from(["..", "a/b", "a\nb", "\ud800", "x" * 300, "ü", "text", "vision", "tinker://a/b/c", [], {}, [[]], {"a": None}]),
-    st.sampled_from(PLACEHOLDERS),
-    st.text(max_size=8),
-    st.lists(st.integers(-3, 3), max_size=4),
-)
+NASTY: list[Any] = [None, True, 0, -1, 1, 3, 0.5, -0.5, 2**31, 2**63, 2**64, 2**70, -(2**70), 1e308, float("nan"), float("inf"), "", "\0"]
+NASTY += ["..", "a/b", "a\nb", "\ud800", "x" * 300, "ü", "text", "vision", "tinker://a/b/c", [], {}, [[]], {"a": None}, [-1, 2], [3] * 4]
+NASTY += ["{session}", "{ending}", "{model}", "{eye}", "{sampler}", "{eye_sampler}", "tinker://{model}/weights/kept"]
 TEXT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4]}]}
 PICTURE = {"type": "image", "data": base64.b64encode(png(0)).decode(), "format": "png", "expected_tokens": 6}
+SEEN = {"chunks": [*TEXT["chunks"], PICTURE]}
 SAMPLE = {"sampling_session_id": "{sampler}", "seq_id": "{sample}", "prompt": TEXT, "sampling_params": {"max_tokens": 3}}
+ADAMW = {"type": "adamw"}
 STEP = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 1.0}
 KEPT = "tinker://{model}/weights/kept"
 TARGETS = {"data": [5, 6, 7], "dtype": "int64", "shape": [3, 2], "sparse_crow_indices": [0, 1, 2, 3], "sparse_col_indices": [0, 1, 0]}
@@ -44,13 +40,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "sessions/{session_id}/finish": [{"reason": {"type": "success"}, "detail": None}],
     "create_model": [
         {"session_id": "{session}", "model_seq_id": 5, "base_model": "text", "lora_config": {"rank": 4, "seed": 1, "train_mlp": True}},
-        {
-            "session_id": "{session}",
-            "model_seq_id": 6,
-            "base_model": "text",
-            "user_metadata": {"a": 1},
-            "optimizer_config": {"type": "adamw"},
-        },
+        {"session_id": "{session}", "model_seq_id": 6, "base_model": "text", "user_metadata": {"a": 1}, "optimizer_config": ADAMW},
     ],
     "get_info": [{"model_id": "{model}", "type": "get_info"}],
     "optim_step": [
@@ -79,13 +69,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         SAMPLE | {"num_samples": 2, "prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2},
         SAMPLE | {"sampling_params": {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1, "stop": ["a", "b"]}},
         SAMPLE | {"sampling_params": {"max_tokens": 3, "stop": [7, 8]}, "prompt_alt_tokens_k": 2, "target_prompt_logprobs": TARGETS},
-        SAMPLE
-        | {
-            "prompt": {"chunks": [*TEXT["chunks"], PICTURE]},
-            "sampling_session_id": "{eye_sampler}",
-            "prompt_logprobs": True,
-            "prompt_logprobs_last_n": 2,
-        },
+        SAMPLE | {"prompt": SEEN, "sampling_session_id": "{eye_sampler}", "prompt_logprobs": True, "prompt_logprobs_last_n": 2},
     ],
     "retrieve_future": [{"request_id": "{model}/0", "allow_metadata_only": True}, {"request_id": "{sampler}/1"}],
     "retrieve_futures": [{"target": {"sampling_session_id": "{sampler}", "cloned_sampler_id": 0}, "prev_cursor": 0, "timeout": 0.0}],
@@ -105,8 +89,6 @@ BODIES: dict[str, list[dict[str, Any]]] = {
 }
 """Right bodies of every route that reads JSON."""
 
-WORK = [("POST", path) for path in ("forward_backward", "forward_backward", "optim_step", "asample")]
-
 PARAMETERS: dict[str, list[str]] = {
     "session_id": ["{session}"],
     "run_id": ["{model}", "{eye}"],
@@ -118,11 +100,11 @@ PARAMETERS: dict[str, list[str]] = {
 }
 """Right values of what stands in a path."""
 
-QUERY = st.dictionaries(
-    st.sampled_from(["limit", "offset", "access_scope", "project_id", "expires", "signature", "event_type", "x"]),
-    st.one_of(st.sampled_from(["1", "0", "-1", str(2**70), "owned", "accessible", "nan", ""]), st.text(max_size=5)),
-    max_size=2,
-)
+WORK = [("POST", path) for path in ("forward_backward", "forward_backward", "optim_step", "asample")]
+QUERIES = ["limit", "offset", "access_scope", "project_id", "expires", "signature", "event_type", "x"]
+VALUES = ["1", "0", "-1", str(2**70), "owned", "accessible", "nan", "", "ü\0"]
+MEDIA_TYPES = ["application/json; charset=utf-8", "application/x-protobuf", "text/plain", "multipart/form-data"]
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
 
 @dataclass(frozen=True)
@@ -134,7 +116,7 @@ class Shot:
     query: dict[str, str] = field(default_factory=dict)
     body: Any = None
     """JSON with placeholders, bytes, a protobuf message, or None."""
-    media_type: str = "application/json"
+    media_type: str = JSON
     cut: tuple[int, int, bytes] | None = None
     """What to put in the place of which bytes of the encoded body."""
     compressed: bool = False
@@ -142,67 +124,53 @@ class Shot:
     def content(self, encoded: bytes) -> bytes:
         """The body as it goes over the wire, made of the encoded one."""
         if self.compressed:
-            encoded = zstandard.ZstdCompressor(level=1).compress(encoded)
+            encoded = zstandard.compress(encoded, 1)
         if self.cut is None or not encoded:
             return encoded
         start = self.cut[0] % len(encoded)
         return encoded[:start] + self.cut[2] + encoded[start + self.cut[1] :]
 
 
-def shots(routes: list[tuple[str, str]]) -> st.SearchStrategy[Shot]:
+def shot(random: Random, routes: list[tuple[str, str]]) -> Shot:
     """Any request to any of these routes, given as method and path below the API; every third one trains or samples."""
-    any_route = st.sampled_from(routes)
-    return st.one_of(any_route, any_route, st.sampled_from(WORK)).flatmap(lambda route: _shot(*route))
-
-
-@st.composite
-def _shot(draw: st.DrawFn, method: str, route: str) -> Shot:
+    method, route = random.choice(random.choice([routes, routes, WORK]))
     path = route
     for name, values in PARAMETERS.items():
         if f"{{{name}}}" in path:
-            value = draw(st.one_of(st.sampled_from(values), st.sampled_from(values), st.text(max_size=6).map(_quoted)))
+            value = random.choice([*values, *values, quote(_garbage(random).decode("latin-1"), safe="")])
             path = path.replace(f"{{{name}}}", "{ending}" if route.endswith("finish") and value == "{session}" else value)
     if method in ("GET", "DELETE"):
         # The checkpoint that other requests load stays.
-        return Shot(method, path.replace("/kept", "/a") if method == "DELETE" else path, draw(QUERY))
-    kind = draw(st.integers(0, 11))
+        query = {random.choice(QUERIES): random.choice(VALUES) for _ in range(random.randint(0, 2))}
+        return Shot(method, path.replace("/kept", "/a") if method == "DELETE" else path, query)
+    kind, compressed = random.randint(0, 11), random.random() < 0.5
     if kind == 0:
-        return Shot(
-            method, path, body=draw(st.one_of(st.binary(max_size=40), NASTY)), media_type=draw(MEDIA_TYPES), compressed=draw(st.booleans())
-        )
-    cut = draw(CUTS) if kind == 1 else None
+        body = random.choice([_garbage(random), copy.deepcopy(random.choice(NASTY))])
+        return Shot(method, path, body=body, media_type=random.choice([JSON, *MEDIA_TYPES]), compressed=compressed)
+    cut = (random.randint(0, 10**4), random.randint(0, 4), _garbage(random)[:4]) if kind == 1 else None
     if route == "forward_backward":
-        return Shot(method, path, body=draw(passes()), media_type="application/x-protobuf", cut=cut, compressed=draw(st.booleans()))
-    right = draw(st.sampled_from(BODIES[route])) if route in BODIES else {}
-    return Shot(method, path, body=draw(mutations(right)), cut=cut)
+        return Shot(method, path, body=_training(random), media_type=PROTOBUF, cut=cut, compressed=compressed)
+    return Shot(method, path, body=_spoiled(random, random.choice(BODIES.get(route, [{}]))), cut=cut)
 
 
-MEDIA_TYPES = st.sampled_from(
-    ["application/json", "application/json; charset=utf-8", "application/x-protobuf", "text/plain", "multipart/form-data"]
-)
-CUTS = st.tuples(st.integers(0, 10**4), st.integers(0, 4), st.binary(max_size=4))
+def _garbage(random: Random) -> bytes:
+    return random.randbytes(random.randint(0, 40))
 
 
-def _quoted(text: str) -> str:
-    return quote(text, safe="", errors="replace")
-
-
-@st.composite
-def mutations(draw: st.DrawFn, right: Any) -> Any:
+def _spoiled(random: Random, right: Any) -> Any:
     """A right body with up to three things replaced, left out or added."""
     body = copy.deepcopy(right)
-    for _ in range(draw(st.integers(0, 3))):
-        places = list(_places(body))
-        if not places:
+    for _ in range(random.randint(0, 3)):
+        if not (places := list(_places(body))):
             break
-        holder, key = draw(st.sampled_from(places))
-        action = draw(st.integers(0, 5))
+        holder, key = random.choice(places)
+        action = random.randint(0, 5)
         if action == 0:
             del holder[key]
         elif action == 1 and isinstance(holder, dict):
-            holder[draw(st.text(max_size=4))] = copy.deepcopy(draw(NASTY))
+            holder[random.choice(["", "x", "ü", "type"])] = copy.deepcopy(random.choice(NASTY))
         else:
-            holder[key] = copy.deepcopy(draw(NASTY))
+            holder[key] = copy.deepcopy(random.choice(NASTY))
     return body
 
 
@@ -218,74 +186,66 @@ INPUTS = {
     "gspo": ("target_tokens", "logprobs", "advantages", "sequence_ratio_mask"),
 } | dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro"), ("target_tokens", "logprobs", "advantages"))
 """What each loss needs."""
-NUMBERS = st.sampled_from([0.0, -0.5, 3e38, 1e-40, float("nan"), float("inf"), -float("inf")])
-DTYPES = [pb.DTYPE_UNSPECIFIED, pb.DTYPE_FLOAT32, pb.DTYPE_INT64, pb.DTYPE_INT32, pb.DTYPE_BFLOAT16]
-FAULTS = (None, None, None, "loss", "config", "data", "chunk", "image", "length", "name", "number", "id", "tensor")
-"""What may be wrong with a pass."""
+NUMBERS = [0.0, -0.5, 3e38, 1e-40, float("nan"), float("inf"), -float("inf")]
+NASTY_BY_TYPE: dict[type, list[Any]] = {
+    int: [-1, 0, 1, 2, 3, 7, 2**31 - 1],
+    float: NUMBERS,
+    bool: [False, True],
+    str: ["", "gif", "clip_low_threshold", "custom", "mask", "x" * 300],
+    bytes: [b"", b"abc", png(0), png(0)[:200], png(0, 300, 1), b"\xff\xd8\xff"],
+}
 
 
-@st.composite
-def passes(draw: st.DrawFn) -> pb.ForwardBackwardRequest:
-    """A pass that is right, or wrong in one place. It names its model by a placeholder and has no seq_id yet."""
-    fault, model, loss_fn = draw(st.sampled_from(FAULTS)), draw(st.sampled_from(["{model}", "{eye}"])), draw(st.sampled_from(list(INPUTS)))
-    data = [_datum(length, loss_fn, model == "{eye}") for length in draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))]
-    if fault in ("chunk", "image"):
-        _spoil_chunks(draw, fault, data[-1])
-    elif fault in ("length", "name", "number", "id", "tensor"):
-        _spoil_inputs(draw, fault, data[-1].loss_fn_inputs)
-    message = pb.ForwardBackwardRequest(
-        model_id=model, data=[] if fault == "data" else data, loss_fn=loss_fn, forward_only=draw(st.booleans())
-    )
-    if fault == "loss":
-        message.loss_fn = draw(st.text(max_size=5))
-    if fault == "config":
-        message.loss_fn_config_v2[draw(st.sampled_from(["clip_low_threshold", "beta", "x"]))].number = draw(NUMBERS)
+def _training(random: Random) -> pb.ForwardBackwardRequest:
+    """A pass with up to two things changed in it. It names its model by a placeholder and has no seq_id yet."""
+    model, loss_fn = random.choice(["{model}", "{eye}"]), random.choice(list(INPUTS))
+    data = [_datum(random.randint(1, 9), loss_fn, model == "{eye}") for _ in range(random.randint(1, 3))]
+    config = {"clip_low_threshold": pb.LossConfigValue(number=random.choice(NUMBERS))} if random.random() < 0.1 else {}
+    forward_only = random.random() < 0.5
+    message = pb.ForwardBackwardRequest(model_id=model, data=data, loss_fn=loss_fn, forward_only=forward_only, loss_fn_config_v2=config)
+    for _ in range(random.randint(0, 2)):
+        holder, name = random.choice([place for place in _fields(message) if place[1] != "model_id"])
+        value = getattr(holder, name)
+        if name == "loss_fn_inputs":
+            key = random.choice(sorted(value))
+            moved = value.pop(key) if random.random() < 0.5 else pb.Tensor(sparse_csr=_sparse(random), shape=[3, 2])
+            value[random.choice([key, *NASTY_BY_TYPE[str]])].CopyFrom(moved)
+        elif name == "shape":
+            holder.shape[:] = random.choices([0, 1, 2, 9, -1, 2**40], k=random.randint(0, 3))
+        elif type(value) is bytes and random.random() < 0.7:  # numbers that are wrong by their value
+            numbers: Any = random.choices(NASTY_BY_TYPE[int], k=9) if holder.DESCRIPTOR.name != "Tensor" else random.choices(NUMBERS, k=9)
+            setattr(holder, name, np.array(numbers, "<i4" if isinstance(numbers[0], int) else "<f4").tobytes()[: len(value)])
+        elif type(value) in NASTY_BY_TYPE:
+            setattr(holder, name, random.choice(NASTY_BY_TYPE[type(value)]))
+        else:
+            holder.ClearField(name)
     return message
+
+
+def _sparse(random: Random) -> pb.SparseCsr:
+    return pb.SparseCsr(values=_garbage(random), crow_indices=_garbage(random), col_indices=_garbage(random))
+
+
+def _fields(message: Any) -> Iterator[tuple[Any, str]]:
+    """Every field that is set, with the message that holds it."""
+    for descriptor, value in message.ListFields():
+        yield message, descriptor.name
+        values = (
+            value.values() if hasattr(value, "values") and not hasattr(value, "ListFields") else value if hasattr(value, "add") else [value]
+        )
+        for inner in values:
+            if hasattr(inner, "ListFields"):
+                yield from _fields(inner)
 
 
 def _datum(length: int, loss_fn: str, picture: bool) -> pb.Datum:
     """A right datum of that many tokens, with a picture among them or not."""
     chunks = [pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.arange(length, dtype="<i4").tobytes()))]
     if picture and length % 2:
-        chunks.append(pb.Chunk(image=pb.ImageChunk(data=png(length), format="png")))
+        chunks.append(pb.Chunk(image=pb.ImageChunk(data=png(length), format="png", expected_tokens=6)))
         length += 6
-    tensors = {name: _tensor(np.full(length, 0.5, "<f4")) for name in INPUTS[loss_fn]}
-    return pb.Datum(model_input=chunks, loss_fn_inputs=tensors | {"target_tokens": _tensor(np.arange(length, dtype="<i8"))})
-
-
-def _tensor(values: Any) -> pb.Tensor:
-    dtype = pb.DTYPE_INT64 if values.dtype.kind == "i" else pb.DTYPE_FLOAT32
-    return pb.Tensor(dense=values.tobytes(), dtype=dtype, shape=values.shape)
-
-
-def _spoil_chunks(draw: st.DrawFn, fault: str, datum: pb.Datum) -> None:
-    if fault == "chunk":
-        tokens = draw(st.lists(st.sampled_from([1, -1, 2048, 2**31 - 1]), max_size=70))
-        datum.model_input[0].encoded_text.tokens = np.array(tokens, "<i4").tobytes() + draw(st.binary(max_size=3))
-        return
-    data = draw(st.sampled_from([png(0), png(0)[:200], b"", png(0, 300, 1), b"\xff\xd8\xff"]))
-    image = pb.ImageChunk(
-        data=data, format=draw(st.sampled_from(["png", "jpeg", "gif", ""])), expected_tokens=draw(st.sampled_from([6, -1]))
-    )
-    datum.model_input.append(pb.Chunk(image=image))
-
-
-def _spoil_inputs(draw: st.DrawFn, fault: str, inputs: Any) -> None:
-    name = draw(st.sampled_from(sorted(inputs)))
-    size = inputs["target_tokens"].shape[0]
-    if fault == "length":
-        inputs[name].CopyFrom(_tensor(np.zeros(draw(st.sampled_from([(0,), (size + 1,), (size, 2), (size, 1, 1), ()])), "<f4")))
-    elif fault == "name":
-        inputs[draw(st.sampled_from(["mask", "weights", "clip_low_threshold", "clip_high_threshold", ""]))].CopyFrom(inputs[name])
-        del inputs[name]
-    elif fault == "number":
-        inputs[name].CopyFrom(_tensor(np.append(np.full(size - 1, 0.5, "<f4"), np.float32(draw(NUMBERS)))))
-    elif fault == "id":
-        inputs["target_tokens"].CopyFrom(_tensor(np.append(np.arange(size - 1), draw(st.sampled_from([-1, 2048, 2**62])))))
-    else:
-        indices = {part: draw(st.binary(max_size=24)) for part in ("values", "crow_indices", "col_indices")}
-        shape = draw(st.lists(st.sampled_from([0, 1, 2, size, -1, 2**40]), max_size=3))
-        inputs[name].CopyFrom(pb.Tensor(sparse_csr=pb.SparseCsr(**indices), dtype=draw(st.sampled_from(DTYPES)), shape=shape))
+    tensors = {name: tensor([0.5] * length) for name in INPUTS[loss_fn]}
+    return pb.Datum(model_input=chunks, loss_fn_inputs=tensors | {"target_tokens": tensor(range(length))})
 
 
 def encode(body: Any) -> bytes:

@@ -7,6 +7,10 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
+from tests.acceptance.talking import datum, logprobs, text_input
+
+GOOD = [datum(text_input(0, 12), 0)]
+
 
 class RawModel:
     """One model. Every submit names its seq_id; `result` waits for a request id."""
@@ -24,7 +28,6 @@ class RawModel:
         assert self.result(created["request_id"])["model_id"] == self.model_id
 
     def forward_backward(self, seq_id: int, data: Sequence[types.Datum], forward_only: bool = False) -> str:
-        """Submit; returns the request id."""
         body = types.ForwardBackwardInput(data=list(data), loss_fn="cross_entropy")
         request = types.ForwardBackwardRequest(forward_backward_input=body, model_id=self.model_id, seq_id=seq_id)
         message = forward_backward_request_to_proto(request)
@@ -33,38 +36,44 @@ class RawModel:
 
     def submit_protobuf(self, body: bytes) -> str:
         """Submit a forward_backward that names its model and seq_id; returns the request id."""
-        reply = self.http.post("forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"})
-        assert reply.status_code == 200, reply.text
-        request_id: str = reply.json()["request_id"]
-        return request_id
+        return self._id_of(self.http.post("forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"}))
 
     def submit(self, kind: str, seq_id: int, **body: object) -> str:
-        """Submit an operation in JSON; returns the request id."""
-        reply = self.http.post(kind, json={"model_id": self.model_id, "seq_id": seq_id} | body)
+        return self._id_of(self.http.post(kind, json={"model_id": self.model_id, "seq_id": seq_id} | body))
+
+    def _id_of(self, reply: httpx.Response) -> str:
         assert reply.status_code == 200, reply.text
         request_id: str = reply.json()["request_id"]
         return request_id
 
     def optim_step(self, seq_id: int, params: types.AdamParams) -> str:
-        """Submit; returns the request id."""
         return self.submit("optim_step", seq_id, adam_params=params.model_dump())
 
     def save(self, seq_id: int, name: str) -> str:
-        """Submit a save_weights; returns the request id."""
         return self.submit("save_weights", seq_id, path=name)
+
+    def _ended(self, request_id: str) -> httpx.Response:
+        while (reply := self.http.post("retrieve_future", json={"request_id": request_id})).status_code == 408:
+            pass
+        return reply
 
     def result(self, request_id: str) -> dict[str, object]:
         """The JSON result or error of an operation."""
-        reply = self.http.post("retrieve_future", json={"request_id": request_id})
+        reply = self._ended(request_id)
         assert reply.status_code == 200, reply.text
         result: dict[str, object] = reply.json()
         return result
 
     def output(self, request_id: str) -> types.ForwardBackwardOutput:
         """The result of a forward or forward_backward."""
-        reply = self.http.post("retrieve_future", json={"request_id": request_id})
+        reply = self._ended(request_id)
         assert reply.headers["content-type"] == "application/x-protobuf", reply.text
         return deserialize_forward_backward_output(reply.content)
+
+    def scores(self, seq_id: int, data: Sequence[types.Datum] = GOOD) -> list[list[float]]:
+        """Log-probabilities of good data with the weights as they are."""
+        found = self.output(self.forward_backward(seq_id, data, forward_only=True))
+        return [scores.tolist() for scores in logprobs(found)]
 
     def grad_norm(self, request_id: str) -> float:
         """The gradient norm that an optim_step reported."""

@@ -57,7 +57,6 @@ def run(url: str) -> dict[str, Any]:
 
 
 def step(client: Any, item: types.Datum, loss_fn: str) -> float:
-    """One optimizer step; returns the loss before it."""
     passed, stepped = client.forward_backward([item], loss_fn), client.optim_step(STEP)
     loss: float = passed.result().metrics["loss:sum"]
     stepped.result()
@@ -65,13 +64,11 @@ def step(client: Any, item: types.Datum, loss_fn: str) -> float:
 
 
 def greedy(sampler: Any) -> list[int]:
-    """The likeliest tokens."""
     tokens: list[int] = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=5, temperature=0.0)).result().sequences[0].tokens
     return tokens
 
 
 def score(client: Any, item: types.Datum) -> list[float]:
-    """Log-probabilities of the targets."""
     output = client.forward([item], "cross_entropy").result().loss_fn_outputs[0]
     return [float(value) for value in output["logprobs"].data]
 

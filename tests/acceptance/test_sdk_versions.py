@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tinker
@@ -29,18 +28,13 @@ def oldest() -> Path:
     return directory
 
 
-def session(server: Server, *directories: Path) -> dict[str, Any]:
-    """What a session comes to with the SDK in the first of the directories, or with the one that is installed."""
-    path = os.pathsep.join(str(directory) for directory in directories)
-    command = [REAL_PYTHON, sdk_session.__file__, server.url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S, env=os.environ | {"PYTHONPATH": path})
-    assert done.returncode == 0, done.stderr
-    outcome: dict[str, Any] = json.loads(done.stdout)
-    return outcome
-
-
 def test_the_oldest_and_the_newest_sdk_come_to_the_same(server: Server, oldest: Path) -> None:
-    old, new = session(server, oldest), session(server)
+    command = [REAL_PYTHON, sdk_session.__file__, server.url]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=START_S, env=os.environ | {"PYTHONPATH": str(oldest)}
+    )
+    assert done.returncode == 0, done.stderr
+    old, new = json.loads(done.stdout), sdk_session.run(server.url)
     assert (old.pop("version"), new.pop("version"), tinker.__version__) == (OLDEST, NEWEST, NEWEST)
     assert new["losses"][2] < new["losses"][0]
     assert new["scores"][0] == pytest.approx(new["scores"][1], rel=1e-4)

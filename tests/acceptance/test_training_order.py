@@ -13,7 +13,7 @@ import tinker
 import torch
 from tinker import types
 
-from tests.acceptance.conftest import API_KEY
+from tests.acceptance.conftest import connect
 from tests.acceptance.raw import RawModel
 from tests.acceptance.talking import RAW_STEP, assert_close, datum, image_input, logprobs, scores, text_input, train, with_inputs
 from tests.running import Server
@@ -40,81 +40,36 @@ def assert_same(actual: Trace, expected: Trace) -> None:
     assert np.abs(expected[2][0] - expected[1][0]).max() > 0.01
 
 
-def mixed_data(client: tinker.TrainingClient, base_model: str) -> list[types.Datum]:
-    """Sequences of several lengths; for the vision model every second one has a picture."""
-    data = [datum(text_input(seed, 5 + 3 * seed), seed) for seed in range(5)]
-    if base_model == "text":
-        return data
-    return [item for seed, plain in enumerate(data) for item in (plain, datum(image_input(client, seed), seed))]
-
-
-@pytest.mark.parametrize("base_model", ["text", "vision"])
-def test_one_call_split_into_many_gives_the_gradients_of_the_unsplit_one(
-    service: tinker.ServiceClient, chunking_server: Server, base_model: str
-) -> None:
-    whole = train(service, base_model)
-    data = mixed_data(whole, base_model)
+def test_one_call_split_into_many_gives_the_gradients_of_the_unsplit_one(service: tinker.ServiceClient, chunking_server: Server) -> None:
+    """Sequences of several lengths, every second of them with a picture."""
+    whole = train(service, "vision")
+    lengths = [(datum(text_input(seed, 5 + 3 * seed), seed), datum(image_input(whole, seed), seed)) for seed in range(5)]
+    data = [item for pair in lengths for item in pair]
     expected = trace(whole, [data])
-    with tinker.ServiceClient(base_url=chunking_server.url, api_key=API_KEY) as splitting:
-        assert_same(trace(train(splitting, base_model), [data]), expected)
-    assert_same(trace(train(service, base_model), [data[:3], data[3:4], data[4:]]), expected)
+    with connect(chunking_server) as splitting:
+        assert_same(trace(train(splitting, "vision"), [data]), expected)
+    assert_same(trace(train(service, "vision"), [data[:3], data[3:4], data[4:]]), expected)
 
 
-def test_text_chunks_may_be_cut_anywhere(service: tinker.ServiceClient) -> None:
-    def cut(model_input: types.ModelInput, size: int) -> types.ModelInput:
-        chunks: list[types.ModelInputChunk] = []
-        for chunk in model_input.chunks:
-            if isinstance(chunk, types.EncodedTextChunk):
-                tokens = list(chunk.tokens)
-                chunks += [types.EncodedTextChunk(tokens=tokens[i : i + size]) for i in range(0, len(tokens), size)]
-            else:
-                chunks.append(chunk)
-        return types.ModelInput(chunks=chunks)
-
-    client = train(service, "vision")
-    whole = [text_input(1, 11), image_input(client, 2)]
-    expected = scores(client, [datum(model_input) for model_input in whole])
-    for size in (1, 2, 3):
-        got = scores(client, [datum(cut(model_input, size)) for model_input in whole])
-        assert all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-def test_sequence_ids_may_arrive_2_3_1(http: httpx.Client) -> None:
+def test_sequence_ids_may_arrive_2_3_1_and_the_same_post_twice_counts_once(http: httpx.Client) -> None:
     data = [datum(text_input(seed, 6), seed) for seed in range(2)]
     ordered, shuffled = RawModel(http, "text"), RawModel(http, "text")
-    ordered.forward_backward(1, data[:1])
-    ordered.forward_backward(2, data[1:])
+    for number in range(2):
+        ordered.forward_backward(number + 1, data[number : number + 1])
     norm = ordered.grad_norm(ordered.optim_step(3, RAW_STEP))
-    late = shuffled.forward_backward(2, data[1:])
-    step = shuffled.optim_step(3, RAW_STEP)
-    first = shuffled.forward_backward(1, data[:1])
-    assert shuffled.grad_norm(step) == pytest.approx(norm, rel=1e-5)
-    assert_close(
-        logprobs(shuffled.output(first)) + logprobs(shuffled.output(late)),
-        logprobs(ordered.output(f"{ordered.model_id}/1")) + logprobs(ordered.output(f"{ordered.model_id}/2")),
-        1e-5,
-    )
-    after = [logprobs(model.output(model.forward_backward(4, data, forward_only=True))) for model in (ordered, shuffled)]
+
+    late = [shuffled.forward_backward(2, data[1:]) for _ in range(2)]
+    steps = [shuffled.optim_step(3, RAW_STEP) for _ in range(2)]
+    first = [shuffled.forward_backward(1, data[:1]) for _ in range(2)]
+    assert [len(set(twice)) for twice in (first, late, steps)] == [1, 1, 1]
+    assert shuffled.grad_norm(steps[0]) == pytest.approx(norm, rel=1e-5)
+    found = logprobs(shuffled.output(first[0])) + logprobs(shuffled.output(late[0]))
+    assert_close(found, [*logprobs(ordered.output(f"{ordered.model_id}/1")), *logprobs(ordered.output(f"{ordered.model_id}/2"))], 1e-5)
+    again = logprobs(shuffled.output(shuffled.forward_backward(1, data[:1])))  # after it is done: the old result, not a new run
+    assert np.array_equal(again[0], found[0])
+    assert shuffled.grad_norm(shuffled.optim_step(3, RAW_STEP)) == shuffled.grad_norm(steps[0])
+    after = [[np.array(scores) for scores in model.scores(4, data)] for model in (ordered, shuffled)]
     assert_close(after[1], after[0])
-
-
-def test_the_same_post_twice_counts_once(http: httpx.Client) -> None:
-    data = [datum(text_input(1, 8), 1)]
-    once, twice = RawModel(http, "text"), RawModel(http, "text")
-    once.forward_backward(1, data)
-    norm = once.grad_norm(once.optim_step(2, RAW_STEP))
-
-    request_ids = {twice.forward_backward(1, data), twice.forward_backward(1, data)}
-    assert len(request_ids) == 1
-    first = logprobs(twice.output(request_ids.pop()))
-    again = logprobs(twice.output(twice.forward_backward(1, data)))  # after it is done: the old result, not a new run
-    assert np.array_equal(first[0], again[0])
-    step = twice.optim_step(2, RAW_STEP)
-    assert twice.optim_step(2, RAW_STEP) == step
-    assert twice.grad_norm(step) == pytest.approx(norm, rel=1e-6)
-    assert twice.grad_norm(twice.optim_step(2, RAW_STEP)) == twice.grad_norm(step)
-    after = [logprobs(model.output(model.forward_backward(3, data, forward_only=True))) for model in (once, twice)]
-    assert_close(after[1], after[0], 1e-5)
 
 
 def test_models_of_different_rank_that_train_at_once_equal_each_alone(service: tinker.ServiceClient) -> None:

@@ -14,26 +14,15 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.acceptance.conftest import API_KEY
+from tests.acceptance.conftest import connect, ready
 from tests.acceptance.talking import RAW_STEP, datum, grad_norm, learn, text_input, train
-from tests.running import START_S, serving
+from tests.running import START_S
 
 GREEDY = types.SamplingParams(max_tokens=300, temperature=0.0, stop=[])
 
 
 def tokens(futures: list[tinker.APIFuture[types.SampleResponse]]) -> list[list[int]]:
     return [list(future.result(timeout=START_S).sequences[0].tokens) for future in futures]
-
-
-def sampled_and_saved(client: tinker.TrainingClient) -> str:
-    """Train a step, save in every way that there is, and sample the result; returns the path of the checkpoint."""
-    learn(client, [datum(text_input(1, 12))])
-    saved = client.save_state("kept").result().path
-    client.save_weights_external("out").result()
-    client.save_weights_for_sampler("sampled").result()
-    sampler = client.save_weights_and_get_sampling_client()
-    assert sampler.sample(text_input(0, 5), 1, types.SamplingParams(max_tokens=4, stop=[])).result(timeout=START_S).sequences
-    return str(saved)
 
 
 def steps(client: tinker.TrainingClient, seeds: Sequence[int]) -> list[float]:
@@ -45,45 +34,37 @@ def steps(client: tinker.TrainingClient, seeds: Sequence[int]) -> list[float]:
     return found
 
 
-def has_queued(status: dict[str, Any]) -> bool:
-    """Whether an operation waits or runs."""
-    return any(model["queued"] for model in status["models"])
+def loss(future: Any) -> float:
+    return float(future.result(timeout=START_S).metrics["loss:sum"])
 
 
 def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(text_only: list[str], tmp_path: Path) -> None:
     """In a pass, between steps and while it saves. What follows is what follows in a run that nobody disturbs."""
     options = [*text_only, "--tokens-per-pass", "2048", "--kept-copies-share", "1"]
-    with (
-        serving(tmp_path, *options) as server,
-        server.client() as http,
-    ):
-        server.wait_for_health()
+    with ready(tmp_path, *options) as server, server.client() as http:
         engine, first = server.engine_pid(), server.worker_pid()
-        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+        with connect(server) as service:
             sampler = service.create_sampling_client(base_model="text").result()
             prompts = [text_input(seed, 5) for seed in range(3)]
             expected = tokens([sampler.sample(prompt, 1, GREEDY) for prompt in prompts])
             work = [datum(text_input(seed, 900), seed) for seed in range(30)]
             undisturbed, busy, idle = train(service, "text"), train(service, "text"), train(service, "text")
             before = steps(undisturbed, [1, 2])
-            losses = [
-                undisturbed.forward_backward(work, "cross_entropy").result(timeout=START_S).metrics["loss:sum"],
-                grad_norm(undisturbed),
-            ]
-            losses += [undisturbed.forward(work[:1], "cross_entropy").result(timeout=START_S).metrics["loss:sum"]]
+            losses = [loss(undisturbed.forward_backward(work, "cross_entropy")), grad_norm(undisturbed)]
+            losses.append(loss(undisturbed.forward(work[:1], "cross_entropy")))
             after = steps(undisturbed, [3])
 
             assert steps(busy, [1, 2]) == pytest.approx(before, rel=1e-6)
             assert steps(idle, [1]) == pytest.approx(before[:2], rel=1e-6)
             of_snapshot = busy.save_weights_and_get_sampling_client()
-            pending: list[Any] = [busy.forward_backward(work, "cross_entropy")]
-            server.wait_for_status(has_queued)
+            passed = busy.forward_backward(work, "cross_entropy")
+            server.wait_for_status(lambda status: any(model["queued"] for model in status["models"]))
             step, save, later = busy.optim_step(RAW_STEP), busy.save_state("late"), busy.forward(work[:1], "cross_entropy")
             samples = [sampler.sample(prompt, 1, GREEDY) for prompt in prompts]
             gone = of_snapshot.sample(prompts[0], 1, GREEDY)
             os.kill(first, signal.SIGKILL)
-            came = [pending[0].result(timeout=START_S).metrics["loss:sum"], (step.result(timeout=START_S).metrics or {})["grad_norm"]]
-            assert [*came, later.result(timeout=START_S).metrics["loss:sum"]] == pytest.approx(losses, rel=1e-6)
+            came = [loss(passed), (step.result(timeout=START_S).metrics or {})["grad_norm"], loss(later)]
+            assert came == pytest.approx(losses, rel=1e-6)
             with pytest.raises((ValueError, tinker.NotFoundError), match=r"are gone|ended unexpectedly"):
                 gone.result(timeout=START_S)
             assert tokens(samples) == expected  # the SDK has sent them again
@@ -95,11 +76,13 @@ def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(tex
             assert steps(again, [3]) == pytest.approx(after, rel=1e-6)
             again.forward_backward(work[:1], "cross_entropy").result(timeout=START_S)
             os.kill(server.worker_pid(), signal.SIGKILL)
-            with pytest.raises(
-                tinker.RequestFailedError, match="without the gradients that finished forward_backward operations had added"
-            ):
+            gradients_lost = "without the gradients that finished forward_backward operations had added"
+            with pytest.raises(tinker.RequestFailedError, match=gradients_lost):
                 again.optim_step(RAW_STEP).result(timeout=START_S)
-            sampled_and_saved(again)
+            learn(again, [datum(text_input(1, 12))])
+            for kind in ("save_state", "save_weights_external", "save_weights_for_sampler"):
+                getattr(again, kind)("kept").result(timeout=START_S)
+            assert tokens([again.save_weights_and_get_sampling_client().sample(prompts[0], 1, GREEDY)])
             statuses = {run["training_run_id"]: run["status"] for run in http.get("training_runs").json()["training_runs"]}
             assert {statuses[client.model_id] for client in (undisturbed, busy, idle, again)} == {"ready"}
 

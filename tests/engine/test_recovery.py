@@ -2,7 +2,7 @@
 
 Invariant: After its worker ended, a model has the bits of its last finished step or is lost and says so; no step uses a part of its
 gradients or counts one twice.
-Also: `tests/acceptance/test_worker_death.py`, `tests/acceptance/test_two_workers.py`.
+Also: `tests/acceptance/test_worker_death.py`.
 
 Invariant: An operation or model that ends workers twice fails or is lost, and all others come back.
 """

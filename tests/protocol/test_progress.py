@@ -1,7 +1,7 @@
 """Signs that a process gets on, judged in a process of its own: in this one other tests have left threads and children.
 
 Invariant: A worker that hangs is killed by name, whether it is silent or beats, and none that computes or waits for another is.
-Also: `tests/engine/test_worker_process.py`, `tests/engine/test_worker_group.py`, `tests/acceptance/test_two_workers.py`.
+Also: `tests/engine/test_worker_process.py`, `tests/engine/test_worker_group.py`.
 """
 
 import subprocess

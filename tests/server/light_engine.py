@@ -15,7 +15,6 @@ REASON = "cuda:0 computes nothing any more"
 
 
 def main() -> None:
-    """Answer messages until told to stop."""
     link = ChildLink(sys.argv[1])
     Heartbeat(sys.argv[1]).start()
     sys.stdin.read()

@@ -2,7 +2,7 @@
 
 Invariant: Small requests are answered while large ones arrive; the process that parses these is replaced when it dies and ends with the
 server.
-Also: `tests/server/test_parser_process.py`.
+Also: `tests/server/test_parser_process.py`, `tests/server/test_supervision.py`.
 """
 
 import asyncio
@@ -23,8 +23,7 @@ from pydantic import BaseModel
 from tinker.types import ModelInput, SamplingParams
 from tinker.types.sample_request import SampleRequest
 
-from tests.server.serving import Served, parsers
-from tests.server.test_training import PROTOBUF, forward_backward_body
+from tests.server.serving import PROTOBUF, ZSTD, Served, forward_backward_body, parsers, refused
 from tinsmith.errors import UserError
 from tinsmith.server import routes
 from tinsmith.server.main import http_config
@@ -33,17 +32,16 @@ from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.wire.json_body import StrictModel, TolerantModel
 
 PARTS, PART_BYTES = 6, 32 * 1024
+JSON = {"Content-Type": "application/json"}
 
 
 async def test_large_bodies_are_read_in_turns_and_one_that_stops_keeps_no_other_waiting(server: Served) -> None:
     asked: list[int] = []
     """Whose next part the server asked for, in order."""
-    model_id = await server.new_model(await server.new_session())
-    never = asyncio.Event()
+    model_id, never = await server.new_model(), asyncio.Event()
 
     async def parts(seq_id: int) -> AsyncIterator[bytes]:
-        padding = b"\x2a\x00" * (PARTS * PART_BYTES // 2)
-        body = forward_backward_body(model_id, seq_id) + padding
+        body = forward_backward_body(model_id, seq_id) + b"\x2a\x00" * (PARTS * PART_BYTES // 2)
         for start in range(0, PARTS * PART_BYTES, PART_BYTES):
             asked.append(seq_id)
             yield body[start : start + PART_BYTES]
@@ -68,36 +66,29 @@ async def test_large_bodies_are_read_in_turns_and_one_that_stops_keeps_no_other_
 
 
 async def test_what_is_small_once_decompressed_does_not_wait_for_what_is_large(server: Served) -> None:
-    model_id = await server.new_model(await server.new_session())
-    headers = PROTOBUF | {"Content-Encoding": "zstd"}
-    padding = b"\x2a\x00" * 10_000
-    small, rest = zstandard.compress(forward_backward_body(model_id, 1)), zstandard.compress(padding)
+    model_id = await server.new_model()
+    small, rest = zstandard.compress(forward_backward_body(model_id, 1)), zstandard.compress(b"\x2a\x00" * 10_000)
     for seq_id, body, children in ((1, small, 0), (2, zstandard.compress(forward_backward_body(model_id, 2)) + rest, 1)):
-        reply = await server.client.post("/api/v1/forward_backward", content=body, headers=headers)
-        assert reply.json()["request_id"] == f"{model_id}/{seq_id}"
+        assert (await server.train(body, **ZSTD)).json()["request_id"] == f"{model_id}/{seq_id}"
         assert len(parsers()) == children
-    command = server.store.queued(server.store.queued_models()[0])[-1]
+    command = server.queued()[-1]
     stored = decode_stored(server.store.payload(command), command.image_digests)
     assert stored.loss_fn_config == {"": 0.0}  # from the second frame
-    broken = await server.client.post("/api/v1/forward_backward", content=small[:-1], headers=headers)
-    assert (broken.status_code, broken.json()["detail"]) == (400, "the zstd body ends in the middle of a frame")
+    assert refused(await server.train(small[:-1], **ZSTD)) == "the zstd body ends in the middle of a frame"
 
 
 async def test_a_large_body_waits_in_the_queue_of_its_session(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the SDK writes it, plain and compressed. Ids that nobody was given have one queue together, of each client."""
-    queues, clients = list[str](), set[str]()
+    queues = list[tuple[str, str]]()
     run = server.hub.bodies.parser.run
 
     async def noted(*args: Any, client: str, session: str) -> Any:
-        queues.append(session)
-        clients.add(client)
+        queues.append((client, session))
         return await run(*args, client=client, session=session)
 
     monkeypatch.setattr(server.hub.bodies.parser, "run", noted)
     session_id = await server.new_session()
     model_id = await server.new_model(session_id)
-    body = forward_backward_body(model_id, 1) + b"\x2a\x00" * 100_000
-    packed = PROTOBUF | {"Content-Encoding": "zstd"}
     sample = SampleRequest(
         prompt=ModelInput.from_ints([1] * 20_000),
         sampling_params=SamplingParams(),
@@ -105,13 +96,14 @@ async def test_a_large_body_waits_in_the_queue_of_its_session(server: Served, mo
         seq_id=0,
         prompt_logprobs=True,
     )
-    await server.client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF)
-    await server.client.post("/api/v1/forward_backward", content=zstandard.compress(body), headers=packed)
-    await server.post("asample", sample.model_dump(exclude_unset=True, mode="json"))
+    body = forward_backward_body(model_id, 1) + b"\x2a\x00" * 100_000
     unknown = forward_backward_body(model_id.replace(session_id[:8], "0" * 8), 1) + b"\x2a\x00" * 100_000
-    await server.client.post("/api/v1/forward_backward", content=unknown, headers=PROTOBUF)
-    await server.client.post("/api/v1/forward_backward", content=unknown[:100] * 1000, headers=packed)
-    assert (queues, clients) == ([session_id, session_id, session_id, "", ""], {"127.0.0.1"})
+    await server.train(body)
+    await server.train(zstandard.compress(body), **ZSTD)
+    await server.post("asample", sample.model_dump(exclude_unset=True, mode="json"))
+    await server.train(unknown)
+    await server.train(unknown[:100] * 1000, **ZSTD)
+    assert queues == [("127.0.0.1", session) for session in (session_id, session_id, session_id, "", "")]
 
 
 @pytest.mark.parametrize(
@@ -130,18 +122,15 @@ async def test_clients_behind_a_proxy_on_this_machine_are_told_apart(
     monkeypatch.setattr(server.hub.bodies.parser, "run", noted)
     uvicorn = http_config(server.hub)
     uvicorn.load()
-    transport = httpx.ASGITransport(uvicorn.loaded_app, client=(connects_from, 1))
-    headers = {"Content-Type": "application/json", "X-Forwarded-For": "127.0.0.1, 198.51.100.1, 203.0.113.7"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        assert (await client.post("/api/v1/asample", content=bytes(20_000), headers=headers)).status_code == 400
+    server.client._transport = httpx.ASGITransport(uvicorn.loaded_app, client=(connects_from, 1))
+    headers = JSON | {"X-Forwarded-For": "127.0.0.1, 198.51.100.1, 203.0.113.7"}
+    assert (await server.client.post("/api/v1/asample", content=bytes(20_000), headers=headers)).status_code == 400
     assert clients == [known_as]
 
 
 async def test_a_heartbeat_waits_for_nothing_that_is_written(server: Served) -> None:
     """A session is looked up once: its second heartbeat does not even wait for those who read."""
-    session_id = await server.new_session()
-    written = threading.Event()
-    started = threading.Event()
+    session_id, written, started = await server.new_session(), threading.Event(), threading.Event()
 
     def write(_store: Store) -> None:
         started.set()
@@ -149,15 +138,15 @@ async def test_a_heartbeat_waits_for_nothing_that_is_written(server: Served) -> 
 
     writing = asyncio.create_task(server.hub.store.write(write))
     await asyncio.to_thread(started.wait)
-    assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
-    assert (await server.post("session_heartbeat", {"session_id": "x"})).status_code == 410
+    assert [await server.heartbeat(each) for each in (session_id, "x")] == [200, 410]
     assert not writing.done()
     reading = [asyncio.create_task(server.hub.store.read(write)) for _ in range(8)]
-    assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
+    assert await server.heartbeat(session_id) == 200
     written.set()
     await asyncio.gather(writing, *reading)
-    await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
-    assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 410
+    for _ in range(2):
+        await server.end_session(session_id)
+    assert await server.heartbeat(session_id) == 410
 
 
 async def test_no_route_parses_a_large_body_where_all_requests_are_served(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,26 +161,20 @@ async def test_no_route_parses_a_large_body_where_all_requests_are_served(server
         monkeypatch.setattr(model, "model_validate_json", classmethod(note))
     huge = zstandard.compress(b'{"retrieved_request_ids": [' + b'"",' * 1_000_000 + b'""]}')
     assert len(huge) < 1000
-
     modules = [import_module(found.name) for found in pkgutil.iter_modules(routes.__path__, f"{routes.__name__}.")]
     every = [route for module in modules for route in module.router.routes if isinstance(route, APIRoute)]
-    paths = [f"/api/v1{route.path}" for route in every if "POST" in (route.methods or ())]
+    paths = [re.sub(r"\{[^}]*\}", "x", f"/api/v1{route.path}") for route in every if "POST" in (route.methods or ())]
     assert len(paths) > 15
     for path in paths:
-        for media_type in ("application/json", "application/x-protobuf"):
-            headers = {"Content-Type": media_type, "Content-Encoding": "zstd"}
-            reply = await server.client.post(re.sub(r"\{[^}]*\}", "x", path), content=huge, headers=headers)
+        for media_type in (JSON, PROTOBUF):
+            reply = await server.client.post(path, content=huge, headers=media_type | ZSTD)
             assert reply.status_code < 500, (path, reply.text)
     assert max(parsed, default=0) <= 128 * 1024
 
 
 async def test_a_poll_with_too_many_ids_is_refused_and_one_with_many_is_answered(server: Served) -> None:
-    session_id = await server.new_session()
-    body = {"session_id": session_id, "sampling_session_seq_id": 1, "base_model": "tiny"}
-    sampler_id = (await server.post("create_sampling_session", body)).json()["sampling_session_id"]
-    poll = {"target": {"sampling_session_id": sampler_id}, "timeout": 0}
-    answered = await server.post("retrieve_futures", poll | {"retrieved_request_ids": ["x"] * 2**16})
-    assert (answered.status_code, answered.json()) == (200, {"completions": [], "cursor": 0})
-    refused = await server.post("retrieve_futures", poll | {"retrieved_request_ids": ["x"] * (2**16 + 1)})
-    assert refused.status_code == 400
-    assert "retrieved_request_ids: List should have at most 65536 items" in refused.json()["detail"]
+    poll = {"target": {"sampling_session_id": await server.new_sampler()}, "timeout": 0}
+    answered = await server.answer("retrieve_futures", poll | {"retrieved_request_ids": ["x"] * 2**16})
+    assert answered == {"completions": [], "cursor": 0}
+    reason = await server.refusal("retrieve_futures", poll | {"retrieved_request_ids": ["x"] * (2**16 + 1)})
+    assert "retrieved_request_ids: List should have at most 65536 items" in reason

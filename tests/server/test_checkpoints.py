@@ -4,53 +4,43 @@ import time
 from datetime import datetime
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.server.saving import new_run, save
-from tests.server.serving import Served
+from tests.server.serving import SHAPE, Served, refused
 from tinsmith.store.sweep import sweep
 
-
-async def listed(server: Served, path: str) -> dict[str, Any]:
-    """What the list of all checkpoints says of one."""
-    page = (await server.client.get("/api/v1/checkpoints")).json()
-    found: dict[str, Any] = next(checkpoint for checkpoint in page["checkpoints"] if checkpoint["tinker_path"] == path)
-    return found
+A = "tinker://m/weights/a"
 
 
-def url(path: str, action: str = "") -> str:
-    """Where a checkpoint is managed."""
-    return "/api/v1/training_runs/{}/checkpoints/{}/{}".format(*path.removeprefix("tinker://").split("/")) + action
+async def manage(server: Served, path: str, method: str, body: Any = None) -> httpx.Response:
+    """The answer to a method, with the rest of its path behind a space, at the place of a checkpoint."""
+    verb, _, action = method.partition(" ")
+    place = "training_runs/{}/checkpoints/{}/{}".format(*path.removeprefix("tinker://").split("/"))
+    return await server.client.request(verb, f"/api/v1/{place}{action}", json=body)
 
 
-async def test_publishing_twice_changes_nothing(server: Served) -> None:
-    path = save(server, "tinker://m/sampler_weights/a").tinker_path
-    for _ in range(2):
-        assert (await server.client.post(url(path, "/publish"))).status_code == 200
-        assert (await listed(server, path))["public"] is True
-    for _ in range(2):
-        assert (await server.client.delete(url(path, "/publish"))).status_code == 200
-        assert (await listed(server, path))["public"] is False
+async def test_publishing_and_a_time_to_live_are_set_and_taken_away(server: Served) -> None:
+    async def listed() -> Any:
+        return (await server.shown("checkpoints"))["checkpoints"][0]
 
-
-async def test_a_time_to_live_is_set_and_taken_away(server: Served) -> None:
-    path = save(server, "tinker://m/weights/a").tinker_path
+    server.save(A)
+    for method, public in (("POST", True), ("POST", True), ("DELETE", False), ("DELETE", False)):  # twice changes nothing
+        assert (await manage(server, A, f"{method} /publish")).status_code == 200
+        assert (await listed())["public"] is public
     before = time.time()
-    assert (await server.client.put(url(path, "/ttl"), json={"ttl_seconds": 3600})).status_code == 200
-    expires_at = datetime.fromisoformat((await listed(server, path))["expires_at"]).timestamp()
-    assert before <= expires_at - 3600 <= time.time()
-    assert (await server.client.put(url(path, "/ttl"), json={"ttl_seconds": None})).status_code == 200
-    assert (await listed(server, path))["expires_at"] is None
+    assert (await manage(server, A, "PUT /ttl", {"ttl_seconds": 3600})).status_code == 200
+    assert before <= datetime.fromisoformat((await listed())["expires_at"]).timestamp() - 3600 <= time.time()
+    assert (await manage(server, A, "PUT /ttl", {"ttl_seconds": None})).status_code == 200
+    assert (await listed())["expires_at"] is None
     for wrong in ({"ttl_seconds": 3599}, {"ttl_seconds": 11 * 366 * 86400}, {"ttl_seconds": "3600"}, {"ttl_seconds": 3600.5}, {}):
-        reply = await server.client.put(url(path, "/ttl"), json=wrong)
-        assert (reply.status_code, "ttl_seconds" in reply.json()["detail"]) == (400, True)
+        assert "ttl_seconds" in refused(await manage(server, A, "PUT /ttl", wrong))
 
 
 async def test_a_deleted_checkpoint_is_gone_at_once_and_its_files_soon(server: Served) -> None:
-    saved = save(server, "tinker://m/weights/a")
-    assert (await server.client.delete(url(saved.tinker_path))).status_code == 200
-    assert (await server.client.delete(url(saved.tinker_path))).status_code == 404
-    assert (await server.client.get("/api/v1/checkpoints")).json()["checkpoints"] == []
+    saved = server.save(A)
+    assert [(await manage(server, A, "DELETE")).status_code for _ in range(2)] == [200, 404]
+    assert (await server.shown("checkpoints"))["checkpoints"] == []
     assert server.hub.files.sizes(saved.directory) == {"weights": 10}
     await server.hub.lifetimes.sweep()
     assert server.hub.files.sizes(saved.directory) == {}
@@ -58,69 +48,53 @@ async def test_a_deleted_checkpoint_is_gone_at_once_and_its_files_soon(server: S
 
 @pytest.mark.parametrize("method", ["DELETE", "POST /publish", "DELETE /publish", "PUT /ttl"])
 async def test_a_checkpoint_that_is_not_there_is_not_managed(method: str, server: Served) -> None:
-    save(server, "tinker://m/weights/expired", expires_at=1.0)
-    verb, _, action = method.partition(" ")
-    body = {"ttl_seconds": None} if action == "/ttl" else None
+    server.save("tinker://m/weights/expired", expires_at=1.0)
+    body = {"ttl_seconds": None} if method == "PUT /ttl" else None
     for path in ("tinker://m/weights/never", "tinker://m/weights/expired"):
-        reply = await server.client.request(verb, url(path, action), json=body)
-        assert (reply.status_code, reply.json()["detail"].startswith(f"{path} does not exist")) == (404, True)
+        assert refused(await manage(server, path, method, body), 404).startswith(f"{path} does not exist")
     for wrong in ("tinker://m/other/a", "tinker://m/weights/..%2Fa", "tinker://m/weights/%00"):
-        reply = await server.client.request(verb, url(wrong, action), json=body)
-        assert reply.status_code in (400, 404)
+        assert (await manage(server, wrong, method, body)).status_code in (400, 404)
     assert server.store.checkpoint("tinker://m/weights/never") is None
 
 
 async def test_weights_info_says_what_loading_needs(server: Served) -> None:
-    save(server, "tinker://m/weights/a")
-    full = {"rank": 0, "seed": 0, "train_attn": True, "train_mlp": True, "train_unembed": True}
-    save(server, "tinker://m/weights/full", lora_config=full)
-    info = (await server.post("weights_info", {"tinker_path": "tinker://m/weights/a"})).json()
+    adamw = {"base_model": "tiny", "optimizer_config": {"type": "adamw"}}
     switches = {"train_unembed": False, "train_mlp": True, "train_attn": True}
-    expected = {"base_model": "tiny", "is_lora": True, "optimizer_config": {"type": "adamw"}, "lora_rank": 8}
-    assert info == expected | switches
-    info = (await server.post("weights_info", {"tinker_path": "tinker://m/weights/full"})).json()
-    assert info == {"base_model": "tiny", "is_lora": False, "optimizer_config": {"type": "adamw"}}
-    assert (await server.post("weights_info", {"tinker_path": "tinker://m/weights/b"})).status_code == 404
-    assert (await server.post("weights_info", {"tinker_path": "weights/b"})).status_code == 400
+    for rank, expected in ((8, {"is_lora": True, "lora_rank": 8} | switches), (0, {"is_lora": False})):
+        server.save(A, lora_config=SHAPE | {"rank": rank})
+        assert await server.answer("weights_info", {"tinker_path": A}) == adamw | expected
+    for path, status in (("tinker://m/weights/b", 404), ("weights/b", 400)):
+        await server.refusal("weights_info", {"tinker_path": path}, status)
 
 
 async def test_a_copy_shares_files_and_outlives_its_source(server: Served) -> None:
-    source = save(server, f"tinker://{await new_run(server)}/sampler_weights/a", user_metadata={"k": "v"}, public=True)
-    body = {"source_path": source.tinker_path, "destination_project_id": "archive", "ttl_seconds": 7200}
-    key = {"X-Idempotency-Key": "k1"}
-    before = time.time()
-    paths = [(await server.post("copy_weights", body, headers=key)).json()["tinker_path"] for _ in range(2)]
-    assert paths[0] == paths[1] != source.tinker_path
-    other = (await server.post("copy_weights", body, headers={"X-Idempotency-Key": "k2"})).json()["tinker_path"]
-    assert other not in (paths[0], source.tinker_path)
-    copy = server.store.require_checkpoint(paths[0], "sampler")
+    source = server.save(f"tinker://{await server.new_run()}/sampler_weights/a", user_metadata={"k": "v"}, public=True)
+    body, before = {"source_path": source.tinker_path, "destination_project_id": "archive", "ttl_seconds": 7200}, time.time()
+    first, again, other = [
+        (await server.answer("copy_weights", body, headers={"X-Idempotency-Key": key}))["tinker_path"] for key in ("k1", "k1", "k2")
+    ]
+    assert (first == again, len({source.tinker_path, first, other})) == (True, 3)
+    copy = server.store.require_checkpoint(first, "sampler")
     assert (copy.directory, copy.user_metadata, copy.public) == (source.directory, {"k": "v"}, False)
     assert before <= (copy.expires_at or 0) - 7200 <= time.time()
-    runs = (await server.client.get("/api/v1/training_runs?project_id=archive")).json()
-    assert {run["training_run_id"] for run in runs["training_runs"]} == {copy.model_id, other.split("/")[2]}
-    step = await server.post("optim_step", {"model_id": copy.model_id, "seq_id": 1, "adam_params": {}})
-    failed = (await server.post("retrieve_future", {"request_id": step.json()["request_id"]})).json()
-    assert failed["category"] == "user"
-    for path in (source.tinker_path, other):
-        await server.client.delete(url(path))
+    runs = (await server.shown("training_runs?project_id=archive"))["training_runs"]
+    assert {run["training_run_id"] for run in runs} == {copy.model_id, other.split("/")[2]}
+    assert (await server.result(await server.step(copy.model_id, 1)))["category"] == "user"
+    for path, sizes in ((source.tinker_path, {"weights": 10}), (other, {"weights": 10}), (first, {})):
+        await manage(server, path, "DELETE")
         sweep(server.store, server.hub.files)
-        assert server.hub.files.sizes(source.directory) == {"weights": 10}
-    await server.client.delete(url(paths[0]))
-    sweep(server.store, server.hub.files)
-    assert server.hub.files.sizes(source.directory) == {}
+        assert server.hub.files.sizes(source.directory) == sizes
 
 
 async def test_a_copy_into_a_session_takes_the_number_of_a_run(server: Served) -> None:
     session_id = await server.new_session()
-    model_id = await new_run(server, session_id)
-    source = save(server, f"tinker://{model_id}/weights/a").tinker_path
+    model_id = await server.new_run(session_id)
+    source, other = [server.save(f"tinker://{model_id}/weights/{name}").tinker_path for name in "ab"]
     body = {"source_path": source, "session_id": session_id, "model_seq_id": 1}
     for _ in range(2):
-        assert (await server.post("copy_weights", body)).json() == {"tinker_path": f"tinker://{session_id}:train:1/weights/a"}
-    other = save(server, f"tinker://{model_id}/weights/b").tinker_path
+        assert await server.answer("copy_weights", body) == {"tinker_path": f"tinker://{session_id}:train:1/weights/a"}
     for taken in ({"model_seq_id": 0}, {"source_path": other}):
-        refused = await server.post("copy_weights", body | taken)
-        assert (refused.status_code, "has a run of that number already" in refused.json()["detail"]) == (400, True)
+        assert "has a run of that number already" in await server.refusal("copy_weights", body | taken)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +111,7 @@ async def test_a_copy_into_a_session_takes_the_number_of_a_run(server: Served) -
     ],
 )
 async def test_a_copy_that_cannot_be_made_is_refused(change: dict[str, object], status: int, complaint: str, server: Served) -> None:
-    save(server, "tinker://m/weights/a")
-    body = {"source_path": "tinker://m/weights/a", "destination_project_id": "p"} | change
-    reply = await server.post("copy_weights", {name: value for name, value in body.items() if value is not None})
-    assert (reply.status_code, complaint in reply.json()["detail"]) == (status, True), reply.text
-    of_another = await server.post("copy_weights", body, headers={"X-Tinker-Weights-Access-Token": "t"})
-    assert of_another.status_code == 400
+    server.save(A)
+    body = {"source_path": A, "destination_project_id": "p"}
+    assert complaint in await server.refusal("copy_weights", {k: v for k, v in (body | change).items() if v is not None}, status)
+    assert (await server.post("copy_weights", body, headers={"X-Tinker-Weights-Access-Token": "t"})).status_code == 400

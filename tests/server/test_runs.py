@@ -5,22 +5,19 @@ from datetime import datetime
 
 import pytest
 
-from tests.server.saving import new_run, save
-from tests.server.serving import Served
+from tests.server.serving import Served, refused
 from tinsmith.store.records import Outcome
 
 
 async def test_a_run_is_described_with_its_newest_checkpoints(server: Served) -> None:
     before = time.time()
-    model_id = await new_run(server, base_model="tiny:peft:262144", user_metadata={"renderer_name": "qwen3"})
-    save(server, f"tinker://{model_id}/weights/old", created_at=1.0)
-    save(server, f"tinker://{model_id}/weights/new", created_at=2.0, expires_at=time.time() + 99, user_metadata={"step": "2"})
-    save(server, f"tinker://{model_id}/weights/expired", created_at=3.0, expires_at=1.0)
-    save(server, f"tinker://{model_id}/external_weights/e", created_at=4.0)
-    reply = await server.client.get(f"/api/v1/training_runs/{model_id}?access_scope=accessible")
-    described = reply.json()
-    requested, newest = datetime.fromisoformat(described.pop("last_request_time")), described.pop("last_checkpoint")
-    assert before <= requested.timestamp() <= time.time()
+    model_id = await server.new_run(base_model="tiny:peft:262144", user_metadata={"renderer_name": "qwen3"})
+    server.save(f"tinker://{model_id}/weights/old", created_at=1.0)
+    server.save(f"tinker://{model_id}/weights/new", created_at=2.0, expires_at=2.0**33, user_metadata={"step": "2"})
+    server.save(f"tinker://{model_id}/weights/expired", created_at=3.0, expires_at=1.0)
+    server.save(f"tinker://{model_id}/external_weights/e", created_at=4.0)
+    described = await server.shown(f"training_runs/{model_id}?access_scope=accessible")
+    assert before <= datetime.fromisoformat(described.pop("last_request_time")).timestamp() <= time.time()
     assert described == {
         "training_run_id": model_id,
         "base_model": "tiny",
@@ -29,39 +26,32 @@ async def test_a_run_is_described_with_its_newest_checkpoints(server: Served) ->
         "status": "ready",
         "corrupted": False,
         "lora_rank": 8,
+        "last_checkpoint": {
+            "checkpoint_id": "weights/new",
+            "checkpoint_type": "training",
+            "time": "1970-01-01T00:00:02+00:00",
+            "tinker_path": f"tinker://{model_id}/weights/new",
+            "size_bytes": 10,
+            "public": False,
+            "expires_at": "2242-03-16T12:56:32+00:00",
+            "user_metadata": {"step": "2"},
+        },
         "last_sampler_checkpoint": None,
         "user_metadata": {"renderer_name": "qwen3"},
     }
-    assert datetime.fromisoformat(newest.pop("expires_at")).timestamp() > time.time() + 90
-    assert newest == {
-        "checkpoint_id": "weights/new",
-        "checkpoint_type": "training",
-        "time": "1970-01-01T00:00:02+00:00",
-        "tinker_path": f"tinker://{model_id}/weights/new",
-        "size_bytes": 10,
-        "public": False,
-        "user_metadata": {"step": "2"},
-    }
 
 
-async def test_a_run_that_could_not_be_created_is_corrupted(server: Served) -> None:
-    model_id = await server.new_model(await server.new_session())
+async def test_full_weights_metadata_of_any_json_and_what_could_not_be_created_are_described(server: Served) -> None:
+    model_id = await server.new_model(lora_config={"rank": 0}, user_metadata={"a": {"b": [1]}, "c": "d"})
     server.finish(Outcome(f"{model_id}/0", None, None, "out of memory", "server"))
-    assert (await server.client.get(f"/api/v1/training_runs/{model_id}")).json()["corrupted"] is True
-
-
-async def test_full_weights_and_metadata_of_any_json_are_described(server: Served) -> None:
-    model_id = await new_run(server, lora_config={"rank": 0}, user_metadata={"a": {"b": [1]}, "c": "d"})
-    described = (await server.client.get(f"/api/v1/training_runs/{model_id}")).json()
-    assert (described["is_lora"], described["lora_rank"]) == (False, None)
+    described = await server.shown(f"training_runs/{model_id}")
+    assert (described["is_lora"], described["lora_rank"], described["corrupted"]) == (False, None, True)
     assert described["user_metadata"] == {"a": '{"b": [1]}', "c": "d"}
 
 
 async def test_runs_are_paged_newest_first_and_by_project(server: Served) -> None:
-    runs = [await new_run(server) for _ in range(3)]
-    of_project = {"tags": [], "sdk_version": "", "project_id": "p", "type": "create_session"}
-    mine = (await server.post("create_session", of_project)).json()["session_id"]
-    runs.append(await new_run(server, mine))
+    runs = [await server.new_run() for _ in range(3)]
+    runs.append(await server.new_run(await server.new_session(project_id="p")))
     for query, expected, cursor in (
         ("", runs[::-1], {"offset": 0, "limit": 20, "total_count": 4}),
         ("?limit=2&offset=1", [runs[2], runs[1]], {"offset": 1, "limit": 2, "total_count": 4}),
@@ -69,24 +59,25 @@ async def test_runs_are_paged_newest_first_and_by_project(server: Served) -> Non
         ("?project_id=p", [runs[3]], {"offset": 0, "limit": 20, "total_count": 1}),
         ("?project_id=q", [], {"offset": 0, "limit": 20, "total_count": 0}),
     ):
-        page = (await server.client.get(f"/api/v1/training_runs{query}")).json()
-        assert [found["training_run_id"] for found in page["training_runs"]] == expected
-        assert page["cursor"] == cursor
+        page = await server.shown(f"training_runs{query}")
+        assert ([found["training_run_id"] for found in page["training_runs"]], page["cursor"]) == (expected, cursor)
 
 
 async def test_checkpoints_of_one_run_and_of_all_are_listed_newest_first(server: Served) -> None:
-    a, b = [await new_run(server) for _ in range(2)]
-    for at, path in enumerate((f"tinker://{a}/weights/x", f"tinker://{b}/weights/x", f"tinker://{a}/sampler_weights/x")):
-        save(server, path, created_at=float(at))
-    save(server, f"tinker://{a}/weights/expired", expires_at=1.0)
-    of_a = (await server.client.get(f"/api/v1/training_runs/{a}/checkpoints")).json()["checkpoints"]
-    assert [checkpoint["checkpoint_id"] for checkpoint in of_a] == ["sampler_weights/x", "weights/x"]
-    page = (await server.client.get("/api/v1/checkpoints?limit=1&offset=1")).json()
-    assert [checkpoint["tinker_path"] for checkpoint in page["checkpoints"]] == [f"tinker://{b}/weights/x"]
-    assert page["cursor"] == {"offset": 1, "limit": 1, "total_count": 3}
-    save(server, "tinker://imported/weights/x")
-    imported = (await server.client.get("/api/v1/training_runs/imported/checkpoints")).json()["checkpoints"]
-    assert [checkpoint["tinker_path"] for checkpoint in imported] == ["tinker://imported/weights/x"]
+    a, b = [await server.new_run() for _ in range(2)]
+    paths = [f"tinker://{a}/weights/x", f"tinker://{b}/weights/x", f"tinker://{a}/sampler_weights/x", "tinker://imported/weights/x"]
+    for at, path in enumerate(paths):
+        server.save(path, created_at=float(at))
+    server.save(f"tinker://{a}/weights/expired", expires_at=1.0)
+    for query, expected in (
+        (f"training_runs/{a}/checkpoints", [paths[2], paths[0]]),
+        ("training_runs/imported/checkpoints", [paths[3]]),
+        ("checkpoints", paths[::-1]),
+        ("checkpoints?limit=1&offset=1", [paths[2]]),
+    ):
+        page = await server.shown(query)
+        assert [checkpoint["tinker_path"] for checkpoint in page["checkpoints"]] == expected
+    assert page["cursor"] == {"offset": 1, "limit": 1, "total_count": 4}
 
 
 @pytest.mark.parametrize(
@@ -94,15 +85,11 @@ async def test_checkpoints_of_one_run_and_of_all_are_listed_newest_first(server:
     [
         ("training_runs/x", 404, "training run 'x' does not exist"),
         ("training_runs/x/checkpoints", 404, "training run 'x' does not exist"),
-        ("training_runs?limit=0", 400, "limit: Input should be greater than or equal to 1, got '0'"),
         ("training_runs?limit=1001", 400, "limit: Input should be less than or equal to 1000"),
-        ("training_runs?offset=-1", 400, "offset: Input should be greater than or equal to 0"),
         ("training_runs?offset=9223372036854775808", 400, "offset: "),
         ("training_runs?access_scope=mine", 400, "access_scope: Input should be 'owned' or 'accessible', got 'mine'"),
         ("training_runs?page=2", 400, "page: Extra inputs are not permitted"),
-        ("checkpoints?limit=many", 400, "limit: Input should be a valid integer"),
     ],
 )
 async def test_what_cannot_be_listed_is_refused(path: str, status: int, complaint: str, server: Served) -> None:
-    reply = await server.client.get(f"/api/v1/{path}")
-    assert (reply.status_code, complaint in reply.json()["detail"]) == (status, True), reply.text
+    assert complaint in refused(await server.get(path), status)
