@@ -125,7 +125,7 @@ async def test_a_body_must_come_at_some_rate(
         await assert_read(reader, is_read)
 
 
-@pytest.mark.parametrize(("part", "count", "is_read"), [(1, 1024, True), (1, 20_000, False), (80, 2_000, True)])
+@pytest.mark.parametrize(("part", "count", "is_read"), [(1, 1024, True), (1, 20_000, False), (64, 2_000, True)])
 async def test_a_body_in_very_many_very_small_chunks_is_not_read(
     tmp_path: Path, part: int, count: int, is_read: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,8 +22,8 @@ _PIECE_BYTES = 16 * 1024
 _BODY_BYTES_PER_S = 4096
 """Least rate of a body, over each `idle_s`. Phones upload ten times as fast; at a byte a minute a body would stay open for ever."""
 
-_MANY_PARTS, _PART_BYTES = 1024, 64
-"""A body that comes in more parts has so many bytes in each, on average: each part of a chunked body takes as long as some kilobytes."""
+_MANY_PARTS, _PART_BYTES = 1024, 60
+"""A body in more parts has so many bytes in each, on average: each takes as long as some kilobytes. A read may cut one of 64 in two."""
 
 _LINGER_S = 2.0
 """Seconds that a refused connection stays open. If it were closed at once, the client could not read the reason."""
