@@ -22,6 +22,9 @@ BASE_MODEL, CHAT_MODEL, SMALL_MODEL = "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-9B",
 TEXT_ONLY_MODEL = "Qwen/Qwen3-8B"
 """The default of recipes that have not moved on from Qwen3; here a tiny Qwen3."""
 
+FAMILIES = {"untied": "llama", "tied": "qwen3", "vision": "qwen3_vl", "vision-renamed": "qwen2_5_vl", "vision-hybrid": "qwen3_5"}
+"""Tiny models of families, by the name under which they are served."""
+
 TIMEOUT_S = 800.0
 """For one recipe, on a busy machine."""
 
@@ -41,11 +44,6 @@ class Outcome:
     def curve(self, metric: str) -> list[float]:
         """The values of a metric, from the first step to the last."""
         return [row[metric] for row in self.rows if metric in row]
-
-    @property
-    def state_path(self) -> str:
-        """The last checkpoint to train on from."""
-        return str(self.checkpoints[-1]["state_path"])
 
     @property
     def sampler_path(self) -> str:
@@ -73,16 +71,8 @@ class Workshop:
             "OMP_NUM_THREADS": "1",
         }
         command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{recipe}", *options]
-        done = subprocess.run(
-            command,
-            cwd=self.directory,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_S,
-        )
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, cwd=self.directory, env=environment, check=False, timeout=TIMEOUT_S, **both)
         logs = [option.partition("=")[2] for option in options if option.startswith(("log_path=", "experiment_dir="))]
         return Outcome(done.returncode, done.stdout, *(self._rows(logs, name) for name in ("metrics.jsonl", "checkpoints.jsonl")))
 
