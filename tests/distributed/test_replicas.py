@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import tinker
 from rich.console import Console
@@ -28,9 +27,8 @@ from tests.acceptance.talking import assert_close, assert_losses_close, datum, i
 from tests.distributed.conftest import LONG, Running
 from tests.distributed.devices import ON_GPUS, ROUNDING
 from tests.extent import amount, slow
-from tests.preloaded import process_behind
 from tests.rl.test_run import config_of, logged, told
-from tests.running import START_S, Server, serving
+from tests.running import START_S, serving
 from tinsmith.rl.trainer import train as train_policy
 
 STEP = types.AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1.0, grad_clip_norm=50.0)
@@ -83,13 +81,6 @@ def assert_weights_close(together: dict[str, np.ndarray], alone: dict[str, np.nd
         else:
             atol, rtol = within * np.abs(tensor).max() * (10 if is_moment else 1), 0.0
         np.testing.assert_allclose(together[name], tensor, atol=atol, rtol=rtol, err_msg=name)
-
-
-def worker_pids(server: Server) -> list[int]:
-    """In the order of their ranks."""
-    children = psutil.Process(server.engine_pid()).children()
-    workers = [child for child in children if "tinsmith.worker" in child.cmdline()]
-    return [process_behind(worker.pid) for worker in sorted(workers, key=lambda worker: int(worker.cmdline()[-3]))]
 
 
 def weights_at(running: Running, path: str) -> dict[str, np.ndarray]:
@@ -280,7 +271,7 @@ def test_all_weights_that_are_divided_come_back_as_they_were_saved(divided: Runn
         client.optim_step(STEP).result()
     saved.save_state("here").result()
     before = [scores(client, batch(client, "text", 3)) for client in (fresh, saved)]
-    os.kill(worker_pids(divided.server)[1], signal.SIGKILL)
+    os.kill(divided.server.worker_pids()[1], signal.SIGKILL)
     divided.server.wait_for_log("worker 1 of 2: the worker process ended unexpectedly (signal 9)")
     for client, expected in zip((fresh, saved), before, strict=True):
         assert_close(scores(client, batch(client, "text", 3)), expected, WITHIN)
@@ -342,13 +333,13 @@ def test_a_model_goes_on_from_its_checkpoint_and_after_the_end_of_a_worker(alone
     again = running.service.create_training_client_from_state_with_optimizer(path).result()
     (found,) = train_together([again], [batches[2:]])
     assert_curves_close(found, expected, WITHIN)
-    before, first = scores(client, batches[0]), worker_pids(server)
+    before, first = scores(client, batches[0]), server.worker_pids()
     pending = client.forward_backward(batches[1] * 20, "cross_entropy")
     os.kill(first[0], signal.SIGKILL)
     pending.result(timeout=START_S)
     server.wait_for_log("worker 0 of 2: the worker process ended unexpectedly (signal 9)")
     server.wait_for_health()
-    second = worker_pids(server)
+    second = server.worker_pids()
     assert len(second) == 2
     assert not set(first) & set(second)
     assert_close(scores(client, batches[0]), before, WITHIN)
