@@ -49,15 +49,8 @@ def test_finished_unloaded_and_lost_stay_three_things_when_the_engine_dies(store
     assert (status_of(store, unsaved), status_of(store, late)) == ("ready", "finished")
     for _ in range(2):
         store.fail_unfinished("the engine died")
-    expected = {
-        finished: "finished",
-        unloaded: "unloaded",
-        idle: "unloaded",
-        lost: "lost",
-        unborn: "lost",
-        unsaved: "lost",
-        late: "finished",
-    }
+    expected = dict.fromkeys((finished, late), "finished") | dict.fromkeys((unloaded, idle), "unloaded")
+    expected |= dict.fromkeys((lost, unborn, unsaved), "lost")
     assert {model_id: status_of(store, model_id) for model_id in expected} == expected
     assert told(store, finished) == (f"model {finished} is finished: its session is finished; {NO_CHECKPOINT}", "user")
     assert told(store, unloaded) == (f"model {unloaded} is unloaded: the server was stopped; {NO_CHECKPOINT}", "user")
@@ -68,12 +61,7 @@ def test_finished_unloaded_and_lost_stay_three_things_when_the_engine_dies(store
 
 def test_errors_name_the_newest_training_checkpoint_that_has_not_expired(store: Store) -> None:
     model_id, now = new_model(store, "s"), time.time()
-    kinds = [
-        ("weights/old", 30, None),
-        ("weights/newest", 20, now + 3600),
-        ("weights/expired", 10, now - 1),
-        ("sampler_weights/x", 0, None),
-    ]
+    kinds = [("weights/a", 30, None), ("weights/newest", 20, now + 3600), ("weights/gone", 10, now - 1), ("sampler_weights/b", 0, None)]
     for number, (name, ago, expires_at) in enumerate(kinds):
         store.put_checkpoint(replace(checkpoint(f"tinker://{model_id}/{name}", expires_at, str(number)), created_at=now - ago))
     store.append([NewCommand(model_id, 1, "optim_step", b"")])
