@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from tinsmith.errors import NotFoundError
-from tinsmith.store import commands
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.records import REJECTED, Model, NewCommand, Outcome, SamplingSession
 from tinsmith.store.store import Store
@@ -89,17 +88,6 @@ def test_a_command_with_a_lower_id_that_is_committed_later_is_found(store: Store
         )
         other.commit()
     assert [c.seq_id for c in store.queued(MODEL, known=[0, 1, 2])] == [3]
-
-
-def test_claiming_reads_the_queued_commands_only(store: Store) -> None:
-    """Not all that a model ever did: the queries use the index of what is queued."""
-    with store.reading() as connection:
-        for statement in (commands._QUEUED, commands._QUEUED_MODELS):
-            text = str(statement.compile(connection))
-            found = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", (None,) * text.count("?"))
-            plan = [str(row.detail) for row in found if "commands" in row.detail]
-            assert all("INDEX ix_commands_queued" in line for line in plan), plan
-            assert len(plan) == 1
 
 
 def test_a_repeat_changes_nothing(store: Store) -> None:

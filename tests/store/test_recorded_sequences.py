@@ -193,28 +193,22 @@ def test_damage_that_shows_while_it_is_used_costs_what_was_recorded_before(
     assert "is replaced by an empty file" in caplog.text
 
 
-def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).mkdir()
-    with pytest.raises(ConfigError, match=f"{FILE_NAME} cannot be used: "):
-        RecordedSequences(tmp_path, MIB)
-
-
-def test_a_file_that_is_locked_is_said_to_be(tmp_path: Path, recorded: RecordedSequences) -> None:
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, recorded: RecordedSequences) -> None:
+    """One that is locked, one without its table, and a directory in its place."""
     recorded._connection.execute("PRAGMA busy_timeout = 1")
     with sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(StoreUnavailableError, match="another program has locked it"):
             recorded.put({name(0): sequence()})
         other.execute("ROLLBACK")
-    recorded.put({name(0): sequence()})
-    assert list(recorded.find([name(0)])) == [name(0)]
-
-
-def test_a_file_without_its_table_names_the_remedy(tmp_path: Path, recorded: RecordedSequences) -> None:
-    with sqlite3.connect(tmp_path / FILE_NAME) as other:
+        recorded.put({name(0): sequence()})
+        assert list(recorded.find([name(0)])) == [name(0)]
         other.execute("DROP TABLE recorded")
     with pytest.raises(TinsmithError, match=f"{FILE_NAME} cannot be used: no such table.*; stop the server, delete the file"):
         recorded.find([name(0)])
+    (tmp_path / "other" / FILE_NAME).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"{FILE_NAME} cannot be used: "):
+        RecordedSequences(tmp_path / "other", MIB)
 
 
 def stored(directory: Path) -> list[str]:

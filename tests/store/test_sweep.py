@@ -131,7 +131,8 @@ def test_what_a_crash_left_of_a_save_goes_after_a_day(
 
 def test_files_that_the_database_does_not_know_go_on_request_only(store: Store, files: CheckpointFiles, tmp_path: Path) -> None:
     orphan = write(files)
-    (tmp_path / "checkpoints" / "notes").mkdir()
+    for foreign in ("notes", ".hidden"):
+        (tmp_path / "checkpoints" / foreign).mkdir()
     elsewhere = CheckpointFiles(tmp_path, str(tmp_path / "checkpoints"))  # the same directory, under another name
     kept = saved(store, elsewhere, "tinker://m/weights/a")
     assert found(store, files) == []
@@ -142,4 +143,4 @@ def test_files_that_the_database_does_not_know_go_on_request_only(store: Store, 
     sweep(store, files, unknown=True)
     assert files.sizes(orphan) == {}
     assert files.sizes(kept) == {"a": 10, "b": 0}
-    assert (tmp_path / "checkpoints" / "notes").exists()
+    assert all((tmp_path / "checkpoints" / foreign).exists() for foreign in ("notes", ".hidden"))

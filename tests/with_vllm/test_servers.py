@@ -9,14 +9,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 import tinker
 from tinker import types
 
 from tests.acceptance.talking import image_input, text_input, train
 from tests.running import START_S, Server
-from tests.with_vllm.serving import asked_at, generated, process_of, processes_of, vllm_pids
-from tests.with_vllm.talking import FREE, learn, sample, snapshot, worst_difference
+from tests.with_vllm.serving import asked_at, generated, processes_of, vllm_pids
+from tests.with_vllm.talking import learn, sample, snapshot, worst_difference
 from tests.with_vllm.test_inflight import LENGTH, Story, begun, go_on, replies
 
 
@@ -75,21 +74,3 @@ def test_samples_of_a_killed_server_are_sent_again(server: Server, socket: str, 
             assert [len(sequence.tokens) for sequence in answer.sequences] == [100, 100]
             assert worst_difference(client, prompt, answer) < 1e-4
     assert not processes_of(pid)
-
-
-@pytest.mark.slow  # it takes another start; `tests/sampling/vllm/test_servers.py` has it with a server that only says that it lives
-def test_a_sample_whose_weights_were_under_way_when_the_engine_died_is_sent_again(server: Server, service: tinker.ServiceClient) -> None:
-    """VLLM never answers these requests, and its server waits for them for ever before it ends."""
-    client, prompt = train(service, "tiny", rank=0), text_input(1, 12)
-    learn(client, seed=3)
-    assert worst_difference(client, prompt, sample(snapshot(client), prompt)) < 1e-4
-    learn(client, seed=4)
-    engine = process_of(vllm_pids(server)[0], "EngineCore")
-    os.kill(engine, signal.SIGSTOP)
-    sampler, told = snapshot(client), len(server.log.read_text())
-    under_way = sampler.sample(prompt=prompt, num_samples=1, sampling_params=FREE)
-    time.sleep(3)
-    assert not under_way.future().done()
-    os.kill(engine, signal.SIGKILL)
-    assert worst_difference(client, prompt, under_way.result()) < 1e-4
-    assert "it answered nothing for" not in server.log.read_text()[told:]  # it was not waited for as for one that hangs

@@ -4,9 +4,7 @@ On a CPU vLLM frees no memory when it sleeps; all else is as on a GPU: it pauses
 TINSMITH_TEST_DEVICE=cuda the test looks at the memory too.
 """
 
-import os
 import re
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -20,8 +18,8 @@ from tinker import types
 from tests.acceptance.talking import image_input, numbers, text_input, train
 from tests.extent import amount
 from tests.running import Server
-from tests.with_vllm.serving import ON_GPU, vllm_pids, wait_for_vllm
-from tests.with_vllm.talking import learn, sample, snapshot, trainers_logprobs, worst_difference
+from tests.with_vllm.serving import ON_GPU, wait_for_vllm
+from tests.with_vllm.talking import learn, snapshot, trainers_logprobs, worst_difference
 from tests.with_vllm.test_bfloat16 import FARTHEST
 
 LONG = types.SamplingParams(max_tokens=amount(300, 900), stop=[], seed=3)
@@ -90,16 +88,3 @@ def test_both_go_on_when_both_have_work_without_end_and_every_number_is_right(
     assert turns == [ASLEEP, AWAKE] * (len(turns) // 2) + [ASLEEP] * (len(turns) % 2)
     assert turns.count(AWAKE) > 1
     assert "does not fall asleep" not in log
-
-
-@pytest.mark.slow  # it takes another start; `tests/sampling/vllm/test_sleep.py` has servers that die or disobey
-def test_a_server_that_dies_asleep_starts_again_when_a_sample_needs_it(hybrid_server: Server, turns_service: tinker.ServiceClient) -> None:
-    client, prompt = train(turns_service, "tiny", rank=8), text_input(1, 30)
-    learn(client)
-    assert re.findall(f"{ASLEEP}|{AWAKE}", hybrid_server.log.read_text())[-1] == ASLEEP
-    (pid,) = vllm_pids(hybrid_server)
-    os.kill(pid, signal.SIGKILL)
-    hybrid_server.wait_for_log("a vLLM server ended (exit code -9)")
-    learn(client, seed=1)
-    assert vllm_pids(hybrid_server) == []
-    assert agrees(client, prompt, sample(snapshot(client), prompt))
