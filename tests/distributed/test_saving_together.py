@@ -5,9 +5,8 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -100,7 +99,7 @@ def limited(pid: int, size: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("writes", [True, *slow(False)])
+@pytest.mark.parametrize("writes", [True, *slow(False)])  # `tests/worker/test_joint_saves.py` has both
 def test_a_disk_without_room_for_one_worker_fails_the_save_of_all_and_nothing_else(
     server: Server, http: httpx.Client, writes: bool
 ) -> None:
@@ -122,25 +121,15 @@ def test_a_disk_without_room_for_one_worker_fails_the_save_of_all_and_nothing_el
     assert scores(again, 4) == scores(model, 10)
 
 
-def is_being_written(directory: Path) -> bool:
-    """Parts of a checkpoint are there."""
-    return any(directory.glob(".writing-*-joint/*"))
+def kill_in_a_save(server: Server, rank: int, sign: str, model: RawModel, seq_id: int) -> str | None:
+    """Save, and kill a worker as soon as there is such a file, which is not for long, so it looks without a pause.
 
-
-def is_being_finished(directory: Path) -> bool:
-    """All parts are there, and one worker makes a checkpoint of them: the manifest is there."""
-    return any(directory.glob(".writing-*-joint/manifest.json"))
-
-
-def kill_in_a_save(server: Server, rank: int, moment: Callable[[Path], bool], model: RawModel, seq_id: int) -> str | None:
-    """Save, and kill a worker in this moment; returns the request of the save, or None if a busy machine let us look only afterwards.
-
-    It looks without a pause, since the moment is over in milliseconds.
+    Returns the request of the save, or None if a busy machine let us look only afterwards.
     """
     pid, before, deadline = server.worker_pids()[rank], checkpoints(server, finished=True), time.monotonic() + START_S
     request_id = model.save(seq_id, f"cut {seq_id}")
     while checkpoints(server, finished=True) <= before:
-        if moment(server.log.parent / "data" / "checkpoints"):
+        if any((server.log.parent / "data" / "checkpoints").glob(f".writing-*-joint/{sign}")):
             os.kill(pid, signal.SIGKILL)
             return request_id
         assert time.monotonic() < deadline
@@ -155,29 +144,22 @@ def wait_until_clean(server: Server) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("rank", "moment"),
-    # A death while it is written is below, where nothing can be written again.
-    [(0, is_being_finished), *slow((1, is_being_written), (0, is_being_written), (1, is_being_finished))],
-)
-def test_a_save_that_a_worker_dies_in_is_made_again_by_the_next_workers(
-    server: Server, http: httpx.Client, rank: int, moment: Callable[[Path], bool]
-) -> None:
-    """And nothing is left of the first attempt."""
+def test_a_save_that_a_worker_dies_in_is_made_again_by_the_next_workers(server: Server, http: httpx.Client) -> None:
+    """All parts are there, and it makes a checkpoint of them. Nothing is left of the first attempt."""
     model, expected = trained(http)
-    cut = next(filter(None, (kill_in_a_save(server, rank, moment, model, seq_id) for seq_id in itertools.count(5))))
-    saved = after_the_end(http, cut)
+    attempts = (kill_in_a_save(server, 0, "manifest.json", model, seq_id) for seq_id in itertools.count(5))
+    saved = after_the_end(http, next(filter(None, attempts)))
     assert scores_at(http, saved["path"]) == expected
     wait_until_clean(server)
 
 
 def test_a_save_that_dies_with_its_model_leaves_no_checkpoint(server: Server, http: httpx.Client) -> None:
-    """Nothing else holds what the last step left."""
+    """While parts are written. Nothing else holds what the last step left."""
     cut = None
     while cut is None:
         model, expected = trained(http)
         step(model, 5)
-        cut = kill_in_a_save(server, 1, is_being_written, model, 7)
+        cut = kill_in_a_save(server, 1, "*", model, 7)
     lost = after_the_end(http, cut)
     assert f"tinker://{model.model_id}/weights/whole" in str(lost["error"])
     assert not exists(http, f"tinker://{model.model_id}/weights/cut 7")
