@@ -53,6 +53,7 @@ from tinsmith.training.state_part import StatePart
 from tinsmith.wire.chunks import Chunk
 
 T = TypeVar("T")
+B = TypeVar("B", bound=LocalBackend)
 
 TRAINING = TrainingConfig(logits_chunk=64)
 SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1.0, weight_decay=0.1, grad_clip_norm=50.0)
@@ -144,7 +145,7 @@ def losses_of(backend: LocalBackend, work: Sequence[DatumWork], backward: bool =
     """Run a pass that must succeed."""
     outcome = backend.run_pass(work, backward)
     assert outcome.failures == {}
-    return [result and result.loss for result in outcome.results]
+    return [None if result is None else result.loss for result in outcome.results]
 
 
 def compute_share(backend: LocalBackend, step: int, rank: int, count: int) -> list[float | None]:
@@ -153,7 +154,7 @@ def compute_share(backend: LocalBackend, step: int, rank: int, count: int) -> li
     return losses_of(backend, mine[:1]) + losses_of(backend, mine[1:])
 
 
-def with_models(backend: LocalBackend) -> Any:
+def with_models(backend: B) -> B:
     """The backend with the models of SHAPES."""
     for name, shape in SHAPES.items():
         backend.create_model(name, shape)
@@ -466,7 +467,7 @@ def test_what_is_refused_lets_nobody_wait(member: Member) -> None:
     """By name, and workers that were told of different passes end."""
     backend = together(member)
     for switch in ("train_mlp", "train_attn"):
-        shape = replace(SHAPES["all"], **{switch: False})  # type: ignore[arg-type]
+        shape = replace(SHAPES["all"], **{switch: False})
         says = f".*{switch}=False and lora_config.rank=0: a server with --shard weights trains whole layers"
         refused(lambda shape=shape: backend.create_model("part", shape), UserError, says)  # type: ignore[misc]
     compact = DividedBackend(backend.base, replace(TRAINING, full_state="compact"), member.group)

@@ -111,7 +111,7 @@ def test_a_worker_in_an_actor_hangs_ends_itself_with_a_reason_or_is_stopped(addr
         assert psutil.wait_procs([first, second, third], START_S)[1] == []
 
 
-def process_and_actor(pid: int) -> tuple[psutil.Process, psutil.Process]:
+def process_and_actor(pid: int | None) -> tuple[psutil.Process, psutil.Process]:
     """A worker's process and its parent."""
     process = psutil.Process(pid)
     actor = process.parent()

@@ -71,7 +71,7 @@ class Workshop:
             "OMP_NUM_THREADS": "1",
         }
         command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{recipe}", *options]
-        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        both: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         done = subprocess.run(command, cwd=self.directory, env=environment, check=False, timeout=TIMEOUT_S, **both)
         logs = [option.partition("=")[2] for option in options if option.startswith(("log_path=", "experiment_dir="))]
         return Outcome(done.returncode, done.stdout, *(self._rows(logs, name) for name in ("metrics.jsonl", "checkpoints.jsonl")))

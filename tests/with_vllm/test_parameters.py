@@ -71,7 +71,7 @@ def test_top_k_and_top_p_with_logprobs_over_the_whole_vocabulary(model: tinker.T
 def test_stop_rules(model: tinker.TrainingClient, sampler: tinker.SamplingClient) -> None:
     tokenizer = model.get_tokenizer()
 
-    def greedy(stop: list[int] | list[str]) -> types.SampledSequence:
+    def greedy(stop: list[int] | list[str]) -> Any:
         (found,) = sample(sampler, text_input(4, 12), types.SamplingParams(max_tokens=30, temperature=0.0, stop=stop)).sequences
         return found
 
