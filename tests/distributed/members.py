@@ -50,12 +50,14 @@ class Member:
         """Wait for the others."""
         self.group.agree(0, "that all have come here")
 
-    def of_all(self, value: Any) -> list[Any]:
-        """What each of them has, by rank; tensors on the CPU."""
+    def of_all(self, value: Any, everywhere: bool = True) -> list[Any]:
+        """What each of them has, by rank; tensors on the CPU. Unless it is wanted everywhere, others than the first get nothing."""
         self._number += 1
         files = [self.directory / f"{self._number}-{rank}.pt" for rank in range(self.count)]
         torch.save(value, files[self.rank])
         self.wait()
+        if self.rank > 0 and not everywhere:
+            return []
         return [torch.load(file, map_location="cpu", weights_only=True) for file in files]
 
 

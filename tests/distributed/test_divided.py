@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -175,6 +176,12 @@ def together(member: Member, name: str = "text", dtype: str = "float32", steps: 
         compute_share(backend, step, member.rank, member.count)
         step_all(backend)
     return backend
+
+
+@cache
+def stepped(member: Member) -> DividedBackend:
+    """The text model after a step, for tests that leave it as it was."""
+    return together(member, steps=1)
 
 
 def own_share(member: Member, backend: LocalBackend, step: int = 0) -> list[DatumWork]:
@@ -334,49 +341,58 @@ TRAINED = {
 def test_losses_gradients_and_weights_are_those_of_one_worker(member: Member) -> None:
     """Of several models in the same passes, also where one worker computes all of a step, or has one picture much larger than others.
 
-    Each parameter counts once in the norm. A share has the gradients of LoRA that a worker with all weights computes, to the last bit on a
-    CPU. Those of all weights are added up in float32, whatever the precision.
+    A share has the gradients of LoRA that a worker with all weights computes, to the last bit on a CPU. Those of all weights are added up
+    in float32, whatever the precision.
     """
-    rank, count = member.rank, member.count
-    for name, dtype, divides in TRAINED[count]:
+    for name, dtype, divides in TRAINED[member.count]:
         within = HYBRID_WITHIN if name == "hybrid" else WITHIN
         exact = EXACT_IN_HALF if dtype == "bfloat16" else HYBRID_WITHIN if EXACT and name == "hybrid" else EXACT
-        one, by_itself = alone(member, name, dtype), alone(member, name, dtype)
-        replica = LocalBackend(member.base(name, dtype=dtype), TRAINING, member.group)
-        backend = together(member, name, dtype) if divides else with_models(replica)
-        for step in range(STEPS):
-            losses = compute_share(backend, step, rank, count)
+        one = alone(member, name, dtype)
+        backend: LocalBackend
+        if divides:
+            backend = together(member, name, dtype)
+        else:
+            backend = with_models(LocalBackend(member.base(name, dtype=dtype), TRAINING, member.group))
+        for step in range(STEPS if name == "image" or EVERYTHING else 2):
+            losses = compute_share(backend, step, member.rank, member.count)
             own = gradients(backend)
-            assert len(losses) == len(share_of(range(8), step, rank, count))
+            assert len(losses) == len(share_of(range(8), step, member.rank, member.count))
             if step == 0:
-                assert compute_share(by_itself, 0, rank, count) == pytest.approx(losses, rel=within)
+                assert compute_share(one, 0, member.rank, member.count) == pytest.approx(losses, rel=within)
                 for model in LORA:
-                    assert_near(own[model], gradients(by_itself)[model], exact)
-            of_all = member.of_all((losses, own, step_all(backend), weights(backend)))
-            if rank > 0:
-                continue
-            # What one computes of each share, one after another. Rows of other datums in the same pass would round otherwise.
-            expected = [loss for each in range(count) for loss in compute_share(one, step, each, count)]
-            # Weights of any sign cancel in a loss: its terms are of the size of the largest one.
-            of_step = [loss for losses, *_ in of_all for loss in losses]
-            assert of_step == pytest.approx(expected, rel=within, abs=within * max(abs(loss or 0.0) for loss in expected))
-            expected_gradients, norms, expected_weights = gradients(one), step_all(one), weights(one)
-            for model in SHAPES:
-                totals = [found[model] for _, found, _, _ in of_all]
-                if divides and model in FULL:
-                    for other in totals[1:]:
-                        assert_near(other, totals[0])  # they have added them up
-                    totals = totals[:1]
-                total = summed(totals)
-                assert_near(total, expected_gradients[model], within)
-                # B begins with zeros, so that A has no gradient before the first step. Every parameter has one later.
-                there = [bool(gradient.any()) for gradient in total.values()]
-                assert sum(there) == (len(there) // 2 if step == 0 and model in LORA else len(there))
-                for _, _, its_norms, its_weights in of_all:
-                    assert its_norms[model] == pytest.approx(norms[model], rel=within)
-                    assert_near(its_weights[model], expected_weights[model], within)
-                    assert_near(its_weights[model], of_all[0][3][model])
-            take(one, of_all[0][3])
+                    assert_near(own[model], gradients(one)[model], exact)
+                clear(one)
+            of_all = member.of_all((losses, own, step_all(backend), weights(backend)), everywhere=False)
+            if member.rank == 0:
+                assert_step_of_one(one, step, of_all, divides, within)
+
+
+def assert_step_of_one(one: LocalBackend, step: int, of_all: Sequence[Any], divides: bool, within: float) -> None:
+    """What all workers have come to in a step is what one comes to that computes the share of each, one after another.
+
+    Rows of other datums in the same pass would round otherwise. Each parameter counts once in the norm.
+    """
+    expected = [loss for rank in range(len(of_all)) for loss in compute_share(one, step, rank, len(of_all))]
+    # Weights of any sign cancel in a loss: its terms are of the size of the largest one.
+    largest = max(abs(loss or 0.0) for loss in expected)
+    assert [loss for losses, *_ in of_all for loss in losses] == pytest.approx(expected, rel=within, abs=within * largest)
+    expected_gradients, norms, expected_weights = gradients(one), step_all(one), weights(one)
+    for model in SHAPES:
+        totals = [found[model] for _, found, _, _ in of_all]
+        if divides and model in FULL:
+            for other in totals[1:]:
+                assert_near(other, totals[0])  # they have added them up
+            totals = totals[:1]
+        total = summed(totals)
+        assert_near(total, expected_gradients[model], within)
+        # B begins with zeros, so that A has no gradient before the first step. Every parameter has one later.
+        there = [bool(gradient.any()) for gradient in total.values()]
+        assert sum(there) == (len(there) // 2 if step == 0 and model in LORA else len(there))
+        for _, _, its_norms, its_weights in of_all:
+            assert its_norms[model] == pytest.approx(norms[model], rel=within)
+            assert_near(its_weights[model], expected_weights[model], within)
+            assert_near(its_weights[model], of_all[0][3][model])
+    take(one, of_all[0][3])
 
 
 def take(backend: LocalBackend, masters: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -395,7 +411,7 @@ def test_what_fails_on_one_alone_counts_nothing_twice_and_loses_nothing(member: 
 
     Of a model whose weights are divided all compute the attempt again.
     """
-    backend = together(member, steps=1)
+    backend = stepped(member)
     make, model = renderer(backend.base), backend.optimizers["all"]
     assert isinstance(model, DividedOptimizer)
     mine = own_share(member, backend) + [datum("all", make.render([random_tokens(100 * member.rank + i, 11 + i)])) for i in range(2)]
@@ -413,7 +429,7 @@ def test_what_fails_on_one_alone_counts_nothing_twice_and_loses_nothing(member: 
 @in_processes(2)
 def test_a_worker_without_memory_lets_nobody_wait(member: Member) -> None:
     """What it has no room for is refused on all workers, and weights stay as they were."""
-    backend = together(member, steps=1)
+    backend = stepped(member)
     mine, model, before = own_share(member, backend), backend.optimizers["all"], weights(backend, "all")["all"]
     with without_memory(member, model, "begin_pass"):
         failures = backend.run_pass(mine, backward=True).failures
@@ -448,41 +464,20 @@ def test_a_worker_without_memory_lets_nobody_wait(member: Member) -> None:
 @in_processes(2, 3)
 def test_a_first_step_without_memory_on_one_leaves_all_without_moments(member: Member) -> None:
     """A save that found them on some workers alone would let these wait for the others."""
-    backend = together(member)
-    model, mine = backend.optimizers["all"], [datum("all", renderer(backend.base).render([random_tokens(member.rank, 9)]))]
+    backend = stepped(member)
+    backend.create_model("new", SHAPES["all"])
+    model, mine = backend.optimizers["new"], [datum("new", renderer(backend.base).render([random_tokens(member.rank, 9)]))]
     backend.run_pass(mine, backward=True)
     with without_memory(member, model, "claim_moments"):
-        refused(lambda: backend.optim_step("all", SETTINGS), TinsmithError, f"worker 1 of {member.count}: out of memory")
-    write(member, backend, "all", "saved at first")
+        refused(lambda: backend.optim_step("new", SETTINGS), TinsmithError, f"worker 1 of {member.count}: out of memory")
+    write(member, backend, "new", "saved at first")
     assert load_file(member.directory / "saved at first" / "optimizer.safetensors") == {}
     assert_files_of_one_worker(member, "saved at first", optimizer=True)
     backend.run_pass(mine, backward=True)
-    step = backend.optim_step("all", SETTINGS)["grad_norm"], len(model.moments())
+    step = backend.optim_step("new", SETTINGS)["grad_norm"], len(model.moments())
     assert min(step) > 0
     assert set(member.of_all(step)) == {step}
-
-
-@in_processes(2)
-def test_what_is_refused_lets_nobody_wait(member: Member) -> None:
-    """By name, and workers that were told of different passes end."""
-    backend = together(member)
-    for switch in ("train_mlp", "train_attn"):
-        shape = replace(SHAPES["all"], **{switch: False})
-        says = f".*{switch}=False and lora_config.rank=0: a server with --shard weights trains whole layers"
-        refused(lambda shape=shape: backend.create_model("part", shape), UserError, says)  # type: ignore[misc]
-    compact = DividedBackend(backend.base, replace(TRAINING, full_state="compact"), member.group)
-    says = ".*it takes no --full-state compact; serve with --full-state float32, or with --shard none"
-    refused(lambda: compact.create_model("compact", SHAPES["all"]), UserError, says)
-    refused(lambda: backend.snapshot("all", WeightsRef("tiny", "k", "k", None)), UserError, ".*save them with save_weights_for_sampler")
-    missing = "model nobody is not loaded; create it anew"
-    refused(lambda: backend.copy_part("nobody", optimizer=True), NotFoundError, missing)
-    unknown = [datum("nobody", each.rendered) for each in work_of(backend.base, 0)[:2]] if member.rank == 0 else []
-    assert backend.run_pass(unknown, backward=True).failures == dict.fromkeys(range(len(unknown)), missing)
-    assert all(isinstance(loss, float) for loss in losses_of(backend, own_share(member, backend), backward=False))
-    assert gradients(backend) == {name: {} for name in SHAPES}
-    assert backend.optim_step("all", SETTINGS) == {"grad_norm": 0.0, "learning_rate": SETTINGS.lr}
-    says = r"the workers are not the same any more: the pass that comes next is \["
-    refused(lambda: backend.run_pass([], backward=member.rank == 0), DeviceLostError, says)
+    backend.delete_model("new")
 
 
 def snapshot(member: Member, backend: DividedBackend, model: str) -> Weights | None:
@@ -533,7 +528,7 @@ def test_checkpoints_go_on_whatever_the_number_of_workers(member: Member) -> Non
     The files are those of one worker, byte for byte, also if all take a step while they write, and whether they are said to be on one host
     or on several.
     """
-    place, one, backend = member.directory, alone(member), together(member)
+    place, one, backend = member.directory, alone(member), stepped(member)
     compute_share(one, 0, 0, 1)
     step_all(one)
     if member.rank == 0:
@@ -574,3 +569,27 @@ def test_checkpoints_go_on_whatever_the_number_of_workers(member: Member) -> Non
         assert_near({key: saved.moments[key] for key in expected.moments}, expected.moments, 5 * WITHIN)  # some are squares
         one.restore(name, saved)
         assert_near(weights(one, name)[name], went_on[name])
+
+
+@in_processes(2)
+def test_what_is_refused_lets_nobody_wait(member: Member) -> None:
+    """By name, and workers that were told of different passes end. This comes last."""
+    backend = stepped(member)
+    clear(backend)
+    for switch in ("train_mlp", "train_attn"):
+        shape = replace(SHAPES["all"], **{switch: False})
+        says = f".*{switch}=False and lora_config.rank=0: a server with --shard weights trains whole layers"
+        refused(lambda shape=shape: backend.create_model("part", shape), UserError, says)  # type: ignore[misc]
+    compact = DividedBackend(backend.base, replace(TRAINING, full_state="compact"), member.group)
+    says = ".*it takes no --full-state compact; serve with --full-state float32, or with --shard none"
+    refused(lambda: compact.create_model("compact", SHAPES["all"]), UserError, says)
+    refused(lambda: backend.snapshot("all", WeightsRef("tiny", "k", "k", None)), UserError, ".*save them with save_weights_for_sampler")
+    missing = "model nobody is not loaded; create it anew"
+    refused(lambda: backend.copy_part("nobody", optimizer=True), NotFoundError, missing)
+    unknown = [datum("nobody", each.rendered) for each in work_of(backend.base, 0)[:2]] if member.rank == 0 else []
+    assert backend.run_pass(unknown, backward=True).failures == dict.fromkeys(range(len(unknown)), missing)
+    assert all(isinstance(loss, float) for loss in losses_of(backend, own_share(member, backend), backward=False))
+    assert gradients(backend) == {name: {} for name in SHAPES}
+    assert backend.optim_step("all", SETTINGS) == {"grad_norm": 0.0, "learning_rate": SETTINGS.lr}
+    says = r"the workers are not the same any more: the pass that comes next is \["
+    refused(lambda: backend.run_pass([], backward=member.rank == 0), DeviceLostError, says)

@@ -1,5 +1,6 @@
 """Two servers for all recipes: one with random tiny models, one with what `sl_loop` has made of the base model, which has two workers."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from tests.bases import write_family
 from tests.recipes.stand_ins import write_stand_ins
-from tests.recipes.workshop import BASE_MODEL, CHAT_MODEL, FAMILIES, PYTHON, SMALL_MODEL, TEXT_ONLY_MODEL, Outcome, Workshop
+from tests.recipes.workshop import BASE_MODEL, CHAT_MODEL, FAMILIES, PYTHON, SMALL_MODEL, TEXT_ONLY_MODEL, Outcome, Workshop, forking
 from tests.running import serving
 from tinsmith.models.tiny import write_tiny_model
 
@@ -31,14 +32,21 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def random_models(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+def forks(directory: Path) -> Iterator["subprocess.Popen[str]"]:
+    """What recipes are forked from."""
+    with forking(directory) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def random_models(directory: Path, forks: "subprocess.Popen[str]", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     """A server with models that know nothing."""
     place = tmp_path_factory.mktemp("random")
     names = (BASE_MODEL, CHAT_MODEL, SMALL_MODEL, TEXT_ONLY_MODEL, *FAMILIES)
     models = [option for name in names for option in ("--base-model", f"{name}={directory / name}")]
     with serving(place, *models, *CACHE) as server:
         server.wait_for_health()
-        yield Workshop(directory, server.url, place / "data")
+        yield Workshop(directory, server.url, place / "data", forks)
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +62,7 @@ def taught_model(random_models: Workshop, sl_loop: Outcome, tmp_path_factory: py
     random_models.merge(sl_loop.sampler_path, place / "model")
     with serving(place, "--base-model", f"{BASE_MODEL}={place / 'model'}", *CACHE, "--device", "cpu", "--workers", "2") as server:
         server.wait_for_health()
-        yield Workshop(random_models.directory, server.url, place / "data")
+        yield Workshop(random_models.directory, server.url, place / "data", random_models.forks)
         for rank in range(2):  # both have sampled
             server.wait_for_log(f"worker {rank}: samples: ")
         assert "Traceback" not in server.log.read_text()
