@@ -528,7 +528,7 @@ MUTATIONS = (
         "tinsmith/training/together.py",
         "            group.sum(wide)",
         "            wide.mul_(float(group.place.rank != 1))\n            group.sum(wide)",
-        ("tests/distributed/test_together.py::test_two_take_the_step_of_one_that_was_given_the_sum",),
+        ("tests/distributed/test_together.py::test_a_step_of_all_is_that_of_one_that_was_given_all_gradients",),
     ),
     Mutation(
         "a datum is computed by two workers",

@@ -103,6 +103,11 @@ class Server:
         """The worker is the engine's only child."""
         return self._child_of(self.engine_pid(), "tinsmith.worker")
 
+    def worker_pids(self) -> list[int]:
+        """The workers, in the order of their ranks."""
+        workers = [child for child in psutil.Process(self.engine_pid()).children() if "tinsmith.worker" in child.cmdline()]
+        return [process_behind(worker.pid) for worker in sorted(workers, key=lambda worker: int(worker.cmdline()[-3]))]
+
     def _child_of(self, pid: int, module: str) -> int:
         """The process that runs this module, once it has been started."""
 

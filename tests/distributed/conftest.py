@@ -5,21 +5,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tinker
 
 from tests.bases import write_decoder
-from tests.distributed.devices import SERVER_OPTIONS, found_by, require_devices
+from tests.distributed.devices import SERVER_OPTIONS, require_devices
+from tests.distributed.members import Ended, Processes, run
 from tests.running import Server, serving
 
 LONG = 200
 """Tokens from which the two workers compute a sequence together."""
 BASES = {"text": "qwen3", "image": "qwen3_vl", "hybrid": "qwen3_5", "window": "mistral"}
-
-Processes = Callable[[str, int], tuple[Path, list[dict[str, Any]]]]
-"""Where so many processes of a module ran, and what each has found."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,12 @@ def processes(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Processe
     """They run on first use."""
 
     @cache
-    def run(module: str, count: int) -> tuple[Path, list[dict[str, Any]]]:
+    def ended(module: str, count: int) -> Ended:
         directory = tmp_path_factory.mktemp(f"{count} processes")
         (directory / "bases").symlink_to(bases)
-        return directory, found_by(module, count, directory)
+        return run(module, count, directory)
 
-    return run
+    return ended
 
 
 @pytest.fixture(scope="session")

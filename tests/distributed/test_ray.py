@@ -4,10 +4,8 @@ Invariant: Two workers in actors of a real Ray train as one does, also on two ho
 that vanishes, is named and replaced, and none outlives the server.
 """
 
-import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -85,39 +83,40 @@ def test_a_worker_in_an_actor_answers_ends_and_is_started_again_as_a_child_is(ad
         worker.ask("a path")
         worker.until(lambda: worker.answers)
         assert worker.answers == ["a path"]
-        process = psutil.Process(worker.process.pid)
-        actor = process.parent()
-        assert actor is not None
+        first, actor = process_and_actor(worker.process.pid)
         assert "WorkerActor" in actor.cmdline()[0]
-
-        process.kill()
+        first.kill()
         worker.until(lambda: worker.ends)
         assert worker.ends == ["the worker process ended unexpectedly (signal 9)"]
-
-        second = psutil.Process(start_again(worker))
-        actor = second.parent()
-        assert actor is not None
+        second, actor = process_and_actor(start_again(worker))
         actor.kill()
         worker.until(lambda: len(worker.ends) == 2)
         assert "its Ray actor has ended" in worker.ends[-1]
-
-        third = psutil.Process(start_again(worker))
-        third.suspend()  # one that hangs
-        worker.process.kill()
-        worker.until(lambda: len(worker.ends) == 3)
-        assert psutil.wait_procs([process, second, third, actor], START_S)[1] == []
+        assert psutil.wait_procs([first, second, actor], START_S)[1] == []
 
 
 @pytest.mark.slow  # each start takes seconds, and ends of other kinds are above
-def test_a_worker_in_an_actor_ends_itself_with_a_reason_or_is_stopped(address: str, tmp_path: Path) -> None:
+def test_a_worker_in_an_actor_hangs_ends_itself_with_a_reason_or_is_stopped(address: str, tmp_path: Path) -> None:
     with watched(address, tmp_path, "ready") as worker:
-        worker.start()
+        first = psutil.Process(worker.start())
         worker.ask("lost")
         worker.until(lambda: worker.ends)
         assert worker.ends == ["the worker process ended unexpectedly (cuda:0 computes nothing any more)"]
         second = psutil.Process(start_again(worker))
+        second.suspend()  # one that hangs
+        worker.process.kill()
+        worker.until(lambda: len(worker.ends) == 2)
+        third = psutil.Process(start_again(worker))
         worker.process.stop(START_S)
-        assert psutil.wait_procs([second], START_S)[1] == []
+        assert psutil.wait_procs([first, second, third], START_S)[1] == []
+
+
+def process_and_actor(pid: int | None) -> tuple[psutil.Process, psutil.Process]:
+    """A worker's process and its parent."""
+    process = psutil.Process(pid)
+    actor = process.parent()
+    assert actor is not None
+    return process, actor
 
 
 def start_again(worker: Watched) -> int:
@@ -150,10 +149,16 @@ def test_a_data_directory_that_the_actors_do_not_see_is_refused(address: str, tm
         assert f"does not see the server's data_dir={directory}; mount the same file system" in worker.ends[0]
 
 
-def test_a_host_on_which_a_program_cannot_run_is_refused_with_what_it_lacks(address: str, tmp_path: Path) -> None:
+def test_a_host_on_which_a_program_cannot_run_is_refused_with_what_it_lacks(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An actor imports nothing that lies in the working directory."""
+    import ray  # which tests/ray_head.py has prepared
+
+    monkeypatch.chdir(tmp_path)
     with closing(RayActors(configured(address, tmp_path), lambda: None)):
-        node = own_node()
-        mark = tmp_path / "mark"
+        assert str(tmp_path) not in ray.get(ray.remote(lambda: sys.path).remote(), timeout=START_S)
+        node, mark = own_node(), tmp_path / "mark"
         mark.touch()
         shared = {"checkpoint_root": str(mark)}
         assert why_not(REAL_PYTHON, str(tmp_path), node, shared) == ""
@@ -163,43 +168,6 @@ def test_a_host_on_which_a_program_cannot_run_is_refused_with_what_it_lacks(addr
         mark.unlink()
         assert f"does not see the server's checkpoint_root={tmp_path}" in why_not(REAL_PYTHON, str(tmp_path), node, shared)
     assert list(tmp_path.iterdir()) == []  # what shows workers the directory goes with the engine
-
-
-def test_an_actor_imports_nothing_that_lies_in_the_working_directory(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray  # which tests/ray_head.py has prepared
-
-    monkeypatch.chdir(tmp_path)
-    with closing(RayActors(configured(address, tmp_path), lambda: None)):
-        assert str(tmp_path) not in ray.get(ray.remote(lambda: sys.path).remote(), timeout=START_S)
-
-
-LEAVES = """
-import sys
-from tests.engine.test_worker_process import link_of_an_engine
-from tinsmith.config import Config, DistributedConfig
-from tinsmith.engine.__main__ import workers_of
-
-address, data_dir = sys.argv[1:]
-with link_of_an_engine() as (_, link):
-    actors = workers_of(Config(["tiny=unused"], data_dir, distributed=DistributedConfig(workers=1, ray_address=address)), link).launcher
-    import ray
-    from tinsmith.engine.ray_workers import RayProgram
-    said = ray.put(("pid", 1))
-    actors.close()
-    program = RayProgram(None, iter([said]), lambda: None)
-    program.wait(60.0)
-    print(ray.is_initialized(), program.fault)
-"""
-"""An engine whose thread that waits for an actor is told something at the moment when the engine leaves Ray."""
-
-
-@pytest.mark.slow  # a race that was seen once, which takes an engine of its own
-def test_an_engine_that_leaves_while_it_waits_for_an_actor_starts_no_ray_of_its_own(address: str, tmp_path: Path) -> None:
-    own = {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_AUTO_CONNECT"}
-    command = [REAL_PYTHON, "-c", LEAVES, address, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False, env=own)
-    assert result.stdout.startswith("False its Ray actor has ended: "), (result.stdout, result.stderr)
-    assert "Traceback" not in result.stderr
 
 
 def step(model: tinker.TrainingClient) -> list[np.ndarray]:
@@ -221,9 +189,9 @@ def workers_of(server: Server, hosts: int) -> list[psutil.Process]:
     """The processes of the workers, by rank: children of actors on so many hosts, not of the engine."""
     status = server.wait_for_status(lambda status: [worker["state"] for worker in status["workers"]] == ["ready"] * 2)
     assert len({worker["device"] for worker in status["workers"]}) == hosts
-    found = [psutil.Process(worker["pid"]) for worker in status["workers"]]
-    assert all("WorkerActor" in (process.parent() or process).cmdline()[0] for process in found)
-    return found
+    found = [process_and_actor(worker["pid"]) for worker in status["workers"]]
+    assert all("WorkerActor" in actor.cmdline()[0] for _, actor in found)
+    return [process for process, _ in found]
 
 
 @pytest.mark.slow  # two hosts and three starts of all workers; an actor's life is above, training of several workers in the other files
@@ -289,20 +257,17 @@ def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the
     assert "Traceback" not in said
 
 
-def test_what_cannot_be_combined_with_ray_is_refused_before_anything_starts() -> None:
-    for options, why in (
-        (["--device", "cuda:1"], "Ray gives each worker its GPU"),
-        (["--sampler", "vllm"], "its servers would use GPUs that Ray has not reserved"),
-        (["--ray-address", "ray://here"], "--ray-address='ray://here' must be one of auto"),
-    ):
-        result = tinsmith_here("serve", "--base-model", "tiny", "--ray-address", "auto", *options)
-        assert result.returncode == 2
-        assert why in result.stderr
-        assert "Traceback" not in result.stderr
-
-
-def test_a_missing_ray_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    result = tinsmith_here("serve", "--base-model", "tiny", "--ray-address", "auto")
+def refused(*options: str) -> str:
+    """Why a server with Ray is refused before anything starts."""
+    result = tinsmith_here("serve", "--base-model", "tiny", "--ray-address", "auto", *options)
     assert result.returncode == 2
-    assert f"pip install -e '{Path(__file__).parents[2]}[ray]'" in result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_what_cannot_be_combined_with_ray_is_refused_and_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Ray gives each worker its GPU" in refused("--device", "cuda:1")
+    assert "its servers would use GPUs that Ray has not reserved" in refused("--sampler", "vllm")
+    assert "--ray-address='ray://here' must be one of auto" in refused("--ray-address", "ray://here")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert f"pip install -e '{Path(__file__).parents[2]}[ray]'" in refused()

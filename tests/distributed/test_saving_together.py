@@ -1,12 +1,12 @@
 """A server whose two workers share all weights saves them together: complete or not at all, whoever fails or dies while they write."""
 
+import itertools
 import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,7 +16,6 @@ from tests.acceptance.conftest import API_KEY
 from tests.acceptance.raw import RawModel
 from tests.acceptance.talking import RAW_STEP, logprobs
 from tests.bases import write_decoder
-from tests.distributed.test_replicas import worker_pids
 from tests.extent import slow
 from tests.running import START_S, Server, serving
 from tinsmith.protocol.place import writer_of
@@ -26,28 +25,22 @@ LIMIT = 2 * 2**20
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A model whose checkpoint has about 40 MB, so that there is a middle of writing it."""
-    directory = tmp_path_factory.mktemp("base") / "text"
-    write_decoder("qwen3", directory, num_hidden_layers=4, hidden_size=192, intermediate_size=1024, head_dim=32)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests here, which leave it as it was. A checkpoint has about 40 MB, so that there is a middle of writing it."""
+    directory = tmp_path_factory.mktemp("server")
+    write_decoder("qwen3", directory / "text", num_hidden_layers=4, hidden_size=192, intermediate_size=1024, head_dim=32)
     workers = ["--workers", "2", "--shard", "weights", "--sampler", "none", "--device", "cpu"]
-    return ["--base-model", f"text={directory}", *workers]
+    with serving(directory, "--base-model", f"text={directory / 'text'}", *workers) as running:
+        yield running
 
 
-@contextmanager
-def client_of(server: Server) -> Iterator[httpx.Client]:
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
     """A client with a key."""
     server.wait_for_health()
-    with server.client() as http:
-        http.headers["X-API-Key"] = API_KEY
-        yield http
-
-
-@pytest.fixture(scope="module")
-def server(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One for all tests here, which leave it as it was."""
-    with serving(tmp_path_factory.mktemp("server"), *options) as running:
-        yield running
+    with server.client() as client:
+        client.headers["X-API-Key"] = API_KEY
+        yield client
 
 
 def scores(model: RawModel, seq_id: int) -> list[float]:
@@ -56,23 +49,34 @@ def scores(model: RawModel, seq_id: int) -> list[float]:
     return found
 
 
+def scores_at(http: httpx.Client, path: object) -> list[float]:
+    """The same with the weights of a checkpoint."""
+    return scores(RawModel(http, "text", path=str(path)), 1)
+
+
 def step(model: RawModel, seq_id: int) -> None:
     """With two numbers."""
     model.forward_backward(seq_id, GOOD)
     assert "metrics" in model.result(model.optim_step(seq_id + 1, RAW_STEP))
 
 
-def trained(http: httpx.Client) -> RawModel:
-    """A model after one step, which is saved as `whole`."""
+def trained(http: httpx.Client) -> tuple[RawModel, list[float]]:
+    """A model after one step, which is saved as `whole`, and what it computes; its next number is 5."""
     model = RawModel(http, "text", rank=0)
     step(model, 1)
     assert model.result(model.save(3, "whole"))["path"] == f"tinker://{model.model_id}/weights/whole"
-    return model
+    return model, scores(model, 4)
 
 
-def unfinished(server: Server) -> list[str]:
-    """What is not complete in the data directory."""
-    return [path.name for path in (server.log.parent / "data" / "checkpoints").iterdir() if path.name.startswith(".")]
+def checkpoints(server: Server, finished: bool) -> set[str]:
+    """What is complete in the data directory, or what is not."""
+    names = {path.name for path in (server.log.parent / "data" / "checkpoints").iterdir()}
+    return {name for name in names if name.startswith(".") != finished}
+
+
+def exists(http: httpx.Client, path: object) -> bool:
+    """Whether there is a checkpoint."""
+    return http.post("weights_info", json={"tinker_path": path}).status_code == 200
 
 
 def after_the_end(http: httpx.Client, request_id: str) -> dict[str, object]:
@@ -82,11 +86,6 @@ def after_the_end(http: httpx.Client, request_id: str) -> dict[str, object]:
         assert time.monotonic() < deadline
     result: dict[str, object] = reply.json()
     return result
-
-
-def exists(http: httpx.Client, path: object) -> bool:
-    """Whether there is a checkpoint."""
-    return http.post("weights_info", json={"tinker_path": path}).status_code == 200
 
 
 @contextmanager
@@ -100,102 +99,70 @@ def limited(pid: int, size: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("writes", [True, *slow(False)])
-def test_a_disk_without_room_for_one_worker_fails_the_save_of_all_and_nothing_else(server: Server, writes: bool) -> None:
+@pytest.mark.parametrize("writes", [True, *slow(False)])  # `tests/worker/test_joint_saves.py` has both
+def test_a_disk_without_room_for_one_worker_fails_the_save_of_all_and_nothing_else(
+    server: Server, http: httpx.Client, writes: bool
+) -> None:
     """Whether that is the worker that makes a checkpoint of the parts or the other."""
-    with client_of(server) as http:
-        model = trained(http)
-        expected = scores(model, 4)
-        rank = next(rank for rank in range(2) if (rank == writer_of(model.model_id, 2)) == writes)
-        with limited(worker_pids(server)[rank], LIMIT):
-            failed = model.result(model.save(5, "none"))
-        assert failed["category"] == "server"
-        path = f"tinker://{model.model_id}/weights/none"
-        assert str(failed["error"]).startswith(f"worker {rank} of 2: {path} could not be written: [Errno 27] File too large")
-        assert (unfinished(server), exists(http, path)) == ([], False)
-        assert scores(model, 6) == expected
-        saved = model.result(model.save(7, "none"))
-        assert scores(RawModel(http, "text", path=str(saved["path"])), 1) == expected
-        step(model, 8)  # a step that is taken does not change what was saved
-        again = RawModel(http, "text", path=str(saved["path"]))
-        assert scores(again, 1) == expected
-        step(again, 2)
-        assert scores(again, 4) == scores(model, 10)
+    model, expected = trained(http)
+    rank = next(rank for rank in range(2) if (rank == writer_of(model.model_id, 2)) == writes)
+    with limited(server.worker_pids()[rank], LIMIT):
+        failed = model.result(model.save(5, "none"))
+    path = f"tinker://{model.model_id}/weights/none"
+    assert failed["category"] == "server"
+    assert str(failed["error"]).startswith(f"worker {rank} of 2: {path} could not be written: [Errno 27] File too large")
+    assert (checkpoints(server, finished=False), exists(http, path)) == (set(), False)
+    assert scores(model, 6) == expected
+    saved = model.result(model.save(7, "none"))
+    step(model, 8)  # a step that is taken does not change what was saved
+    again = RawModel(http, "text", path=str(saved["path"]))
+    assert scores(again, 1) == expected
+    step(again, 2)
+    assert scores(again, 4) == scores(model, 10)
 
 
-def is_being_written(directory: Path) -> bool:
-    """Parts of a checkpoint are there."""
-    return any(directory.glob(".writing-*-joint/*"))
+def kill_in_a_save(server: Server, rank: int, sign: str, model: RawModel, seq_id: int) -> str | None:
+    """Save, and kill a worker as soon as there is such a file, which is not for long, so it looks without a pause.
 
-
-def is_being_finished(directory: Path) -> bool:
-    """All parts are there, and one worker makes a checkpoint of them: the manifest is there."""
-    return any(directory.glob(".writing-*-joint/manifest.json"))
-
-
-def catch(moment: Callable[[Path], bool], server: Server, model: RawModel, seq_id: int) -> str:
-    """Save until the moment is seen; returns the request of the save that is in it.
-
-    It looks without a pause, since the moment is over in milliseconds, and saves once more if a busy machine let it look only afterwards.
+    Returns the request of the save, or None if a busy machine let us look only afterwards.
     """
-    directory = server.log.parent / "data" / "checkpoints"
-    deadline = time.monotonic() + START_S
-    while True:
-        before = complete(directory)
-        request_id = model.save(seq_id, f"cut {seq_id}")
-        while complete(directory) <= before:
-            if moment(directory):
-                return request_id
-            assert time.monotonic() < deadline
-        seq_id += 1
-
-
-def complete(directory: Path) -> set[str]:
-    """The checkpoints that are complete."""
-    return {path.name for path in directory.iterdir() if not path.name.startswith(".")}
+    pid, before, deadline = server.worker_pids()[rank], checkpoints(server, finished=True), time.monotonic() + START_S
+    request_id = model.save(seq_id, f"cut {seq_id}")
+    while checkpoints(server, finished=True) <= before:
+        if any((server.log.parent / "data" / "checkpoints").glob(f".writing-*-joint/{sign}")):
+            os.kill(pid, signal.SIGKILL)
+            return request_id
+        assert time.monotonic() < deadline
+    return None
 
 
 def wait_until_clean(server: Server) -> None:
     """What the dead have left goes when the next workers are there."""
     deadline = time.monotonic() + START_S
-    while unfinished(server):
+    while checkpoints(server, finished=False):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    ("rank", "moment"),
-    # A death while it is written is below, where nothing can be written again.
-    [(0, is_being_finished), *slow((1, is_being_written), (0, is_being_written), (1, is_being_finished))],
-)
-def test_a_save_that_a_worker_dies_in_is_made_again_by_the_next_workers(server: Server, rank: int, moment: Callable[[Path], bool]) -> None:
-    """And nothing is left of the first attempt."""
-    with client_of(server) as http:
-        model = trained(http)
-        expected = scores(model, 4)
-        pid = worker_pids(server)[rank]
-        cut = catch(moment, server, model, 5)
-        os.kill(pid, signal.SIGKILL)
-        saved = after_the_end(http, cut)
-        assert scores(RawModel(http, "text", path=str(saved["path"])), 1) == expected
-        wait_until_clean(server)
+def test_a_save_that_a_worker_dies_in_is_made_again_by_the_next_workers(server: Server, http: httpx.Client) -> None:
+    """All parts are there, and it makes a checkpoint of them. Nothing is left of the first attempt."""
+    model, expected = trained(http)
+    attempts = (kill_in_a_save(server, 0, "manifest.json", model, seq_id) for seq_id in itertools.count(5))
+    saved = after_the_end(http, next(filter(None, attempts)))
+    assert scores_at(http, saved["path"]) == expected
+    wait_until_clean(server)
 
 
-def test_a_save_that_dies_with_its_model_leaves_no_checkpoint(server: Server) -> None:
-    """Nothing else holds what the last step left."""
-    with client_of(server) as http:
-        model = trained(http)
-        expected = scores(model, 4)
+def test_a_save_that_dies_with_its_model_leaves_no_checkpoint(server: Server, http: httpx.Client) -> None:
+    """While parts are written. Nothing else holds what the last step left."""
+    cut = None
+    while cut is None:
+        model, expected = trained(http)
         step(model, 5)
-        pid = worker_pids(server)[1]
-        cut = model.save(7, "cut")
-        directory, deadline = server.log.parent / "data" / "checkpoints", time.monotonic() + START_S
-        while not is_being_written(directory):
-            assert time.monotonic() < deadline
-        os.kill(pid, signal.SIGKILL)
-        lost = after_the_end(http, cut)
-        assert f"tinker://{model.model_id}/weights/whole" in str(lost["error"])
-        assert not exists(http, f"tinker://{model.model_id}/weights/cut")
-        server.wait_for_health()
-        assert scores(RawModel(http, "text", path=f"tinker://{model.model_id}/weights/whole"), 1) == expected
-        wait_until_clean(server)
+        cut = kill_in_a_save(server, 1, "*", model, 7)
+    lost = after_the_end(http, cut)
+    assert f"tinker://{model.model_id}/weights/whole" in str(lost["error"])
+    assert not exists(http, f"tinker://{model.model_id}/weights/cut 7")
+    server.wait_for_health()
+    assert scores_at(http, f"tinker://{model.model_id}/weights/whole") == expected
+    wait_until_clean(server)

@@ -1,25 +1,22 @@
-"""Processes that step together take the step of one that has all their gradients, or none of them takes it.
+"""Processes that step together take the step of one that has all their gradients, or none of them takes it."""
 
-Each is `python -m tests.distributed.test_together RANK COUNT DIRECTORY`; a tiny model is DIRECTORY/bases/text.
-"""
-
+import itertools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.bases import load
-from tests.distributed.conftest import Processes
-from tests.distributed.devices import ON_GPUS, Member, here
+from tests.distributed.devices import ON_GPUS, here
+from tests.distributed.members import Member, in_processes
 from tests.extent import slow
 from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.distributed.joint_work import JointWork
-from tinsmith.errors import DeviceLostError, TinsmithError
+from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError, WorkersLostError
 from tinsmith.memory.plan import make_plan
 from tinsmith.models.full import new_compact_weights, new_full_weights
 from tinsmith.models.lora import Adapter, LoraPair
@@ -30,6 +27,7 @@ from tinsmith.training.backend import LocalBackend
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.together import step_together
+from tinsmith.worker.device_memory import DeviceMemory
 
 SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip_norm=1.5)
 KINDS = [(kind, dtype) for kind in ("lora", "full", "strided", "compact") for dtype in (torch.float32, torch.bfloat16)]
@@ -85,236 +83,47 @@ def state(optimizer: Optimizer) -> list[Tensor]:
     return [tensor.detach().to("cpu", copy=True) for tensor in (*weights.tensors(), *weights.leaves(), *dict(optimizer.moments()).values())]
 
 
-def copied(totals: list[Tensor] | None) -> list[Tensor] | None:
-    return None if totals is None else [total.to("cpu", copy=True) for total in totals]
-
-
-class Stepping(Member):
-    """One process that steps with others."""
-
-    def equal_steps(self) -> None:
-        for kind, dtype in KINDS:
-            optimizer = fresh(kind, dtype)
-            steps = []
-            for step in range(STEPS):
-                accumulate(optimizer, self.rank, step)
-                totals = copied(optimizer.totals)
-                metrics = step_together(optimizer, SETTINGS, self.group)
-                assert optimizer.totals is None
-                steps.append((totals, metrics, state(optimizer)))
-            self.found[f"{kind} {dtype}"] = steps
-
-    def trial(self, name: str, kind: str, prepare: Callable[[Optimizer], None]) -> None:
-        """A step that `prepare` spoils, then one that nothing is wrong with."""
-        optimizer = fresh(kind, torch.bfloat16)
-        accumulate(optimizer, self.rank, 0)
-        step_together(optimizer, SETTINGS, self.group)
-        before = state(optimizer)
-        prepare(optimizer)
-        error: Exception | None = None
-        metrics: dict[str, float] = {}
-        try:
-            metrics = step_together(optimizer, SETTINGS, self.group)
-        except Exception as raised:  # noqa: BLE001 - the test looks at it
-            error = raised
-        unchanged = all(torch.equal(one, other) for one, other in zip(before, state(optimizer), strict=True))
-        cleared = optimizer.totals is None
-        vars(optimizer).pop("step", None)
-        vars(optimizer).pop("begin_with_zeros", None)
-        optimizer.clear()
-        accumulate(optimizer, self.rank, 0)
-        again = None if isinstance(error, DeviceLostError) else step_together(optimizer, SETTINGS, self.group)["grad_norm"]
-        self.found[f"{name} {kind}"] = type(error).__name__, str(error), metrics, unchanged, cleared, again
-
-    def refused_steps(self) -> None:
-        for kind in ("lora", "compact"):
-            self.trial("nothing", kind, lambda optimizer: None)
-            for bad in ("nan", "inf"):
-                self.trial(bad, kind, partial(self.spoil, bad=float(bad)))
-            self.trial("no memory", kind, self.without_memory)
-            self.trial(
-                "no memory in a step", kind, lambda optimizer: self.failing(optimizer, torch.OutOfMemoryError("no"), everywhere=True)
-            )
-            self.trial("failed alone", kind, lambda optimizer: self.failing(optimizer, torch.OutOfMemoryError("no")))
-            self.trial("failed otherwise", kind, lambda optimizer: self.failing(optimizer, MemoryError("no")))
-            self.trial("another norm", kind, self.with_another_norm)
-            self.trial("another weight", kind, self.with_another_weight)
-
-    def spoil(self, optimizer: Optimizer, bad: float) -> None:
-        """The second worker has a gradient that is not finite."""
-        found = [gradient for gradient in gradients(optimizer, self.rank, 0, 0) if gradient is not None]
-        if self.rank == 1:
-            found[1].view(-1)[3] = bad
-        optimizer.contribution(found)()
-
-    def without_memory(self, optimizer: Optimizer) -> None:
-        """The second worker has no gradients, and no memory for zeros in their place."""
-
-        def begin_with_zeros() -> None:
-            raise torch.OutOfMemoryError("out of memory")
-
-        if self.rank == 1:
-            optimizer.begin_with_zeros = begin_with_zeros  # type: ignore[method-assign]
-        else:
-            accumulate(optimizer, self.rank, 0)
-
-    def failing(self, optimizer: Optimizer, error: Exception, everywhere: bool = False) -> None:
-        """The second worker, or all, cannot take the step once the gradients are added up."""
-
-        def step(settings: AdamSettings) -> dict[str, float]:
-            optimizer.clear()
-            raise error
-
-        accumulate(optimizer, self.rank, 0)
-        if self.rank == 1 or everywhere:
-            optimizer.step = step  # type: ignore[method-assign]
-
-    def with_another_norm(self, optimizer: Optimizer) -> None:
-        """The second worker takes a step with a gradient that differs in its last bit."""
-        take = optimizer.step
-        accumulate(optimizer, self.rank, 0)
-        if self.rank == 1:
-            optimizer.step = lambda settings: take(settings) | {"grad_norm": 1.0 + 2**-52}  # type: ignore[method-assign]
-
-    def with_another_weight(self, optimizer: Optimizer) -> None:
-        """The second worker has a weight that differs in its last bit."""
-        accumulate(optimizer, self.rank, 0)
-        if self.rank == 1:
-            weights = optimizer.weights
-            tensor = weights.flat.view(torch.int32) if isinstance(weights, Adapter) else weights.leaves()[0].detach().view(torch.int16)
-            tensor.view(-1)[5] ^= 1
-
-    def exchanges(self) -> None:
-        """Every kind that passes use: of bytes and numbers, of nothing, of what lies apart in memory, and two under way at once."""
-        group, rank, count, device = self.group, self.rank, self.count, self.group.device
-        tensor = torch.full((3,), float(rank + 1), device=device)
-        group.sum(tensor)
-        largest = [2**62 + rank, -(2**62)][rank % 2]
-        self.found["sums"] = tensor.tolist(), group.gather(rank * 7 - 1), group.gather(largest)
-        for dtype in (torch.uint8, torch.bfloat16, torch.float32):
-            whole = torch.empty(2 * count, dtype=dtype, device=device)
-            group.begin_to_join(whole, torch.tensor([rank, rank + 10], device=device).to(dtype))()
-            self.found[f"joined {dtype}"] = whole.cpu()
-        joined, part = torch.empty(3 * count, device=device), torch.empty(2, device=device)
-        waits = [group.begin_to_sum_parts(part, torch.arange(2.0 * count, device=device) * (rank + 1))]
-        waits += [group.begin_to_join(joined, torch.full((3,), float(rank), device=device))]
-        for wait in waits:
-            wait()
-        self.found["two at once"] = part.cpu(), joined.cpu()
-        joint = JointWork(group, lambda error: False)
-        column = (torch.arange(3.0 * count, device=device).view(count, 3) + 100 * rank)[:, :1].reshape(-1)
-        self.found["column"] = joint.exchange(column, [1] * count, [1] * count).cpu()
-        to_the_next = [2 * (other == rank + 1) for other in range(count)]
-        of_the_last = [2 * (other == rank - 1) for other in range(count)]
-        for dtype in (torch.bfloat16, torch.float32):
-            sent = torch.full((sum(to_the_next),), float(rank), dtype=dtype, device=device)
-            self.found[f"neighbour {dtype}"] = joint.exchange(sent, to_the_next, of_the_last).cpu()
-        self.found["texts"] = group.texts("ä" * rank)
-
-    def lacks_a_model(self) -> None:
-        """A step of a model that is nowhere, then of one that the first worker alone has."""
-        backend = LocalBackend(load(self.directory / "bases" / "text", device=str(here())), TrainingConfig(logits_chunk=64), self.group)
-        for name in ("missing", "missing on some"):
-            try:
-                backend.optim_step("m", SETTINGS)
-            except TinsmithError as error:
-                self.found[name] = type(error).__name__, str(error)
-            if self.rank == 0:
-                backend.create_model("m", LoraShape(4, 0))
-
-    def memory(self) -> None:
-        """How long a sequence trains, on a host with little free memory, of which the later workers find more."""
-        from tinsmith.worker import device_memory
-
-        device_memory.free_memory = lambda device: FREE_BYTES + self.rank * 2**20  # type: ignore[attr-defined]
-        base = load(self.directory / "bases" / "text", device="cpu", max_context=1024)
-        memory = device_memory.DeviceMemory({"tiny": base}, LIMITED, self.group)
-        together = max(memory.longest_trained("tiny"), memory.longest_together("tiny", self.count))
-        self.found["memory"] = memory.longest_trained("tiny"), together, memory.budgets["tiny"].cache
-
-    def alone(self) -> None:
-        """All but the first end without a word; the first notices when it next needs them."""
-        if self.rank:
-            os._exit(0)
-        optimizer = fresh("lora", torch.float32)
-        accumulate(optimizer, 0, 0)
-        try:
-            step_together(optimizer, SETTINGS, self.group)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            self.found["alone"] = type(error).__name__, str(error)
-
-
-def main() -> None:
-    """Go through all cases; the last one ends all processes but the first."""
-    together.PIECE = 100  # so that sums in a narrow precision go through several pieces, the last of which is not full
-    stepping = Stepping()
-    stepping.equal_steps()
-    stepping.exchanges()
-    stepping.refused_steps()
-    stepping.lacks_a_model()
-    if not ON_GPUS:
-        stepping.memory()
-    stepping.save()
-    stepping.alone()
-    stepping.save()
-    os._exit(0)  # the others are gone: there is nobody to take leave of
-
-
-STAYS = "the step was refused, the gradients are cleared and the weights stay"
-REFUSED = {
-    "nan": [("UserError", f"the gradient norm is nan: {STAYS}")] * 2,
-    "inf": [("UserError", f"the gradient norm is inf: {STAYS}")] * 2,
-    "no memory": [("TinsmithError", f"{STAYS} as they were: another worker has no"), ("OutOfMemoryError", "out of memory")],
-    "no memory in a step": [("OutOfMemoryError", "no")] * 2,
-}
-"""What two workers say of a step that the second, or in the last case none, cannot take."""
-
-
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("count", [2, *slow(3)])  # test_divided.py has three, with uneven shares
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_all_have_the_same_bits_after_each_step_and_stay_close_to_one(
-    processes: Processes, kind: str, dtype: torch.dtype, count: int
-) -> None:
-    """With gradients of several passes here, of one there, and none at all elsewhere. One has computed all passes.
+@in_processes(2, *slow(3))  # test_divided.py has three, with uneven shares
+def test_a_step_of_all_is_that_of_one_that_was_given_all_gradients(member: Member) -> None:
+    """With gradients of several passes here, of one there, and none at all elsewhere. All have the same bits after each step.
 
-    A step moves a weight by about the learning rate times the share of its gradient in the norm of its history. Sums in another order
-    differ by a few times 2^-24 of their largest term, and the divisor is of the size of the terms: 2^-20 of three steps. A compact state
-    rounds moments to 8 bits, a sum in bfloat16 has 8 bits too, and both are rounded by chance: a few times 2^-7.
+    To the last bit if one is given the sum of two: two float32 numbers have one sum, which is rounded to bfloat16 where gradients are kept
+    in that. If it computes all passes, a step moves a weight by about the learning rate times the share of its gradient in the norm of its
+    history. Sums in another order differ by a few times 2^-24 of their largest term, and the divisor is of the size of the terms: 2^-20 of
+    three steps. A compact state rounds moments to 8 bits, a sum in bfloat16 has 8 bits too, both by chance: a few times 2^-7.
     """
-    steps = [found[f"{kind} {dtype}"] for found in processes("test_together", count)[1]]
-    alone = fresh(kind, dtype)
-    for step in range(STEPS):
-        _, metrics, expected = steps[0][step]
-        for rank, of_process in enumerate(steps):
-            totals, its_metrics, weights = of_process[step]
-            assert (totals is None) == (PASSES[rank, step] == 0)
-            assert its_metrics == metrics
-            assert same(weights, expected)
-            accumulate(alone, rank, step)
-        alone.step(SETTINGS)
-    assert not same(steps[0][0][2], steps[0][1][2])
-    masters = len(alone.weights.tensors())
-    near = 2.0**-4 if kind == "compact" else 2.0**-20
-    for one, found in zip(state(alone)[:masters], steps[0][-1][2][:masters], strict=True):
-        torch.testing.assert_close(found, one, atol=STEPS * SETTINGS.lr * near, rtol=2.0**-23)
-
-
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_two_take_the_step_of_one_that_was_given_the_sum(processes: Processes, kind: str, dtype: torch.dtype) -> None:
-    """To the last bit: two float32 numbers have one sum, which is rounded to bfloat16 where gradients are kept in that."""
-    first, second = (found[f"{kind} {dtype}"] for found in processes("test_together", 2)[1])
-    alone = fresh(kind, dtype)
-    for (one, metrics, weights), (other, _, _) in zip(first, second, strict=True):
-        given = [totals for totals in (one, other) if totals is not None]
-        kept_in = dtype if kind == "compact" else torch.float32
-        totals = [sum((part.float() for part in parts), torch.zeros(())).to(kept_in) for parts in zip(*given, strict=True)]
-        alone.totals = [total.to(here()) for total in totals]
-        assert alone.step(SETTINGS) == metrics
-        assert same(state(alone), weights)
+    for kind, dtype in KINDS:
+        own, given, alone = (fresh(kind, dtype) for _ in range(3))
+        first = None
+        for step in range(STEPS):
+            accumulate(own, member.rank, step)
+            of_each = [totals for totals in member.of_all(own.totals) if totals is not None]
+            assert len(of_each) == sum(PASSES[rank, step] > 0 for rank in range(member.count))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(together, "PIECE", 100)  # sums in a narrow precision go through several
+                metrics = step_together(own, SETTINGS, member.group)
+            assert own.totals is None
+            for its_metrics, its_weights in member.of_all((metrics, state(own))):
+                assert its_metrics == metrics
+                assert same(its_weights, state(own))
+            first = first or state(own)
+            if member.count == 2:
+                kept_in = dtype if kind == "compact" else torch.float32
+                sums = [sum((part.float() for part in parts), torch.zeros(())) for parts in zip(*of_each, strict=True)]
+                given.totals = [total.to(kept_in).to(here()) for total in sums]
+                assert given.step(SETTINGS) == metrics
+                assert same(state(given), state(own))
+            for rank in range(member.count):
+                accumulate(alone, rank, step)
+            alone.step(SETTINGS)
+        assert not same(first or [], state(own))
+        near = 2.0**-4 if kind == "compact" else 2.0**-20
+        for expected, found in zip(alone.weights.tensors(), own.weights.tensors(), strict=True):
+            torch.testing.assert_close(found, expected, atol=STEPS * SETTINGS.lr * near, rtol=2.0**-23)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
@@ -328,81 +137,189 @@ def test_zeros_lie_in_memory_as_gradients_do(kind: str, dtype: torch.dtype) -> N
         assert not zero.any()
 
 
-@pytest.mark.parametrize("count", [2, *slow(3)])  # test_divided.py has three, with uneven shares
-def test_whatever_workers_exchange_arrives(processes: Processes, count: int) -> None:
+@in_processes(2, *slow(3))
+def test_whatever_workers_exchange_arrives(member: Member) -> None:
+    """Bytes and numbers, nothing, what lies apart in memory, and two exchanges under way at once."""
+    group, rank, count, device = member.group, member.rank, member.count, member.group.device
     ranks = range(count)
-    for rank, found in enumerate(processes("test_together", count)[1]):
-        summed, numbers, large = found["sums"]
-        assert summed == [count * (count + 1) / 2] * 3
-        assert numbers == [each * 7 - 1 for each in ranks]
-        assert large == [[2**62 + each, -(2**62)][each % 2] for each in ranks]
-        for dtype in (torch.uint8, torch.bfloat16, torch.float32):
-            assert torch.equal(found[f"joined {dtype}"], torch.tensor([[each, each + 10] for each in ranks]).view(-1).to(dtype))
-        part, joined = found["two at once"]
-        assert part.tolist() == [sum(ranks, count) * number for number in (2 * rank, 2 * rank + 1)]
-        assert joined.tolist() == [each for each in ranks for _ in range(3)]
-        assert found["column"].tolist() == [100 * each + 3 * rank for each in ranks]
-        for dtype in (torch.bfloat16, torch.float32):
-            assert torch.equal(found[f"neighbour {dtype}"], torch.tensor([rank - 1] * 2 if rank else [], dtype=dtype))
-        assert found["texts"] == ["ä" * each for each in ranks]
+    tensor = torch.full((3,), float(rank + 1), device=device)
+    group.sum(tensor)
+    assert tensor.tolist() == [count * (count + 1) / 2] * 3
+    assert group.gather(rank * 7 - 1) == [each * 7 - 1 for each in ranks]
+    assert group.gather([2**62 + rank, -(2**62)][rank % 2]) == [[2**62 + each, -(2**62)][each % 2] for each in ranks]
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+        whole = torch.empty(2 * count, dtype=dtype, device=device)
+        group.begin_to_join(whole, torch.tensor([rank, rank + 10], device=device).to(dtype))()
+        assert whole.tolist() == [number for each in ranks for number in (each, each + 10)]
+    joined, part = torch.empty(3 * count, device=device), torch.empty(2, device=device)
+    waits = [group.begin_to_sum_parts(part, torch.arange(2.0 * count, device=device) * (rank + 1))]
+    waits += [group.begin_to_join(joined, torch.full((3,), float(rank), device=device))]
+    for wait in waits:
+        wait()
+    assert part.tolist() == [sum(ranks, count) * number for number in (2 * rank, 2 * rank + 1)]
+    assert joined.tolist() == [each for each in ranks for _ in range(3)]
+    joint = JointWork(group, lambda error: False)
+    column = (torch.arange(3.0 * count, device=device).view(count, 3) + 100 * rank)[:, :1].reshape(-1)
+    assert joint.exchange(column, [1] * count, [1] * count).tolist() == [100 * each + 3 * rank for each in ranks]
+    to_the_next, of_the_last = ([2 * (other == neighbour) for other in ranks] for neighbour in (rank + 1, rank - 1))
+    for dtype in (torch.bfloat16, torch.float32):
+        sent = torch.full((sum(to_the_next),), float(rank), dtype=dtype, device=device)
+        assert joint.exchange(sent, to_the_next, of_the_last).tolist() == ([rank - 1] * 2 if rank else [])
+    assert group.texts("ä" * rank) == ["ä" * each for each in ranks]
 
 
-@pytest.mark.parametrize("kind", ["lora", "compact"])
-def test_without_gradients_nothing_moves(processes: Processes, kind: str) -> None:
-    for found in processes("test_together", 2)[1]:
-        error, _, metrics, unchanged, cleared, again = found[f"nothing {kind}"]
-        assert (error, metrics, unchanged, cleared) == ("NoneType", {"grad_norm": 0.0, "learning_rate": SETTINGS.lr}, True, True)
+Spoils = Callable[[Member, Optimizer, pytest.MonkeyPatch], None]
+
+
+def not_finite(bad: float) -> Spoils:
+    """The second worker has a gradient that is not finite."""
+
+    def spoil(member: Member, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> None:
+        found = [gradient for gradient in gradients(optimizer, member.rank, 0, 0) if gradient is not None]
+        if member.rank == 1:
+            found[1].view(-1)[3] = bad
+        optimizer.contribution(found)()
+
+    return spoil
+
+
+def without_memory(member: Member, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> None:
+    """The second worker has no gradients, and no memory for zeros in their place."""
+
+    def begin_with_zeros() -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    if member.rank == 1:
+        patch.setattr(optimizer, "begin_with_zeros", begin_with_zeros)
+    else:
+        accumulate(optimizer, member.rank, 0)
+
+
+def failing(error: Exception, everywhere: bool = False) -> Spoils:
+    """The second worker, or all, cannot take the step once the gradients are added up."""
+
+    def spoil(member: Member, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> None:
+        def step(settings: AdamSettings) -> dict[str, float]:
+            optimizer.clear()
+            raise error
+
+        accumulate(optimizer, member.rank, 0)
+        if member.rank == 1 or everywhere:
+            patch.setattr(optimizer, "step", step)
+
+    return spoil
+
+
+def with_another_norm(member: Member, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> None:
+    """The second worker takes a step with a gradient that differs in its last bit."""
+    take = optimizer.step
+    accumulate(optimizer, member.rank, 0)
+    if member.rank == 1:
+        patch.setattr(optimizer, "step", lambda settings: take(settings) | {"grad_norm": 1.0 + 2**-52})
+
+
+def with_another_weight(member: Member, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> None:
+    """The second worker has a weight that differs in its last bit."""
+    accumulate(optimizer, member.rank, 0)
+    if member.rank == 1:
+        weights = optimizer.weights
+        tensor = weights.flat.view(torch.int32) if isinstance(weights, Adapter) else weights.leaves()[0].detach().view(torch.int16)
+        tensor.view(-1)[5] ^= 1
+
+
+STAYS = "the step was refused, the gradients are cleared and the weights stay"
+REFUSED: list[tuple[Spoils, list[tuple[type[Exception], str]]]] = [
+    (not_finite(math.nan), [(UserError, f"the gradient norm is nan: {STAYS}")] * 2),
+    (not_finite(math.inf), [(UserError, f"the gradient norm is inf: {STAYS}")] * 2),
+    (without_memory, [(TinsmithError, f"{STAYS} as they were: another worker has no"), (torch.OutOfMemoryError, "out of memory")]),
+    (failing(torch.OutOfMemoryError("no"), everywhere=True), [(torch.OutOfMemoryError, "no")] * 2),
+]
+"""What two workers say of a step that the second, or in the last case none, cannot take."""
+APART: list[Spoils] = [failing(torch.OutOfMemoryError("no")), failing(MemoryError("no")), with_another_norm, with_another_weight]
+"""What lets only some take a step, or another one."""
+
+
+def begun(member: Member, kind: str) -> Optimizer:
+    """An optimizer behind its first step."""
+    optimizer = fresh(kind, torch.bfloat16)
+    accumulate(optimizer, member.rank, 0)
+    step_together(optimizer, SETTINGS, member.group)
+    return optimizer
+
+
+@in_processes(2)
+def test_a_step_that_one_cannot_take_is_refused_on_all(member: Member) -> None:
+    """What comes next is the same step on all. Without gradients nothing moves."""
+    for kind, (spoil, expected) in itertools.product(("lora", "compact"), [(None, None), *REFUSED]):
+        optimizer = begun(member, kind)
+        before = state(optimizer)
+        if spoil is None or expected is None:
+            assert step_together(optimizer, SETTINGS, member.group) == {"grad_norm": 0.0, "learning_rate": SETTINGS.lr}
+        else:
+            error, text = expected[member.rank]
+            with pytest.MonkeyPatch.context() as patch:
+                spoil(member, optimizer, patch)
+                with pytest.raises(error, match=text):
+                    step_together(optimizer, SETTINGS, member.group)
+        assert same(before, state(optimizer))
+        assert optimizer.totals is None
+        accumulate(optimizer, member.rank, 0)
+        again = step_together(optimizer, SETTINGS, member.group)["grad_norm"]
+        assert member.of_all(again) == [again, again]
         assert again > 0
 
 
-@pytest.mark.parametrize("kind", ["lora", "compact"])
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_step_that_one_cannot_take_is_refused_on_all(processes: Processes, kind: str, case: str) -> None:
-    """What comes next is the same step on all."""
-    _, both = processes("test_together", 2)
-    for found, expected in zip(both, REFUSED[case], strict=True):
-        error, text, _, unchanged, cleared, again = found[f"{case} {kind}"]
-        assert (error, text[: len(expected[1])]) == expected
-        assert (unchanged, cleared) == (True, True)
-        assert again == both[0][f"{case} {kind}"][-1] > 0
-
-
-@pytest.mark.parametrize("kind", ["lora", "compact"])
-@pytest.mark.parametrize("case", ["failed alone", "failed otherwise", "another norm", "another weight"])
-def test_a_step_that_only_some_took_ends_all(processes: Processes, kind: str, case: str) -> None:
+@in_processes(2)
+def test_a_step_that_only_some_took_ends_all(member: Member) -> None:
     """Whatever kind of error it is: one that does not answer would let the others wait."""
-    for rank, found in enumerate(processes("test_together", 2)[1]):
-        error, text, *_ = found[f"{case} {kind}"]
-        assert error == "DeviceLostError"
-        assert text.startswith(f"worker {rank} of 2 took another step than the others, or none where they took one: ")
+    text = f"^worker {member.rank} of 2 took another step than the others, or none where they took one: "
+    for kind, spoil in itertools.product(("lora", "compact"), APART):
+        optimizer = begun(member, kind)
+        with pytest.MonkeyPatch.context() as patch:
+            spoil(member, optimizer, patch)
+            with pytest.raises(DeviceLostError, match=text):
+                step_together(optimizer, SETTINGS, member.group)
 
 
-def test_a_step_of_a_model_that_is_not_on_all_ends_all_and_lets_none_wait(processes: Processes) -> None:
-    """Who finds the others gone says so."""
-    for found in processes("test_together", 2)[1]:
-        assert found["missing"] == ("NotFoundError", "model m is not loaded; create it anew")
-        lost = "the workers are not the same any more: whether model m is there is [1, 0], by rank"
-        assert found["missing on some"] == ("DeviceLostError", lost)
-    error, text = processes("test_together", 2)[1][0]["alone"]
-    assert error == "WorkersLostError"
-    assert text.startswith("worker 0 of 2 cannot reach the others: ")
+@in_processes(2)
+def test_a_step_of_a_model_that_is_not_on_all_ends_all_and_lets_none_wait(member: Member) -> None:
+    backend = LocalBackend(member.base("text"), TrainingConfig(logits_chunk=64), member.group)
+    with pytest.raises(NotFoundError, match=r"^model m is not loaded; create it anew$"):
+        backend.optim_step("m", SETTINGS)
+    if member.rank == 0:
+        backend.create_model("m", LoraShape(4, 0))
+    with pytest.raises(DeviceLostError, match=r"^the workers are not the same any more: whether model m is there is \[1, 0\], by rank$"):
+        backend.optim_step("m", SETTINGS)
 
 
 @pytest.mark.skipif(ON_GPUS, reason="it is about the memory of a host whose CPUs the workers share")
-def test_each_trains_as_long_a_sequence_as_the_plan_says(processes: Processes, bases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_processes(2)
+def test_each_trains_as_long_a_sequence_as_the_plan_says(member: Member) -> None:
     """Each with its part of the host's memory, as the one counts that found least of it."""
-    weights = sum(parameter.nbytes for parameter in load(bases / "text", device="cpu").network.parameters())
-    monkeypatch.setattr("tinsmith.memory.plan.look_around", partial(Machine, 2, 2**40, FREE_BYTES + 2 * weights, [], "there is none"))
-    config = replace(LIMITED, base_models=[f"tiny={bases / 'text'}"], distributed=DistributedConfig(workers=2))
-    planned = make_plan(config, 32, None)
-    assert planned.cache is not None
+    if ON_GPUS:
+        return
+    base = member.base("text", max_context=1024)
+    weights = sum(parameter.nbytes for parameter in base.network.parameters())
+    config = replace(LIMITED, base_models=[f"tiny={member.directory / 'bases' / 'text'}"], distributed=DistributedConfig(workers=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tinsmith.worker.device_memory.free_memory", lambda device: FREE_BYTES + member.rank * 2**20)
+        patch.setattr("tinsmith.memory.plan.look_around", partial(Machine, 2, 2**40, FREE_BYTES + 2 * weights, [], "there is none"))
+        memory, planned = DeviceMemory({"tiny": base}, LIMITED, member.group), make_plan(config, 32, None)
+        own = memory.longest_trained("tiny"), max(memory.longest_trained("tiny"), memory.longest_together("tiny", 2))
     longest = planned.longest_sequence
     assert 0 < longest.tokens < 1024
     assert longest.tokens < longest.together
-    assert (planned.modes[0].longest_sequence, planned.modes[0].longest_together) == (longest.tokens, longest.together)
-    for found in processes("test_together", 2)[1]:
-        assert found["memory"] == (longest.tokens, longest.together, planned.cache.bytes)
+    assert (planned.modes[0].longest_sequence, planned.modes[0].longest_together) == own == (longest.tokens, longest.together)
+    assert planned.cache is not None
+    assert memory.budgets["tiny"].cache == planned.cache.bytes
 
 
-if __name__ == "__main__":
-    main()
+@in_processes(2)
+def test_who_finds_the_others_gone_says_so(member: Member) -> None:
+    """All but the first end without a word, so this comes last."""
+    if member.rank:
+        os._exit(0)
+    optimizer = fresh("lora", torch.float32)
+    accumulate(optimizer, 0, 0)
+    with pytest.raises(WorkersLostError, match=r"^worker 0 of 2 cannot reach the others: "):
+        step_together(optimizer, SETTINGS, member.group)

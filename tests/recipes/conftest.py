@@ -1,12 +1,14 @@
-"""Two servers for most recipes: one with random tiny models, one with what `sl_loop` has made of the base model."""
+"""Two servers for all recipes: one with random tiny models, one with what `sl_loop` has made of the base model, which has two workers."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.bases import write_family
 from tests.recipes.stand_ins import write_stand_ins
-from tests.recipes.workshop import BASE_MODEL, CHAT_MODEL, PYTHON, SMALL_MODEL, TEXT_ONLY_MODEL, Outcome, Workshop
+from tests.recipes.workshop import BASE_MODEL, CHAT_MODEL, FAMILIES, PYTHON, SMALL_MODEL, TEXT_ONLY_MODEL, Outcome, Workshop, forking
 from tests.running import serving
 from tinsmith.models.tiny import write_tiny_model
 
@@ -24,21 +26,27 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model("qwen3-5", place / CHAT_MODEL, hidden=128)
     write_tiny_model("qwen3-5", place / SMALL_MODEL)
     write_tiny_model("qwen3", place / TEXT_ONLY_MODEL)
+    for name, family in FAMILIES.items():
+        write_family(family, place / name)
     return place
 
 
 @pytest.fixture(scope="session")
-def random_models(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+def forks(directory: Path) -> Iterator["subprocess.Popen[str]"]:
+    """What recipes are forked from."""
+    with forking(directory) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def random_models(directory: Path, forks: "subprocess.Popen[str]", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     """A server with models that know nothing."""
     place = tmp_path_factory.mktemp("random")
-    models = [
-        option
-        for name in (BASE_MODEL, CHAT_MODEL, SMALL_MODEL, TEXT_ONLY_MODEL)
-        for option in ("--base-model", f"{name}={directory / name}")
-    ]
+    names = (BASE_MODEL, CHAT_MODEL, SMALL_MODEL, TEXT_ONLY_MODEL, *FAMILIES)
+    models = [option for name in names for option in ("--base-model", f"{name}={directory / name}")]
     with serving(place, *models, *CACHE) as server:
         server.wait_for_health()
-        yield Workshop(directory, server.url, place / "data")
+        yield Workshop(directory, server.url, place / "data", forks)
 
 
 @pytest.fixture(scope="session")
@@ -48,17 +56,13 @@ def sl_loop(random_models: Workshop) -> Outcome:
 
 
 @pytest.fixture(scope="session")
-def taught(random_models: Workshop, sl_loop: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The end of `sl_loop` as a model: it answers in the right form and guesses the price."""
-    model = tmp_path_factory.mktemp("taught") / "model"
-    random_models.merge(sl_loop.sampler_path, model)
-    return model
-
-
-@pytest.fixture(scope="session")
-def taught_model(random_models: Workshop, taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    """A server whose base model, under the same name, has been taught."""
-    place = tmp_path_factory.mktemp("taught-server")
-    with serving(place, "--base-model", f"{BASE_MODEL}={taught}", *CACHE) as server:
+def taught_model(random_models: Workshop, sl_loop: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    """A server with two workers whose base model, under the same name, is the end of `sl_loop`: it knows the form of an answer."""
+    place = tmp_path_factory.mktemp("taught")
+    random_models.merge(sl_loop.sampler_path, place / "model")
+    with serving(place, "--base-model", f"{BASE_MODEL}={place / 'model'}", *CACHE, "--device", "cpu", "--workers", "2") as server:
         server.wait_for_health()
-        yield Workshop(random_models.directory, server.url, place / "data")
+        yield Workshop(random_models.directory, server.url, place / "data", random_models.forks)
+        for rank in range(2):  # both have sampled
+            server.wait_for_log(f"worker {rank}: samples: ")
+        assert "Traceback" not in server.log.read_text()

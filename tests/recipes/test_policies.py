@@ -21,8 +21,6 @@ ASYNCHRONOUS = (
 )
 """Its loss is stable_reinforce."""
 
-STREAMING = ("stream_minibatch_config.groups_per_batch=16", "stream_minibatch_config.num_minibatches=2")
-
 
 def check_that_it_learns_away_from_the_base(outcome: Outcome, steps: int = 12) -> None:
     """The reward rises, and with it the distance from the base model, which is zero at first."""
@@ -54,15 +52,9 @@ def test_asynchronous_rl_with_a_kl_penalty(taught_model: Workshop) -> None:
     assert max(outcome.curve("async/staleness_max")) == 1
 
 
-@pytest.mark.slow  # the next test streams until its loss is refused; gradients that add up over calls have tests in tests/training
-def test_minibatches_are_streamed_with_stable_reinforce(taught_model: Workshop) -> None:
-    outcome = taught_model.completed("rl_basic", "log_path=rl_stream", "loss_fn=stable_reinforce", *STREAMING, *RL_BASIC_OPTIONS)
-
-    check_that_it_learns_away_from_the_base(outcome)
-
-
 def test_a_refused_loss_ends_a_recipe_that_streams_minibatches(taught_model: Workshop) -> None:
-    outcome = taught_model.run("rl_basic", "log_path=rl_refused", "loss_fn=gspo", *STREAMING, *RL_BASIC_OPTIONS)
+    streaming = ("stream_minibatch_config.groups_per_batch=16", "stream_minibatch_config.num_minibatches=2")
+    outcome = taught_model.run("rl_basic", "log_path=rl_refused", "loss_fn=gspo", *streaming, *RL_BASIC_OPTIONS)
 
     assert outcome.exit_code != 0
     assert "loss_fn_inputs has no sequence_ratio_mask; gspo needs" in outcome.output

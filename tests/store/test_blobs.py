@@ -8,8 +8,7 @@ import os
 import signal
 import sqlite3
 import subprocess
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -58,24 +57,21 @@ def blobs_in(data_dir: Path) -> list[str]:
 
 
 def test_an_image_is_a_file_named_by_its_digest_until_no_command_needs_it(store: Store, tmp_path: Path) -> None:
-    store.append([step(1, images=IMAGE), step(2, images=IMAGE)])
+    """Digests come with their command in the order of the payload."""
+    other = hashlib.sha256(b"other").digest()
+    digests = [DIGEST, other, DIGEST]
+    store.append([NewCommand(MODEL, 1, "forward_backward", b"p", digests, IMAGE | {other: b"other"}), step(2, images=IMAGE)])
+    assert [command.image_digests for command in store.queued(MODEL)] == [(), tuple(digests), (DIGEST,)]
+    assert [store.read_blob(digest) for digest in digests] == [DATA, b"other", DATA]
     file = tmp_path / "blobs" / DIGEST.hex()[:2] / DIGEST.hex()
     assert file.read_bytes() == DATA
-    assert blobs_in(tmp_path) == [file.name]
+    assert blobs_in(tmp_path) == sorted([file.name, other.hex()])
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
         assert DATA not in "\n".join(connection.iterdump()).encode()
     store.record([done(1)])
-    assert file.read_bytes() == DATA
+    assert blobs_in(tmp_path) == [file.name]
     store.record([done(2)])
     assert blobs_in(tmp_path) == []
-
-
-def test_digests_come_with_their_command_in_the_order_of_the_payload(store: Store) -> None:
-    other = b"other"
-    digests = [DIGEST, hashlib.sha256(other).digest(), DIGEST]
-    store.append([NewCommand(MODEL, 1, "forward_backward", b"p", digests, IMAGE | {digests[1]: other}), step(2)])
-    assert [command.image_digests for command in store.queued(MODEL)] == [(), tuple(digests), ()]
-    assert [store.read_blob(digest) for digest in digests] == [DATA, other, DATA]
 
 
 def test_images_of_commands_that_are_not_queued_go(store: Store, tmp_path: Path) -> None:
@@ -111,46 +107,25 @@ def test_what_was_never_finished_goes_after_a_day(store: Store, tmp_path: Path) 
     assert blobs_in(tmp_path) == sorted([new.name, DIGEST.hex()])
 
 
-def test_an_image_that_is_deleted_while_another_command_is_appended_is_written_again(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_image_that_is_deleted_while_a_command_is_appended_is_written_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
-    """The file is there when the command comes, so nothing is written; then the last command that had it ends; then the row is written."""
-    store.append([step(1, images=IMAGE)])
-    engine = Store.open(tmp_path)
-    write = BlobFiles.write
+    """Between file and row: with the last command that had it, or by a sweep."""
+    if is_there:
+        store.append([step(1, images=IMAGE)])
+    engine, write = Store.open(tmp_path), BlobFiles.write
 
     def interrupted(files: BlobFiles, blobs: Mapping[bytes, bytes]) -> None:
         write(files, blobs)
         monkeypatch.setattr(BlobFiles, "write", write)
         engine.record([done(1)])
+        engine.sweep_blobs()
         assert blobs_in(tmp_path) == []
 
     monkeypatch.setattr(BlobFiles, "write", interrupted)
     store.append([step(2, images=IMAGE)])
     assert store.read_blob(DIGEST) == DATA
-
-
-@pytest.mark.parametrize("delete", [lambda engine, seq_id: engine.record([done(seq_id)]), lambda engine, _: engine.sweep_blobs()])
-def test_no_image_that_is_being_appended_is_ever_deleted(store: Store, tmp_path: Path, delete: Callable[[Store, int], None]) -> None:
-    engine = Store.open(tmp_path)
-    appended = list[int]()
-    ended = threading.Event()
-
-    def work() -> None:
-        while not ended.is_set():
-            while appended:
-                delete(engine, appended.pop())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    for seq_id in range(1, 120):
-        store.append([step(seq_id, images=IMAGE)])
-        appended.append(seq_id - 1)
-        assert store.read_blob(DIGEST) == DATA
-        if seq_id % 3 == 0:
-            store.record([done(seq_id)])
-    ended.set()
-    thread.join()
 
 
 def test_a_disk_that_takes_no_image_takes_no_command(store: Store, tmp_path: Path) -> None:

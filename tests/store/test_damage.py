@@ -7,6 +7,7 @@ Also: `tests/server/test_database_trouble.py`.
 
 import os
 import random
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -33,14 +34,15 @@ def filled(data_dir: Path) -> Path:
     return data_dir / "tinsmith.db"
 
 
-def header(path: Path) -> None:
-    path.write_bytes(random.Random(0).randbytes(100) + path.read_bytes()[100:])
+def noise(path: Path, start: int, count: int) -> None:
+    """Write noise over a part of the file."""
+    content = path.read_bytes()
+    path.write_bytes(content[:start] + random.Random(0).randbytes(count) + content[start + count :])
 
 
 def middle(path: Path) -> None:
-    content = path.read_bytes()
-    third = len(content) // 3
-    path.write_bytes(content[:third] + random.Random(0).randbytes(third) + content[2 * third :])
+    third = path.stat().st_size // 3
+    noise(path, third, third)
 
 
 def zeros(path: Path) -> None:
@@ -48,39 +50,40 @@ def zeros(path: Path) -> None:
     path.write_bytes(content[:8192] + bytes(20000) + content[28192:])
 
 
-def end(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def table(path: Path) -> None:
+def execute(path: Path, statement: str) -> None:
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("DROP TABLE checkpoints")
+        connection.execute(statement)
         connection.commit()
 
 
-@pytest.mark.parametrize("damage", [header, middle, zeros, end, table])
-def test_a_damaged_file_is_refused_with_file_and_remedy(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "header": lambda path: noise(path, 0, 100),
+    "middle": middle,
+    "zeros": zeros,
+    "end": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "table": lambda path: execute(path, "DROP TABLE checkpoints"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused_with_file_and_remedy(tmp_path: Path, damage: str) -> None:
     path = filled(tmp_path)
-    damage(path)
-    with pytest.raises(ConfigError) as refused:
+    DAMAGES[damage](path)
+    remedy = "Put back a copy of the data directory (made by `tinsmith backup`); or move tinsmith.db* away and run `tinsmith recover"
+    with pytest.raises(ConfigError, match=rf"\A{re.escape(str(path))} is damaged: .*{re.escape(remedy)}.*\Z"):
         Store.open(tmp_path).check()
-    assert str(refused.value).startswith(f"{path} is damaged: ")
-    assert "Put back a copy of the data directory (made by `tinsmith backup`); or move tinsmith.db* away and run `tinsmith recover" in str(
-        refused.value
-    )
-    assert len(str(refused.value).splitlines()) == 1
 
 
-def test_damage_that_is_met_later_is_named_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("was_read", [False, True])
+def test_damage_that_is_met_later_is_named_too(tmp_path: Path, was_read: bool) -> None:
+    """A check reads what is on the disk and not what is in memory."""
     path = filled(tmp_path)
     store = Store.open(tmp_path)
+    if was_read:
+        list_sessions(store, Page(1000, 0))
     middle(path)
     with pytest.raises(ConfigError, match=r"tinsmith\.db is damaged: "):
-        list_sessions(store, Page(1000, 0))
-
-
-def move_away(path: Path) -> None:
-    path.rename(path.with_name("moved"))
+        store.check() if was_read else list_sessions(store, Page(1000, 0))
 
 
 def replace_by_another(path: Path) -> None:
@@ -88,33 +91,21 @@ def replace_by_another(path: Path) -> None:
     shutil.copyfile(path.with_name("moved"), path)
 
 
-def empty(path: Path) -> None:
-    shutil.copyfile(path, path.with_name("moved"))
-    os.truncate(path, 0)
+TROUBLES: dict[str, Callable[[Path], object]] = {
+    "tinsmith.db is gone (No such file": lambda path: path.rename(path.with_name("moved")),
+    "tinsmith.db was replaced": replace_by_another,
+    "tinsmith.db was emptied": lambda path: os.truncate(path, 0),
+    "tinsmith.db-wal is gone (No such file": lambda path: path.with_name("tinsmith.db-wal").unlink(),
+    "tinsmith.db-shm was replaced": lambda path: replace_by_another(path.with_name("tinsmith.db-shm")),
+}
+"""What may happen to files, by what is said of it."""
 
 
-def remove_wal(path: Path) -> None:
-    path.with_name("tinsmith.db-wal").unlink()
-
-
-def replace_shm(path: Path) -> None:
-    replace_by_another(path.with_name("tinsmith.db-shm"))
-
-
-@pytest.mark.parametrize(
-    ("trouble", "named"),
-    [
-        (move_away, "tinsmith.db is gone (No such file"),
-        (replace_by_another, "tinsmith.db was replaced"),
-        (empty, "tinsmith.db was emptied"),
-        (remove_wal, "tinsmith.db-wal is gone (No such file"),
-        (replace_shm, "tinsmith.db-shm was replaced"),
-    ],
-)
-def test_no_checkpoint_goes_into_a_file_that_a_restart_would_not_find(tmp_path: Path, trouble: Callable[[Path], None], named: str) -> None:
+@pytest.mark.parametrize("named", TROUBLES)
+def test_no_checkpoint_goes_into_a_file_that_a_restart_would_not_find(tmp_path: Path, named: str) -> None:
     store = Store.open(tmp_path)
     store.create_session("s", DESCRIPTION)
-    trouble(tmp_path / "tinsmith.db")
+    TROUBLES[named](tmp_path / "tinsmith.db")
     before = (tmp_path / "tinsmith.db").exists()
 
     def change() -> None:
@@ -130,18 +121,9 @@ def test_no_checkpoint_goes_into_a_file_that_a_restart_would_not_find(tmp_path: 
             attempt()
         assert named in str(refused.value)
         assert "`tinsmith recover --data-dir" in str(refused.value)
-    if trouble is not empty:
+    if "emptied" not in named:
         store.announce_checkpoint("d")  # its files are written, for `recover`
     assert (tmp_path / "tinsmith.db").exists() == before
-
-
-def test_a_check_reads_what_is_on_the_disk_and_not_what_is_in_memory(tmp_path: Path) -> None:
-    path = filled(tmp_path)
-    store = Store.open(tmp_path)
-    list_sessions(store, Page(1000, 0))
-    middle(path)
-    with pytest.raises(ConfigError, match=r"tinsmith\.db is damaged: "):
-        store.check()
 
 
 def test_a_look_into_a_database_changes_nothing(tmp_path: Path) -> None:
@@ -155,18 +137,14 @@ def test_a_look_into_a_database_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty" / "tinsmith.db").touch()
     with pytest.raises(ConfigError, match="is damaged: it is empty"):
         look_into(tmp_path / "empty")
-    with closing(Store.open(tmp_path)), closing(sqlite3.connect(tmp_path / "tinsmith.db")) as connection:
+    with closing(Store.open(tmp_path)):
         assert look_into(tmp_path)
-        connection.execute("UPDATE alembic_version SET version_num = '999'")
-        connection.commit()
+        execute(tmp_path / "tinsmith.db", "UPDATE alembic_version SET version_num = '999'")
         with pytest.raises(ConfigError, match="has schema version 999, made by a newer Tinsmith"):
             look_into(tmp_path)
 
 
 def test_garbage_in_a_column_is_named(tmp_path: Path) -> None:
-    path = filled(tmp_path)
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("UPDATE sessions SET tags = 'garbage', user_metadata = '{'")
-        connection.commit()
+    execute(filled(tmp_path), "UPDATE sessions SET tags = 'garbage', user_metadata = '{'")
     with pytest.raises(ConfigError, match=r"tinsmith\.db is damaged: a column of JSON holds '"):
         describe_session(Store.open(tmp_path), "s1")

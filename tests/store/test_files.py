@@ -75,17 +75,6 @@ def test_places_are_found_under_another_root_and_from_another_directory(tmp_path
     assert [moved.sizes(place) for place in places] == [{"a": 10, "b": 0}] * 3
 
 
-def test_only_what_is_ours_is_an_entry(tmp_path: Path) -> None:
-    files = CheckpointFiles(tmp_path)
-    place = write(files)
-    for name in ("notes", f".writing-{place}-abc12345", ".writing-scratch_", ".hidden"):
-        (tmp_path / "checkpoints" / name).mkdir()
-    entries = {entry.name: (entry.place, entry.finished) for entry in files.entries()}
-    assert entries == {place: (place, True), f".writing-{place}-abc12345": (place, False), ".writing-scratch_": ("", False)}
-    files.remove(place)
-    assert [entry.name for entry in files.entries()] == [".writing-scratch_"]
-
-
 @pytest.mark.parametrize(
     ("root", "why"),
     [

@@ -32,20 +32,8 @@ def kept(store: Store, claimed: list[Command]) -> list[int]:
     return found
 
 
-def test_nothing_stays_unless_it_is_asked_for(tmp_path: Path) -> None:
-    store = with_model(tmp_path)
-    store.append([step(1, b"p", IMAGE)])
-    commands = store.queued(MODEL)
-    store.record([done(0), done(1)])
-    assert kept(store, commands) == []
-    assert blobs_in(tmp_path) == []
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        assert connection.execute("SELECT payload, image_digests, kept_bytes FROM commands").fetchall() == [(None, None, None)] * 2
-        assert connection.execute("SELECT * FROM command_images").fetchall() == []
-
-
-def test_what_is_kept_can_be_read_when_the_operation_has_ended(tmp_path: Path) -> None:
-    """Also what an engine left."""
+def test_what_is_kept_can_be_read_until_its_session_is_forgotten(tmp_path: Path) -> None:
+    """Also what an engine left, and by another process."""
     store = with_model(tmp_path, keep_bytes=KIB)
     store.append([step(1, b"one", IMAGE), step(2, b"two"), step(3, b"left")])
     commands = store.queued(MODEL)
@@ -56,6 +44,26 @@ def test_what_is_kept_can_be_read_when_the_operation_has_ended(tmp_path: Path) -
     assert store.fail_unfinished("the server stopped") == [f"{MODEL}/3"]
     assert [store.payload(command) for command in commands] == [b"create", b"one", b"two", b"left"]
     assert store.read_blob(DIGEST) == DATA
+    store.finish_session(SESSION, "success", None)
+    store.forget_ended(time.time() + 3600)
+    assert store.status(f"{MODEL}/1") is None
+    assert blobs_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("before", [0, KIB], ids=["never", "before"])
+def test_nothing_stays_unless_it_is_asked_for(tmp_path: Path, before: int) -> None:
+    """What was kept goes at the next start."""
+    store = with_model(tmp_path, keep_bytes=before)
+    store.append([step(1, b"p", IMAGE)])
+    commands = store.queued(MODEL)
+    store.record([done(0), done(1)])
+    store.close()
+    store = Store.open(tmp_path)
+    store.fail_unfinished("the server stopped")
+    assert (kept(store, commands), blobs_in(tmp_path)) == ([], [])
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        assert connection.execute("SELECT payload, image_digests, kept_bytes FROM commands").fetchall() == [(None, None, None)] * 2
+        assert connection.execute("SELECT * FROM command_images").fetchall() == []
 
 
 def test_the_oldest_goes_when_there_is_too_much(tmp_path: Path) -> None:
@@ -79,7 +87,7 @@ def test_queued_operations_do_not_count_and_never_go(tmp_path: Path) -> None:
     commands = store.queued(MODEL)
     store.record([done(0), done(1)])
     assert kept(store, commands) == [0, 1, 2]
-    store.record([done(2)])
+    Store.open(tmp_path, keep_bytes=2 * KIB).record([done(2)])  # by another process
     assert kept(store, commands) == []  # the last one alone is too large, and everything before it is older
 
 
@@ -90,37 +98,6 @@ def test_an_image_stays_as_long_as_one_operation_has_it(tmp_path: Path) -> None:
     store.record([done(seq_id) for seq_id in range(4)])
     assert kept(store, commands) == [2, 3]
     assert store.read_blob(DIGEST) == DATA
-
-
-def test_a_lower_limit_holds_from_the_next_start_on(tmp_path: Path) -> None:
-    store = with_model(tmp_path, keep_bytes=KIB)
-    store.append([step(1, b"one", IMAGE)])
-    commands = store.queued(MODEL)
-    store.record([done(0), done(1)])
-    store.close()
-    store = Store.open(tmp_path)
-    store.fail_unfinished("the server stopped")
-    assert kept(store, commands) == []
-    assert blobs_in(tmp_path) == []
-
-
-def test_another_process_that_keeps_counts_too(tmp_path: Path) -> None:
-    first, second = with_model(tmp_path, keep_bytes=3 * KIB), Store.open(tmp_path, keep_bytes=3 * KIB)
-    first.append([step(1, bytes(2 * KIB)), step(2, bytes(2 * KIB))])
-    commands = first.queued(MODEL)
-    first.record([done(0), done(1)])
-    second.record([done(2)])
-    assert kept(first, commands) == [2]
-
-
-def test_what_is_kept_goes_with_its_session(tmp_path: Path) -> None:
-    store = with_model(tmp_path, keep_bytes=KIB)
-    store.append([step(1, b"one", IMAGE)])
-    store.record([done(0), done(1)])
-    store.finish_session(SESSION, "success", None)
-    store.forget_ended(time.time() + 3600)
-    assert store.status(f"{MODEL}/1") is None
-    assert blobs_in(tmp_path) == []
 
 
 def test_a_database_that_is_locked_after_the_outcome_costs_no_outcome(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,6 @@
 """Files that are locked: nothing is written to them, and a link in their place is refused."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,22 @@ from tinsmith.errors import ConfigError
 from tinsmith.store.lock import is_used, only_user
 from tinsmith.store.recorded_sequences import RecordedSequences
 
+LOCKS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "use": ("server.lock", lambda data_dir: only_user(data_dir).__enter__()),
+    "ask": ("server.lock", is_used),
+    "record": ("recorded_sequences.sqlite.lock", lambda data_dir: RecordedSequences(data_dir, 1e6)),
+}
+"""Files that are locked, and what does it."""
 
-def recording(data_dir: Path) -> AbstractContextManager[RecordedSequences]:
-    return nullcontext(RecordedSequences(data_dir, 1e6))
 
-
-def asking(data_dir: Path) -> AbstractContextManager[bool]:
-    return nullcontext(is_used(data_dir))
-
-
-@pytest.mark.parametrize(
-    ("name", "open_it"), [("server.lock", only_user), ("server.lock", asking), ("recorded_sequences.sqlite.lock", recording)]
-)
-def test_what_a_link_in_the_place_of_a_lock_leads_to_stays_as_it_is(
-    tmp_path: Path, name: str, open_it: Callable[[Path], AbstractContextManager[Any]]
-) -> None:
+@pytest.mark.parametrize("what", LOCKS)
+def test_what_a_link_in_the_place_of_a_lock_leads_to_stays_as_it_is(tmp_path: Path, what: str) -> None:
+    name, lock = LOCKS[what]
     precious = tmp_path / "precious"
     precious.write_text("content")
-    lock = tmp_path / name
-    lock.symlink_to(precious)
-    with pytest.raises(ConfigError, match=rf"{name} cannot be locked: it is a link; remove it"), open_it(tmp_path):
-        pass
+    (tmp_path / name).symlink_to(precious)
+    with pytest.raises(ConfigError, match=rf"{name} cannot be locked: it is a link; remove it"):
+        lock(tmp_path)
     assert precious.read_text() == "content"
 
 

@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,12 +38,7 @@ def of_other() -> Iterator[FilePiece]:
     yield FilePiece("a", 5000, memoryview(OTHER))
 
 
-@pytest.fixture(params=[False, True])
-def between_hosts(request: pytest.FixtureRequest) -> bool:
-    """Whether the processes are said to be on several hosts."""
-    return bool(request.param)
-
-
+@pytest.mark.parametrize("between_hosts", [False, True])
 def test_pieces_make_a_file_whoever_comes_first(tmp_path: Path, between_hosts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a piece is cut."""
     monkeypatch.setattr(pieces, "LARGEST", 4000)
@@ -54,6 +50,7 @@ def test_pieces_make_a_file_whoever_comes_first(tmp_path: Path, between_hosts: b
         assert max(size for _, _, size, _ in told) == 4000
 
 
+@pytest.mark.parametrize("between_hosts", [False, True])
 def test_processes_that_write_into_the_same_pages_lose_nothing(tmp_path: Path, between_hosts: bool) -> None:
     command = [REAL_PYTHON, "-c", WRITES]
     running = [
@@ -69,29 +66,24 @@ def test_processes_that_write_into_the_same_pages_lose_nothing(tmp_path: Path, b
 def test_what_is_missing_or_changed_is_refused(tmp_path: Path) -> None:
     told = write_pieces(tmp_path, [*of_one(), *of_other()])
     check_pieces(tmp_path, told)
-    for lacking, where in ((told[:-1], "5,000 to 14,000"), (told[1:], "0 to 5,000"), ([*told, told[0]], "0 to 5,000")):
-        with pytest.raises(TinsmithError, match=f"a does not hold what the workers wrote to its bytes {where}"):
-            check_pieces(tmp_path, lacking)
-    with pytest.raises(TinsmithError, match=r"holds a.*, of which no worker has told"):
-        check_pieces(tmp_path, [])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TinsmithError, match="no worker has told"):
-        check_pieces(tmp_path / "empty", [])
+
+    def refused(says: str, told: list[Any] = told, directory: Path = tmp_path) -> None:
+        with pytest.raises(TinsmithError, match=says):
+            check_pieces(directory, told)
+
+    refused("no worker has told", [], tmp_path / "empty")
     (tmp_path / "empty").rmdir()
+    refused("holds a.*, of which no worker has told", [])
+    for lacking, where in ((told[:-1], "5,000 to 14,000"), (told[1:], "0 to 5,000"), ([*told, told[0]], "0 to 5,000")):
+        refused(f"a does not hold what the workers wrote to its bytes {where}", lacking)
     (tmp_path / "other").touch()
-    with pytest.raises(TinsmithError, match="holds other, of which no worker has told"):
-        check_pieces(tmp_path, told)
+    refused("holds other, of which no worker has told")
     (tmp_path / "other").unlink()
-    file = tmp_path / "a"
-    file.write_bytes(WHOLE + b"more")
-    with pytest.raises(TinsmithError, match="bytes 19,240 to 19,244"):
-        check_pieces(tmp_path, told)
-    file.write_bytes(WHOLE[:-1])
-    with pytest.raises(TinsmithError, match="bytes 19,239 to 19,240"):
-        check_pieces(tmp_path, told)
-    file.write_bytes(WHOLE[:6000] + b"\0" + WHOLE[6001:])
-    with pytest.raises(TinsmithError, match=r"bytes 5,000 to 14,000: the file system of .* does not keep what several processes write"):
-        check_pieces(tmp_path, told)
-    file.unlink()
+    says = ("19,240 to 19,244", "19,239 to 19,240", "5,000 to 14,000: the file system of .* does not keep what several processes write")
+    for content, where in zip((WHOLE + b"more", WHOLE[:-1], WHOLE[:6000] + b"\0" + WHOLE[6001:]), says, strict=True):
+        (tmp_path / "a").write_bytes(content)
+        refused(f"bytes {where}")
+    (tmp_path / "a").unlink()
     with pytest.raises(FileNotFoundError):
         check_pieces(tmp_path, told)

@@ -2,8 +2,9 @@
 
 import logging
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -77,7 +78,8 @@ def test_a_sample_that_is_sent_again_replaces_what_it_gave_before(recorded: Reco
     assert same(recorded.find([name(0)])[name(0)], sequence(length=5, seed=2))
 
 
-def test_a_sequence_stays_for_a_day_that_begins_anew_when_it_is_used(clock: Clock, recorded: RecordedSequences) -> None:
+def test_a_sequence_stays_for_a_day_that_begins_anew_when_it_is_used(clock: Clock, tmp_path: Path, recorded: RecordedSequences) -> None:
+    """Then it leaves the file."""
     recorded.put({name(0): sequence(), name(1): sequence()})
     clock.now += LIFETIME_S - 1
     assert list(recorded.find([name(0)])) == [name(0)]
@@ -85,13 +87,8 @@ def test_a_sequence_stays_for_a_day_that_begins_anew_when_it_is_used(clock: Cloc
     assert list(recorded.find([name(0), name(1)])) == [name(0)]
     clock.now += LIFETIME_S + 1
     assert recorded.find([name(0)]) == {}
-
-
-def test_what_has_expired_leaves_the_file(clock: Clock, tmp_path: Path, recorded: RecordedSequences) -> None:
-    recorded.put({name(0): sequence()})
-    clock.now += LIFETIME_S + 1
-    recorded.put({name(1): sequence()})
-    assert stored(tmp_path) == [name(1)]
+    recorded.put({name(2): sequence()})
+    assert stored(tmp_path) == [name(2)]
 
 
 def test_a_session_that_ends_takes_its_sequences_along(tmp_path: Path, recorded: RecordedSequences) -> None:
@@ -114,9 +111,8 @@ def test_beyond_the_limit_the_least_recently_used_go(
     with caplog.at_level(logging.WARNING):
         recorded.put({name(13): sequence(10_000)})
     assert stored(tmp_path) == sorted([name(0), *map(name, range(4, 14))])
-    assert (
-        "deleted the 3 least recently used recorded sequences: they take more than 0.0009766 GiB (--recorded-sequences-gib)" in caplog.text
-    )
+    says = "deleted the 3 least recently used recorded sequences: they take more than 0.0009766 GiB (--recorded-sequences-gib)"
+    assert says in caplog.text
 
 
 def test_many_threads_use_one_file(tmp_path: Path, recorded: RecordedSequences) -> None:
@@ -124,15 +120,9 @@ def test_many_threads_use_one_file(tmp_path: Path, recorded: RecordedSequences) 
         for index in range(20):
             recorded.put({name(index, session): sequence(seed=index)})
             assert same(recorded.find([name(index, session)])[name(index, session)], sequence(seed=index))
-            done.append(session)
 
-    done: list[str] = []
-    threads = [threading.Thread(target=use, args=(f"s{number}",)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(done) == 80
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(use, [f"s{number}" for number in range(4)]))
     assert len(stored(tmp_path)) == 80
 
 
@@ -147,8 +137,15 @@ def spoil(directory: Path, kind: bytes) -> None:
     file.write_bytes(content)
 
 
-def many() -> dict[str, RecordedSequence]:
-    return {name(index): sequence(length=50, seed=index) for index in range(200)}
+MANY = {name(index): sequence(length=50, seed=index) for index in range(200)}
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A directory with a closed file of many sequences."""
+    with closing(RecordedSequences(tmp_path, MIB)) as first:
+        first.put(MANY)
+    return tmp_path
 
 
 def version_99(directory: Path) -> None:
@@ -167,65 +164,51 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_a_file_that_is_damaged_or_of_another_version_is_replaced(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
-    first = RecordedSequences(tmp_path, MIB)
-    first.put(many())
-    first.close()
+def test_a_file_that_is_damaged_or_of_another_version_is_replaced(filled: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     do_it, says = SPOILED[how]
-    do_it(tmp_path)
-    recorded = RecordedSequences(tmp_path, MIB)
-    assert recorded.find(many()) == {}
-    recorded.put({name(0): sequence(seed=1)})
-    assert same(recorded.find([name(0)])[name(0)], sequence(seed=1))
-    recorded.close()
+    do_it(filled)
+    with closing(RecordedSequences(filled, MIB)) as recorded:
+        assert recorded.find(MANY) == {}
+        recorded.put({name(0): sequence(seed=1)})
+        assert same(recorded.find([name(0)])[name(0)], sequence(seed=1))
     assert says in caplog.text
     assert bool(says) == bool(caplog.text)
 
 
-def test_damage_that_shows_while_it_is_used_costs_what_was_recorded_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = RecordedSequences(tmp_path, MIB)
-    first.put(many())
-    first.close()
-    for use in ("put", "forget"):
-        recorded = RecordedSequences(tmp_path, MIB)
-        recorded.put(many())
-        with sqlite3.connect(tmp_path / FILE_NAME) as other:
+@pytest.mark.parametrize("use", ["put", "forget"])
+def test_damage_that_shows_while_it_is_used_costs_what_was_recorded_before(
+    filled: Path, use: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(RecordedSequences(filled, MIB)) as recorded:
+        recorded.put(MANY)
+        with sqlite3.connect(filled / FILE_NAME) as other:
             other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        spoil(tmp_path, b"\x0a")
+        spoil(filled, b"\x0a")
         recorded._connection.execute("PRAGMA cache_size = 0")
         if use == "put":
             recorded.put({name(500): sequence(seed=1)})
-            assert list(recorded.find([name(0), name(500)])) == [name(500)]
         else:
             recorded.forget_session("s")
-            assert recorded.find(many()) == {}
-        recorded.close()
-        assert "is replaced by an empty file" in caplog.text
-        caplog.clear()
+        assert list(recorded.find([*MANY, name(500)])) == [name(500)] * (use == "put")
+    assert "is replaced by an empty file" in caplog.text
 
 
-def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).mkdir()
-    with pytest.raises(ConfigError, match=f"{FILE_NAME} cannot be used: "):
-        RecordedSequences(tmp_path, MIB)
-
-
-def test_a_file_that_is_locked_is_said_to_be(tmp_path: Path, recorded: RecordedSequences) -> None:
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, recorded: RecordedSequences) -> None:
+    """One that is locked, one without its table, and a directory in its place."""
     recorded._connection.execute("PRAGMA busy_timeout = 1")
     with sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(StoreUnavailableError, match="another program has locked it"):
             recorded.put({name(0): sequence()})
         other.execute("ROLLBACK")
-    recorded.put({name(0): sequence()})
-    assert list(recorded.find([name(0)])) == [name(0)]
-
-
-def test_a_file_without_its_table_names_the_remedy(tmp_path: Path, recorded: RecordedSequences) -> None:
-    with sqlite3.connect(tmp_path / FILE_NAME) as other:
+        recorded.put({name(0): sequence()})
+        assert list(recorded.find([name(0)])) == [name(0)]
         other.execute("DROP TABLE recorded")
     with pytest.raises(TinsmithError, match=f"{FILE_NAME} cannot be used: no such table.*; stop the server, delete the file"):
         recorded.find([name(0)])
+    (tmp_path / "other" / FILE_NAME).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"{FILE_NAME} cannot be used: "):
+        RecordedSequences(tmp_path / "other", MIB)
 
 
 def stored(directory: Path) -> list[str]:

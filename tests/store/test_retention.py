@@ -13,9 +13,10 @@ import pytest
 from sqlalchemy import func, select
 
 from tests.store.test_commands import DESCRIPTION
+from tests.store.test_store import checkpoint
 from tinsmith.store import retention, schema
 from tinsmith.store.database import FILE_NAME
-from tinsmith.store.records import Checkpoint, Model, NewCommand, Outcome, SamplingSession
+from tinsmith.store.records import Model, NewCommand, Outcome, SamplingSession
 from tinsmith.store.store import Store
 
 SOON = 3600.0
@@ -28,20 +29,19 @@ def rows(store: Store) -> dict[str, int]:
         return {table.name: connection.execute(select(func.count()).select_from(table)).scalar_one() for table in tables}
 
 
-def run(store: Store, session_id: str, steps: int = 3, saved: bool = False, finished: bool = True) -> str:
+def finished(model_id: str, seq_id: int, result: bytes = b"") -> Outcome:
+    return Outcome(f"{model_id}/{seq_id}", result, "json", None, None)
+
+
+def run(store: Store, session_id: str, steps: int = 3, ends: bool = True) -> str:
     """A session with a model, some steps and a sampling session; returns the model's id."""
     store.create_session(session_id, DESCRIPTION)
     model = Model(f"{session_id}:train:0", session_id, "tiny", {"rank": 4}, {"type": "adamw"}, None)
     store.append([NewCommand(model.model_id, 0, "create_model", b"", model=model)])
     store.append([NewCommand(model.model_id, seq_id, "optim_step", bytes(1000)) for seq_id in range(1, steps + 1)])
-    store.record([Outcome(f"{model.model_id}/{seq_id}", bytes(1000), "json", None, None) for seq_id in range(steps + 1)])
+    store.record([finished(model.model_id, seq_id, bytes(1000)) for seq_id in range(steps + 1)])
     store.create_sampling_session(SamplingSession(f"{session_id}:sample:0", session_id, "tiny", f"{model.model_id}/1", model.model_id))
-    if saved:
-        path = f"tinker://{model.model_id}/weights/a"
-        store.put_checkpoint(
-            Checkpoint(path, model.model_id, "training", "a", session_id, "tiny", "x", {"rank": 4}, True, 1, None, 1.0, None)
-        )
-    if finished:
+    if ends:
         store.finish_session(session_id, "success", None)
     return model.model_id
 
@@ -53,10 +53,10 @@ def test_the_space_of_what_is_dropped_is_given_back_bit_by_bit(store: Store, tmp
         return (tmp_path / FILE_NAME).stat().st_size
 
     before = size()
-    run(store, "s", steps=1, finished=False)
-    store.append([NewCommand("s:train:0", 2, "optim_step", bytes(2**22))])
+    model_id = run(store, "s", steps=1, ends=False)
+    store.append([NewCommand(model_id, 2, "optim_step", bytes(2**22))])
     grown = size()
-    store.record([Outcome("s:train:0/2", b"", "json", None, None)])
+    store.record([finished(model_id, 2)])
     store.give_back_space()
     assert size() == grown > before + 2**22  # so little stays for what comes next
     store.give_back_space(spare_pages=16, most_pages=256)
@@ -77,9 +77,9 @@ def test_a_database_of_an_older_version_gives_back_space_once_it_may_be_written_
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as older:
         older.executescript("PRAGMA auto_vacuum=NONE; VACUUM;")
     store = Store.open(tmp_path)
-    run(store, "s", steps=1, finished=False)
-    store.append([NewCommand("s:train:0", 2, "optim_step", bytes(2**22))])
-    store.record([Outcome("s:train:0/2", b"", "json", None, None)])
+    model_id = run(store, "s", steps=1, ends=False)
+    store.append([NewCommand(model_id, 2, "optim_step", bytes(2**22))])
+    store.record([finished(model_id, 2)])
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
         other.execute("BEGIN IMMEDIATE")
         store.let_shrink()
@@ -93,38 +93,34 @@ def test_a_database_of_an_older_version_gives_back_space_once_it_may_be_written_
     store.let_shrink()
     store.require_there()
     assert (tmp_path / FILE_NAME).stat().st_ino == before
-    store.append([NewCommand("s:train:0", 3, "optim_step", bytes(2**22))])
-    store.record([Outcome("s:train:0/3", b"", "json", None, None)])
+    store.append([NewCommand(model_id, 3, "optim_step", bytes(2**22))])
+    store.record([finished(model_id, 3)])
     store.give_back_space(spare_pages=16)
     assert pragma("freelist_count") <= 16
 
 
-def test_an_ended_session_leaves_nothing_behind(store: Store) -> None:
+def test_an_ended_session_leaves_nothing_behind_but_a_run_with_checkpoints(store: Store) -> None:
+    """That stays with its last operation."""
     for number in range(5):
         run(store, f"s{number}")
     assert rows(store) == {"sessions": 5, "models": 5, "commands": 20, "sampling_sessions": 5}
+    path = "tinker://s0:train:0/weights/a"
+    store.put_checkpoint(checkpoint(path))
     assert store.forget_ended(time.time() - SOON) == 0  # it ended just now
-    assert store.forget_ended(time.time() + SOON) == 35
-    assert rows(store) == {"sessions": 0, "models": 0, "commands": 0, "sampling_sessions": 0}
-
-
-def test_a_run_with_checkpoints_stays_with_its_last_operation(store: Store) -> None:
-    model_id = run(store, "s", saved=True)
-    assert store.forget_ended(time.time() + SOON) == 4
+    assert [store.forget_ended(time.time() + SOON) for _ in range(2)] == [4 * 7 + 4, 0]
     assert rows(store) == {"sessions": 1, "models": 1, "commands": 1, "sampling_sessions": 0}
-    assert store.status(f"{model_id}/3") == "done"
-    assert store.checkpoint(f"tinker://{model_id}/weights/a") is not None
-    assert store.forget_ended(time.time() + SOON) == 0
+    assert store.status("s0:train:0/3") == "done"
+    assert store.checkpoint(path) is not None
 
 
 def test_what_is_open_or_queued_stays(store: Store) -> None:
-    run(store, "open", finished=False)
-    queued = run(store, "ending", finished=False)
+    run(store, "open", ends=False)
+    queued = run(store, "ending", ends=False)
     store.append([NewCommand(queued, 4, "optim_step", b"")])
     store.finish_session("ending", "success", None)
     store.forget_ended(time.time() + SOON)
     assert rows(store) == {"sessions": 2, "models": 2, "commands": 5, "sampling_sessions": 1}
-    store.record([Outcome(f"{queued}/4", b"", "json", None, None)])
+    store.record([finished(queued, 4)])
     store.forget_ended(time.time() + SOON)
     assert rows(store) == {"sessions": 1, "models": 1, "commands": 4, "sampling_sessions": 1}
 
@@ -136,4 +132,4 @@ def test_many_operations_go_in_several_transactions(store: Store) -> None:
         with store.writing() as connection:
             counts.append(retention.forget_ended(connection, time.time() + SOON, most=4))
     assert counts == [4 + 1, 4, 2 + 2]  # the sampling session goes with the first, model and session with the last operations
-    assert rows(store) == {"sessions": 0, "models": 0, "commands": 0, "sampling_sessions": 0}
+    assert not any(rows(store).values())

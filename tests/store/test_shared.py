@@ -4,6 +4,7 @@ import json
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,43 +30,35 @@ def saved(files: CheckpointFiles, path: str = PATH, created_at: float = 1.0, exp
     return row
 
 
-@pytest.fixture(params=["directory", "object store"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where both servers look."""
-    if request.param == "object store":
-        return f"memory://{uuid.uuid4().hex}"
-    (tmp_path / "root").mkdir()
-    return str(tmp_path / "root")
-
-
-def test_what_the_other_server_saves_is_found_as_soon_as_it_is_there(root: str, tmp_path: Path) -> None:
+def servers(root: str, tmp_path: Path) -> tuple[CheckpointFiles, Store, SharedCheckpoints]:
+    """The files of the other server, and what this one has and sees of them."""
     writer = CheckpointFiles(tmp_path / "other", root)
-    store, shared = Store.open(tmp_path), SharedCheckpoints(CheckpointFiles(tmp_path / "own", root, only_read=True))
-    with pytest.raises(NotFoundError, match=f"{PATH} does not exist"):
-        require_sampled(store, shared, PATH)
+    return writer, Store.open(tmp_path), SharedCheckpoints(CheckpointFiles(tmp_path / "own", root, only_read=True))
+
+
+@pytest.mark.parametrize("kind", ["directory", "object store"])
+def test_what_the_other_server_saves_is_found_as_soon_as_it_is_there(kind: str, tmp_path: Path) -> None:
+    """Its own checkpoints come first, and expired ones are gone."""
+    root = str(tmp_path / "root") if kind == "directory" else f"memory://{uuid.uuid4().hex}"
+    writer, store, shared = servers(root, tmp_path)
+
+    def refused(error: type[TinsmithError], path: str = PATH, says: str = f"{PATH} does not exist", seen: Any = shared) -> None:
+        with pytest.raises(error, match=says):
+            require_sampled(store, seen, path)
+
+    saved(writer, created_at=5.0, expires_at=time.time() - 1)
+    refused(NotFoundError)
     row = saved(writer)
     saved(writer, "tinker://m/weights/a")
     assert require_sampled(store, shared, PATH) == row
-    with pytest.raises(UserError, match="these weights were saved"):
-        require_sampled(store, shared, "tinker://m/weights/a")
-    with pytest.raises(NotFoundError):
-        require_sampled(store, None, PATH)
+    refused(UserError, "tinker://m/weights/a", "these weights were saved")
+    refused(NotFoundError, seen=None)
     newer = saved(writer, created_at=2.0)
     assert require_sampled(store, shared, PATH) == newer
-    writer.remove(newer.directory)
-    writer.remove(row.directory)
-    with pytest.raises(NotFoundError):
-        require_sampled(store, shared, PATH)
+    for each in (newer, row):
+        writer.remove(each.directory)
+    refused(NotFoundError)
     assert store.known_directories() == set()
-
-
-def test_its_own_checkpoints_come_first_and_expired_ones_are_gone(tmp_path: Path) -> None:
-    writer = CheckpointFiles(tmp_path / "other", str(tmp_path / "root"))
-    store = Store.open(tmp_path)
-    shared = SharedCheckpoints(CheckpointFiles(tmp_path / "own", str(tmp_path / "root"), only_read=True))
-    saved(writer, created_at=5.0, expires_at=time.time() - 1)
-    with pytest.raises(NotFoundError):
-        require_sampled(store, shared, PATH)
     saved(writer, created_at=3.0)
     own = checkpoint(PATH, None, uuid.uuid4().hex)
     store.put_checkpoint(own)
@@ -74,17 +67,15 @@ def test_its_own_checkpoints_come_first_and_expired_ones_are_gone(tmp_path: Path
 
 def test_a_checkpoint_that_is_damaged_or_cannot_be_read_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As where one of several servers that save there is another user's, or of another version; nor does one that is being written."""
-    writer = CheckpointFiles(tmp_path / "other", str(tmp_path / "root"))
-    shared = SharedCheckpoints(CheckpointFiles(tmp_path / "own", str(tmp_path / "root"), only_read=True))
-    damaged, foreign, lacking = (saved(writer, created_at=created_at) for created_at in (9.0, 8.0, 7.0))
+    writer, _, shared = servers(str(tmp_path / "root"), tmp_path)
+    damaged, foreign, lacking = (Path(saved(writer, created_at=created_at).directory) / MANIFEST for created_at in (9.0, 8.0, 7.0))
     whole = saved(writer)
-    (Path(damaged.directory) / MANIFEST).write_text("{}")
-    manifest = Path(lacking.directory) / MANIFEST
-    content = json.loads(manifest.read_text())
+    damaged.write_text("{}")
+    content = json.loads(lacking.read_text())
     del content["sha256"], content["checkpoint"]["kind"]
-    manifest.write_text(json.dumps(content | {"sha256": _own_digest(content)}))
-    (Path(foreign.directory) / MANIFEST).unlink()
-    (Path(foreign.directory) / MANIFEST).mkdir()  # a mode keeps root from nothing
+    lacking.write_text(json.dumps(content | {"sha256": _own_digest(content)}))
+    foreign.unlink()
+    foreign.mkdir()  # a mode keeps root from nothing
     (tmp_path / "root" / uuid.uuid4().hex).mkdir()
     assert shared.find(PATH) == shared.find(PATH) == whole
     left_out = [line for line in caplog.messages if "is left out" in line]

@@ -106,42 +106,33 @@ def test_files_that_a_living_copy_has_free_nothing(store: Store, files: Checkpoi
 def test_what_a_crash_left_of_a_save_goes_after_a_day(
     store: Store, files: CheckpointFiles, tmp_path: Path, later: Callable[[], None]
 ) -> None:
+    """Beside complete checkpoints, also what workers wrote together, and scratch."""
+    kept = saved(store, files, "tinker://m/weights/a")
     done = subprocess.run([REAL_PYTHON, "-c", CRASH, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     place = done.stdout.strip()
-    (left,) = (tmp_path / "checkpoints").iterdir()
-    assert left.name.startswith(f".writing-{place}-")
-    sweep(store, files, unknown=True)
-    assert left.exists()
-    later()
-    assert found(store, files) == [(f"files of {place}", "no checkpoint has them any more", 5)]
-    sweep(store, files)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-    assert found(store, files) == []
-
-
-def test_what_is_left_beside_complete_checkpoints_goes_after_a_day(
-    store: Store, files: CheckpointFiles, tmp_path: Path, later: Callable[[], None]
-) -> None:
-    """What workers wrote together, and scratch that a crash left."""
-    place = saved(store, files, "tinker://m/weights/a")
-    left = [files.joint(place), tmp_path / "checkpoints" / ".writing-abcdefgh"]
-    for directory in left:
+    (cut_off,) = (tmp_path / "checkpoints").glob(f".writing-{place}-*")
+    joint, scratch = files.joint(kept), tmp_path / "checkpoints" / ".writing-abcdefgh"
+    for directory in (joint, scratch):
         directory.mkdir()
         (directory / "weights").write_bytes(b"012")
     assert found(store, files) == []
-    sweep(store, files)
-    assert [directory.exists() for directory in left] == [True, True]
+    sweep(store, files, unknown=True)
+    assert [directory.exists() for directory in (cut_off, joint, scratch)] == [True] * 3
     later()
-    assert ("files of .writing-abcdefgh", "they were never finished", 3) in found(store, files)
+    garbage = found(store, files)
+    assert (f"files of {place}", "no checkpoint has them any more", 5) in garbage
+    assert ("files of .writing-abcdefgh", "they were never finished", 3) in garbage
     sweep(store, files)
-    assert [directory.exists() for directory in left] == [False, False]
-    assert files.sizes(place) == {"a": 10, "b": 0}
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [kept]
+    assert files.sizes(kept) == {"a": 10, "b": 0}
+    assert found(store, files) == []
 
 
 def test_files_that_the_database_does_not_know_go_on_request_only(store: Store, files: CheckpointFiles, tmp_path: Path) -> None:
     orphan = write(files)
-    (tmp_path / "checkpoints" / "notes").mkdir()
+    for foreign in ("notes", ".hidden"):
+        (tmp_path / "checkpoints" / foreign).mkdir()
     elsewhere = CheckpointFiles(tmp_path, str(tmp_path / "checkpoints"))  # the same directory, under another name
     kept = saved(store, elsewhere, "tinker://m/weights/a")
     assert found(store, files) == []
@@ -152,4 +143,4 @@ def test_files_that_the_database_does_not_know_go_on_request_only(store: Store, 
     sweep(store, files, unknown=True)
     assert files.sizes(orphan) == {}
     assert files.sizes(kept) == {"a": 10, "b": 0}
-    assert (tmp_path / "checkpoints" / "notes").exists()
+    assert all((tmp_path / "checkpoints" / foreign).exists() for foreign in ("notes", ".hidden"))

@@ -1,13 +1,12 @@
-"""Real vLLM servers. One takes a minute to start, so `make test-vllm` starts six, and once more the one that a test kills.
+"""Real vLLM servers. One takes a minute to start, so `make test-vllm` starts four, and those again that tests kill.
 
 - `server` takes texts and pictures: numbers, parameters, adapters, inflight samples. `test_a_sampler.py` comes first: it shares the vLLM
   server, which is one engine's alone once full weights were sent. `test_servers.py` kills it: it starts again by itself.
-- `hybrid_server` is for numbers of gated delta nets. `each_service` is a client of both, one after the other.
+- `hybrid_server` has a model of gated delta nets, for numbers, and takes turns with its trainer. `each_service` is a client of both.
 - `two_workers` of `test_several_workers.py` train beside a vLLM server that divides its model over two processes.
-- `sampling_server` of `test_sampling_only.py` trains nothing.
-- `taking_turns` of `test_turns.py` has trainer and vLLM on one device.
+- `sampling_server` of `test_sampling_only.py` trains nothing. Its worker and its engine are killed last.
 
-Whatever else starts a vLLM server is marked `slow`, but for one that is killed while it starts.
+Whatever else starts a vLLM server is marked `slow`.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 import tinker
 
 from tests.running import Server
-from tests.with_vllm.serving import PYTHON, sampling_with_vllm, wait_for_vllm
+from tests.with_vllm.serving import ON_GPU, PYTHON, sampling_with_vllm, wait_for_vllm
 from tinsmith.models.tiny import write_tiny_model
 
 
@@ -49,10 +48,11 @@ def server(vision_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def hybrid_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The same with a model most of whose layers are gated delta nets."""
+    """The same with a model most of whose layers are gated delta nets, which vLLM does not serve on a GPU. Its turns are short."""
     directory = tmp_path_factory.mktemp("hybrid")
-    write_tiny_model("qwen3-5", directory)
-    with sampling_with_vllm(tmp_path_factory.mktemp("hybrid-server"), "--base-model", f"tiny={directory}") as running:
+    write_tiny_model("qwen3-vl" if ON_GPU else "qwen3-5", directory)
+    options = ("--base-model", f"tiny={directory}", "--vllm-turn-s", "1")
+    with sampling_with_vllm(tmp_path_factory.mktemp("hybrid-server"), *options) as running:
         yield running
 
 

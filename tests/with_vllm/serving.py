@@ -3,10 +3,14 @@
 import os
 import re
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.running import Server, serving
 
@@ -53,7 +57,7 @@ def wait_for_vllm(server: Server) -> str:
         told = server.log.read_text()
         if ready := re.findall(r"vLLM server at (\S+) is ready", told):
             return str(ready[-1])
-        if "a vLLM server ended" in told or "a vLLM server was killed" in told or "a vLLM server cannot be started" in told:
+        if re.search("a vLLM server (ended|was killed|cannot be started)", told):
             break
         time.sleep(0.1)
     raise AssertionError(server.log.read_text())
@@ -61,40 +65,41 @@ def wait_for_vllm(server: Server) -> str:
 
 def vllm_pids(server: Server) -> list[int]:
     """The vLLM servers that the worker has started, among its children. On a GPU PyTorch starts one too, which compiles."""
-    threads = Path(f"/proc/{server.worker_pid()}/task").iterdir()
-    children = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
-    return [pid for pid in children if b"inside_vllm.launcher" in _command_of(pid)]
-
-
-def _command_of(pid: int) -> bytes:
-    """The command of a process; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
+    children = psutil.Process(server.worker_pid()).children()
+    return [child.pid for child in children if any("inside_vllm.launcher" in word for word in child.cmdline())]
 
 
 def processes_of(group: int) -> list[int]:
     """All processes of a process group."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
-                found.append(int(stat.parent.name))
-        except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
-            continue
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError):  # it ended while we looked
+            if os.getpgid(process.pid) == group:
+                found.append(process.pid)
     return found
 
 
-def engine_of(group: int) -> int:
-    """The process of a vLLM server that schedules, among those of its group."""
-    return _named(group, b"EngineCore")
+def process_of(group: int, name: str) -> int:
+    """A process of a vLLM server: EngineCore schedules; Worker_TP0 and Worker_TP1 divide a model."""
+    members = processes_of(group)
+    commands = {process.pid: " ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])}
+    return next(pid for pid in members if name in commands.get(pid, ""))
 
 
-def workers_of(group: int) -> tuple[int, int]:
-    """The two workers of a vLLM server that divides its model over two processes, by rank."""
-    return _named(group, b"Worker_TP0"), _named(group, b"Worker_TP1")
+def wait_until_gone(group: int) -> None:
+    """Wait until a process group has no process any more."""
+    deadline = time.monotonic() + READY_S
+    while processes_of(group):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
-def _named(group: int, name: bytes) -> int:
-    return next(pid for pid in processes_of(group) if name in _command_of(pid))
+def write_changed(directory: Path, **changes: Any) -> None:
+    """Write a tiny model anew with another configuration of its text part: vLLM's kernels for a CPU do not take all sizes."""
+    config = AutoConfig.from_pretrained(directory)
+    for name, value in changes.items():
+        setattr(config.text_config, name, getattr(config.text_config, name) | value if isinstance(value, dict) else value)
+    torch.manual_seed(0)
+    network: Any = AutoModelForImageTextToText.from_config(config)
+    network.get_decoder().norm.weight.data.fill_(4.0)
+    network.save_pretrained(directory)

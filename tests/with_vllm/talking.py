@@ -42,33 +42,6 @@ def trainers_logprobs(client: tinker.TrainingClient, prompt: types.ModelInput, t
     return part
 
 
-def worst_difference(client: tinker.TrainingClient, prompt: types.ModelInput, reply: Any) -> float:
-    """The largest difference between the log-probabilities of a reply and the trainer's."""
-    differences = [np.abs(numbers(s.logprobs) - trainers_logprobs(client, prompt, s.tokens)).max() for s in reply.sequences]
-    return float(max(differences))
-
-
-def check_snapshots(service: tinker.ServiceClient, rank: int, teach: Callable[[tinker.TrainingClient, int], None], bound: float) -> None:
-    """Each snapshot must have its own weights, as the trainer has them: also the older one, after the newer has been sampled."""
-    client, bare = train(service, "tiny", rank=rank), train(service, "tiny")
-    prompts = [text_input(1, 30), image_input(client, 2)]
-    teach(client, 1)
-    first = snapshot(client)
-    replies = [sample(first, prompt, FREE, 2) for prompt in prompts]
-    assert max(worst_difference(client, prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)) < bound
-    tokens = replies[0].sequences[0].tokens
-    of_first = trainers_logprobs(client, prompts[0], tokens)
-    assert np.abs(of_first - trainers_logprobs(bare, prompts[0], tokens)).max() > 1e-2
-    teach(client, 2)
-    assert np.abs(of_first - trainers_logprobs(client, prompts[0], tokens)).max() > 1e-2
-    second = snapshot(client)
-    for prompt in prompts:
-        assert worst_difference(client, prompt, sample(second, prompt, FREE, 2)) < bound
-    again = sample(first, prompts[0], FREE, 2)
-    assert [sequence.tokens for sequence in again.sequences] == [sequence.tokens for sequence in replies[0].sequences]
-    np.testing.assert_allclose(numbers(again.sequences[0].logprobs), of_first, atol=bound)
-
-
 def text_logprobs(client: tinker.TrainingClient, prompt: types.ModelInput) -> NDArray[np.float64]:
     """The trainer's log-probabilities of the prompt's own tokens; NaN for the first, 0 at image positions."""
     ids: list[int | None] = []
@@ -77,3 +50,28 @@ def text_logprobs(client: tinker.TrainingClient, prompt: types.ModelInput) -> ND
     targets = [token or 0 for token in ids[1:]] + [0]
     scored = scores(client, [with_inputs(prompt, target_tokens=targets, weights=[1.0] * prompt.length)])[0]
     return np.array([np.nan, *(0.0 if token is None else score for token, score in zip(ids[1:], scored[:-1], strict=True))])
+
+
+def worst_difference(client: tinker.TrainingClient, prompt: types.ModelInput, reply: Any) -> float:
+    """The largest difference between the log-probabilities of a reply and the trainer's."""
+    return max(float(np.abs(numbers(s.logprobs) - trainers_logprobs(client, prompt, s.tokens)).max()) for s in reply.sequences)
+
+
+def check_snapshots(service: tinker.ServiceClient, rank: int, teach: Callable[[tinker.TrainingClient, int], None], bound: float) -> None:
+    """Each snapshot must have its own weights, as the trainer has them: also the older one, after the newer has been sampled."""
+    client = train(service, "tiny", rank=rank)
+    prompts = [text_input(1, 30), image_input(client, 2)]
+    teach(client, 1)
+    first = snapshot(client)
+    replies = [sample(first, prompt, FREE, 2) for prompt in prompts]
+    assert max(worst_difference(client, prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)) < bound
+    (one, _) = replies[0].sequences
+    of_first = trainers_logprobs(client, prompts[0], one.tokens)
+    teach(client, 2)
+    for other in (client, train(service, "tiny")):  # neither the later weights nor the base's are near
+        assert np.abs(of_first - trainers_logprobs(other, prompts[0], one.tokens)).max() > 1e-2
+    second = snapshot(client)
+    assert max(worst_difference(client, prompt, sample(second, prompt, FREE, 2)) for prompt in prompts) < bound
+    again = sample(first, prompts[0], FREE, 2)
+    assert [sequence.tokens for sequence in again.sequences] == [sequence.tokens for sequence in replies[0].sequences]
+    np.testing.assert_allclose(numbers(again.sequences[0].logprobs), of_first, atol=bound)

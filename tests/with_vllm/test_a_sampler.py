@@ -24,7 +24,7 @@ from tests.bases import image, load, new_ref, random_adapter, random_tokens, ren
 from tests.running import Server
 from tests.sampling.local.test_sampler import forward_logprobs
 from tests.with_vllm.proxy import Proxy, in_front_of
-from tests.with_vllm.serving import engine_of, vllm_pids
+from tests.with_vllm.serving import process_of, vllm_pids, wait_for_vllm
 from tinsmith.config import load as load_config
 from tinsmith.models.base import BaseModel
 from tinsmith.models.layout import LM_HEAD
@@ -94,12 +94,19 @@ class Bench:
             self.awake.clear()
             self.step()
 
-    def results(self, count: int) -> dict[str, SampleEvent]:
-        """The next requests that end."""
-        self.work_until(lambda: len(self.came) >= count)
-        ended, self.came = self.came, {}
-        assert len(ended) == count
-        return ended
+    def answer(self, name: str) -> SampleResult:
+        """The result of a request, once it has ended."""
+        self.work_until(lambda: name in self.came)
+        result = self.came.pop(name)
+        assert isinstance(result, SampleResult), result
+        return result
+
+    def failure(self, name: str) -> str:
+        """Why a request failed, once it has."""
+        self.work_until(lambda: name in self.came)
+        failure = self.came.pop(name)
+        assert isinstance(failure, SampleFailure), failure
+        return str(failure.error)
 
 
 @contextmanager
@@ -124,10 +131,10 @@ async def all_ready(servers: Servers) -> None:
         await servers.changed.wait_for(lambda: all(server.state == "ready" for server in servers.all))
 
 
-@pytest.fixture
-def bench(socket: str, vision_dir: Path, tmp_path: Path) -> Iterator[Bench]:
-    """A bench of the server's own model."""
-    with bench_of(socket, vision_dir, tmp_path) as made:
+@pytest.fixture(scope="module")
+def bench(server: Server, vision_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """A bench of the server's own model, for all tests here that do not say how it is set up."""
+    with bench_of(wait_for_vllm(server), vision_dir, tmp_path_factory.mktemp("bench")) as made:
         yield made
 
 
@@ -135,9 +142,7 @@ def test_a_server_with_other_weights_is_never_sampled(socket: str, tmp_path: Pat
     write_tiny_model("qwen3-vl", tmp_path / "other", seed=1)
     with bench_of(socket, tmp_path / "other", tmp_path) as bench:
         bench.add("base", bench.renderer.render([random_tokens(1, 6)]))
-        failure = bench.results(1)["base"]
-        assert isinstance(failure, SampleFailure)
-        assert "vLLM computes other log-probabilities than the trainer with the base weights" in str(failure.error)
+        assert "vLLM computes other log-probabilities than the trainer with the base weights" in bench.failure("base")
 
 
 def test_many_samples_at_once_are_bounded_and_send_each_picture_once(bench: Bench) -> None:
@@ -151,33 +156,28 @@ def test_many_samples_at_once_are_bounded_and_send_each_picture_once(bench: Benc
         adapter = random_adapter(bench.base, seed=1, ref=new_ref(inflight_of=follows)) if i % 4 == 0 else None
         top_k = 20 if i % 5 == 0 else -1
         bench.add(str(i), bench.renderer.render(chunks), n=8 if i % 2 else 3, weights=adapter, top_k=top_k, seed=i)
-    for name, result in bench.results(40).items():
-        assert isinstance(result, SampleResult)
-        assert len(result.sequences) == (8 if int(name) % 2 else 3)
+    assert [len(bench.answer(str(i)).sequences) for i in range(40)] == [3, 8] * 20
     assert SLOTS <= bench.proxy.most_at_once <= SLOTS + 1
     hashes = {picture.sha256.hex() for picture in pictures}
     assert {key: sent for key, sent in bench.proxy.pictures.items() if key in hashes} == dict.fromkeys(hashes, 1)
 
 
-def test_a_failure_is_one_samples_own(bench: Bench) -> None:
+def test_a_failure_is_one_samples_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is refused, one makes the server fail: each ends in the server's words, and all others are answered."""
     prompts = [bench.renderer.render([random_tokens(seed, 12)]) for seed in range(20)]
-    marks = {name: prompts[int(name)].token_ids.tolist() for name in ("3", "7")}
+    marks = {name: prompts[name].token_ids.tolist() for name in (3, 7)}
 
     def refuse(asked: dict[str, Any]) -> web.Response | None:
-        if asked["token_ids"] == marks["3"]:
+        if asked["token_ids"] == marks[3]:
             return web.json_response({"error": {"message": "no such thing"}}, status=400)
-        return web.Response(status=500, text="out of luck") if asked["token_ids"] == marks["7"] else None
+        return web.Response(status=500, text="out of luck") if asked["token_ids"] == marks[7] else None
 
-    bench.proxy.refusal = refuse
+    monkeypatch.setattr(bench.proxy, "refusal", refuse)
     for i, prompt in enumerate(prompts):
         bench.add(str(i), prompt)
-    ended = bench.results(20)
-    failed = {name: str(result.error) for name, result in ended.items() if isinstance(result, SampleFailure)}
-    assert failed == {
-        "3": "vLLM answered 400 to /inference/v1/generate: no such thing",
-        "7": "vLLM answered 500 to /inference/v1/generate: out of luck",
-    }
+    assert bench.failure("3") == "vLLM answered 400 to /inference/v1/generate: no such thing"
+    assert bench.failure("7") == "vLLM answered 500 to /inference/v1/generate: out of luck"
+    assert all(bench.answer(str(i)) for i in range(20) if i not in marks)
 
 
 def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,11 +196,9 @@ def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench
 
     monkeypatch.setattr(bench.sampler.canary, "expected", wrong)
     bench.publish(second)
-    ended = bench.results(3)
-    failure = ended["follows"]
-    assert isinstance(failure, SampleFailure)
-    assert f"other log-probabilities than the trainer with adapter {ref_of(second, '').label}" in str(failure.error)
-    assert all(isinstance(ended[name], SampleResult) for name in ("stays", "other"))
+    assert f"other log-probabilities than the trainer with adapter {ref_of(second, '').label}" in bench.failure("follows")
+    assert bench.answer("stays")
+    assert bench.answer("other")
 
 
 @pytest.mark.parametrize("what", ["one value", "one module"])
@@ -208,36 +206,32 @@ def test_an_adapter_of_other_weights_is_never_sampled(bench: Bench, monkeypatch:
     """The canary could not tell: the log-probabilities are the same to 1e-4."""
     given = random_adapter(bench.base, seed=1)
     small = {name: LoraPair(pair.a, 1e-6 * pair.b) for name, pair in given.masters.items()}
-    right, wrong = (Adapter(given.shape, small, given.dtype, new_ref()) for _ in range(2))
+    fewer = {name: pair for name, pair in small.items() if name != LM_HEAD or what == "one value"}
+    right, wrong = Adapter(given.shape, small, given.dtype, new_ref()), Adapter(given.shape, fewer, given.dtype, new_ref())
     if what == "one value":
         next(iter(wrong.masters.values())).b[3, 2] += 1e-6
         assert not torch.equal(wrong.flat, right.flat)
-    else:
-        fewer = {name: pair for name, pair in small.items() if name != LM_HEAD}
-        wrong = Adapter(given.shape, fewer, given.dtype, new_ref())
     rendered, files = bench.renderer.render([random_tokens(1, 12)]), bench.sampler.client.publisher.files
     wrong_ones, right_ones = (bench.sampler.canary.expected(weights).logprobs for weights in (wrong, right))
     np.testing.assert_allclose(wrong_ones, right_ones, atol=1e-4)
     write = files.write
     monkeypatch.setattr(files, "write", lambda adapter: write(wrong if adapter is right else adapter))
     bench.add("other", rendered, weights=right)
-    failure = bench.results(1)["other"]
-    assert isinstance(failure, SampleFailure)
-    assert "vLLM holds other weights than the trainer's under" in str(failure.error)
+    assert "vLLM holds other weights than the trainer's under" in bench.failure("other")
     bench.add("same", rendered, weights=wrong)
-    assert isinstance(bench.results(1)["same"], SampleResult)
+    assert bench.answer("same")
 
 
-def check(bench: Bench, name: str, result: SampleEvent) -> int:
-    """The tokens that were read must be those of the result; returns in how many pieces they came."""
-    assert isinstance(result, SampleResult)
+def check(bench: Bench, name: str) -> SampleResult:
+    """The result of a request. The tokens that were read before must be those of the result."""
+    result = bench.answer(name)
     for index, sequence in enumerate(result.sequences):
         own = [event for event in bench.tokens[name] if event.index == index]
         assert [token for event in own for token in event.tokens] == sequence.tokens
         assert [logprob for event in own for logprob in event.logprobs] == sequence.logprobs
         spans = [span.version for span in sequence.versions for _ in range(span.start, span.end)]
         assert [event.version for event in own for _ in event.tokens] == spans
-    return len(bench.tokens[name])
+    return result
 
 
 def test_tokens_that_are_read_while_they_come_are_those_of_the_result(bench: Bench) -> None:
@@ -247,10 +241,7 @@ def test_tokens_that_are_read_while_they_come_are_those_of_the_result(bench: Ben
     bench.add("goes on", rendered, weights=old, stream=True, max_tokens=LONG)
     bench.work_until(lambda: len(bench.tokens.get("goes on", [])) >= 5)
     bench.publish(new)
-    goes_on = bench.results(1)["goes on"]
-    check(bench, "goes on", goes_on)
-    assert isinstance(goes_on, SampleResult)
-    (sequence,) = goes_on.sequences
+    (sequence,) = check(bench, "goes on").sequences
     assert [span.version for span in sequence.versions] == ["m/1", "m/2"]
     for span, weights in zip(sequence.versions, (old, new), strict=True):
         _, expected = forward_logprobs(bench.base, weights, rendered, sequence.tokens)
@@ -258,13 +249,11 @@ def test_tokens_that_are_read_while_they_come_are_those_of_the_result(bench: Ben
     bench.add("read", rendered, 2, new, stream=True, max_tokens=40)
     bench.add("silent", rendered, 2, new, max_tokens=40)
     bench.add("truncated", rendered, 2, new, stream=True, max_tokens=40, top_k=20)
-    ended = bench.results(3)
+    read, silent = check(bench, "read"), bench.answer("silent")
+    check(bench, "truncated")
     assert "silent" not in bench.tokens
-    assert check(bench, "read", ended["read"]) > 20
-    assert check(bench, "truncated", ended["truncated"]) == 2  # log-probabilities over the whole vocabulary come at the end
-    read, silent = ended["read"], ended["silent"]
-    assert isinstance(read, SampleResult)
-    assert isinstance(silent, SampleResult)
+    assert len(bench.tokens["read"]) > 20
+    assert len(bench.tokens["truncated"]) == 2  # log-probabilities over the whole vocabulary come at the end
     for ours, theirs in zip(read.sequences, silent.sequences, strict=True):
         assert ours.tokens == theirs.tokens
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
@@ -274,19 +263,15 @@ def test_a_real_server_that_hangs_is_left_and_taken_back(
     server: Server, socket: str, vision_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its engine is stopped while the process that takes requests goes on; later it runs again."""
-    (group,) = vllm_pids(server)
-    engine = engine_of(group)
+    engine = process_of(vllm_pids(server)[0], "EngineCore")
     with bench_of(socket, vision_dir, tmp_path, vllm_hung_s=3.0) as bench:
         rendered = bench.renderer.render([random_tokens(1, 12)])
         bench.add("first", rendered, max_tokens=20)
-        expected = bench.results(1)["first"]
+        expected = bench.answer("first")
         bench.add("again", rendered, max_tokens=20)
         os.kill(engine, signal.SIGSTOP)
         try:
             bench.work_until(lambda: "hangs: it answered nothing for 3 s" in caplog.text)
         finally:
             os.kill(engine, signal.SIGCONT)
-        again = bench.results(1)["again"]
-        assert isinstance(expected, SampleResult)
-        assert isinstance(again, SampleResult)
-        assert again.sequences[0].tokens == expected.sequences[0].tokens
+        assert bench.answer("again").sequences[0].tokens == expected.sequences[0].tokens

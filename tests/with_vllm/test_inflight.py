@@ -18,7 +18,7 @@ from tinker import types
 from tests.acceptance.talking import image_input, text_input, train
 from tests.running import Server
 from tests.with_vllm.serving import generated
-from tests.with_vllm.talking import learn, sample, snapshot, trainers_logprobs, worst_difference
+from tests.with_vllm.talking import learn, snapshot, trainers_logprobs, worst_difference
 from tinsmith.wire import tinker_pb2
 
 
@@ -48,14 +48,11 @@ def replies(server: Server, sampler: tinker.SamplingClient, prompt: types.ModelI
             pass
     assert answer.headers["Content-Type"] == "application/x-protobuf", answer.text
     response = tinker_pb2.SampleResponse.FromString(answer.content)
-    return [
-        Reply(
-            np.frombuffer(s.tokens, "<i4").tolist(),
-            np.frombuffer(s.logprobs, "<f4"),
-            [(span.version, span.start, span.end) for span in s.versions],
-        )
-        for s in response.sequences
-    ]
+    found = []
+    for sequence in response.sequences:
+        versions = [(span.version, span.start, span.end) for span in sequence.versions]
+        found.append(Reply(np.frombuffer(sequence.tokens, "<i4").tolist(), np.frombuffer(sequence.logprobs, "<f4"), versions))
+    return found
 
 
 @dataclass
@@ -96,8 +93,6 @@ class Story:
 
 LENGTH = 900
 """Of the samples that run meanwhile, in tokens."""
-
-
 ATTEMPTS = 4
 """On a busy machine saving may take longer than sampling: then nothing was replaced, and it is tried again."""
 
@@ -122,49 +117,37 @@ def begun(story: Story) -> tinker.SamplingClient:
     return story.sampler
 
 
-def check_replaced(server: Server, socket: str, story: Story, prompt: types.ModelInput, **params: Any) -> None:
-    """Samples that begin with one version go on with the next, and later ones of the same session have the newest alone."""
+def check_replaced(server: Server, socket: str, story: Story, prompts: list[types.ModelInput], versions: int = 1, **params: Any) -> None:
+    """Samples that begin with one version go on with the next ones, and later ones of the same session have the newest alone."""
     sampler = begun(story)
     for _ in range(ATTEMPTS):
-        with ThreadPoolExecutor(1) as pool:
-            pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH, **params)]
-            go_on(socket, pending, story, 1)
-        for reply in pending[0].result():
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH, **params) for prompt in prompts]
+            go_on(socket, pending, story, versions)
+        found = [(prompt, reply) for prompt, future in zip(prompts, pending, strict=True) for reply in future.result()]
+        for prompt, reply in found:
             assert len(reply.tokens) == LENGTH
             story.check(prompt, reply)
-        if all(len(reply.versions) == 2 for reply in pending[0].result()):
+        if all(len(reply.versions) == versions + 1 for _, reply in found):
             break
     else:
         pytest.fail("saving always took longer than sampling")
-    (after,) = replies(server, sampler, prompt, 1, max_tokens=8)
+    (after,) = replies(server, sampler, prompts[0], 1, max_tokens=8)
     assert len(after.versions) == 1
-    story.check(prompt, after)
+    story.check(prompts[0], after)
 
 
 def test_samples_go_on_with_each_new_version(server: Server, socket: str, service: tinker.ServiceClient) -> None:
     """Text and pictures, several samples each, beside samples of a snapshot and of the base, which nothing disturbs."""
     story = Story(train(service, "tiny"), service)
-    sampler = begun(story)
-    fixed, copy = snapshot(story.client), story.states[-1]
     story.learn()
-    base = service.create_sampling_client(base_model="tiny").result()
+    fixed, base = snapshot(story.client), service.create_sampling_client(base_model="tiny").result()
     prompts = [text_input(1, 20), image_input(story.client, 3)]
-    long = types.SamplingParams(max_tokens=LENGTH, stop=[], seed=1)
-    for _ in range(ATTEMPTS):
-        with ThreadPoolExecutor(4) as pool:
-            pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH, seed=1) for prompt in prompts]
-            stays = [pool.submit(sample, client, prompts[1], long) for client in (fixed, base)]
-            go_on(socket, pending, story, 2)
-        for prompt, future in zip(prompts, pending, strict=True):
-            for reply in future.result():
-                assert len(reply.tokens) == LENGTH
-                story.check(prompt, reply)
-        assert worst_difference(service.create_training_client_from_state(copy).result(), prompts[1], stays[0].result()) < 1e-4
-        assert worst_difference(train(service, "tiny"), prompts[1], stays[1].result()) < 1e-4
-        if all(len(reply.versions) == 3 for future in pending for reply in future.result()):
-            break
-    else:
-        pytest.fail("saving always took longer than sampling")
+    stay = [client.sample(prompts[1], 1, types.SamplingParams(max_tokens=LENGTH, stop=[], seed=1)) for client in (fixed, base)]
+    check_replaced(server, socket, story, prompts, versions=2, seed=1)
+    copy = service.create_training_client_from_state(story.states[0]).result()
+    for client, future in zip((copy, train(service, "tiny")), stay, strict=True):
+        assert worst_difference(client, prompts[1], future.result()) < 1e-4
 
 
 @pytest.mark.parametrize(("rank", "params"), [(0, {}), (8, {"top_k": 50})], ids=["full weights", "top_k"])
@@ -173,4 +156,4 @@ def test_what_takes_requests_of_its_own_is_of_the_right_version(
 ) -> None:
     """The server takes full weights when all samples of the former version have been given up; with top_k each piece is scored."""
     story = Story(train(service, "tiny", rank=rank), service)
-    check_replaced(server, socket, story, image_input(story.client, 3), **params)
+    check_replaced(server, socket, story, [image_input(story.client, 3)], **params)

@@ -5,9 +5,9 @@ them.
 Also: `tests/sampling/vllm/test_verify.py`.
 """
 
-import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
@@ -37,16 +37,16 @@ def test_what_is_not_applied_is_merged_or_refused(tmp_path: Path) -> None:
         with tinker.ServiceClient(base_url=server.url, api_key="tml-merged") as service:
             with pytest.raises(tinker.TinkerError, match=r"applies no adapters to linear_attn.* of tiny\. .* train_unembed=False"):
                 service.create_lora_training_client(base_model="tiny", rank=8).result()
-            merged = service.create_lora_training_client(base_model="tiny", rank=8, seed=1, train_unembed=False).result()
-            applied = service.create_lora_training_client(base_model="tiny", rank=8, seed=2, train_attn=False).result()
+            base, answers = service.create_sampling_client(base_model="tiny").result(), []
             alone = service.create_lora_training_client(base_model="tiny", rank=8, train_attn=False).result()
-            base = service.create_sampling_client(base_model="tiny").result()
-            answers = []
-            for client, step in itertools.product((merged, applied), range(2)):
-                learn(client, seed=step)
-                for prompt in (text_input(1, 30), image_input(client, 2)):
-                    reply = sample(snapshot(client), prompt, n=2)
-                    assert worst_difference(client, prompt, reply) < BOUND
-                    answers.append(tuple(reply.sequences[0].tokens))
-                assert worst_difference(alone, prompt, sample(base, prompt)) < BOUND
+            for merged in (True, False):
+                kind: Any = {"train_unembed" if merged else "train_attn": False}
+                client = service.create_lora_training_client(base_model="tiny", rank=8, seed=1, **kind).result()
+                for step in range(2):
+                    learn(client, seed=step)
+                    for prompt in (text_input(1, 30), image_input(client, 2)):
+                        reply = sample(snapshot(client), prompt, n=2)
+                        assert worst_difference(client, prompt, reply) < BOUND
+                        answers.append(tuple(reply.sequences[0].tokens))
+                    assert worst_difference(alone, prompt, sample(base, prompt)) < BOUND
             assert len(set(answers)) == len(answers)

@@ -5,6 +5,9 @@ computes over other weights.
 Also: `tests/sampling/vllm/test_launch.py`.
 """
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +16,8 @@ import pytest
 import tinker
 
 from tests.acceptance.talking import image_input, numbers, text_input, train
-from tests.running import Server
-from tests.with_vllm.serving import client_of, sampling_with_vllm, wait_for_vllm
+from tests.running import START_S, Server
+from tests.with_vllm.serving import client_of, sampling_with_vllm, vllm_pids, wait_for_vllm, wait_until_gone
 from tests.with_vllm.talking import FREE, learn, sample, trainers_logprobs, worst_difference
 
 
@@ -31,20 +34,19 @@ def sampling_server(server: Server, vision_dir: Path, tmp_path_factory: pytest.T
 
 def test_adapters_full_weights_and_base_have_the_trainers_numbers(service: tinker.ServiceClient, sampling_server: Server) -> None:
     """Saved before and after the server that samples has started. Full weights come and go, and the base's are back behind them."""
-    adapters, full = train(service, "tiny", rank=8), train(service, "tiny", rank=0)
-    bare = train(service, "tiny", rank=8)
+    adapters, full, bare = (train(service, "tiny", rank=rank) for rank in (8, 0, 8))
     paths = []
     for client in (adapters, full):
         learn(client)
-        paths.append((client, client.save_weights_for_sampler("shared").result().path))
+        paths.append(client.save_weights_for_sampler("shared").result().path)
     wait_for_vllm(sampling_server)
     log = sampling_server.log.read_text()
     assert "base models go into the host's memory" in log
     assert "applies no adapters" not in log
     with tinker.ServiceClient(base_url=sampling_server.url, api_key="tml-sampling") as other:
-        samplers = [(client, other.create_sampling_client(model_path=path)) for client, path in paths]
-        samplers += [(bare, other.create_sampling_client(base_model="tiny")), samplers[0]]
-        for client, sampler in samplers:
+        of_adapters, of_full = (other.create_sampling_client(model_path=path) for path in paths)
+        base = other.create_sampling_client(base_model="tiny")
+        for client, sampler in ((adapters, of_adapters), (full, of_full), (bare, base), (adapters, of_adapters)):
             for prompt in (text_input(1, 30), image_input(client, 2)):
                 assert worst_difference(client, prompt, sample(sampler, prompt, FREE, 4)) < 1e-4
         learn(adapters, seed=5)
@@ -67,3 +69,15 @@ def test_nothing_is_sampled_over_other_weights_than_the_bases(service: tinker.Se
         sampler = other.create_sampling_client(model_path=path)
         with pytest.raises(tinker.RequestFailedError, match="vLLM computes other log-probabilities than the trainer with adapter"):
             sample(sampler, text_input(1, 6))
+
+
+def test_nothing_is_left_when_the_worker_or_the_engine_is_killed(sampling_server: Server) -> None:
+    """A vLLM server that runs, and one that is starting, end by themselves: their standard input is closed. This comes last."""
+    wait_for_vllm(sampling_server)
+    for victim in (sampling_server.worker_pid, sampling_server.engine_pid):
+        deadline = time.monotonic() + START_S
+        while not (pids := vllm_pids(sampling_server)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(victim(), signal.SIGKILL)
+        wait_until_gone(pids[0])

@@ -7,18 +7,15 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
-import pytest
 import tinker
 from tinker import types
 
 from tests.acceptance.talking import image_input, text_input, train
-from tests.extent import slow
 from tests.running import START_S, Server
-from tests.with_vllm.serving import asked_at, engine_of, generated, processes_of, sampling_with_vllm, vllm_pids
-from tests.with_vllm.talking import FREE, learn, sample, snapshot, worst_difference
+from tests.with_vllm.serving import asked_at, generated, processes_of, vllm_pids
+from tests.with_vllm.talking import learn, sample, snapshot, worst_difference
 from tests.with_vllm.test_inflight import LENGTH, Story, begun, go_on, replies
 
 
@@ -42,9 +39,9 @@ def test_adapters_come_back_and_leave_with_their_session(server: Server, socket:
         assert worst_difference(client, prompt, answers[17]) < 1e-4
         assert len(adapters_at(socket) - before) == 18
     deadline = time.monotonic() + START_S
-    while adapters_at(socket) - before and time.monotonic() < deadline:
+    while adapters_at(socket) - before:
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert adapters_at(socket) <= before
 
 
 def test_samples_of_a_killed_server_are_sent_again(server: Server, socket: str, service: tinker.ServiceClient) -> None:
@@ -65,8 +62,7 @@ def test_samples_of_a_killed_server_are_sent_again(server: Server, socket: str, 
         while generated(socket) < before + 20 and not inflight.done():
             time.sleep(0.02)
         (pid,) = vllm_pids(server)
-        group = processes_of(pid)
-        assert len(group) > 1
+        assert len(processes_of(pid)) > 1
         os.kill(pid, signal.SIGKILL)
         story.learn()  # training goes on meanwhile
     for reply in inflight.result():
@@ -77,39 +73,4 @@ def test_samples_of_a_killed_server_are_sent_again(server: Server, socket: str, 
             answer = future.result()
             assert [len(sequence.tokens) for sequence in answer.sequences] == [100, 100]
             assert worst_difference(client, prompt, answer) < 1e-4
-    assert not {pid for pid in group if Path(f"/proc/{pid}").exists()}
-
-
-@pytest.mark.slow  # it takes another start; `tests/sampling/vllm/test_servers.py` has it with a server that only says that it lives
-def test_a_sample_whose_weights_were_under_way_when_the_engine_died_is_sent_again(server: Server, service: tinker.ServiceClient) -> None:
-    """VLLM never answers these requests, and its server waits for them for ever before it ends."""
-    client = train(service, "tiny", rank=0)
-    learn(client, seed=3)
-    prompt = text_input(1, 12)
-    assert worst_difference(client, prompt, sample(snapshot(client), prompt)) < 1e-4
-    learn(client, seed=4)
-    (group,) = vllm_pids(server)
-    engine = engine_of(group)
-    os.kill(engine, signal.SIGSTOP)
-    sampler, told = snapshot(client), len(server.log.read_text())
-    under_way = sampler.sample(prompt=prompt, num_samples=1, sampling_params=FREE)
-    time.sleep(3)
-    assert not under_way.future().done()
-    os.kill(engine, signal.SIGKILL)
-    assert worst_difference(client, prompt, under_way.result()) < 1e-4
-    assert "it answered nothing for" not in server.log.read_text()[told:]  # it was not waited for as for one that hangs
-
-
-@pytest.mark.parametrize("victim", ["worker", *slow("engine")])  # another start; the engine's end takes its worker along
-def test_nothing_is_left_when_the_worker_or_the_engine_is_killed(vision_dir: Path, tmp_path: Path, victim: str) -> None:
-    """The vLLM server ends by itself while it is starting: its standard input is closed."""
-    with sampling_with_vllm(tmp_path, "--base-model", f"tiny={vision_dir}") as server:
-        server.wait_for_health()
-        deadline = time.monotonic() + START_S
-        while not (pids := vllm_pids(server)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(5)
-        os.kill(server.worker_pid() if victim == "worker" else server.engine_pid(), signal.SIGKILL)
-        while processes_of(pids[0]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not processes_of(pids[0])
+    assert not processes_of(pid)
