@@ -121,7 +121,8 @@ async def _some(
     await send_pictures(instance, job.rendered, model)
     if not left:
         return []
-    async with instance.slots.reserve(min(len(left), instance.samples_per_request)) as slots:
+    most = instance.samples_per_request if job.request.params.temperature else 1  # vLLM refuses several greedy samples in one request
+    async with instance.slots.reserve(min(len(left), most)) as slots:
         taken = [left.popleft() for _ in range(min(slots, len(left)))]
         if not taken:
             return []
