@@ -142,7 +142,7 @@ def jpeg(number: int) -> bytes:
     return file.getvalue()
 
 
-def pictures(url: str) -> Send:
+def images(url: str) -> Send:
     """Prompts of four large JPEGs, all of them new."""
     client = Client(url, VISION_MODEL)
     whole = jpeg(0)
@@ -155,8 +155,8 @@ def pictures(url: str) -> Send:
     return send
 
 
-def trained_pictures(url: str) -> Send:
-    """Training on such pictures, each a datum."""
+def trained_images(url: str) -> Send:
+    """Training on such images, each a datum."""
     client = Client(url)
     model, whole = RawModel(client.http, VISION_MODEL), jpeg(0)
 
@@ -240,8 +240,8 @@ def idle_connections(url: str) -> Send:
 ATTACKS: dict[str, tuple[Callable[[str], Send], int]] = {
     "stop_strings": (stop_strings, 1),
     "polls": (polls, 6),
-    "pictures": (pictures, 2),
-    "trained_pictures": (trained_pictures, 1),
+    "images": (images, 2),
+    "trained_images": (trained_images, 1),
     "long_ids": (long_ids, 2),
     "zero_chunks": (zero_chunks, 2),
     "ended_sessions": (ended_sessions, 1),

@@ -1,9 +1,9 @@
-"""How fast the server answers livez and session_heartbeat while 64 requests of 8 MB with pictures arrive at once.
+"""How fast the server answers livez and session_heartbeat while 64 requests of 8 MB with images arrive at once.
 
 Three processes: a server with its engine (tiny vision-language model), one that sends the 64 requests over 64 connections, and one that
 asks each of the two questions every 10 ms, however late the answers are: milliseconds from the time that a question was due to its answer.
-First for five seconds at rest, then until the last of the 64 is accepted; three times, each with new pictures. Once for forward_backward
-(8 pictures of 1 MB, in 8 datums) and once for samples (6 such pictures in base64). The engine works on what has arrived.
+First for five seconds at rest, then until the last of the 64 is accepted; three times, each with new images. Once for forward_backward
+(8 images of 1 MB, in 8 datums) and once for samples (6 such images in base64). The engine works on what has arrived.
 
 Run it with: taskset -c 0,1 python -m benchmarks.responsive
 """
@@ -34,7 +34,7 @@ from tests.acceptance.raw import RawModel
 
 AT_ONCE, ROUNDS, EVERY_S, AT_REST_S = 64, 3, 0.01, 5.0
 WIDTH, TOKENS = 576, 18 * 18
-"""Of a picture in pixels, and the positions that it takes."""
+"""Of an image in pixels, and the positions that it takes."""
 
 UNLIMITED = ("--max-queued-session-mib", "8192", "--max-pending-sample-mib-per-session", "8192", "--max-pending-sample-mib", "8192")
 """No request is to be refused because the engine has not come to the earlier ones."""
@@ -51,15 +51,15 @@ def noise() -> bytes:
     return file.getvalue()
 
 
-def picture(number: int) -> bytes:
-    """A picture of 1 MB that no other number has: the number stands behind its end, which decoders pass over."""
+def image(number: int) -> bytes:
+    """An image of 1 MB that no other number has: the number stands behind its end, which decoders pass over."""
     return noise() + number.to_bytes(4, "big")
 
 
-def forward_backward_body(model_id: str, seq_id: int, pictures: list[bytes]) -> bytes:
-    """A datum for each picture, in protobuf."""
+def forward_backward_body(model_id: str, seq_id: int, images: list[bytes]) -> bytes:
+    """A datum for each image, in protobuf."""
     datums = []
-    for data in pictures:
+    for data in images:
         text, image = types.EncodedTextChunk(tokens=[1, 2]), types.ImageChunk(data=data, format="png", expected_tokens=TOKENS)
         targets = types.TensorData.from_numpy(np.ones(2 + TOKENS, dtype=np.int64))
         datums.append(types.Datum(model_input=types.ModelInput(chunks=[text, image]), loss_fn_inputs={"target_tokens": targets}))
@@ -68,9 +68,9 @@ def forward_backward_body(model_id: str, seq_id: int, pictures: list[bytes]) -> 
     return forward_backward_request_to_proto(request).SerializeToString()
 
 
-def sample_body(sampling_session_id: str, seq_id: int, pictures: list[bytes]) -> bytes:
-    """A prompt of all pictures, in JSON."""
-    chunks = [{"type": "image", "data": base64.b64encode(data).decode(), "format": "png", "expected_tokens": TOKENS} for data in pictures]
+def sample_body(sampling_session_id: str, seq_id: int, images: list[bytes]) -> bytes:
+    """A prompt of all images, in JSON."""
+    chunks = [{"type": "image", "data": base64.b64encode(data).decode(), "format": "png", "expected_tokens": TOKENS} for data in images]
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, *chunks]}
     asked = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
     return json.dumps(asked).encode()
@@ -169,7 +169,7 @@ def measure(url: str, path: str, body_of: Callable[[int, list[bytes]], bytes], s
     took = []
     for turn in range(ROUNDS):
         first = 1 + turn * AT_ONCE
-        bodies = [body_of(seq_id, [picture(seq_id * per_body + n) for n in range(per_body)]) for seq_id in range(first, first + AT_ONCE)]
+        bodies = [body_of(seq_id, [image(seq_id * per_body + n) for n in range(per_body)]) for seq_id in range(first, first + AT_ONCE)]
         sender = FORK.Process(target=send_all, args=(url, path, bodies))
         with probing(url, session_id, busy):
             started = time.perf_counter()
@@ -198,12 +198,12 @@ def main() -> None:
     with tinsmith_server(*UNLIMITED, kind="qwen3-vl") as url, httpx.Client(base_url=f"{url}/api/v1", timeout=60) as http:
         model = RawModel(http, BASE_MODEL)
         session_id = model.model_id.partition(":")[0]
-        measure(url, "forward_backward", lambda seq_id, pictures: forward_backward_body(model.model_id, seq_id, pictures), session_id)
+        measure(url, "forward_backward", lambda seq_id, images: forward_backward_body(model.model_id, seq_id, images), session_id)
     with tinsmith_server(*UNLIMITED, kind="qwen3-vl") as url, httpx.Client(base_url=f"{url}/api/v1", timeout=60) as http:
         session_id = http.post("create_session", json={}).json()["session_id"]
         asked = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
         sampler = http.post("create_sampling_session", json=asked).json()["sampling_session_id"]
-        measure(url, "asample", lambda seq_id, pictures: sample_body(sampler, seq_id, pictures), session_id)
+        measure(url, "asample", lambda seq_id, images: sample_body(sampler, seq_id, images), session_id)
 
 
 if __name__ == "__main__":

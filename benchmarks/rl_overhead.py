@@ -1,8 +1,8 @@
-"""What `tinsmith.rl` itself costs: 256 trajectories of three turns with a picture each, against a server with a tiny model.
+"""What `tinsmith.rl` itself costs: 256 trajectories of three turns with an image each, against a server with a tiny model.
 
 The episodes are played on the server once, and played again with the answers recorded. What the second time takes of the processor is all
-that our side does: environment, pictures, chat template, samples (the SDK takes no part). It is printed as a share of the first time's wall
-time, with the training sequences per trajectory, and how often the server's renderer processes each picture on its way through all
+that our side does: environment, images, chat template, samples (the SDK takes no part). It is printed as a share of the first time's wall
+time, with the training sequences per trajectory, and how often the server's renderer processes each image on its way through all
 prompts and training sequences. Not measured: the trainer's side, where making datums is all that is ours.
 """
 
@@ -21,7 +21,7 @@ from benchmarks.timing import report
 from tests.bases import load, renderer
 from tests.rl.scripted import chunk_of
 from tests.running import serving
-from tinsmith.models.pictures import PictureInput
+from tinsmith.models.images import ImageInput
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.datums import likelihood_datum
@@ -99,7 +99,7 @@ def measure(url: str, template: ChatTemplate) -> Costs:
         played = play_all(rollouts, recorder, first_seed=0)
         wall = time.perf_counter() - start
     start = time.process_time()
-    replayed = play_all(rollouts, Replay(recorder.answers), first_seed=TRAJECTORIES)  # pictures that nobody has encoded yet
+    replayed = play_all(rollouts, Replay(recorder.answers), first_seed=TRAJECTORIES)  # images that nobody has encoded yet
     assert [trajectory.turns for trajectory in replayed] == [TURNS] * TRAJECTORIES
     assert all((a.samples[0].sequence.ids == b.samples[0].sequence.ids).all() for a, b in zip(played, replayed, strict=True))
     ours = time.process_time() - start
@@ -108,12 +108,12 @@ def measure(url: str, template: ChatTemplate) -> Costs:
 
 
 def processed(inputs: list[tinker.ModelInput], model: Path) -> float:
-    """How often the server's renderer processes each picture of the inputs, on average."""
+    """How often the server's renderer processes each image of the inputs, on average."""
     render = renderer(load(model))
     own, seen = render.processor, []
     assert own is not None
 
-    def counted(digest: bytes, image: Image) -> PictureInput:
+    def counted(digest: bytes, image: Image) -> ImageInput:
         seen.append(digest)
         return own(digest, image)
 
@@ -135,7 +135,7 @@ def main() -> None:
         times = processed(costs.inputs, model)
     report("rl_overhead", costs.ours_s / costs.wall_s, "at most 0.05", wall_s=costs.wall_s, processor_s=costs.ours_s)
     report("rl_sequences_per_trajectory", costs.sequences, "1")
-    report("rl_times_a_picture_is_processed", times, "1")
+    report("rl_times_a_image_is_processed", times, "1")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Sampling through the SDK, the server and vLLM on a CPU, against the same vLLM server asked directly; and how long publishing takes.
 
 - 64 requests at once of 64 tokens each, one sample of 64 or 256 tokens: tokens per second against bare HTTP on vLLM's generate endpoint.
-- The same with a picture in every prompt, each used by 8 requests and new in every round. vLLM alone gets the encoded picture each time.
+- The same with an image in every prompt, each used by 8 requests and new in every round. vLLM alone gets the encoded image each time.
 - From save_weights_and_get_sampling_client to the first token sampled with a changed adapter of the tiny model.
 - The same with the full weights of a model of 30 million parameters.
 
@@ -86,8 +86,8 @@ def texts() -> tuple[list[types.ModelInput], list[Body]]:
     return prompts, [{"token_ids": prompt.to_ints()} for prompt in prompts]
 
 
-def pictures(placeholder: int) -> tuple[list[types.ModelInput], list[Body]]:
-    """New prompts of a picture and text; eight share a picture."""
+def images(placeholder: int) -> tuple[list[types.ModelInput], list[Body]]:
+    """New prompts of an image and text; eight share an image."""
     seed = next(SEEDS)
     encoded = [png(1000 * seed + i, 160, 96) for i in range(REQUESTS // 8)]
     prompts, bodies = [], []
@@ -137,7 +137,7 @@ def main() -> None:
         placeholder = service.create_lora_training_client("tiny", rank=8).result().get_tokenizer().get_vocab()["<|image_pad|>"]
         for answer in ANSWERS:
             throughput(client, address, "vllm_text", "at least 0.95 times as fast", texts, answer)
-            throughput(client, address, "vllm_pictures", "at least 0.90 times as fast", lambda: pictures(placeholder), answer)
+            throughput(client, address, "vllm_images", "at least 0.90 times as fast", lambda: images(placeholder), answer)
         publishing(service.create_lora_training_client("tiny", rank=8).result(), "vllm_publish_lora", "at most 150 ms")
     with running("qwen3", hidden=640, layers=8) as (service, _):
         publishing(service.create_lora_training_client("tiny", rank=0).result(), "vllm_publish_full_30m", "at most 1000 ms")

@@ -71,7 +71,7 @@ def load_scans(seed: int = 0) -> list[Scan]:
 
 
 def encode_png(pixels: NDArray[np.float64]) -> bytes:
-    """A scan [8, 8] with values 0 to 16 as a picture."""
+    """A scan [8, 8] with values 0 to 16 as an image."""
     image = Image.fromarray((pixels * 255 / 16).astype(np.uint8)).resize((IMAGE_SIDE, IMAGE_SIDE), Image.Resampling.NEAREST)
     file = io.BytesIO()
     image.convert("RGB").save(file, "PNG")
@@ -82,7 +82,7 @@ def encode_png(pixels: NDArray[np.float64]) -> bytes:
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, scan: Scan) -> types.ModelInput:
-    """The question in Qwen's chat format, with the picture as a separate chunk."""
+    """The question in Qwen's chat format, with the image as a separate chunk."""
     return types.ModelInput(
         chunks=[
             types.EncodedTextChunk(tokens=tokenizer.encode(BEFORE_IMAGE)),
@@ -216,7 +216,7 @@ The same with a real model on a GPU:
 
 
 def main() -> None:
-    """Make the model, start the server, fine-tune, and save the picture."""
+    """Make the model, start the server, fine-tune, and save the image."""
     parser = argparse.ArgumentParser(description="Fine-tune a tiny vision-language model to read handwritten digits.")
     parser.add_argument("--kind", choices=["qwen3-vl", "qwen3-5"], default="qwen3-vl", help="architecture of the model (default: qwen3-vl)")
     parser.add_argument("--epochs", type=int, default=12, help="passes over the 1,500 training scans (default: 12)")
@@ -234,10 +234,10 @@ def main() -> None:
         console.print(f"fine-tuning on {len(training)} scans, {len(held_out)} held out, through {url}")
         model = service.create_lora_training_client(base_model=MODEL).result()
         curves = fine_tune(model, training, held_out, options.epochs)
-    picture = options.output / "digits.png"
-    draw(curves, held_out, picture)
+    image = options.output / "digits.png"
+    draw(curves, held_out, image)
     console.print(f"held-out accuracy: {curves.accuracies[0][1]:.3f} -> {curves.accuracies[-1][1]:.3f}", highlight=False)
-    console.print(f"curves and answers: {picture}\n{NEXT_STEPS}", highlight=False, soft_wrap=True)
+    console.print(f"curves and answers: {image}\n{NEXT_STEPS}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def text(*tokens: int) -> TextChunk:
 
 
 def png(seed: int, width: int = 96, height: int = 64) -> bytes:
-    """An encoded picture of random pixels."""
+    """An encoded image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
@@ -183,8 +183,8 @@ def random_tokens(seed: int, length: int) -> TextChunk:
     return TextChunk(np.random.default_rng(seed).integers(0, 1500, length).astype(np.int32))
 
 
-def picture_chunks(base: BaseModel, seed: int, length: int, **size: int) -> list[Chunk]:
-    """Text, a picture between its markers, and text."""
+def image_chunks(base: BaseModel, seed: int, length: int, **size: int) -> list[Chunk]:
+    """Text, an image between its markers, and text."""
     start, end = base.config.vision_start_token_id, base.config.vision_end_token_id
     return [random_tokens(seed, length // 2), text(start), image(seed, **size), text(end), random_tokens(seed + 1, length - length // 2)]
 

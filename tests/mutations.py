@@ -282,7 +282,7 @@ MUTATIONS = (
         " + np.repeat(np.cumsum([0, *lengths[:-1]]), lengths), device),",
         ("tests/rendering/test_renderer.py",),
     ),
-    # ---- Pictures
+    # ---- Images
     Mutation(
         "height and width of M-RoPE positions are swapped",
         "tinsmith/models/families.py",
@@ -298,17 +298,17 @@ MUTATIONS = (
         ("tests/models/test_decoder.py", PEFT),
     ),
     Mutation(
-        "features of pictures are placed one token late",
+        "features of images are placed one token late",
         "tinsmith/rendering/packing.py",
-        "picture_index=upload(np.flatnonzero(in_pictures), device),",
-        "picture_index=upload(np.flatnonzero(in_pictures) + 1, device),",
+        "image_index=upload(np.flatnonzero(in_images), device),",
+        "image_index=upload(np.flatnonzero(in_images) + 1, device),",
         (PEFT,),
     ),
     Mutation(
-        "pictures of a row are swapped",
+        "images of a row are swapped",
         "tinsmith/models/base.py",
-        "features = self.picture_features(row.pictures)",
-        "features = self.picture_features(row.pictures[::-1])",
+        "features = self.image_features(row.images)",
+        "features = self.image_features(row.images[::-1])",
         (BACKEND, PEFT),
     ),
     Mutation(
@@ -348,11 +348,11 @@ MUTATIONS = (
         (f"{SAMPLER}::test_nothing_is_shared_between_weights",),
     ),
     Mutation(
-        "the prefix cache is shared between pictures of one size",
+        "the prefix cache is shared between images of one size",
         "tinsmith/sampling/prefix.py",
-        'picture.sha256 + struct.pack("<q", span.offset - start)',
+        'image.sha256 + struct.pack("<q", span.offset - start)',
         'struct.pack("<q", span.offset - start)',
-        (f"{SAMPLER}::test_pictures_are_told_apart_by_content_and_from_text_of_the_same_ids",),
+        (f"{SAMPLER}::test_images_are_told_apart_by_content_and_from_text_of_the_same_ids",),
     ),
     Mutation(
         "a token's log-probability is that of temperature 1",

@@ -130,7 +130,7 @@ def imports(path: Path) -> list[tuple[str, list[str]]]:
 
 
 def may_import(room: str, module: str) -> bool:
-    """Whether modules of the room may import this one. rl uses transformers for tokenizers, chat templates and picture sizes only."""
+    """Whether modules of the room may import this one. rl uses transformers for tokenizers, chat templates and image sizes only."""
     package, other = module.split(".", maxsplit=1)[0], room_of(module)
     if module.startswith("tinsmith.") and other != room:
         allowed = {"engine": ENGINE_MAY_IMPORT, "rl": RL_MAY_IMPORT}.get(room, RANKS.keys())

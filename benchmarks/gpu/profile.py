@@ -7,7 +7,7 @@ Python slower: it says where time goes, not how much.
 - hybrid    the same of Qwen3.5-4B
 - mixed     32 sequences of 128 to 4,096 tokens
 - full      Qwen3-1.7B, all weights, 8 sequences
-- pictures  Qwen3-VL-4B, 8 new pictures
+- images  Qwen3-VL-4B, 8 new images
 - decode    a step of the sampler, Qwen3-1.7B, 64 requests, half of them with an adapter
 - decode_hybrid  the same of Qwen3.5-4B, without an adapter; decode_rl: with 256 requests, all with an adapter
 - alone     a step of the sampler, Qwen3-1.7B, with one request
@@ -28,10 +28,10 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.measuring import DEVICE, Figures, begin, finish, isolated, release, say
 from benchmarks.gpu.sampling import ALONE, HYBRID, MANY, Load, Requests, adapter_of, sampler_of, stepped
 from benchmarks.gpu.shapes import base_of, configuration, network_of
-from benchmarks.gpu.training import LENGTH, RANK, backend_of, batch_of, datum, filled, mixed_lengths, rendered_pictures, text_datum, train
+from benchmarks.gpu.training import LENGTH, RANK, backend_of, batch_of, datum, filled, mixed_lengths, rendered_images, text_datum, train
 from tinsmith.models.base import BaseModel
 
-PARTS = ("lora", "hybrid", "mixed", "full", "pictures", "decode", "decode_hybrid", "decode_rl", "alone")
+PARTS = ("lora", "hybrid", "mixed", "full", "images", "decode", "decode_hybrid", "decode_rl", "alone")
 LONGEST = 28
 """So many kernels, and so many functions, are listed."""
 LONGEST_GAPS = 12
@@ -111,10 +111,10 @@ def training(shape: str, lengths: Sequence[int], rank: int) -> Figures:
     return _steps(lambda: train(backend, filled(work, backend.tokens_per_pass), ["m"]))
 
 
-def pictures() -> Figures:
-    """Steps on new pictures."""
+def images() -> Figures:
+    """Steps on new images."""
     backend = backend_of(_base("VL-4B"), {"m": RANK})
-    upcoming = itertools.cycle([[datum("m", rendered) for rendered in those] for those in rendered_pictures(backend.base)[0]])
+    upcoming = itertools.cycle([[datum("m", rendered) for rendered in those] for those in rendered_images(backend.base)[0]])
 
     def step() -> None:
         backend.base.features.clear()
@@ -156,7 +156,7 @@ def main() -> None:
         "hybrid": partial(training, "Qwen3.5-4B", [LENGTH] * 4, RANK),
         "mixed": partial(training, "4B", mixed_lengths(), RANK),
         "full": partial(training, "1.7B", [LENGTH] * 8, 0),
-        "pictures": pictures,
+        "images": images,
         "decode": partial(decoding, MANY[0]),
         "decode_hybrid": partial(decoding, HYBRID[0], "Qwen3.5-4B"),
         "decode_rl": partial(decoding, Load("rl", 256, with_adapter=256), "Qwen3.5-4B"),

@@ -210,7 +210,7 @@ def _write_for_vllm(shape: str, model: Path, adapter: Path | None) -> None:
     if adapter:
         base = base_of(config, network)
         write_peft(adapter_of(base), base.layout, "bench", adapter)
-    if shape == "Qwen3.5-4B":  # vLLM has this language model only inside of the one with pictures
+    if shape == "Qwen3.5-4B":  # vLLM has this language model only inside of the one with images
         from transformers import Qwen3_5Config
 
         text = config.to_dict()

@@ -1,6 +1,6 @@
 """Models of published shapes with random weights, made on the device in bfloat16: nothing is downloaded, written or read.
 
-Only a small tokenizer, a configuration and the settings of pictures are written, because loading wants them.
+Only a small tokenizer, a configuration and the settings of images are written, because loading wants them.
 """
 
 import tempfile
@@ -128,13 +128,13 @@ def base_of(
 
 
 def write_surroundings(config: Any, directory: Path) -> Path:
-    """What a model's directory holds beside the weights. The ids of pictures are those of the small tokenizer, also in `config`."""
+    """What a model's directory holds beside the weights. The ids of images are those of the small tokenizer, also in `config`."""
     from tinsmith.models.tiny import write_tiny_model  # not above: it imports kernels, and they touch CUDA
 
-    pictures = config.get_text_config() is not config
-    write_tiny_model("qwen3-vl" if pictures else "qwen3", directory)
+    images = config.get_text_config() is not config
+    write_tiny_model("qwen3-vl" if images else "qwen3", directory)
     (directory / "model.safetensors").unlink()
-    if pictures:
+    if images:
         small = AutoConfig.from_pretrained(directory)
         for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
             setattr(config, name, getattr(small, name))

@@ -11,7 +11,7 @@ with Liger's kernels, all in bfloat16. Parts:
 - long      one sequence of 32,768 and one of 131,072 tokens; Liger with checkpointing at 32,768
 - mixed     32 sequences of 128 to 4,096 tokens, against micro-batches of one
 - tenants   eight LoRA models of ranks 8 to 64, 4 sequences each, against one model of rank 64 with all 32
-- pictures  Qwen3-VL-4B, 8 sequences of a new 512² picture and 256 tokens; the pictures are processed beforehand on both sides
+- images  Qwen3-VL-4B, 8 sequences of a new 512² image and 256 tokens; the images are processed beforehand on both sides
 - full      Qwen3-1.7B, all weights, 8 sequences of 1,024; transformers with bfloat16 weights, and with float32 ones under autocast
 - hybrid    Qwen3.5-4B, LoRA of rank 32, 4 and 8 sequences of 1,024
 - chat      Qwen3.5-4B, 128 sequences of 64 to 8,192 tokens, whose lengths are those of chats
@@ -53,7 +53,7 @@ PARTS = (
     "long",
     "mixed",
     "tenants",
-    "pictures",
+    "images",
     "full",
     "hybrid",
     "chat",
@@ -268,11 +268,11 @@ class Script:
         self.case("tenants", "ours_one_model", partial(ours, "4B", lengths, {"m": 64}, self.matmul))
         self.compare("tenants_over_one_model", "tenants/ours", "tenants/ours_one_model", "at least 0.95")
 
-    def pictures(self) -> None:
-        """Pictures that no step has seen before."""
-        self.case("pictures", "ours", partial(our_pictures, self.matmul))
-        self.case("pictures", "peft", partial(their_pictures, self.matmul))
-        self.compare("pictures_over_peft", "pictures/ours", "pictures/peft", "at least 2")
+    def images(self) -> None:
+        """Images that no step has seen before."""
+        self.case("images", "ours", partial(our_images, self.matmul))
+        self.case("images", "peft", partial(their_images, self.matmul))
+        self.compare("images_over_peft", "images/ours", "images/peft", "at least 2")
 
     def full(self) -> None:
         """All weights."""
@@ -323,15 +323,15 @@ def their_full(lengths: Sequence[int], matmul: float, dtype: torch.dtype) -> Fig
 
 SEQUENCES, STEPS = (2, 3) if TINY else (8, 8)
 TEXT, SIDE = (12, 64) if TINY else (256, 512)
-"""Tokens of text beside a picture, and its pixels along a side; 512² are 256 tokens."""
+"""Tokens of text beside an image, and its pixels along a side; 512² are 256 tokens."""
 
 
-def rendered_pictures(base: BaseModel) -> tuple[list[list[RenderedInput]], float]:
-    """For each step its sequences, text around a picture that no other has; and the seconds of processor time that a picture took."""
-    from tests.bases import picture_chunks, renderer
+def rendered_images(base: BaseModel) -> tuple[list[list[RenderedInput]], float]:
+    """For each step its sequences, text around an image that no other has; and the seconds of processor time that an image took."""
+    from tests.bases import image_chunks, renderer
 
     render = renderer(base)
-    chunks = [picture_chunks(base, 2 * number, TEXT - 2, width=SIDE, height=SIDE) for number in range(STEPS * SEQUENCES)]
+    chunks = [image_chunks(base, 2 * number, TEXT - 2, width=SIDE, height=SIDE) for number in range(STEPS * SEQUENCES)]
     began = time.process_time()
     with ThreadPoolExecutor() as pool:
         rendered = list(pool.map(render.render, chunks))
@@ -339,13 +339,13 @@ def rendered_pictures(base: BaseModel) -> tuple[list[list[RenderedInput]], float
     return [rendered[start : start + SEQUENCES] for start in range(0, len(rendered), SEQUENCES)], each_s
 
 
-def our_pictures(matmul: float) -> Figures:
-    """Our Backend on pictures."""
+def our_images(matmul: float) -> Figures:
+    """Our Backend on images."""
     config = configuration("VL-4B")
     network = network_of(config)
     release()
     backend = backend_of(base_of(config, network), {"m": RANK})
-    sequences, render_s = rendered_pictures(backend.base)
+    sequences, render_s = rendered_images(backend.base)
     steps = [[datum("m", rendered) for rendered in those] for those in sequences]
     upcoming = itertools.cycle(steps)
     lengths = [len(item.rendered) for item in steps[0]]
@@ -354,13 +354,13 @@ def our_pictures(matmul: float) -> Figures:
         backend.base.features.clear()  # whatever was seen before is new again
         train(backend, filled(next(upcoming), backend.tokens_per_pass), ["m"])
 
-    return measured(config, lengths, step, matmul) | {"render_cpu_s_per_picture": render_s}
+    return measured(config, lengths, step, matmul) | {"render_cpu_s_per_image": render_s}
 
 
-def their_pictures(matmul: float) -> Figures:
+def their_images(matmul: float) -> Figures:
     """What transformers and PEFT do on the same."""
     config = configuration("VL-4B")
-    sequences, _ = rendered_pictures(base_of(config))
+    sequences, _ = rendered_images(base_of(config))
     steps = [_together(those, config) for those in sequences]
     config = deepcopy(config)
     config.text_config._attn_implementation = config.vision_config._attn_implementation = config._attn_implementation = "sdpa"  # not ours
@@ -373,13 +373,13 @@ def their_pictures(matmul: float) -> Figures:
 def _together(sequences: Sequence[RenderedInput], config: Any) -> Inputs:
     """A batch for transformers, its pixels in bfloat16 already."""
     ids = torch.stack([torch.from_numpy(rendered.token_ids).long() for rendered in sequences])
-    pictures = [picture for rendered in sequences for picture in rendered.pictures]
+    images = [image for rendered in sequences for image in rendered.images]
     return {
         "input_ids": ids,
         "labels": ids,
         "mm_token_type_ids": (ids == config.image_token_id).int(),
-        "pixel_values": torch.cat([picture.pixel_values for picture in pictures]).to(torch.bfloat16),
-        "image_grid_thw": torch.tensor([picture.grid_thw for picture in pictures]),
+        "pixel_values": torch.cat([image.pixel_values for image in images]).to(torch.bfloat16),
+        "image_grid_thw": torch.tensor([image.grid_thw for image in images]),
     }
 
 

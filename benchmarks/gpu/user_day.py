@@ -6,7 +6,7 @@ its work, and starts the same server once more. Parts:
 - hybrid    Qwen3.5-4B: steps of 8×1,024 tokens, a batch of chats, one sequence of 65,536, sampling 64 × (128 + 512), and steps of
             reinforcement learning, 16 prompts of 16 samples (256 + 512)
 - dense     Qwen3-4B: steps of 8×1,024 and of 4×512, and four tenants of ranks 8 to 64 at once, against one batch of their tokens
-- pictures  Qwen3-VL-4B: sampling 32 × 4 with a picture in every prompt
+- images  Qwen3-VL-4B: sampling 32 × 4 with an image in every prompt
 - large     Qwen3-8B: steps of 2×4,096 and of 8×1,024
 
 Each work is done several times: `first_s` is what the first one took, `median_s` the median of those behind it. A start is the time from
@@ -41,7 +41,7 @@ from benchmarks.gpu.training import chat_lengths
 from benchmarks.servers import API_KEY, random_datums
 from tests.running import Server, serving
 
-SHAPES = {"hybrid": "Qwen3.5-4B", "dense": "4B", "pictures": "VL-4B", "large": "8B"}
+SHAPES = {"hybrid": "Qwen3.5-4B", "dense": "4B", "images": "VL-4B", "large": "8B"}
 ROWS, LENGTH = (4, 32) if TINY else (8, 1024)
 SMALL = [16 if TINY else 512] * 4
 LONG = 128 if TINY else 65536
@@ -49,7 +49,7 @@ ASKED = (4, 8, 8) if TINY else (64, 128, 512)
 """Requests, tokens of a prompt, tokens of an answer."""
 RL = (2, 2, 8, 8) if TINY else (16, 16, 256, 512)
 """Prompts, samples of each, tokens of a prompt, tokens of an answer."""
-PICTURES = (2, 2, 32, 8) if TINY else (32, 4, 512, 64)
+IMAGES = (2, 2, 32, 8) if TINY else (32, 4, 512, 64)
 """Prompts, samples of each, pixels of a side, tokens of an answer."""
 TENANTS = (8, 16, 32, 64)
 
@@ -170,20 +170,20 @@ def dense(day: Day) -> Cases:
     yield "tenants", repeated(together, sum(SMALL) * len(TENANTS), times=8)
 
 
-def pictures(day: Day) -> Cases:
-    """Prompts with a new picture each; the server sees every picture once."""
-    count, samples, side, answer = PICTURES
+def images(day: Day) -> Cases:
+    """Prompts with a new image each; the server sees every image once."""
+    count, samples, side, answer = IMAGES
     client = day.service.create_sampling_client(base_model="bench").result()
     params = types.SamplingParams(max_tokens=answer, temperature=1.0, stop=[])
 
     def ask() -> None:
-        for future in [client.sample(_about_a_picture(day, side), samples, params) for _ in range(count)]:
+        for future in [client.sample(_about_a_image(day, side), samples, params) for _ in range(count)]:
             future.result()
 
     yield "sampling", repeated(ask, count * samples * answer, times=3)
 
 
-def _about_a_picture(day: Day, side: int) -> types.ModelInput:
+def _about_a_image(day: Day, side: int) -> types.ModelInput:
     file = io.BytesIO()
     Image.fromarray(day.generator.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file, "JPEG")
     text = types.EncodedTextChunk(tokens=day.generator.integers(0, 1500, 64).tolist())
@@ -196,7 +196,7 @@ def large(day: Day) -> Cases:
     yield from training(day, "8x1024", [LENGTH] * ROWS)
 
 
-PARTS: dict[str, Callable[[Day], Cases]] = {"hybrid": hybrid, "dense": dense, "pictures": pictures, "large": large}
+PARTS: dict[str, Callable[[Day], Cases]] = {"hybrid": hybrid, "dense": dense, "images": images, "large": large}
 
 
 def part(name: str) -> Cases:

@@ -61,24 +61,24 @@ PROMPTS = [
     Case("prompt longer than the context", sample(words(*[1] * 32769)), "context window of text: 32769 + 2 > 32768"),
     Case("answer beyond the context", sample(params={"max_tokens": 32766}), "context window of text: 3 + 32766 > 32768"),
     Case(
-        "sampled pictures of too many pixels together",
+        "sampled images of too many pixels together",
         sample(*[photo(png_that_claims(7000, 7000 - number)) for number in range(5)]),
         "have 244930000 pixels together ... max_input_pixels allows 200000000",
         "vision",
     ),
     Case(
-        "sampled pictures without end", sample(*[photo(b"counted, not read")] * 4097), "holds 4097 images, max_images allows 4096", "vision"
+        "sampled images without end", sample(*[photo(b"counted, not read")] * 4097), "holds 4097 images, max_images allows 4096", "vision"
     ),
     Case("sampled chunks without end", sample(*[words(1)] * 8200), "at least 8199 chunks, max_prompt_chunks allows 8192"),
-    Case("sampled picture for a text model", sample(photo(png(0))), "prompt.chunks.0 is an image, but text takes text only"),
+    Case("sampled image for a text model", sample(photo(png(0))), "prompt.chunks.0 is an image, but text takes text only"),
     *(
         Case(
             f"sampled {name}", sample(words(1), chunk, status=status), f"{'chunks.1' if status == 400 else 'chunk 1'} ... {says}", "vision"
         )
         for name, status, chunk, says in (
-            ("truncated picture", 200, photo(png(0)[:300]), "png image of 96 x 64 pixels is broken"),
-            ("picture of too many bytes", 400, photo(png(0) + bytes(20 * 2**20)), "max_image_mib allows 20"),
-            ("picture of too many pixels", 400, photo(png_that_claims(30000, 30000)), "30000 x 30000 ... max_image_pixels"),
+            ("truncated image", 200, photo(png(0)[:300]), "png image of 96 x 64 pixels is broken"),
+            ("image of too many bytes", 400, photo(png(0) + bytes(20 * 2**20)), "max_image_mib allows 20"),
+            ("image of too many pixels", 400, photo(png_that_claims(30000, 30000)), "30000 x 30000 ... max_image_pixels"),
             ("other count", 200, photo(png(0), expected_tokens=7), "expected_tokens is 7 ... takes 6 tokens in vision"),
         )
     ),

@@ -19,7 +19,7 @@ def text(*tokens: int) -> pb.Chunk:
     return pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.array(tokens, dtype="<i4").tobytes()))
 
 
-def picture(data: bytes, format: str = "png", **fields: Any) -> pb.Chunk:
+def image(data: bytes, format: str = "png", **fields: Any) -> pb.Chunk:
     return pb.Chunk(image=pb.ImageChunk(data=data, format=format, **fields))
 
 
@@ -77,7 +77,7 @@ DATA = [
     Case("endless loss name", training(example(), loss_fn="x" * 5_000_000), "loss_fn 'xxx ... characters left out ... cross_entropy"),
     Case("too many datums", training(*[pb.Datum()] * 5000), "datum 4096: the request holds more than 4096 datums (max_datums)"),
     Case("too many chunks", training(example(*[text(1)] * 33_000)), "datum 0: the request holds more than 32768 chunks (max_chunks)"),
-    Case("too many images", training(example(*[picture(b"")] * 4100)), "datum 0: the request holds more than 4096 images (max_images)"),
+    Case("too many images", training(example(*[image(b"")] * 4100)), "datum 0: the request holds more than 4096 images (max_images)"),
     Case("no chunks", training(pb.Datum(loss_fn_inputs={"target_tokens": tensor([1])})), "datum 0 ... holds no token"),
     Case("no tokens", training(example(), example(text())), "datum 1 ... holds no token"),
     Case("token below 0", training(example(text(5, -1, 7))), "datum 0: chunk 0: token at position 1 is -1 ... vocabulary of 2048"),
@@ -139,24 +139,24 @@ LOSSES = [
     ),
 ]
 
-PICTURES = [
-    Case("picture for a text model", training(example(picture(png(0)))), "datum 0 ... chunk 0 is an image ... text takes text only"),
+IMAGES = [
+    Case("image for a text model", training(example(image(png(0)))), "datum 0 ... chunk 0 is an image ... text takes text only"),
     Case(
-        "truncated picture",
-        training(example(text(1), picture(png(0)[:300]), target_tokens=[1] * 7)),  # only a datum without fault is decoded
+        "truncated image",
+        training(example(text(1), image(png(0)[:300]), target_tokens=[1] * 7)),  # only a datum without fault is decoded
         "datum 0: chunk 1 ... png image of 96 x 64 pixels is broken",
         "vision",
     ),
     *(
         Case(name, training(example(text(1), chunk)), f"datum 0: chunk 1 ... {says}", "vision")
         for name, chunk, says in (
-            ("broken picture", picture(b"not a picture"), "13 bytes labelled 'png' ... not a PNG or JPEG image"),
-            ("wrong label", picture(png(0), "jpeg"), "labelled 'jpeg' but is 'png'"),
-            ("too many pixels", picture(png_that_claims(30000, 30000)), "30000 x 30000 pixels ... max_image_pixels ... scale it down"),
-            ("other count", picture(png(0), expected_tokens=7), "expected_tokens is 7 ... takes 6 tokens in vision"),
+            ("broken image", image(b"not an image"), "13 bytes labelled 'png' ... not a PNG or JPEG image"),
+            ("wrong label", image(png(0), "jpeg"), "labelled 'jpeg' but is 'png'"),
+            ("too many pixels", image(png_that_claims(30000, 30000)), "30000 x 30000 pixels ... max_image_pixels ... scale it down"),
+            ("other count", image(png(0), expected_tokens=7), "expected_tokens is 7 ... takes 6 tokens in vision"),
         )
     ),
-    Case("targets without those of the picture", training(example(text(1), picture(png(0)), text(2))), "8 positions", "vision"),
+    Case("targets without those of the image", training(example(text(1), image(png(0)), text(2))), "8 positions", "vision"),
 ]
 
 ADDRESSES = [
@@ -169,4 +169,4 @@ ADDRESSES = [
     ),
 ]
 
-TRAINING = [*DATA, *INPUTS, *LOSSES, *PICTURES, *ADDRESSES]
+TRAINING = [*DATA, *INPUTS, *LOSSES, *IMAGES, *ADDRESSES]

@@ -23,8 +23,8 @@ NASTY: list[Any] = [None, True, 0, -1, 1, 3, 0.5, -0.5, 2**31, 2**63, 2**64, 2**
 NASTY += ["..", "a/b", "a\nb", "\ud800", "x" * 300, "ü", "text", "vision", "tinker://a/b/c", [], {}, [[]], {"a": None}, [-1, 2], [3] * 4]
 NASTY += ["{session}", "{ending}", "{model}", "{eye}", "{sampler}", "{eye_sampler}", "tinker://{model}/weights/kept"]
 TEXT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4]}]}
-PICTURE = {"type": "image", "data": base64.b64encode(png(0)).decode(), "format": "png", "expected_tokens": 6}
-SEEN = {"chunks": [*TEXT["chunks"], PICTURE]}
+IMAGE = {"type": "image", "data": base64.b64encode(png(0)).decode(), "format": "png", "expected_tokens": 6}
+SEEN = {"chunks": [*TEXT["chunks"], IMAGE]}
 SAMPLE = {"sampling_session_id": "{sampler}", "seq_id": "{sample}", "prompt": TEXT, "sampling_params": {"max_tokens": 3}}
 ADAMW = {"type": "adamw"}
 STEP = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 1.0}
@@ -238,10 +238,10 @@ def _fields(message: Any) -> Iterator[tuple[Any, str]]:
                 yield from _fields(inner)
 
 
-def _datum(length: int, loss_fn: str, picture: bool) -> pb.Datum:
-    """A right datum of that many tokens, with a picture among them or not."""
+def _datum(length: int, loss_fn: str, image: bool) -> pb.Datum:
+    """A right datum of that many tokens, with an image among them or not."""
     chunks = [pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.arange(length, dtype="<i4").tobytes()))]
-    if picture and length % 2:
+    if image and length % 2:
         chunks.append(pb.Chunk(image=pb.ImageChunk(data=png(length), format="png", expected_tokens=6)))
         length += 6
     tensors = {name: tensor([0.5] * length) for name in INPUTS[loss_fn]}

@@ -30,7 +30,7 @@ def text_input(seed: int, length: int) -> types.ModelInput:
 
 
 def image_input(client: tinker.TrainingClient, seed: int) -> types.ModelInput:
-    """Text, a 6-token picture between its markers, and text."""
+    """Text, a 6-token image between its markers, and text."""
     tokenizer = client.get_tokenizer()
     start, end = (tokenizer.get_vocab()[marker] for marker in (VISION_START, VISION_END))
     words = np.random.default_rng(seed).integers(0, 1500, 6).tolist()

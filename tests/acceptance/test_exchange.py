@@ -1,4 +1,4 @@
-"""`tinsmith export` and `tinsmith import` beside a running server, for a hybrid model with pictures (Qwen3.5).
+"""`tinsmith export` and `tinsmith import` beside a running server, for a hybrid model with images (Qwen3.5).
 
 What was trained leaves for transformers and PEFT, and comes back.
 """
@@ -61,13 +61,13 @@ def run(hybrid: Server) -> Callable[..., "CompletedProcess[str]"]:
 
 
 class Trained:
-    """A model after two steps on text and a picture, and what the server says about both."""
+    """A model after two steps on text and an image, and what the server says about both."""
 
     def __init__(self, service: tinker.ServiceClient, source: Path, rank: int) -> None:
         self.source, self.client = source, train(service, "hybrid", rank=rank)
-        self.picture = image_input(self.client, 1)
-        every = self.picture.length
-        self.items = [ITEM, with_inputs(self.picture, target_tokens=[7] * every, weights=[1.0] * every)]
+        self.image = image_input(self.client, 1)
+        every = self.image.length
+        self.items = [ITEM, with_inputs(self.image, target_tokens=[7] * every, weights=[1.0] * every)]
         before = scores(self.client, self.items)
         for _ in range(2):
             self.client.forward_backward(self.items, "cross_entropy")
@@ -78,7 +78,7 @@ class Trained:
     @torch.no_grad()
     def assert_same(self, network: Any) -> None:
         """What transformers says about both items."""
-        before, _, after = self.picture.chunks
+        before, _, after = self.image.chunks
         assert isinstance(before, types.EncodedTextChunk)
         assert isinstance(after, types.EncodedTextChunk)
         image = network.config.image_token_id

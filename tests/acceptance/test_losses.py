@@ -17,7 +17,7 @@ from tests.running import Server
 
 
 def policy_data(client: tinker.TrainingClient, base_model: str) -> list[types.Datum]:
-    """Sequences of several lengths as recipes make them, one of them with a picture if the model takes pictures.
+    """Sequences of several lengths as recipes make them, one of them with an image if the model takes images.
 
     The first third is the prompt, padded with 0. The policy has moved a little since it sampled the rest, of which every fourth token
     has no advantage and every third is masked.

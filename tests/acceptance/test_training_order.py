@@ -41,7 +41,7 @@ def assert_same(actual: Trace, expected: Trace) -> None:
 
 
 def test_one_call_split_into_many_gives_the_gradients_of_the_unsplit_one(service: tinker.ServiceClient, chunking_server: Server) -> None:
-    """Sequences of several lengths, every second of them with a picture."""
+    """Sequences of several lengths, every second of them with an image."""
     whole = train(service, "vision")
     lengths = [(datum(text_input(seed, 5 + 3 * seed), seed), datum(image_input(whole, seed), seed)) for seed in range(5)]
     data = [item for pair in lengths for item in pair]

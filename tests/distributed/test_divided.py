@@ -33,7 +33,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.bases import datum, on_host, picture_chunks, random_tokens, renderer
+from tests.bases import datum, image_chunks, on_host, random_tokens, renderer
 from tests.distributed.devices import EXACT, EXACT_IN_HALF, ON_GPUS, here
 from tests.distributed.members import Member, in_processes
 from tests.extent import EVERYTHING, amount, slow
@@ -80,9 +80,9 @@ OWNERS = [
 """Which worker computes each datum of a step, counted round the workers there are: at the second step all others have none."""
 STEPS = amount(3, len(OWNERS))
 """The moments matter from the second step on. Those that are left out have other shares of the same kinds."""
-PICTURES = [{4: (320, 64), 5: (384, 64), 6: (64, 64), 7: (128, 64)}] * len(OWNERS)
-PICTURES[2] = {1: (64, 64), 2: (96, 64), 3: (448, 448), 4: (64, 96)}
-"""Which datums of a step have pictures, and of which width and height, if the base takes them.
+IMAGES = [{4: (320, 64), 5: (384, 64), 6: (64, 64), 7: (128, 64)}] * len(OWNERS)
+IMAGES[2] = {1: (64, 64), 2: (96, 64), 3: (448, 448), 4: (64, 96)}
+"""Which datums of a step have images, and of which width and height, if the base takes them.
 
 At step 2 one worker has several small ones and another one of 196 tokens; the last of three workers has text alone.
 """
@@ -97,12 +97,12 @@ FAULTS = {
 
 
 def work_of(base: BaseModel, step: int) -> list[DatumWork]:
-    """Datums of all models in turns: texts, and pictures if the base takes them."""
+    """Datums of all models in turns: texts, and images if the base takes them."""
     make = renderer(base)
     inputs: list[list[Chunk]] = [[random_tokens(10 * step + i, 9 + 5 * i)] for i in range(len(OWNERS[0]))]
     if base.family.takes_images:
-        for i, (width, height) in PICTURES[step].items():
-            inputs[i] = picture_chunks(base, 10 * step + i, 8, width=width, height=height)
+        for i, (width, height) in IMAGES[step].items():
+            inputs[i] = image_chunks(base, 10 * step + i, 8, width=width, height=height)
     return [datum(tuple(SHAPES)[i % len(SHAPES)], make.render(chunks), seed=i) for i, chunks in enumerate(inputs)]
 
 
@@ -339,7 +339,7 @@ TRAINED = {
 
 @in_processes(2, 3)
 def test_losses_gradients_and_weights_are_those_of_one_worker(member: Member) -> None:
-    """Of several models in the same passes, also where one worker computes all of a step, or has one picture much larger than others.
+    """Of several models in the same passes, also where one worker computes all of a step, or has one image much larger than others.
 
     A share has the gradients of LoRA that a worker with all weights computes, to the last bit on a CPU. Those of all weights are added up
     in float32, whatever the precision.

@@ -108,17 +108,17 @@ def shares_of(running: Running, clients: Sequence[tinker.TrainingClient], traine
 
 
 def batch(client: tinker.TrainingClient, what: str, step: int) -> list[types.Datum]:
-    """Texts of very different lengths, with pictures or without, a single one, which leaves a worker without a share, or longer ones.
+    """Texts of very different lengths, with images or without, a single one, which leaves a worker without a share, or longer ones.
 
-    Of these two are so long that two workers compute them together, and a third if it has a picture, in its second half.
+    Of these two are so long that two workers compute them together, and a third if it has an image, in its second half.
     """
     texts = [text_input(10 * step + number, length) for number, length in enumerate((3, 40, 7, 60, 11))]
     long = [text_input(10 * step + 7, LONG + 11), text_input(10 * step + 2, LONG - 1)]
-    if what in ("mixed", "long pictures"):
-        pictures = [image_input(client, 10 * step + number) for number in range(3)]
-        texts += pictures
-        long.append(types.ModelInput(chunks=[*long[0].chunks, *pictures[0].chunks]))
-    inputs = {"text": texts, "mixed": texts, "single": texts[:1], "long": texts + long, "long pictures": texts + long}[what]
+    if what in ("mixed", "long images"):
+        images = [image_input(client, 10 * step + number) for number in range(3)]
+        texts += images
+        long.append(types.ModelInput(chunks=[*long[0].chunks, *images[0].chunks]))
+    inputs = {"text": texts, "mixed": texts, "single": texts[:1], "long": texts + long, "long images": texts + long}[what]
     return [datum(each, step) for each in inputs]
 
 
@@ -148,7 +148,7 @@ def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Run
 def test_long_sequences_are_computed_by_both_workers_as_by_one(alone_and_together: list[Running]) -> None:
     """Beside short ones of the same requests, which one of them computes. Two models train at the same time.
 
-    `test_sequences.py` has pictures, hybrid models and all weights, without a server.
+    `test_sequences.py` has images, hybrid models and all weights, without a server.
     """
     curves, logprobs = [], []
     for running in alone_and_together:
@@ -165,10 +165,10 @@ def test_long_sequences_are_computed_by_both_workers_as_by_one(alone_and_togethe
 
 
 def broken(data: types.ModelInput) -> types.Datum:
-    """The first picture of this input is cut off."""
+    """The first image of this input is cut off."""
     chunks = list(data.chunks)
-    place, picture = next((place, chunk) for place, chunk in enumerate(chunks) if isinstance(chunk, types.ImageChunk))
-    chunks[place] = types.ImageChunk(data=picture.data[:-30], format="png", expected_tokens=6)
+    place, image = next((place, chunk) for place, chunk in enumerate(chunks) if isinstance(chunk, types.ImageChunk))
+    chunks[place] = types.ImageChunk(data=image.data[:-30], format="png", expected_tokens=6)
     return datum(types.ModelInput(chunks=chunks))
 
 
@@ -184,16 +184,16 @@ def assert_spoils_its_step(client: tinker.TrainingClient, work: list[types.Datum
     assert not np.allclose(scores(client, batch(client, "text", 7))[0], before[0])
 
 
-def test_a_broken_picture_spoils_its_step_on_all_workers(alone_and_together: list[Running]) -> None:
+def test_a_broken_image_spoils_its_step_on_all_workers(alone_and_together: list[Running]) -> None:
     """One worker has computed its share when the other finds it, or both compute the sequence that has it."""
     found = []
     for running in alone_and_together:
         client = train(running.service, "image")
         assert_spoils_its_step(client, [*batch(client, "text", 0), broken(image_input(client, 1))], "image")
-        long = broken(batch(client, "long pictures", 0)[-1].model_input)
+        long = broken(batch(client, "long images", 0)[-1].model_input)
         assert_spoils_its_step(client, [*batch(client, "single", 0), long], r"datum 1: .*image")
-        learn(client, [batch(client, "long pictures", 1)])
-        found.append(scores(client, batch(client, "long pictures", 2)))
+        learn(client, [batch(client, "long images", 1)])
+        found.append(scores(client, batch(client, "long images", 2)))
     assert_close(found[1], found[0], WITHIN)
 
 
@@ -210,7 +210,7 @@ def divided(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Running], divided: Running) -> None:
-    """Three base models at once, whose passes and steps come in another order with every run; texts alone, pictures, a single datum."""
+    """Three base models at once, whose passes and steps come in another order with every run; texts alone, images, a single datum."""
     models = [("text", 4, "text"), ("image", 5, "mixed"), ("hybrid", 7, "mixed"), ("text", 0, "single"), ("image", 0, "mixed")]
     curves, tensors = [], []
     for running in (alone_and_together[0], divided):
@@ -228,10 +228,10 @@ def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Ru
 
 
 def test_what_workers_that_share_the_weights_refuse_harms_nothing(divided: Running) -> None:
-    """A broken picture in a pass of all; then a step as ever, and all kinds of saves."""
+    """A broken image in a pass of all; then a step as ever, and all kinds of saves."""
     client = train(divided.service, "image")
-    picture = broken(image_input(client, 1))
-    for work in ([picture], [*batch(client, "text", 0), picture]):
+    image = broken(image_input(client, 1))
+    for work in ([image], [*batch(client, "text", 0), image]):
         assert_spoils_its_step(client, work, "image")
     for saved in (client, train(divided.service, "text", rank=0)):
         assert saved.save_weights_external("outside").result().path
@@ -278,7 +278,7 @@ def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_toget
 
 @pytest.mark.slow  # a long run, of what the tests of samples and of steps show one by one
 def test_a_run_of_reinforcement_learning_is_that_of_one_worker(alone_and_together: list[Running], tmp_path: Path) -> None:
-    """Pictures, seeded samples of both workers, and a warm-up. What is sampled has the log-probabilities that the trainer computes."""
+    """Images, seeded samples of both workers, and a warm-up. What is sampled has the log-probabilities that the trainer computes."""
     told_by, curves = [], []
     for number, running in enumerate(alone_and_together):
         directory = tmp_path / str(number)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.bases import datum, picture_chunks, random_tokens, renderer, shifted
+from tests.bases import datum, image_chunks, random_tokens, renderer, shifted
 from tests.distributed.devices import ROUNDING
 from tests.distributed.members import Member, in_processes
 from tests.extent import amount, slow
@@ -36,13 +36,13 @@ TRAINING = TrainingConfig(logits_chunk=16)
 SETTINGS = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1.0, weight_decay=0.1, grad_clip_norm=0.0)
 """eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
 LENGTHS = amount((97, 64), (97, 64, 75))
-"""Tokens of the long sequence of each step, or about as many where it has pictures; two or three workers do not divide all of them."""
+"""Tokens of the long sequence of each step, or about as many where it has images; two or three workers do not divide all of them."""
 STEPS = len(LENGTHS)
 CASES = {
     "text": ("text", "text", (4, 8)),
-    "pictures": ("image", "pictures", (4,)),
+    "images": ("image", "images", (4,)),
     "hybrid": ("hybrid", "text", (4, 8)),
-    "hybrid pictures": ("hybrid", "pictures", (8,)),
+    "hybrid images": ("hybrid", "images", (8,)),
     "window": ("window", "text", (4,)),
     "full": ("text", "text", (0,)),
     "full hybrid": ("hybrid", "text", (0,)),
@@ -66,8 +66,8 @@ SHORT = 9
 def work_of(base: BaseModel, model_id: str, what: str, seed: int, length: int) -> DatumWork:
     """A datum of about `length` tokens."""
     chunks: list[Chunk] = [random_tokens(seed, length)]
-    if what == "pictures":  # several, one of them cut by the slices of two workers and of three
-        chunks = [chunk for part in range(6) for chunk in picture_chunks(base, seed + part, length // 6 - 8)]
+    if what == "images":  # several, one of them cut by the slices of two workers and of three
+        chunks = [chunk for part in range(6) for chunk in image_chunks(base, seed + part, length // 6 - 8)]
     rendered = renderer(base).render(chunks)
     generator = np.random.default_rng(seed)
     count = len(rendered)
@@ -171,7 +171,7 @@ def test_everything_is_as_one_worker_computes_it(member: Member) -> None:
         all_found = member.of_all(own)
         for lengths in zip(*member.of_all([row for row in rows if row != SHORT]), strict=True):
             assert max(lengths) - min(lengths) <= 1
-            assert what == "pictures" or sum(lengths) in LENGTHS
+            assert what == "images" or sum(lengths) in LENGTHS
         assert len(rows) == (3 if member.rank == 0 else 2) * STEPS * len(ranks)
         for found in all_found:
             for kind in ("logprobs", "weights"):

@@ -33,8 +33,8 @@ from tinsmith.worker.records import AskedRecords
 LONG_S = 120.0
 """How long anything here may take on a busy machine."""
 
-PICTURE_TOKENS = 6
-"""Of a picture of `bases.png` in the tiny models."""
+IMAGE_TOKENS = 6
+"""Of an image of `bases.png` in the tiny models."""
 
 
 def travelled(message: Message) -> Message:
@@ -209,10 +209,10 @@ class Here:
         lengths: Sequence[int] = (),
         forward_only: bool = False,
         target: int = 1,
-        pictures: Sequence[bytes] = (),
+        images: Sequence[bytes] = (),
     ) -> None:
         """Ask for what `forward_request` says."""
-        stored = forward_request(lengths, pictures, forward_only, target)
+        stored = forward_request(lengths, images, forward_only, target)
         self.add(model, seq, "forward_backward", stored.payload, image_digests=stored.image_digests, images=stored.images)
 
     def snapshot(self, model: str, seq: int, number: int = 1) -> None:
@@ -292,14 +292,14 @@ class Here:
 
 
 def forward_request(
-    lengths: Sequence[int] = (), pictures: Sequence[bytes] = (), forward_only: bool = False, target: int = 1
+    lengths: Sequence[int] = (), images: Sequence[bytes] = (), forward_only: bool = False, target: int = 1
 ) -> StoredRequest:
-    """A datum of text for each length, then one for each picture, of `PICTURE_TOKENS` and a word before it."""
+    """A datum of text for each length, then one for each image, of `IMAGE_TOKENS` and a word before it."""
     message = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy", forward_only=forward_only)
     for length in lengths:
         _add_datum(message, length, length, target)
-    for data in pictures:
-        image = _add_datum(message, 1, 1 + PICTURE_TOKENS, target).model_input.add().image
+    for data in images:
+        image = _add_datum(message, 1, 1 + IMAGE_TOKENS, target).model_input.add().image
         image.data, image.format = data, "png"
     return move_images_out(message)
 

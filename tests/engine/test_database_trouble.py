@@ -125,9 +125,9 @@ def test_training_stops_when_too_much_waits_for_the_database_and_goes_on_afterwa
 
 
 @pytest.mark.alone
-def test_operations_and_pictures_that_cannot_be_read_now_are_read_later(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_and_images_that_cannot_be_read_now_are_read_later(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine, and then by the worker. Those behind them wait with them."""
-    reads, read = 0, here.worker.images.read
+    reads, read = 0, here.worker.blobs.read
 
     def reading(digest: bytes) -> bytes | None:
         nonlocal reads
@@ -137,8 +137,8 @@ def test_operations_and_pictures_that_cannot_be_read_now_are_read_later(here: He
         with unreadable(here):
             return read(digest)
 
-    monkeypatch.setattr(here.worker.images, "read", reading)
-    here.forward("a", 1, [4], pictures=[png(5)])
+    monkeypatch.setattr(here.worker.blobs, "read", reading)
+    here.forward("a", 1, [4], images=[png(5)])
     here.forward("a", 2, [4])
     here.optim("a", 3)
     with unreadable(here):
@@ -151,7 +151,7 @@ def test_operations_and_pictures_that_cannot_be_read_now_are_read_later(here: He
         assert 0 < here.engine.patience() <= 5
     here.until(lambda: here.engine.trainer.forward.operations)
     assert here.engine.recorder.waiting == []
-    here.until(lambda: here.engine.trainer.put_off)  # the worker has not found the picture
+    here.until(lambda: here.engine.trainer.put_off)  # the worker has not found the image
     here.settle()
     assert reads >= 2
     assert [here.error("a", seq_id) for seq_id in (1, 2, 3)] == [None] * 3

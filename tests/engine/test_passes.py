@@ -1,4 +1,4 @@
-"""What is computed together, and when: pictures pass by pass, and a second pass ahead where that helps. What of it fails, and with whom.
+"""What is computed together, and when: images pass by pass, and a second pass ahead where that helps. What of it fails, and with whom.
 
 Invariant: A datum that fails fails its operation only, and every result is its own datum's.
 Also: `tests/training/test_pass_failures.py`.
@@ -19,12 +19,12 @@ from PIL.Image import Image
 
 from tests.bases import png
 from tests.engine.forwarding import Device
-from tests.engine.here import LONG_S, PICTURE_TOKENS, Here
+from tests.engine.here import IMAGE_TOKENS, LONG_S, Here
 from tinsmith.config import ImagesConfig, TrainingConfig
 from tinsmith.engine.passes import PASS_S
 from tinsmith.models.base import BaseModel
+from tinsmith.models.images import ImageInput
 from tinsmith.models.pass_memory import Effort
-from tinsmith.models.pictures import PictureInput
 from tinsmith.protocol.serving import EndSession, Sample
 from tinsmith.protocol.work import Prepared
 from tinsmith.rendering.renderer import Renderer
@@ -37,7 +37,7 @@ def device() -> Device:
     return Device()
 
 
-PICTURE_DATUM = PICTURE_TOKENS + 1
+IMAGE_DATUM = IMAGE_TOKENS + 1
 
 GUILTY = 9
 """Length of the datum that fails."""
@@ -47,12 +47,12 @@ def renderer_of(here: Here) -> Renderer:
     return here.worker.passes.bases["tiny"].renderer
 
 
-def held_pictures(here: Here, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """No picture is decoded before this is set."""
+def held_images(here: Here, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No image is decoded before this is set."""
     released, process = threading.Event(), renderer_of(here).processor
     assert process is not None
 
-    def held(sha256: bytes, image: Image) -> PictureInput:
+    def held(sha256: bytes, image: Image) -> ImageInput:
         assert released.wait(LONG_S)
         return process(sha256, image)
 
@@ -61,8 +61,8 @@ def held_pictures(here: Here, monkeypatch: pytest.MonkeyPatch) -> threading.Even
 
 
 def gallery(base: BaseModel, data_dir: Path, **images: int) -> Here:
-    """An engine for a vision model, two of whose pictures make a pass, with a model that is ready."""
-    training = TrainingConfig(tokens_per_pass=2 * PICTURE_DATUM)
+    """An engine for a vision model, two of whose images make a pass, with a model that is ready."""
+    training = TrainingConfig(tokens_per_pass=2 * IMAGE_DATUM)
     made = Here({"tiny": base}, data_dir, training=training, images=ImagesConfig(**images))
     made.create("a")
     made.settle()
@@ -74,7 +74,7 @@ def here(vision_base: BaseModel, tmp_path: Path) -> Here:
     return gallery(vision_base, tmp_path)
 
 
-def test_pictures_are_decoded_as_their_pass_comes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_decoded_as_their_pass_comes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a pass is computed, its own are decoded, and at most those of one more."""
     backend, cache, decoded = here.backend(), renderer_of(here).cache, list[tuple[int, int]]()
     run = backend.run_pass
@@ -84,21 +84,21 @@ def test_pictures_are_decoded_as_their_pass_comes(here: Here, monkeypatch: pytes
         return run(work, *more)
 
     monkeypatch.setattr(backend, "run_pass", noting)
-    here.forward("a", 1, pictures=[png(seed) for seed in range(9)])
+    here.forward("a", 1, images=[png(seed) for seed in range(9)])
     here.settle()
     assert here.error("a", 1) is None
-    assert sorted(pictures for pictures, _ in decoded) == [1, 2, 2, 2, 2]
+    assert sorted(images for images, _ in decoded) == [1, 2, 2, 2, 2]
     before = 0
-    for pictures, count in decoded:
-        assert before + pictures <= count <= before + 4
-        before += pictures
+    for images, count in decoded:
+        assert before + images <= count <= before + 4
+        before += images
 
 
-def test_a_pass_decodes_no_more_pixels_than_one_picture_may_have(vision_base: BaseModel, tmp_path: Path) -> None:
-    """How many an operation holds is no reason to refuse it: the SDK puts 5 MB of datums into one, and some pictures compress well."""
+def test_a_pass_decodes_no_more_pixels_than_one_image_may_have(vision_base: BaseModel, tmp_path: Path) -> None:
+    """How many an operation holds is no reason to refuse it: the SDK puts 5 MB of datums into one, and some images compress well."""
     here = gallery(vision_base, tmp_path, max_image_pixels=96 * 64, max_input_pixels=96 * 64)
-    here.forward("a", 1, pictures=[png(seed) for seed in range(3)])
-    here.forward("a", 2, pictures=[png(20)] * 4)
+    here.forward("a", 1, images=[png(seed) for seed in range(3)])
+    here.forward("a", 2, images=[png(20)] * 4)
     here.settle()
     assert (here.error("a", 1), here.error("a", 2)) == (None, None)
     assert sorted(tokens for _, tokens, _ in here.process.computed) == [7, 7, 7, 14, 14]
@@ -200,7 +200,7 @@ def test_an_answer_to_a_dropped_request_is_not_taken_for_that_of_the_next(here: 
         return read(digest)
 
     monkeypatch.setattr(renderer, "read_blob", late)
-    here.forward("a", 1, pictures=[png(1)])
+    here.forward("a", 1, images=[png(1)])
     here.until(lambda: here.worker.passes.preparing)
     (message,) = here.worker.passes.preparing.values()
     here.engine.trainer.take(Prepared(message.number - 1, message.operation, True, [7], [{}]))
@@ -255,10 +255,10 @@ def test_a_datum_that_fails_fails_its_operation_and_its_neighbours_have_their_ow
 def test_gradients_of_a_part_of_an_operation_that_failed_are_never_applied(
     here: Here, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    """Nor those of a part whose picture is still decoded then: the worker has it already, because it is given passes ahead."""
-    released = held_pictures(here, monkeypatch)
+    """Nor those of a part whose image is still decoded then: the worker has it already, because it is given passes ahead."""
+    released = held_images(here, monkeypatch)
     fail_on_guilty(here, monkeypatch)
-    here.forward("a", 1, [GUILTY] if is_late else [4, GUILTY], pictures=[png(1)] if is_late else [])
+    here.forward("a", 1, [GUILTY] if is_late else [4, GUILTY], images=[png(1)] if is_late else [])
     here.forward("a", 2, [5])
     here.optim("a", 3)
     before = [tensor.clone() for tensor in here.backend().optimizers["s:train:a"].weights.tensors()]

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tinsmith.engine.routing import BLOCK, DECODE, LARGEST, PICTURE_TOKENS, Routing
+from tinsmith.engine.routing import BLOCK, DECODE, IMAGE_TOKENS, LARGEST, Routing
 from tinsmith.protocol.serving import Sample
 from tinsmith.store import ids
 
@@ -63,15 +63,15 @@ def test_much_to_do_outweighs_a_known_prefix_and_little_does_not() -> None:
         assert asked.sample(tokens(1, 4))[0] == chosen
 
 
-def test_other_weights_and_other_pictures_are_another_prompt() -> None:
-    """A picture counts as tokens. What the second knows of the first prompt, its head, is worth less than an idle worker."""
-    picture: dict[str, Any] = {"type": "image", "format": "png", "data": "QUJD"}
+def test_other_weights_and_other_images_are_another_prompt() -> None:
+    """An image counts as tokens. What the second knows of the first prompt, its head, is worth less than an idle worker."""
+    image: dict[str, Any] = {"type": "image", "format": "png", "data": "QUJD"}
     pointer: dict[str, Any] = {"type": "image_asset_pointer", "format": "png", "location": "tinsmith://blob/1"}
     head, tail = tokens(1, 1), tokens(2, 2)
-    cost = 3 * BLOCK + PICTURE_TOKENS + DECODE
+    cost = 3 * BLOCK + IMAGE_TOKENS + DECODE
     for one, other, load in (
         (([head, tail], None), ([head, tail], "s:train:0/3"), 3 * BLOCK + DECODE),
-        (([head, picture, tail], None), ([head, pointer, tail], None), cost),
+        (([head, image, tail], None), ([head, pointer, tail], None), cost),
     ):
         asked = Asked(2)
         samples = [asked.sample(*chunks, weights=weights) for chunks, weights in (one, other)]

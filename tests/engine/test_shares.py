@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.forwarding import Device
-from tinsmith.engine.shares import PIXELS_OF_A_TOKEN, QUADRATIC_TOKENS, cost, divide, join, picture_cost
+from tinsmith.engine.shares import PIXELS_OF_A_TOKEN, QUADRATIC_TOKENS, cost, divide, image_cost, join
 from tinsmith.errors import UserError
 from tinsmith.protocol.work import Drop, PassDone, RunPass
 
@@ -21,9 +21,9 @@ def a_pass(*lengths: int) -> RunPass:
     return RunPass(7, "tiny", True, [(f"operation {place % 3}", place) for place in range(len(lengths))], list(lengths))
 
 
-def with_pictures(*datums: tuple[int, dict[str, int]]) -> RunPass:
-    """A pass of datums of these lengths, and pixels of the pictures in them."""
-    return replace(a_pass(*(length for length, _ in datums)), pixels=[pictures for _, pictures in datums])
+def with_images(*datums: tuple[int, dict[str, int]]) -> RunPass:
+    """A pass of datums of these lengths, and pixels of the images in them."""
+    return replace(a_pass(*(length for length, _ in datums)), pixels=[images for _, images in datums])
 
 
 def lengths_of(shares: list[RunPass | None]) -> list[list[int]]:
@@ -53,13 +53,13 @@ def test_who_has_no_datum_is_told_of_a_pass_that_all_compute_and_a_worker_alone_
 
 
 @given(st.lists(st.tuples(st.integers(1, 2**14), st.integers(0, 2**24)), min_size=1, max_size=40), st.integers(2, 9))
-def test_pictures_count_for_an_even_share(datums: list[tuple[int, int]], count: int) -> None:
+def test_images_count_for_an_even_share(datums: list[tuple[int, int]], count: int) -> None:
     """No worker has more than one datum over it: when that was given to it, nobody had less to do, so at most the mean of all.
 
-    Each datum has a picture of its own, or none.
+    Each datum has an image of its own, or none.
     """
-    whole = with_pictures(*((length, {f"{place}": pixels} if pixels else {}) for place, (length, pixels) in enumerate(datums)))
-    costs = [cost(length) + picture_cost(pixels, length) for length, pixels in datums]
+    whole = with_images(*((length, {f"{place}": pixels} if pixels else {}) for place, (length, pixels) in enumerate(datums)))
+    costs = [cost(length) + image_cost(pixels, length) for length, pixels in datums]
     for share in divide(whole, count, ENOUGH):
         own = [costs[place] for _, place in share.pieces] if share else []
         assert sum(own) <= (sum(costs) / count + min(own, default=0.0)) * (1 + 1e-9)  # sums of floats in another order
@@ -94,26 +94,26 @@ ANSWER = (2**14, {"large": 2**24})
 @pytest.mark.parametrize(
     ("datums", "most", "places"),
     [
-        # Sequences of one length in turns: by their tokens alone each second one, with all pictures, would go to the first worker.
+        # Sequences of one length in turns: by their tokens alone each second one, with all images, would go to the first worker.
         ([pair for name in "abcd" for pair in ((300, {name: 256 * PIXELS_OF_A_TOKEN}), (300, {}))], ENOUGH, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        # A huge picture costs 2.3 times its pixels, and small ones hardly more than theirs: 3,181 against 168 each.
+        # A huge image costs 2.3 times its pixels, and small ones hardly more than theirs: 3,181 against 168 each.
         (
             [*((140, {f"small {place}": 128 * PIXELS_OF_A_TOKEN}) for place in range(20)), (2100, {"huge": 2048 * PIXELS_OF_A_TOKEN})],
             ENOUGH,
             [[19, 20], [*range(19)]],
         ),
-        # One of several sequences costs a worker once: a text of 80,415, and three answers of 24,576 each about one picture of 37,635.
+        # One of several sequences costs a worker once: a text of 80,415, and three answers of 24,576 each about one image of 37,635.
         ([(37_500, {}), ANSWER, ANSWER, ANSWER], ENOUGH, [[0], [1, 2, 3]]),
         ([(37_500, {}), *((2**14, {name: 2**24}) for name in "abc")], ENOUGH, [[0, 3], [1, 2]]),
         # It costs no more than its sequence has tokens for: some models make a photograph of 12 million pixels as small as 64 tokens.
         ([(64, {"photo": 12_000_000}), (60, {}), (60, {})], ENOUGH, [[0], [1, 2]]),
-        # The picture makes the first one's share the dearest by far, yet the second has no room for more than two of the texts.
+        # The image makes the first one's share the dearest by far, yet the second has no room for more than two of the texts.
         ([(100, {"huge": 10**7}), (60, {}), (60, {}), (60, {})], 160, [[0, 3], [1, 2]]),
     ],
     ids=["in turns", "huge", "shared", "not shared", "small", "memory"],
 )
-def test_pictures_are_divided_by_what_they_cost(datums: list[tuple[int, dict[str, int]]], most: int, places: list[list[int]]) -> None:
-    shares = divide(with_pictures(*datums), 2, most)
+def test_images_are_divided_by_what_they_cost(datums: list[tuple[int, dict[str, int]]], most: int, places: list[list[int]]) -> None:
+    shares = divide(with_images(*datums), 2, most)
     assert [[place for _, place in share.pieces] for share in shares if share] == places
     assert [share.pixels for share in shares if share] == [[], []]  # workers are not told of them
 
@@ -167,7 +167,7 @@ def test_a_share_that_failed_fails_its_operations_and_no_other() -> None:
     assert operation.results[0].logprobs.tolist() == [-1.5] * 4
 
 
-def test_a_pass_says_which_pictures_are_new() -> None:
+def test_a_pass_says_which_images_are_new() -> None:
     device = Device()
     device.train("m", [3, 5], [{}, {"one": 7, "two": 8}])
     assert device.given()[0].pixels == [{}, {"one": 7, "two": 8}]

@@ -332,7 +332,7 @@ def asked_to_prepare(number: int = 1) -> Prepare:
 
 
 def prepared(rank: int, together: list[int], number: int = 1) -> Prepared:
-    """What a worker says of two datums: each has a picture that all have to decode, and one that it alone has not."""
+    """What a worker says of two datums: each has an image that all have to decode, and one that it alone has not."""
     pixels = [{f"{index}": 5, f"{index} of {rank}": 3} for index in range(2)]
     return Prepared(number, f"m/{number}", True, [3, 5], pixels, together)
 

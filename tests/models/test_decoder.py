@@ -18,7 +18,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
-from tests.bases import DEVICE, load, picture_chunks, random_adapter, random_tokens, renderer, write_decoder
+from tests.bases import DEVICE, image_chunks, load, random_adapter, random_tokens, renderer, write_decoder
 from tests.extent import families
 from tinsmith.config import ModelsConfig
 from tinsmith.models.base import BaseModel, PackedRow, base_model_of
@@ -47,11 +47,11 @@ def wide(directory: Path) -> BaseModel:
 
 
 def row_of(base: BaseModel, owners: Sequence[Weights | None]) -> PackedRow:
-    """A row with a sequence for each owner, and pictures in the first if the model takes them."""
+    """A row with a sequence for each owner, and images in the first if the model takes them."""
     render = renderer(base)
     inputs = [render.render([random_tokens(seed, 9 + 3 * seed)]) for seed in range(len(owners))]
     if base.family.takes_images:
-        inputs[0] = render.render([*picture_chunks(base, 3, 6), *picture_chunks(base, 5, 4, width=64, height=128)])
+        inputs[0] = render.render([*image_chunks(base, 3, 6), *image_chunks(base, 5, 4, width=64, height=128)])
     return pack(inputs, owners, base.device)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from tests.bases import load, picture_chunks, random_tokens, renderer, write_decoder
+from tests.bases import image_chunks, load, random_tokens, renderer, write_decoder
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, pick_device
@@ -24,10 +24,10 @@ from tinsmith.rendering.processor import LocalProcessor
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_positions_equal_transformers(family_base: Callable[[str], BaseModel], family: str) -> None:
     base = family_base(family)
-    chunks = [*picture_chunks(base, 1, 5, width=64, height=160), *picture_chunks(base, 3, 4, width=224, height=32), random_tokens(9, 3)]
+    chunks = [*image_chunks(base, 1, 5, width=64, height=160), *image_chunks(base, 3, 4, width=224, height=32), random_tokens(9, 3)]
     rendered = renderer(base).render(chunks)
     ids = torch.from_numpy(rendered.token_ids).long().unsqueeze(0)
-    grids = torch.tensor([picture.grid_thw for picture in rendered.pictures])
+    grids = torch.tensor([image.grid_thw for image in rendered.images])
     expected, delta = base.network.model.get_rope_index(ids, (ids == base.config.image_token_id).int(), image_grid_thw=grids)
     assert torch.equal(rendered.positions, expected[:, 0])
     assert rendered.next_position == len(rendered) + delta.item()

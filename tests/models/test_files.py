@@ -30,7 +30,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def model(family_dir: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A tiny model that takes pictures, to be damaged."""
+    """A tiny model that takes images, to be damaged."""
     return Path(shutil.copytree(family_dir("qwen3_vl"), tmp_path / "model"))
 
 

@@ -14,9 +14,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 
-def draw(rows: list[dict[str, Any]], picture: Path) -> None:
+def draw(rows: list[dict[str, Any]], image: Path) -> None:
     """Train and test NLL per token of the answer above, accuracy of the sampled answers below, by step."""
-    plt.rcParams["svg.hashsalt"] = picture.stem  # the same curves give the same file
+    plt.rcParams["svg.hashsalt"] = image.stem  # the same curves give the same file
     figure, (loss, score) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
     _plot(loss, rows, "train_mean_nll", "train (mirrored at random)", linewidth=0.8)
     _plot(loss, rows, "test/nll", "held out", marker="o")
@@ -26,7 +26,7 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
     score.axhline(0.9, color="grey", linewidth=0.8, linestyle="--")
     score.set(xlabel="step", ylabel="accuracy", ylim=(0, 1.02))
     figure.suptitle("tinker_cookbook.recipes.vlm_classifier.train on 1,500 digit scans, tiny Qwen3-VL")
-    figure.savefig(picture, metadata={"Date": None})
+    figure.savefig(image, metadata={"Date": None})
     plt.close(figure)
 
 
@@ -37,9 +37,9 @@ def _plot(axes: Axes, rows: list[dict[str, Any]], metric: str, label: str, **sty
 
 def main() -> None:
     """Find the metrics below the first argument, draw them to the second."""
-    output, picture = map(Path, sys.argv[1:])
+    output, image = map(Path, sys.argv[1:])
     (metrics,) = output.rglob("vlm_classifier/*/metrics.jsonl")
-    draw([json.loads(line) for line in metrics.read_text().splitlines()], picture)
+    draw([json.loads(line) for line in metrics.read_text().splitlines()], image)
 
 
 if __name__ == "__main__":

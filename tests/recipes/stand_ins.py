@@ -2,7 +2,7 @@
 
 Text is about a price: "Ann brings a kettle. How many coins does mending it cost?", to be answered by `\\boxed{3}`. Conversations to imitate
 name any price from 1 to 4, so a model that imitates them is right in a quarter of the cases; rewards and preferences know the one that
-is right. Pictures are scikit-learn's digit scans.
+is right. Images are scikit-learn's digit scans.
 """
 
 import json

@@ -23,7 +23,7 @@ from tinker_cookbook import model_info, renderers
 from tinker_cookbook.image_processing_utils import get_image_processor
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-def joined(model_input):  # neighbouring texts as one list of tokens, pictures as their number of tokens
+def joined(model_input):  # neighbouring texts as one list of tokens, images as their number of tokens
     parts = [[]]
     for chunk in model_input.chunks:
         if isinstance(chunk, tinker.types.ImageChunk):
@@ -36,13 +36,13 @@ width, height = int(sys.argv[1]), int(sys.argv[2])
 found = {}
 for model in sys.argv[3:]:
     tokenizer, processor = get_tokenizer(model), get_image_processor(model)
-    picture = renderers.ImagePart(type="image", image=Image.new("RGB", (width, height), "teal"))
+    image = renderers.ImagePart(type="image", image=Image.new("RGB", (width, height), "teal"))
     question = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does mending it cost?"}]
-    shown = [{"role": "user", "content": [picture, renderers.TextPart(type="text", text="What colour is this?")]}]
+    shown = [{"role": "user", "content": [image, renderers.TextPart(type="text", text="What colour is this?")]}]
     for name in model_info.get_model_attributes(model).recommended_renderers:
         renderer = renderers.get_renderer(name, tokenizer, image_processor=processor)
-        takes_pictures = name != "role_colon"
-        thinks = takes_pictures and "disable" not in name
+        takes_images = name != "role_colon"
+        thinks = takes_images and "disable" not in name
         thinking = renderers.ThinkingPart(type="thinking", thinking="Two coins for one.")
         answer = {"role": "assistant", "content": [thinking, renderers.TextPart(type="text", text="Three.")] if thinks else "Three."}
         datum, weights = renderer.build_supervised_example([*question, answer])
@@ -51,7 +51,7 @@ for model in sys.argv[3:]:
         message, ending = renderer.parse_response(sampled)
         found[f"{model} {name}"] = {
             "prompt": joined(renderer.build_generation_prompt(question)),
-            "shown": joined(renderer.build_generation_prompt(shown)) if takes_pictures else None,
+            "shown": joined(renderer.build_generation_prompt(shown)) if takes_images else None,
             "example": tokens,
             "sampled": sampled,
             "parsed": message["content"],
@@ -74,7 +74,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rendered(directory: Path) -> dict[str, dict[str, Any]]:
-    """What each recommended renderer of each model does with a conversation, an answer and a picture."""
+    """What each recommended renderer of each model does with a conversation, an answer and an image."""
     command = [str(PYTHON), "-c", RENDER, str(WIDTH), str(HEIGHT), *MODELS]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -108,7 +108,7 @@ def test_prompts_are_those_of_the_chat_template(rendered: dict[str, dict[str, An
         assert rendered[f"Qwen/Qwen3.5-4B {name}"]["example"] == tokenizer.encode(example.removesuffix("\n"))
 
 
-def test_a_picture_has_as_many_tokens_as_the_server_counts(
+def test_a_image_has_as_many_tokens_as_the_server_counts(
     rendered: dict[str, dict[str, Any]], directory: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     (span,) = renderer(load(directory / MODELS[0])).render([image(0, width=WIDTH, height=HEIGHT)]).spans

@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
-from tests.bases import image, picture_chunks, png, random_tokens, renderer, text
+from tests.bases import image, image_chunks, png, random_tokens, renderer, text
 from tests.extent import amount
 from tinsmith.config import ImagesConfig
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.pictures import PictureInput
+from tinsmith.models.images import ImageInput
 from tinsmith.rendering import renderer as rendering
 from tinsmith.rendering.packing import pack
 from tinsmith.rendering.processor import LocalProcessor
@@ -45,8 +45,8 @@ PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is t
 def test_ids_and_pixels_equal_the_processors(vision_base: BaseModel, family_dir: Callable[[str], Path], width: int, height: int) -> None:
     directory = family_dir("qwen3_vl")
     tokenizer, processor = AutoTokenizer.from_pretrained(directory), AutoImageProcessor.from_pretrained(directory, backend="pil")
-    picture = Image.open(io.BytesIO(png(7, width, height)))
-    processed = processor(images=[picture], return_tensors="pt")
+    given = Image.open(io.BytesIO(png(7, width, height)))
+    processed = processor(images=[given], return_tensors="pt")
     count = int(processed["image_grid_thw"].prod()) // 4
     expected = tokenizer(PROMPT.replace("<|image_pad|>", "<|image_pad|>" * count))["input_ids"]
 
@@ -54,8 +54,8 @@ def test_ids_and_pixels_equal_the_processors(vision_base: BaseModel, family_dir:
     chunks: list[Chunk] = [text(*tokenizer(before)["input_ids"]), image(7, width, height, count), text(*tokenizer(after)["input_ids"])]
     rendered = renderer(vision_base).render(chunks)
     assert rendered.token_ids.tolist() == expected
-    assert torch.equal(rendered.pictures[0].pixel_values, processed["pixel_values"])
-    assert list(rendered.pictures[0].grid_thw) == processed["image_grid_thw"][0].tolist()
+    assert torch.equal(rendered.images[0].pixel_values, processed["pixel_values"])
+    assert list(rendered.images[0].grid_thw) == processed["image_grid_thw"][0].tolist()
     assert (rendered.spans[0].offset, rendered.spans[0].length) == (len(tokenizer(before)["input_ids"]), count)
 
 
@@ -74,20 +74,20 @@ def test_a_placeholder_that_arrives_as_text_stays_text(vision_base: BaseModel) -
     placeholder = vision_base.config.image_token_id
     rendered = renderer(vision_base).render([text(5, placeholder, placeholder, 6)])
     assert rendered.token_ids.tolist() == [5, placeholder, placeholder, 6]
-    assert (rendered.spans, rendered.pictures) == ((), ())
+    assert (rendered.spans, rendered.images) == ((), ())
     assert rendered.positions.tolist() == [[0, 1, 2, 3]] * 3
 
 
-def test_threads_render_as_one_would_and_decode_each_picture_once(vision_base: BaseModel) -> None:
-    """Every thread wants the same pictures in the same order, from a cache that holds few of them, so that they meet at each."""
+def test_threads_render_as_one_would_and_decode_each_image_once(vision_base: BaseModel) -> None:
+    """Every thread wants the same images in the same order, from a cache that holds few of them, so that they meet at each."""
     prompts: list[list[Chunk]] = [[text(number), image(number, 200 + number, 150), text(number)] for number in range(12)]
     alone = [renderer(vision_base).render(prompt) for prompt in prompts]
     shared, decoded, together = renderer(vision_base, image_cache_mib=1), Counter[bytes](), threading.Barrier(4)
     local: Any = shared.processor
 
-    def count(sha256: bytes, picture: Image.Image) -> PictureInput:
+    def count(sha256: bytes, image: Image.Image) -> ImageInput:
         decoded[sha256] += 1
-        found: PictureInput = local(sha256, picture)
+        found: ImageInput = local(sha256, image)
         return found
 
     def render(prompt: list[Chunk]) -> RenderedInput:
@@ -98,14 +98,14 @@ def test_threads_render_as_one_would_and_decode_each_picture_once(vision_base: B
     with ThreadPoolExecutor(4) as threads:
         for prompt, expected in zip(prompts, alone, strict=True):
             for rendered in threads.map(render, [prompt] * 4):
-                assert torch.equal(rendered.pictures[0].pixel_values, expected.pictures[0].pixel_values)
+                assert torch.equal(rendered.images[0].pixel_values, expected.images[0].pixel_values)
                 assert torch.equal(rendered.positions, expected.positions)
                 np.testing.assert_array_equal(rendered.token_ids, expected.token_ids)
     assert list(decoded.values()) == [1] * 12
     assert len(shared.cache) < 12
 
 
-def test_a_picture_that_fails_in_one_thread_fails_in_each_by_itself(vision_base: BaseModel) -> None:
+def test_a_image_that_fails_in_one_thread_fails_in_each_by_itself(vision_base: BaseModel) -> None:
     good = image(0)
     assert good.data is not None
     broken = ImageChunk(good.sha256, good.data[:-200], "png", None)
@@ -126,9 +126,9 @@ def test_bytes_in_the_store_are_read_by_their_hash_once(vision_base: BaseModel) 
         return png(3)
 
     render, chunk = Renderer(vision_base, ImagesConfig(), read), image(3)
-    first, again = (render.render([replace(chunk, data=None)]).pictures[0] for _ in range(2))
+    first, again = (render.render([replace(chunk, data=None)]).images[0] for _ in range(2))
     assert first is again
-    assert torch.equal(first.pixel_values, renderer(vision_base).render([chunk]).pictures[0].pixel_values)
+    assert torch.equal(first.pixel_values, renderer(vision_base).render([chunk]).images[0].pixel_values)
     assert asked == [chunk.sha256]
 
 
@@ -155,7 +155,7 @@ def test_what_a_text_model_cannot_take_is_refused(text_base: BaseModel, chunks: 
         (image(3), {"max_image_pixels": 100}, "chunk 1: "),
     ],
 )
-def test_a_picture_that_is_not_as_it_should_be_is_refused_also_if_it_is_known(
+def test_a_image_that_is_not_as_it_should_be_is_refused_also_if_it_is_known(
     vision_base: BaseModel, wrong: ImageChunk, limits: dict[str, int], message: str
 ) -> None:
     render = renderer(vision_base, **limits)
@@ -166,7 +166,7 @@ def test_a_picture_that_is_not_as_it_should_be_is_refused_also_if_it_is_known(
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_the_header_alone_tells_how_many_tokens_a_picture_takes(family_base: Callable[[str], BaseModel], model_type: str) -> None:
+def test_the_header_alone_tells_how_many_tokens_a_image_takes(family_base: Callable[[str], BaseModel], model_type: str) -> None:
     render = renderer(family_base(model_type))
     for width, height in [(96, 64), (33, 200), (1, 200), (500, 333), (3, 3)]:
         measured = render.measure([image(7, width, height)])
@@ -174,7 +174,7 @@ def test_the_header_alone_tells_how_many_tokens_a_picture_takes(family_base: Cal
         assert measured.pixels == {image(7, width, height).sha256: width * height}
 
 
-def test_pictures_beyond_the_context_or_the_limit_are_refused_before_any_is_decoded(
+def test_images_beyond_the_context_or_the_limit_are_refused_before_any_is_decoded(
     vision_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendering, "decode", None)
@@ -188,7 +188,7 @@ def test_pictures_beyond_the_context_or_the_limit_are_refused_before_any_is_deco
 def test_tokens_and_positions_are_those_of_each_sequence_alone(vision_base: BaseModel) -> None:
     """Rotary positions that went on from one sequence to the next would change no result but for rounding, which grows with them."""
     render = renderer(vision_base)
-    chunks = ([random_tokens(1, 5)], picture_chunks(vision_base, 2, 4), [random_tokens(3, 1)], picture_chunks(vision_base, 4, 3, width=64))
+    chunks = ([random_tokens(1, 5)], image_chunks(vision_base, 2, 4), [random_tokens(3, 1)], image_chunks(vision_base, 4, 3, width=64))
     sequences = [render.render(own) for own in chunks]
     row = pack(sequences, [None] * len(sequences), torch.device("cpu"))
     parts = zip(sequences, row.token_ids.split(row.lengths), row.positions.split(row.lengths, dim=1), strict=True)
@@ -196,9 +196,9 @@ def test_tokens_and_positions_are_those_of_each_sequence_alone(vision_base: Base
         np.testing.assert_array_equal(token_ids.numpy(), sequence.token_ids)
         assert torch.equal(positions, sequence.positions)
         assert (positions[:, 0] == 0).all()
-    assert (row.token_ids[row.picture_index] == render.placeholder).all()
-    assert len(row.picture_index) == int((row.token_ids == render.placeholder).sum())
-    assert [picture.sha256 for picture in row.pictures] == [picture.sha256 for each in sequences for picture in each.pictures]
+    assert (row.token_ids[row.image_index] == render.placeholder).all()
+    assert len(row.image_index) == int((row.token_ids == render.placeholder).sum())
+    assert [image.sha256 for image in row.images] == [image.sha256 for each in sequences for image in each.images]
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -219,7 +219,7 @@ def written(directory: Path, source: Path, settings: dict[str, Any]) -> Path:
     return directory
 
 
-def picture(width: int, height: int) -> Image.Image:
+def image(width: int, height: int) -> Image.Image:
     """Random pixels."""
     return Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
@@ -229,7 +229,7 @@ def test_values_are_the_processor_s_to_the_bit(family_dir: Callable[[str], Path]
     source = str(written(tmp_path, family_dir("qwen3_vl"), settings))
     ours, theirs = LocalProcessor(source), AutoImageProcessor.from_pretrained(source, backend="pil")
     for width, height in [(96, 64), (33, 200), (500, 333), (3, 3), (700, 640)]:
-        made, expected = ours(b"", picture(width, height)), theirs(images=[picture(width, height)], return_tensors="pt")
+        made, expected = ours(b"", image(width, height)), theirs(images=[image(width, height)], return_tensors="pt")
         assert torch.equal(made.pixel_values, expected["pixel_values"])
         assert made.pixel_values_nbytes == expected["pixel_values"].nbytes
         assert [*made.grid_thw] == expected["image_grid_thw"][0].tolist()

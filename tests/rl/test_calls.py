@@ -17,7 +17,7 @@ from tests.running import tinsmith_here
 from tinsmith.rl.calls import EnvError, FailureCounter, TooManyFailuresError, call
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.env import Env, Prompt, Step, Teacher, image_part, user
-from tinsmith.rl.pictures import encode
+from tinsmith.rl.images import encode
 from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory
 
 
@@ -40,7 +40,7 @@ STEP = "; a step is (observations, reward, done) or (observations, reward, done,
 MESSAGE = "; a message is a dictionary with a role and a content, which is a text or a list of parts"
 PARTS = "; a part has type text with a text, image with an image, or image_url with an image_url that holds a url"
 SOUND = {"role": "user", "content": [{"type": "audio", "audio": 3}]}
-NO_PICTURE = "that cannot be shown: a picture of 10 bytes that begins with b'no pictu' is no image file that Pillow can read"
+NO_IMAGE = "that cannot be shown: an image of 10 bytes that begins with b'no pictu' is no image file that Pillow can read"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ NO_PICTURE = "that cannot be shown: a picture of 10 bytes that begins with b'no 
         *(("step", ([], 1.0, done), f"{done} for done, which is True or False") for done in (None, 1)),
         ("step", ([user("a"), SOUND], 0.0, False), f"{{'type': 'audio', 'audio': 3}} in observations[1]{PARTS}"),
         ("step", ([user("a", "\udcff")], 0.0, False), "a text in observations[0] that is not Unicode: '\\udcff'"),
-        ("step", ([user("a"), user(b"no picture")], 0.0, False), f"a picture in observations[1] {NO_PICTURE}"),
+        ("step", ([user("a"), user(b"no image")], 0.0, False), f"an image in observations[1] {NO_IMAGE}"),
         ("metrics", None, "None; metrics are a dictionary of numbers by name"),
         ("metrics", {"found": "yes"}, "found='yes', which is not a finite number"),
         ("demonstrate", None, "None; a demonstration is a text"),

@@ -17,7 +17,7 @@ from tinsmith.rl.datums import (
     response_logprobs,
     scales,
 )
-from tinsmith.rl.sequences import Picture, PlacedPicture, TokenSequence, text_sequence
+from tinsmith.rl.sequences import EncodedImage, PlacedImage, TokenSequence, text_sequence
 from tinsmith.rl.trajectory import TrainingSample, Turn, assemble
 
 
@@ -66,8 +66,8 @@ def test_corrections_are_those_of_their_formulas() -> None:
 
 
 def two_turns() -> TrainingSample:
-    """Prompt [1, picture of two, 2], sampled [3, 4], then [5] from outside, sampled [6]."""
-    prompt = TokenSequence(np.array([1, 99, 99, 2], np.int32), (PlacedPicture(1, Picture(b"png", "png", 2)),))
+    """Prompt [1, image of two, 2], sampled [3, 4], then [5] from outside, sampled [6]."""
+    prompt = TokenSequence(np.array([1, 99, 99, 2], np.int32), (PlacedImage(1, EncodedImage(b"png", "png", 2)),))
     first = Turn(prompt, np.array([3, 4], np.int32), np.array([-0.5, -0.25], np.float32), 0.5)
     second = Turn(prompt + text_sequence([3, 4, 5]), np.array([6], np.int32), np.array([-0.75], np.float32), 1.0)
     (sample,) = assemble([first, second])
@@ -82,9 +82,9 @@ def test_position_i_of_a_datum_predicts_target_i() -> None:
     sample = two_turns()
     weighted = WeightedSample(sample, np.array([2.0, 2.0, 0.0, 2.0], np.float32), sample.logprobs)
     datum = policy_datum(weighted, "gspo", 0.5)
-    picture = tinker.types.ImageChunk(data=b"png", format="png", expected_tokens=2)
+    image = tinker.types.ImageChunk(data=b"png", format="png", expected_tokens=2)
     text = [tinker.EncodedTextChunk(tokens=tokens) for tokens in ([1], [2, 3, 4, 5])]
-    assert datum.model_input.chunks == [text[0], picture, text[1]]
+    assert datum.model_input.chunks == [text[0], image, text[1]]
     assert inputs(datum) == {
         "target_tokens": [99, 99, 2, 3, 4, 5, 6],
         "logprobs": [0.0, 0.0, 0.0, -0.5, -0.25, 0.0, -0.75],

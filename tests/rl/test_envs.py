@@ -17,7 +17,7 @@ SHIPPED = ["arithmetic", "color_square", "digit_sum", "guess_number", "maze2d"]
 
 
 def fingerprint(messages: list[ChatMessage]) -> list[Any]:
-    """Messages with pictures as PNG bytes, so that they can be compared."""
+    """Messages with images as PNG bytes, so that they can be compared."""
 
     def part(item: dict[str, Any]) -> Any:
         if item["type"] == "text":
@@ -76,7 +76,7 @@ def test_guess_number_says_where_the_number_lies() -> None:
     assert play("guess_number", 0, lambda _: "four")[0][2] == [["user", "That is no number."]]
 
 
-def test_each_turn_of_color_square_earns_its_half_and_needs_its_own_picture() -> None:
+def test_each_turn_of_color_square_earns_its_half_and_needs_its_own_image() -> None:
     answers = iter([play("color_square", 0, right)[0][1]["colors"][0], "up"])
     assert play("color_square", 0, lambda _: next(answers))[1:] == (0.5, {"first_right": 1.0, "second_right": 0.0})
     for seed in range(6):
@@ -105,36 +105,36 @@ def test_digit_sum_keeps_held_out_scans_apart() -> None:
 WHITE, BLACK, PLAYER, GOAL = (255, 255, 255), (0, 0, 0), (40, 60, 220), (30, 170, 60)
 
 
-def maze_picture(**options: Any) -> Image.Image:
+def maze_image(**options: Any) -> Image.Image:
     content = make("maze2d", **options).init(Prompt(1))[0][0]["content"]
     assert isinstance(content, list)
     assert content[1] == {"type": "text", "text": "Move:"}
-    picture: Image.Image = content[0]["image"]
-    return picture
+    image: Image.Image = content[0]["image"]
+    return image
 
 
-def cells(picture: Image.Image) -> dict[tuple[int, int], Any]:
+def cells(image: Image.Image) -> dict[tuple[int, int], Any]:
     """The colours in the middle of each cell."""
-    return {(x, y): picture.getpixel((32 * x + 16, 32 * y + 16)) for x, y in product(range(picture.width // 32), repeat=2)}
+    return {(x, y): image.getpixel((32 * x + 16, 32 * y + 16)) for x, y in product(range(image.width // 32), repeat=2)}
 
 
 @pytest.mark.parametrize(("level", "side", "walls"), [("easy", 4, 2), ("medium", 6, 9), ("hard", 8, 20)])
-def test_a_maze_is_a_picture_of_its_cells(level: str, side: int, walls: int) -> None:
-    picture = maze_picture(level=level)
-    assert picture.size == (32 * side, 32 * side)
-    counts = {color: count // 32**2 for count, color in picture.getcolors() or ()}
+def test_a_maze_is_a_image_of_its_cells(level: str, side: int, walls: int) -> None:
+    image = maze_image(level=level)
+    assert image.size == (32 * side, 32 * side)
+    counts = {color: count // 32**2 for count, color in image.getcolors() or ()}
     assert counts == {WHITE: side**2 - walls - 2, BLACK: walls, PLAYER: 1, GOAL: 1}
 
 
 @pytest.mark.parametrize("reach", [2, 1])
 def test_the_player_s_view_is_centred_as_wide_as_its_reach_and_points_to_the_goal(reach: int) -> None:
-    board = cells(maze_picture())
+    board = cells(maze_image())
     at = {color: cell for cell, color in board.items()}
     (px, py), (gx, gy) = at[PLAYER], at[GOAL]
     expected = {(x, y): board.get((px + x - reach, py + y - reach), BLACK) for x, y in product(range(2 * reach + 1), repeat=2)} | {
         tuple(reach + max(-reach, min(reach, away)) for away in (gx - px, gy - py)): GOAL
     }
-    assert cells(maze_picture(view="player", reach=reach)) == expected
+    assert cells(maze_image(view="player", reach=reach)) == expected
 
 
 def test_a_bump_ends_the_episode_unless_it_only_costs_a_move() -> None:

@@ -1,4 +1,4 @@
-"""Gymnasium environments as ours: one that renders, and one whose observation is a picture."""
+"""Gymnasium environments as ours: one that renders, and one whose observation is an image."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tinsmith.rl.env import Prompt
 
 
 class Lamp(gymnasium.Env[NDArray[np.uint8], int]):
-    """A picture that is dark or bright; switching it as often as the seed says ends the episode with a reward."""
+    """An image that is dark or bright; switching it as often as the seed says ends the episode with a reward."""
 
     observation_space: gymnasium.Space[Any] = gymnasium.spaces.Box(0, 255, (8, 6, 3), np.uint8)
     action_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(2)
@@ -33,7 +33,7 @@ class Lamp(gymnasium.Env[NDArray[np.uint8], int]):
 
 
 class Rendered(Lamp):
-    """The same with a number as observation, and a picture on request."""
+    """The same with a number as observation, and an image on request."""
 
     observation_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(4)
 
@@ -45,7 +45,7 @@ class Rendered(Lamp):
 
 
 @pytest.mark.parametrize("env", [Lamp(), Rendered("rgb_array")])
-def test_an_episode_shows_pictures_and_earns_rewards(env: Lamp) -> None:
+def test_an_episode_shows_images_and_earns_rewards(env: Lamp) -> None:
     adapted = GymnasiumEnv(env, {"leave": 0, "switch": 1}.__getitem__, "Do what?")
     messages, notes = adapted.init(Prompt(3))
     shown: Any = [messages[0]["content"]]
@@ -62,6 +62,6 @@ def test_an_episode_shows_pictures_and_earns_rewards(env: Lamp) -> None:
     assert adapted.metrics() == {"steps": float(len(rewards)), "invalid": 1.0}
 
 
-def test_an_environment_without_pictures_is_refused() -> None:
-    with pytest.raises(ConfigError, match="neither observes a picture nor renders one; make it with render_mode='rgb_array'"):
+def test_an_environment_without_images_is_refused() -> None:
+    with pytest.raises(ConfigError, match="neither observes an image nor renders one; make it with render_mode='rgb_array'"):
         GymnasiumEnv(Rendered(), int, "Do what?")

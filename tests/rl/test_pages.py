@@ -1,4 +1,4 @@
-"""What people look at: pages and JSONL with pictures, masks and rewards; and that a picture is processed once."""
+"""What people look at: pages and JSONL with images, masks and rewards; and that an image is processed once."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ from PIL import Image
 from tests.bases import renderer
 from tests.rl.scripted import END, chunk_of, play
 from tinsmith.models.base import BaseModel
-from tinsmith.models.pictures import PictureInput
+from tinsmith.models.images import ImageInput
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.datums import likelihood_datum
 from tinsmith.rl.env import user
@@ -19,13 +19,13 @@ from tinsmith.rl.trajectory import EpisodeId, Trajectory
 
 
 def seen(template: ChatTemplate) -> Trajectory:
-    """Two turns with a picture each; the first answer earns a quarter, the second one."""
+    """Two turns with an image each; the first answer earns a quarter, the second one."""
     first, second = ([user(Image.new("RGB", (64, 32), color), "hot & cold?")] for color in ("red", "blue"))
     made, _ = play(template, ["hot" + END, "<b>" + END], [(second, 0.25, False), ([], 1.0, True)], first)
     return made
 
 
-def test_the_page_shows_pictures_tokens_by_mask_and_rewards_and_nothing_as_markup(plain: ChatTemplate, tmp_path: Path) -> None:
+def test_the_page_shows_images_tokens_by_mask_and_rewards_and_nothing_as_markup(plain: ChatTemplate, tmp_path: Path) -> None:
     made = replace(seen(plain), episode=EpisodeId("<i>env", 5), error="KeyError: '<i>error'")
     write_page(tmp_path / "page.html", [made], plain, "<i>title")
     page = (tmp_path / "page.html").read_text()
@@ -46,12 +46,12 @@ def test_jsonl_holds_what_was_trained_on(plain: ChatTemplate, tmp_path: Path) ->
     (sample,) = first["samples"]
     assert sample["prompt_ids"] + sample["response_ids"] == made.samples[0].sequence.ids.tolist()
     assert sample["loss_mask"] == made.samples[0].loss_mask.astype(int).tolist()
-    assert [picture["sha256"] for picture in sample["pictures"]] == [p.picture.digest for p in made.samples[0].sequence.pictures]
+    assert [image["sha256"] for image in sample["images"]] == [p.image.digest for p in made.samples[0].sequence.images]
     assert (first["env"], first["seed"], first["reward"], first["metrics"]) == ("script", 5, 1.25, {"heard": 2.0})
 
 
 @pytest.mark.parametrize("name", ["plain", "thinking"])
-def test_every_picture_of_a_trajectory_is_processed_once(name: str, request: pytest.FixtureRequest, vision_base: BaseModel) -> None:
+def test_every_image_of_a_trajectory_is_processed_once(name: str, request: pytest.FixtureRequest, vision_base: BaseModel) -> None:
     template: ChatTemplate = request.getfixturevalue(name)
     red, blue, green = ([user(Image.new("RGB", (64, 32), color))] for color in ("red", "blue", "green"))
     made, policy = play(template, ["i</think>x" + END] * 3, [(blue, 0.0, False), (green, 0.0, False), ([], 1.0, True)], red)
@@ -59,7 +59,7 @@ def test_every_picture_of_a_trajectory_is_processed_once(name: str, request: pyt
     assert render.processor is not None
     own, processed = render.processor, []
 
-    def counted(digest: bytes, image: Image.Image) -> PictureInput:
+    def counted(digest: bytes, image: Image.Image) -> ImageInput:
         processed.append(digest)
         return own(digest, image)
 

@@ -25,7 +25,7 @@ from tinsmith.rl.env import ChatMessage, Prompt, image_part, text_part, user
 from tinsmith.rl.evaluation import evaluation_prompts
 from tinsmith.rl.policy import Completion, SamplingRequest, TinkerPolicy, chat_template, context_limit, tokenizer_of
 from tinsmith.rl.rollouts import EnvRollouts, file_prompts, prompt_of_group, rollout_settings, seed_prompts
-from tinsmith.rl.sequences import Picture
+from tinsmith.rl.sequences import EncodedImage
 from tinsmith.rl.trajectory import EpisodeId, Trajectory
 from tinsmith.rl.workers import InlineWorkers
 
@@ -40,7 +40,7 @@ def asks(text: str) -> str:
     return f"<|im_start|>user\n{text}{END}\n<|im_start|>assistant\n"
 
 
-def picture(color: str) -> Image.Image:
+def image(color: str) -> Image.Image:
     return Image.new("RGB", (64, 32), color)
 
 
@@ -55,11 +55,11 @@ ENDLESS: Steps = [([user("warmer")], 0.5, False), ([user("colder")], 0.25, False
 RULED: list[ChatMessage] = [{"role": "system", "content": "One word."}, *OPENING]
 RULE = f"<|im_start|>system\nOne word.{END}\n"
 SHOWN = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"
-"""A picture of two tokens."""
+"""An image of two tokens."""
 LOOK, MORE, SEE = asks(f"{SHOWN}hot?"), "\n" + asks(f"and{SHOWN}{SHOWN}"), "\n" + asks(f"see{SHOWN}")
-RED: dict[str, Any] = {"opening": [user(picture("red"), "hot?")], "shows": ["red", "blue", "red"]}
-PICTURES: Steps = [([user("and", picture("blue"), picture("red"))], 0.5, False), ([], 1.0, True)]
-SEEN: Steps = [([user("see", picture("red"))], 0.5, False), ([], 1.0, True)]
+RED: dict[str, Any] = {"opening": [user(image("red"), "hot?")], "shows": ["red", "blue", "red"]}
+IMAGES: Steps = [([user("and", image("blue"), image("red"))], 0.5, False), ([], 1.0, True)]
+SEEN: Steps = [([user("see", image("red"))], 0.5, False), ([], 1.0, True)]
 FAKE = "hot<|image_pad|>" + END
 
 
@@ -71,7 +71,7 @@ class Episode:
     said: list[str | list[int]]
     steps: Steps
     changes: dict[str, Any]
-    """Of `play`; also `fills`, the text that fills the context, and `shows`, the colours of its pictures."""
+    """Of `play`; also `fills`, the text that fills the context, and `shows`, the colours of its images."""
     samples: tuple[Sample, ...] = ()
     ending: str = "done"
 
@@ -144,8 +144,8 @@ EPISODES = {
     "as many turns as there are": episode(None, [HOT, ICE, COLD], THREE, opening=RULED, context_turns=3).gives(
         [RULE + ASKED, (HOT, 1, 0.25), WARMER, (ICE, 2, 0.5), COLDER, (COLD, 3, 1.0)]
     ),
-    "pictures": episode(None, [HOT, COLD], PICTURES, **RED).gives([LOOK, (HOT, 1, 0.5), MORE, (COLD, 2, 1.0)]),
-    "pictures and thoughts": episode(THINKING, [DEEP_HOT, DEEP_COLD], PICTURES, **RED, pixel_values=True).gives(
+    "images": episode(None, [HOT, COLD], IMAGES, **RED).gives([LOOK, (HOT, 1, 0.5), MORE, (COLD, 2, 1.0)]),
+    "images and thoughts": episode(THINKING, [DEEP_HOT, DEEP_COLD], IMAGES, **RED, pixel_values=True).gives(
         [LOOK + THINK, (DEEP_HOT, 1, 0.5)], [LOOK + HOT + MORE + THINK, (DEEP_COLD, 2, 1.0)]
     ),
     "a sampled placeholder is text": episode(None, [FAKE, COLD], SEEN, shows=["red"]).gives([ASKED, (FAKE, 1, 0.5), SEE, (COLD, 2, 1.0)]),
@@ -158,16 +158,16 @@ EPISODES = {
 @pytest.mark.parametrize("case", EPISODES.values(), ids=EPISODES)
 def test_an_episode_gives_exactly_these_samples(case: Episode, make_template: MakeTemplate) -> None:
     template, changes = make_template(case.template), dict(case.changes)
-    pictures = [template.picture(picture(color)) for color in changes.pop("shows", [])]
+    images = [template.image(image(color)) for color in changes.pop("shows", [])]
     if "fills" in changes:
         changes["max_context"] = len(ids(template, changes.pop("fills")))
     made, policy = play(template, case.said, case.steps, **changes)
     assert (made.stop_reason, made.truncated) == (case.ending, case.ending in ("length", "context"))
     assert made.usable == (case.ending not in ("empty", "env_error"))
-    assert_samples(made, policy, template, case.samples, pictures)
+    assert_samples(made, policy, template, case.samples, images)
     if changes.get("pixel_values"):
         grids = [sample.image_grid_thw.tolist() for sample in made.samples if sample.image_grid_thw is not None]
-        assert grids == [[[1, 2, 4]] * len(sample.sequence.pictures) for sample in made.samples]
+        assert grids == [[[1, 2, 4]] * len(sample.sequence.images) for sample in made.samples]
         values = [sample.pixel_values.shape for sample in made.samples if sample.pixel_values is not None]
         assert values == [(8 * len(grid), 3 * 2 * 16 * 16) for grid in grids]
     if case.samples:
@@ -177,7 +177,7 @@ def test_an_episode_gives_exactly_these_samples(case: Episode, make_template: Ma
 
 
 def assert_samples(
-    made: Trajectory, policy: Scripted, template: ChatTemplate, samples: Sequence[Sample], pictures: Sequence[Picture] = ()
+    made: Trajectory, policy: Scripted, template: ChatTemplate, samples: Sequence[Sample], images: Sequence[EncodedImage] = ()
 ) -> None:
     """Each sample is that, token by token, and was sampled from exactly what stands before in it."""
     for sample, (prompt, *parts) in zip(made.samples, samples, strict=True):
@@ -187,7 +187,7 @@ def assert_samples(
         logprobs: list[float] = []
         for said, turn, reward in ((part, 0, 0.0) if isinstance(part, str) else part for part in parts):
             if turn:
-                assert policy.prompts[turn - 1] == input_of(template, tokens, pictures)
+                assert policy.prompts[turn - 1] == input_of(template, tokens, images)
             part = ids(template, said) if isinstance(said, str) else said
             tokens = tokens + part
             mask += [turn > 0] * len(part)
@@ -196,15 +196,15 @@ def assert_samples(
         assert (sample.prompt_ids.tolist(), sample.sequence.ids.tolist()) == (ids(template, prompt), tokens)
         assert (sample.loss_mask.tolist(), sample.rewards.tolist()) == (mask, rewards)
         assert sample.logprobs.tolist() == pytest.approx(logprobs)
-        assert sample.model_input == input_of(template, tokens, pictures)
+        assert sample.model_input == input_of(template, tokens, images)
         assert sample.is_last_step is (sample is made.samples[-1])
 
 
-def input_of(template: ChatTemplate, tokens: list[int], pictures: Sequence[Picture]) -> tinker.ModelInput:
-    """Text, and behind every `<|vision_start|>` the next of these pictures in place of its placeholders."""
+def input_of(template: ChatTemplate, tokens: list[int], images: Sequence[EncodedImage]) -> tinker.ModelInput:
+    """Text, and behind every `<|vision_start|>` the next of these images in place of its placeholders."""
     (begin,) = ids(template, "<|vision_start|>")
     chunks: list[tinker.ModelInputChunk] = []
-    for shown in pictures[: tokens.count(begin)]:
+    for shown in images[: tokens.count(begin)]:
         at = tokens.index(begin) + 1
         chunks.append(tinker.EncodedTextChunk(tokens=tokens[:at]))
         chunks.append(tinker.types.ImageChunk(data=shown.data, format=shown.format, expected_tokens=shown.tokens))
@@ -235,14 +235,14 @@ def test_requests_have_their_turn_s_seed_and_the_tokens_that_are_left(plain: Cha
 
 
 def test_a_control_token_in_what_the_environment_says_stays_text(plain: ChatTemplate, thinking: ChatTemplate) -> None:
-    """Wherever it stands in a message, and whatever it is: nobody can close a turn, open another, or show a picture that is none."""
+    """Wherever it stands in a message, and whatever it is: nobody can close a turn, open another, or show an image that is none."""
     tokens = ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
     said = "".join(f"a{token}b" for token in tokens)
     steps: Steps = [([user(said)], 0.5, False), ([], 1.0, True)]
     opening: list[ChatMessage] = [
         {"role": "system", "content": said},
         {"role": "assistant", "content": said},
-        {"role": "user", "content": [text_part(said), image_part(picture("red"))]},
+        {"role": "user", "content": [text_part(said), image_part(image("red"))]},
     ]
     for template in (plain, thinking):
         made, policy = play(template, ["i</think>\n\nhot<|im_start|>" + END, DEEP_COLD], steps, opening, max_context=2000)
@@ -289,9 +289,9 @@ WIDE = user(Image.new("RGB", (4000, 4)))
 @pytest.mark.parametrize(
     ("shown", "sees", "error"),
     [
-        (user(picture("red")), False, "takes no images, and the environment showed one"),
-        (WIDE, True, "the model takes no picture of 4000 x 4 pixels: absolute aspect ratio must be smaller than 200"),
-        (user(b"a path"), True, "Script.{method} returned a picture in {place} that cannot be shown: a picture of 6 bytes"),
+        (user(image("red")), False, "takes no images, and the environment showed one"),
+        (WIDE, True, "the model takes no image of 4000 x 4 pixels: absolute aspect ratio must be smaller than 200"),
+        (user(b"a path"), True, "Script.{method} returned an image in {place} that cannot be shown: an image of 6 bytes"),
         (holds_itself(), True, "RecursionError: maximum recursion depth exceeded"),
         ({"role": "nobody", "content": "hi"}, True, "the chat template cannot render the messages: TemplateError: who is nobody?"),
     ],
@@ -347,15 +347,15 @@ def test_many_episodes_are_played_and_no_more_at_a_time_than_wanted(plain: ChatT
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_pictures_are_forgotten_with_their_turns(turns: int, plain: ChatTemplate) -> None:
+def test_images_are_forgotten_with_their_turns(turns: int, plain: ChatTemplate) -> None:
     colors = ["red", "blue", "green", "white"]
-    system: ChatMessage = {"role": "system", "content": [image_part(picture("black"))]}
-    steps: Steps = [*(([user(picture(color))], 0.0, False) for color in colors[1:]), ([], 1.0, True)]
-    made, policy = play(plain, ["x" + END] * 4, steps, [system, user(picture("red"))], context_turns=turns)
+    system: ChatMessage = {"role": "system", "content": [image_part(image("black"))]}
+    steps: Steps = [*(([user(image(color))], 0.0, False) for color in colors[1:]), ([], 1.0, True)]
+    made, policy = play(plain, ["x" + END] * 4, steps, [system, user(image("red"))], context_turns=turns)
     asked = [[chunk.data for chunk in prompt.chunks if isinstance(chunk, tinker.types.ImageChunk)] for prompt in policy.prompts]
     seen = [["black", *colors[max(0, n + 1 - turns) : n + 1]] for n in range(4)]
-    assert asked == [[plain.picture(picture(color)).data for color in shown] for shown in seen]
-    assert [len(sample.sequence.pictures) for sample in made.samples] == ([2] * 4 if turns == 1 else [3] * 3)
+    assert asked == [[plain.image(image(color)).data for color in shown] for shown in seen]
+    assert [len(sample.sequence.images) for sample in made.samples] == ([2] * 4 if turns == 1 else [3] * 3)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_run_logs_and_writes_what_it_did(undisturbed: tuple[Path, RunState]) -
         assert len({len(sample[name]) for name in ("response_ids", "loss_mask", "rewards", "logprobs")}) == 1
         assert sum(sample["rewards"]) == trajectory["reward"]
         assert [bool(logprob) for logprob in sample["logprobs"]] == [bool(mask) for mask in sample["loss_mask"]]
-        assert len(sample["pictures"]) == trajectory["turns"]
+        assert len(sample["images"]) == trajectory["turns"]
 
 
 def test_a_stopped_and_resumed_run_is_the_undisturbed_one(undisturbed: tuple[Path, RunState], server_url: str, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_other_schedules_run_ahead_within_their_bound(mode: str, bound: int, ser
 
 
 def test_stable_reinforce_trains_on_what_was_recorded(undisturbed: tuple[Path, RunState], server_url: str, tmp_path: Path) -> None:
-    """Of two turns with pictures, with an end of turn that nobody sampled behind each, and with one sample for each turn."""
+    """Of two turns with images, with an end of turn that nobody sampled behind each, and with one sample for each turn."""
     model, training = {"start_from": undisturbed[1].weights}, {"loss": "stable_reinforce", "steps": 2, "groups": 4}
     generations: dict[str, dict[str, Any]] = {"merged": {"stop": ["e"]}, "single": {"context_turns": 1}}
     for name, generation in generations.items():

@@ -1,4 +1,4 @@
-"""Pictures as environments give them become files that keep their pixels.
+"""Images as environments give them become files that keep their pixels.
 
 Invariant: What an RL environment shows becomes the pixels that its file would give, or ends its own episode; its control tokens are text.
 Also: `tests/rl/test_rollouts.py`.
@@ -16,7 +16,7 @@ from PIL import Image
 from tinsmith.config import ImagesConfig
 from tinsmith.errors import UserError
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.pictures import encode
+from tinsmith.rl.images import encode
 from tinsmith.wire.images import decode
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
@@ -77,28 +77,28 @@ def test_a_file_s_pixels_stay_and_png_and_jpeg_files_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (b"no picture", "a picture of 10 bytes that begins with b'no pictu' is no image file"),
+        (b"no image", "an image of 10 bytes that begins with b'no pictu' is no image file"),
         ("https://example.org/cat.png", "must be a data URI"),
         ("data:image/png;base64,???", "holds no base64"),
-        (Path("cat.png"), "is no picture; a picture is a PIL image, an array"),
-        (None, "None of type NoneType is no picture"),
-        (PIXELS.astype(np.float32), r"an array of float32 \[40, 64, 3\] is no picture"),
-        (Image.new("F", (4, 4)), "the scale of a picture of mode F is not known"),
+        (Path("cat.png"), "is no image; an image is a PIL image, an array"),
+        (None, "None of type NoneType is no image"),
+        (PIXELS.astype(np.float32), r"an array of float32 \[40, 64, 3\] is no image"),
+        (Image.new("F", (4, 4)), "the scale of an image of mode F is not known"),
         (Image.new("RGB", (0, 4)), "has 0 x 4 pixels"),
-        (file_of(Image.fromarray(PIXELS), "PNG")[:900], "the picture cannot be decoded"),
-        (Image.open(io.BytesIO(file_of(Image.fromarray(PIXELS), "PNG")[:900])), "the picture cannot be decoded"),
+        (file_of(Image.fromarray(PIXELS), "PNG")[:900], "the image cannot be decoded"),
+        (Image.open(io.BytesIO(file_of(Image.fromarray(PIXELS), "PNG")[:900])), "the image cannot be decoded"),
     ],
 )
-def test_what_is_no_picture_is_refused(source: Any, message: str) -> None:
+def test_what_is_no_image_is_refused(source: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         encode(source)
 
 
 def test_counts_and_pixel_values_are_the_processor_s(plain: ChatTemplate) -> None:
     assert plain.processor is not None
-    pictures = tuple(plain.processor.picture(Image.new("RGB", size)) for size in ((64, 32), (128, 96), (64, 32)))
-    assert [picture.tokens for picture in pictures] == [2, 12, 2]
-    pixel_values, image_grid_thw = plain.processor.pixels(pictures)
+    images = tuple(plain.processor.image(Image.new("RGB", size)) for size in ((64, 32), (128, 96), (64, 32)))
+    assert [image.tokens for image in images] == [2, 12, 2]
+    pixel_values, image_grid_thw = plain.processor.pixels(images)
     assert image_grid_thw.tolist() == [[1, 2, 4], [1, 6, 8], [1, 2, 4]]
     assert pixel_values.shape == (8 + 48 + 8, 1536)
-    assert pictures[0].digest == pictures[2].digest != pictures[1].digest
+    assert images[0].digest == images[2].digest != images[1].digest

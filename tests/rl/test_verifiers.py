@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent / "verifiers_parts"))
 PLAYER = {"harness": {"id": "countdown_tasks"}, "runtime": {"type": "subprocess"}}
 
 
-@pytest.fixture(params=[False, True], ids=["text", "pictures"])
+@pytest.fixture(params=[False, True], ids=["text", "images"])
 def episodes(request: pytest.FixtureRequest) -> Iterator[VerifiersEpisodes]:
     """Of an environment with three tasks; the third offers tools."""
     made = VerifiersEpisodes({"taskset": {"id": "countdown_tasks", "shows": request.param}, "player": PLAYER})
@@ -60,7 +60,7 @@ def test_its_episodes_ask_us_and_are_scored_by_it(episodes: VerifiersEpisodes, p
         between = [f"<|im_end|>\n<|im_start|>user\nno, try {turn}<|im_end|>\n<|im_start|>assistant\n" for turn in turns]
         talk = "".join(text + after for text, after in zip(texts, [*between, "<|im_end|>"], strict=True))
         assert plain.decode(sample.response_ids.tolist()) == talk
-        assert len(sample.sequence.pictures) == (1 if episodes.environment.taskset.config.shows else 0)
+        assert len(sample.sequence.images) == (1 if episodes.environment.taskset.config.shows else 0)
         assert trajectory.metrics["heard"] == trajectory.reward
 
 

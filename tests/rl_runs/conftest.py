@@ -13,6 +13,6 @@ OUTPUT = Path("rl-output").absolute()
 
 @pytest.fixture(scope="session")
 def curves() -> Path:
-    """The folder of the pictures."""
+    """The folder of the images."""
     OUTPUT.mkdir(exist_ok=True)
     return OUTPUT

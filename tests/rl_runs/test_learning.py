@@ -74,7 +74,7 @@ def test_the_example_of_the_documentation_learns(server_url: str, tmp_path: Path
 
 
 @pytest.mark.timeout(600)
-def test_the_maze_is_learnt_from_its_picture(server_url: str, tmp_path: Path, curves: Path) -> None:
+def test_the_maze_is_learnt_from_its_image(server_url: str, tmp_path: Path, curves: Path) -> None:
     lines = run("maze2d", server_url, tmp_path)
     draw(curves / "maze2d.png", "maze2d, easy", {"maze2d": lines})
     assert evaluations(lines)[0][1] <= 0.5

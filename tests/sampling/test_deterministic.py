@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bases import DEVICE, datum, load, picture_chunks, random_adapter, renderer
+from tests.bases import DEVICE, datum, image_chunks, load, random_adapter, renderer
 from tests.sampling.local.test_kernels import whole
 from tests.sampling.local.test_sampler import PARAMS, ask, check, prompt_of, run, sampled, sampler_of
 from tinsmith.config import TrainingConfig
@@ -40,11 +40,11 @@ def numbers(result: SampleResult) -> list[object]:
 
 
 def two_prompts(base: BaseModel) -> dict[str, RenderedInput]:
-    return {"text": prompt_of(base, (1, 45)), "picture": renderer(base).render(picture_chunks(base, 20, 30))}
+    return {"text": prompt_of(base, (1, 45)), "image": renderer(base).render(image_chunks(base, 20, 30))}
 
 
 def test_a_sample_has_the_same_bits_alone_and_in_any_company_and_the_trainers(base: BaseModel) -> None:
-    """Beside other models, lengths and pictures, in other pieces, and with a prefix that is cached."""
+    """Beside other models, lengths and images, in other pieces, and with a prefix that is cached."""
     asked, adapter = two_prompts(base), random_adapter(base, 4, 1)
     questions = ask(replace(PARAMS, max_tokens=6), num_samples=2, prompt_logprobs=True)
     without_scores = replace(questions, questions=replace(questions.questions, logprobs=False))
@@ -60,7 +60,7 @@ def test_a_sample_has_the_same_bits_alone_and_in_any_company_and_the_trainers(ba
         crowded.step()
         for name, rendered in asked.items():
             crowded.add(name, questions, rendered, adapter)
-        after = renderer(base).render(picture_chunks(base, 24, 5))
+        after = renderer(base).render(image_chunks(base, 24, 5))
         crowded.add("after", ask(replace(PARAMS, temperature=0.3), 2), after, random_adapter(base, 8, 2))
         done = run(crowded)
         for name, rendered in asked.items():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bases import picture_chunks, random_adapter, renderer
+from tests.bases import image_chunks, random_adapter, renderer
 from tests.sampling.local.test_sampler import PARAMS, ask, followed_by, prompt_of, run, sampled, sampler_of
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
@@ -81,7 +81,7 @@ def test_alternatives_are_drawn_at_the_temperature_and_reproducibly(text_base: B
 
 
 def test_image_positions_have_no_scores_of_their_own(vision_base: BaseModel) -> None:
-    rendered = renderer(vision_base).render(picture_chunks(vision_base, 1, 8))
+    rendered = renderer(vision_base).render(image_chunks(vision_base, 1, 8))
     expected, rows = all_logprobs(vision_base, rendered, None), len(rendered) - 1
     (span,) = rendered.spans
     images = np.arange(span.offset, span.offset + span.length)

@@ -286,5 +286,5 @@ def test_a_tower_that_computes_otherwise_is_refused(
     family_dir: Dir, monkeypatch: pytest.MonkeyPatch, family: str, part: str, fault: Any, dtype: str
 ) -> None:
     monkeypatch.setattr(vision_tower, part, partial(fault, getattr(vision_tower, part)))
-    reason = r"cannot be served: transformers computes other features of pictures: they differ by \d"
+    reason = r"cannot be served: transformers computes other features of images: they differ by \d"
     refused(load(family_dir(family), dtype=dtype), reason, samples=False, quickly=reason)

@@ -154,7 +154,7 @@ def step(model_id: str, seq_id: int) -> dict[str, Any]:
 
 
 def forward_backward_body(model_id: str, seq_id: int) -> bytes:
-    """The protobuf body of a forward_backward with a picture, as the SDK writes it."""
+    """The protobuf body of a forward_backward with an image, as the SDK writes it."""
     image = types.ImageChunk(data=b"not decoded here", format="png", expected_tokens=1)
     datum = types.Datum(
         model_input=types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1, 2]), image]),

@@ -23,9 +23,9 @@ from torch import Tensor
 from tests.bases import (
     OTHER_DECODERS,
     datum,
+    image_chunks,
     load,
     new_ref,
-    picture_chunks,
     random_adapter,
     random_tokens,
     renderer,
@@ -93,9 +93,9 @@ def twin_logprobs(twin: Any, base: BaseModel, rendered: RenderedInput, targets: 
     """Log-probabilities of the targets by transformers' own outer forward."""
     ids = torch.from_numpy(rendered.token_ids).long().unsqueeze(0)
     extra = {}
-    if rendered.pictures:
-        extra["pixel_values"] = torch.cat([picture.pixel_values for picture in rendered.pictures])
-        extra["image_grid_thw"] = torch.tensor([picture.grid_thw for picture in rendered.pictures])
+    if rendered.images:
+        extra["pixel_values"] = torch.cat([image.pixel_values for image in rendered.images])
+        extra["image_grid_thw"] = torch.tensor([image.grid_thw for image in rendered.images])
         extra["mm_token_type_ids"] = (ids == base.config.image_token_id).int()
     logits = twin(input_ids=ids, **extra).logits[0]
     logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, torch.from_numpy(targets).unsqueeze(-1)).squeeze(-1)
@@ -112,8 +112,8 @@ def test_logprobs_and_gradients_equal_peft(family_base: Callable[[str], BaseMode
     lengths = LENGTHS_OF_HYBRIDS if family == "qwen3_5" else [21, 13]
     inputs = [render.render([random_tokens(seed, length)]) for seed, length in enumerate(lengths)]
     if base.family.takes_images:
-        inputs[1:1] = [render.render([*picture_chunks(base, 3, 6), *picture_chunks(base, 5, 70, width=64, height=128)])]
-        inputs.append(render.render(picture_chunks(base, 9, 5)))
+        inputs[1:1] = [render.render([*image_chunks(base, 3, 6), *image_chunks(base, 5, 70, width=64, height=128)])]
+        inputs.append(render.render(image_chunks(base, 9, 5)))
     work = [datum("a", rendered, seed) for seed, rendered in enumerate(inputs)]
     results = backend.run_pass(work, backward=True).results
 
@@ -165,11 +165,11 @@ def full(backend: LocalBackend, name: str) -> FullWeights:
 
 
 def examples(base: BaseModel) -> list[RenderedInput]:
-    """A few sequences, one with pictures if the model takes them."""
+    """A few sequences, one with images if the model takes them."""
     render = renderer(base)
     inputs = [render.render([random_tokens(1, 17)]), render.render([random_tokens(2, 9)])]
     if base.family.takes_images:
-        inputs.append(render.render([*picture_chunks(base, 3, 6), *picture_chunks(base, 5, 4, width=64, height=128)]))
+        inputs.append(render.render([*image_chunks(base, 3, 6), *image_chunks(base, 5, 4, width=64, height=128)]))
     return inputs
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.bases import datum, new_ref, picture_chunks, random_tokens, renderer
+from tests.bases import datum, image_chunks, new_ref, random_tokens, renderer
 from tests.extent import amount
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
@@ -101,15 +101,15 @@ def test_packed_equals_one_by_one(family_base: Callable[[str], BaseModel], famil
         ("qwen3_5", {"a": 3, "b": 8, "c": 0}),
     ],
 )
-def test_models_and_their_texts_and_pictures_in_one_pass_equal_each_alone(
+def test_models_and_their_texts_and_images_in_one_pass_equal_each_alone(
     family_base: Callable[[str], BaseModel], family: str, ranks: Mapping[str, int]
 ) -> None:
     base = family_base(family)
     backend, render = backend_with(base, **ranks), renderer(base)
     inputs = [render.render([random_tokens(i, 5 + 4 * i)]) for i in range(2 * len(ranks))]
     if base.family.takes_images:
-        inputs.insert(1, render.render(picture_chunks(base, 2, 6)))
-        inputs.insert(3, render.render([*picture_chunks(base, 4, 4, width=64, height=160), *picture_chunks(base, 6, 5)]))
+        inputs.insert(1, render.render(image_chunks(base, 2, 6)))
+        inputs.insert(3, render.render([*image_chunks(base, 4, 4, width=64, height=160), *image_chunks(base, 6, 5)]))
     names = [list(ranks)[i % len(ranks)] for i in range(len(inputs))]
     assert_each_alone(backend, [datum(name, own, i) for i, (name, own) in enumerate(zip(names, inputs, strict=True))], family == "qwen3_5")
 
@@ -158,7 +158,7 @@ def test_many_targets_of_one_model_cost_another_no_memory(text_base: BaseModel) 
 
 def test_a_pass_without_gradients_gives_the_same_bits_and_leaves_gradients_alone(hybrid_base: BaseModel) -> None:
     backend, render = backend_with(hybrid_base, a=4), renderer(hybrid_base)
-    work = [datum("a", render.render([random_tokens(0, 8)])), datum("a", render.render(picture_chunks(hybrid_base, 2, 6)))]
+    work = [datum("a", render.render([random_tokens(0, 8)])), datum("a", render.render(image_chunks(hybrid_base, 2, 6)))]
     trained = compute(backend, work)
     before = [gradient.clone() for gradient in backend.optimizers["a"].gradients or []]
     for result, scored in zip(trained, backend.run_pass(work, backward=False).results, strict=True):
@@ -190,7 +190,7 @@ def test_training_changes_nothing_of_base_neighbours_and_snapshots(vision_base: 
     base, render = vision_base, renderer(vision_base)
     before = {name: tensor.clone() for name, tensor in base.network.state_dict().items()}
     backend = backend_with(base, lora=4, full=0, idle=4, idle_full=0)
-    inputs = [render.render([random_tokens(1, 17)]), render.render(picture_chunks(base, 3, 6))]
+    inputs = [render.render([random_tokens(1, 17)]), render.render(image_chunks(base, 3, 6))]
     idle = [datum(name, own) for own in inputs for name in ("idle", "idle_full")]
     scored = compute(backend, idle)
     kept = [tensor.clone() for item in idle for tensor in backend.optimizers[item.model_id].weights.tensors()]

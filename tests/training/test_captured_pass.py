@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bases import DEVICE, datum, load, picture_chunks, random_tokens, renderer
+from tests.bases import DEVICE, datum, image_chunks, load, random_tokens, renderer
 from tests.training.test_backend import STEP, assert_same, backend_with, compute, gradients
 from tinsmith.models.base import BaseModel
 from tinsmith.training import captured_pass
@@ -73,9 +73,9 @@ def test_other_passes_are_computed_as_they_are(base: BaseModel, vision_base: Bas
     assert not CapturedPasses(base, backend.efforts.memory, 16).possible or DEVICE == "cuda"
     if DEVICE == "cpu":
         seeing = replaying(vision_base, a=4)
-        pictures = [datum("a", renderer(vision_base).render(picture_chunks(vision_base, 0, 20)))]
+        images = [datum("a", renderer(vision_base).render(image_chunks(vision_base, 0, 20)))]
         for _ in range(PATIENCE):
-            compute(seeing, pictures)
+            compute(seeing, images)
         assert not seeing.captured.passes
 
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tests.bases import datum, load, picture_chunks, random_adapter, random_tokens, renderer, shifted, transformers_model
+from tests.bases import datum, image_chunks, load, random_adapter, random_tokens, renderer, shifted, transformers_model
 from tests.extent import families
 from tests.training.test_against_peft import twin_logprobs
 from tinsmith.config import TrainingConfig
@@ -65,7 +65,7 @@ def hybrid(family_base: Bases) -> BaseModel:
 
 
 def example(base: BaseModel) -> RenderedInput:
-    return renderer(base).render(picture_chunks(base, 1, 10) if base.family.takes_images else [random_tokens(1, 12)])
+    return renderer(base).render(image_chunks(base, 1, 10) if base.family.takes_images else [random_tokens(1, 12)])
 
 
 @torch.no_grad()

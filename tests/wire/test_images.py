@@ -161,7 +161,7 @@ def test_a_jpeg_of_many_scans_is_refused_by_its_header() -> None:
     assert decode(data[:-2] + last * 20 + data[-2:], "jpeg", LIMITS).size == (640, 480)
     with pytest.raises(UserError, match="the jpeg image has 1010 scans; at most 64 are taken"):
         read_header(data[:-2] + last * 1000 + data[-2:], "jpeg", LIMITS)
-    limits = ImagesConfig(max_image_pixels=640 * 480)  # the largest pictures may have some, all others more
+    limits = ImagesConfig(max_image_pixels=640 * 480)  # the largest images may have some, all others more
     assert read_header(data[:-2] + last * 10 + data[-2:], "jpeg", limits) == ImageHeader(640, 480)
     with pytest.raises(UserError, match="the jpeg image has 21 scans over 640 x 480 pixels; at most 20 scans over max_image_pixels=307200"):
         read_header(data[:-2] + last * 11 + data[-2:], "jpeg", limits)

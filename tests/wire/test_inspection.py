@@ -37,7 +37,7 @@ def test_key_and_counts_are_those_of_the_parsed_message(data: list[list[pb.Chunk
 
 
 def test_what_the_sdk_may_put_into_one_request_is_taken() -> None:
-    """It cuts a call at 1,024 datums or 5 MB, whatever is in them: small pictures, or the four provenance spans of each short turn."""
+    """It cuts a call at 1,024 datums or 5 MB, whatever is in them: small images, or the four provenance spans of each short turn."""
     turn = pb.ProvenanceSpan(prompt_tokens=pb.PromptProvenanceSpan(sequence_id="a", offset=0, length=1))
     datum = pb.Datum(model_input=[TEXT, IMAGE, TEXT, IMAGE], model_input_spans=[turn] * 40, loss_fn_input_spans=[turn] * 40)
     inspection = Inspection(request(*[datum] * 1024), RequestsConfig())

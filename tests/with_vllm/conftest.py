@@ -1,6 +1,6 @@
 """Real vLLM servers. One takes a minute to start, so `make test-vllm` starts four, and those again that tests kill.
 
-- `server` takes texts and pictures: numbers, parameters, adapters, inflight samples. `test_a_sampler.py` comes first: it shares the vLLM
+- `server` takes texts and images: numbers, parameters, adapters, inflight samples. `test_a_sampler.py` comes first: it shares the vLLM
   server, which is one engine's alone once full weights were sent. `test_servers.py` kills it: it starts again by itself.
 - `hybrid_server` has a model of gated delta nets, for numbers, and takes turns with its trainer. `each_service` is a client of both.
 - `two_workers` of `test_several_workers.py` train beside a vLLM server that divides its model over two processes.
@@ -33,7 +33,7 @@ def vllm_is_there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def vision_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that takes pictures."""
+    """A tiny model that takes images."""
     directory = tmp_path_factory.mktemp("vision")
     write_tiny_model("qwen3-vl", directory)
     return directory

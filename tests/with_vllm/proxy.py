@@ -25,8 +25,8 @@ class Proxy:
         """`target` is the path of the server's socket."""
         self.target = target
         self._prefix = f"by-{id(self)}-"
-        self.pictures: Counter[str] = Counter()
-        """How often the pixel values of a picture, known by its hash, were sent."""
+        self.images: Counter[str] = Counter()
+        """How often the pixel values of an image, known by its hash, were sent."""
         self.at_once = self.most_at_once = 0
         """Sequences that are being sampled, and that ever were."""
         self.refusal: Callable[[dict[str, Any]], web.Response | None] = lambda _: None
@@ -56,7 +56,7 @@ class Proxy:
     def _note(self, asked: dict[str, Any]) -> None:
         if asked["features"]:
             sent = zip(asked["features"]["mm_hashes"]["image"], asked["features"]["kwargs_data"]["image"], strict=True)
-            self.pictures.update(key for key, data in sent if data is not None)
+            self.images.update(key for key, data in sent if data is not None)
 
     async def _ask(self, request: web.Request, body: bytes) -> web.StreamResponse:
         async with (

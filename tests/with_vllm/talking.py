@@ -14,10 +14,10 @@ FREE = types.SamplingParams(max_tokens=12, stop=[], seed=1)
 """Twelve tokens, whatever they are."""
 
 
-def learn(client: tinker.TrainingClient, seed: int = 0, steps: int = 1, pictures: bool = True) -> None:
-    """Steps that move the weights visibly: B is far from zero afterwards. From texts, and pictures if the model takes them."""
+def learn(client: tinker.TrainingClient, seed: int = 0, steps: int = 1, images: bool = True) -> None:
+    """Steps that move the weights visibly: B is far from zero afterwards. From texts, and images if the model takes them."""
     for step in range(steps):
-        inputs = [text_input(seed + step, 9), *([image_input(client, seed + step)] if pictures else [])]
+        inputs = [text_input(seed + step, 9), *([image_input(client, seed + step)] if images else [])]
         client.forward_backward([datum(model_input, seed) for model_input in inputs], "cross_entropy")
         client.optim_step(RAW_STEP).result()
 

@@ -145,11 +145,11 @@ def test_a_server_with_other_weights_is_never_sampled(socket: str, tmp_path: Pat
         assert "vLLM computes other log-probabilities than the trainer with the base weights" in bench.failure("base")
 
 
-def test_many_samples_at_once_are_bounded_and_send_each_picture_once(bench: Bench) -> None:
-    """Samples of whatever kind, of prompts with four pictures, two of them in one prompt. One more sequence compares weights."""
-    pictures = [image(10 + i) for i in range(4)]
-    prompts: list[list[Chunk]] = [[picture, random_tokens(i, 9)] for i, picture in enumerate(pictures)]
-    prompts[0] = [pictures[0], random_tokens(0, 4), pictures[3], random_tokens(1, 5)]
+def test_many_samples_at_once_are_bounded_and_send_each_image_once(bench: Bench) -> None:
+    """Samples of whatever kind, of prompts with four images, two of them in one prompt. One more sequence compares weights."""
+    images = [image(10 + i) for i in range(4)]
+    prompts: list[list[Chunk]] = [[image, random_tokens(i, 9)] for i, image in enumerate(images)]
+    prompts[0] = [images[0], random_tokens(0, 4), images[3], random_tokens(1, 5)]
     for i in range(40):
         chunks = prompts[i // 2 % 4] if i % 2 else [random_tokens(i, 9)]
         follows = f"m{i}" if i % 8 == 0 else None
@@ -158,8 +158,8 @@ def test_many_samples_at_once_are_bounded_and_send_each_picture_once(bench: Benc
         bench.add(str(i), bench.renderer.render(chunks), n=8 if i % 2 else 3, weights=adapter, top_k=top_k, seed=i)
     assert [len(bench.answer(str(i)).sequences) for i in range(40)] == [3, 8] * 20
     assert SLOTS <= bench.proxy.most_at_once <= SLOTS + 1
-    hashes = {picture.sha256.hex() for picture in pictures}
-    assert {key: sent for key, sent in bench.proxy.pictures.items() if key in hashes} == dict.fromkeys(hashes, 1)
+    hashes = {image.sha256.hex() for image in images}
+    assert {key: sent for key, sent in bench.proxy.images.items() if key in hashes} == dict.fromkeys(hashes, 1)
 
 
 def test_a_failure_is_one_samples_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Trainer and vLLM agree: on text and pictures, for base, adapters and full weights, whatever runs side by side."""
+"""Trainer and vLLM agree: on text and images, for base, adapters and full weights, whatever runs side by side."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

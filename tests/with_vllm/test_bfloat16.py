@@ -19,10 +19,10 @@ from tinsmith.models.tiny import write_tiny_model
 
 FARTHEST = 0.035
 """Mean |difference| of log-probabilities. On these models' texts transformers in bfloat16 lies 0.023 from its own float32, on average; two
-computations that round on their own may differ by sqrt(2) times that. Missing weights or pictures change them by whole nats."""
+computations that round on their own may differ by sqrt(2) times that. Missing weights or images change them by whole nats."""
 
 
-def check(model: Path, directory: Path, *options: str, pictures: bool) -> None:
+def check(model: Path, directory: Path, *options: str, images: bool) -> None:
     """A server whose vLLM has the base model, an adapter, a trained one and trained full weights, as the trainer has them."""
     with sampling_with_vllm(directory, "--base-model", f"tiny={model}", "--dtype", "bfloat16", *options) as server:
         wait_for_vllm(server)
@@ -30,8 +30,8 @@ def check(model: Path, directory: Path, *options: str, pictures: bool) -> None:
         with tinker.ServiceClient(base_url=server.url, api_key="tml-bfloat16") as service:
             for rank, steps in ((8, 0), (8, 1), (0, 1)):
                 client = train(service, "tiny", rank=rank)
-                learn(client, steps=steps, pictures=pictures)
-                assert mean_difference(client, text_input(1, 30), *((image_input(client, 2),) if pictures else ())) < FARTHEST
+                learn(client, steps=steps, images=images)
+                assert mean_difference(client, text_input(1, 30), *((image_input(client, 2),) if images else ())) < FARTHEST
 
 
 def mean_difference(client: tinker.TrainingClient, *prompts: types.ModelInput) -> float:
@@ -52,7 +52,7 @@ def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3
     if kind == "qwen3-5":  # vLLM's kernels of gated delta nets for a CPU take no heads of 16
         write_changed(tmp_path / "model", linear_key_head_dim=64, linear_value_head_dim=64)
     transfer = () if ON_GPU else ("--vllm-transfer", "broadcast")
-    check(tmp_path / "model", tmp_path, *transfer, pictures=kind != "qwen3")
+    check(tmp_path / "model", tmp_path, *transfer, images=kind != "qwen3")
 
 
 @pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 2, reason="NCCL connects trainer and vLLM if each has a GPU")
@@ -64,12 +64,12 @@ def test_full_weights_get_to_the_next_server_when_one_has_died_or_hangs(tmp_path
         wait_for_vllm(server)
         with tinker.ServiceClient(base_url=server.url, api_key="tml-bfloat16") as service:
             client = train(service, "tiny", rank=0)
-            learn(client, seed=0, pictures=False)
+            learn(client, seed=0, images=False)
             assert mean_difference(client, text_input(1, 30)) < FARTHEST
             for seed, blow in enumerate((signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL), 1):
                 (group,) = vllm_pids(server)
                 os.kill(process_of(group, "EngineCore"), blow)
-                learn(client, seed=seed, pictures=False)
+                learn(client, seed=seed, images=False)
                 assert mean_difference(client, text_input(1, 30)) < FARTHEST
                 assert group not in vllm_pids(server)
 
@@ -83,4 +83,4 @@ def test_several_gpus_train_and_several_sample(shard: str, transfer: str, tmp_pa
     """
     write_tiny_model("qwen3-vl", tmp_path / "model")
     several = ("--workers", "2", "--shard", shard, "--tokens-per-pass", "64", "--vllm-tensor-parallel", "2", "--vllm-transfer", transfer)
-    check(tmp_path / "model", tmp_path, *several, pictures=True)
+    check(tmp_path / "model", tmp_path, *several, images=True)

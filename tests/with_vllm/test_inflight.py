@@ -138,7 +138,7 @@ def check_replaced(server: Server, socket: str, story: Story, prompts: list[type
 
 
 def test_samples_go_on_with_each_new_version(server: Server, socket: str, service: tinker.ServiceClient) -> None:
-    """Text and pictures, several samples each, beside samples of a snapshot and of the base, which nothing disturbs."""
+    """Text and images, several samples each, beside samples of a snapshot and of the base, which nothing disturbs."""
     story = Story(train(service, "tiny"), service)
     story.learn()
     fixed, base = snapshot(story.client), service.create_sampling_client(base_model="tiny").result()

@@ -57,7 +57,7 @@ def service(two_workers: Server) -> Iterator[tinker.ServiceClient]:
 
 
 def learn_together(client: tinker.TrainingClient, seed: int) -> None:
-    """A step of texts and pictures that no worker computes alone."""
+    """A step of texts and images that no worker computes alone."""
     inputs = [text_input(10 * seed + i, 9 + 4 * i) for i in range(6)] + [image_input(client, seed)]
     client.forward_backward([datum(model_input, seed) for model_input in inputs], "cross_entropy")
     client.optim_step(RAW_STEP).result()

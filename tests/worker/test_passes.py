@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from tests.bases import DEVICE, png
-from tests.engine.here import LONG_S, PICTURE_TOKENS, forward_request
+from tests.engine.here import IMAGE_TOKENS, LONG_S, forward_request
 from tinsmith.config import ImagesConfig, TrainingConfig
 from tinsmith.errors import StoreUnavailableError, UserError
 from tinsmith.models.base import BaseModel
@@ -68,10 +68,10 @@ class Bench:
     def settle(self) -> None:
         """Go on until threads and device have nothing left to do."""
         deadline = time.monotonic() + LONG_S
-        while self.passes.rendering.running or self.passes.pictures.running or self.due:
+        while self.passes.rendering.running or self.passes.images.running or self.due:
             assert time.monotonic() < deadline
             self.passes.rendering.deliver()
-            self.passes.pictures.deliver()
+            self.passes.images.deliver()
             while self.due:
                 self.due.popleft()()
             time.sleep(0.001)
@@ -98,8 +98,8 @@ def bench_of(base: BaseModel, directory: Path) -> Bench:
     recorded = RecordedSequences(directory, 2**20)
     renderer = Renderer(base, ImagesConfig(), lambda digest: blobs[digest])
     trained = {"tiny": Trained(backend, renderer, base.max_context)}
-    rendering, pictures = (Background(name, 1, lambda: None) for name in ("rendering", "pictures"))
-    passes = Passes(trained, rendering, pictures, sent.append, due.append, recorded.find)
+    rendering, images = (Background(name, 1, lambda: None) for name in ("rendering", "images"))
+    passes = Passes(trained, rendering, images, sent.append, due.append, recorded.find)
     return Bench(passes, backend, blobs, sent, due)
 
 
@@ -141,12 +141,12 @@ def test_an_operation_waits_for_recordings_that_cannot_be_read(bench: Bench) -> 
     assert isinstance(error_of(bench.answer().error_type, ""), StoreUnavailableError)
 
 
-def test_small_requests_are_measured_at_once_and_others_in_a_thread_which_decodes_no_picture(gallery: Bench) -> None:
-    stored, pictures = forward_request([500] * 20), forward_request(pictures=[WHOLE, BROKEN])
-    assert unpacked_size(stored.payload, 0) > SMALL_BYTES > max(len(stored.payload), len(pictures.payload))
+def test_small_requests_are_measured_at_once_and_others_in_a_thread_which_decodes_no_image(gallery: Bench) -> None:
+    stored, images = forward_request([500] * 20), forward_request(images=[WHOLE, BROKEN])
+    assert unpacked_size(stored.payload, 0) > SMALL_BYTES > max(len(stored.payload), len(images.payload))
     with occupied(gallery.passes.rendering):
         gallery.prepare("m/1", stored)
-        gallery.prepare("m/2", pictures)
+        gallery.prepare("m/2", images)
         gallery.prepare("m/3", forward_request([3, 5]))
         gallery.prepare("m/4", forward_request([4], forward_only=True))
         assert gallery.sent == [Prepared(1, "m/3", True, [3, 5], [{}, {}]), Prepared(1, "m/4", False, [4], [{}])]
@@ -155,7 +155,7 @@ def test_small_requests_are_measured_at_once_and_others_in_a_thread_which_decode
     pixels = [{hashlib.sha256(data).hexdigest(): 96 * 64} for data in (WHOLE, BROKEN)]
     assert gallery.answers() == [
         Prepared(1, "m/1", True, [500] * 20, [{}] * 20),
-        Prepared(1, "m/2", True, [PICTURE_TOKENS + 1] * 2, pixels),
+        Prepared(1, "m/2", True, [IMAGE_TOKENS + 1] * 2, pixels),
     ]
     assert len(gallery.passes.bases["tiny"].renderer.cache) == 0
     assert gallery.passes.preparing == {}
@@ -198,13 +198,13 @@ def test_an_operation_that_is_dropped_while_it_is_prepared_is_answered_only_if_i
 # ---- Passes
 
 
-def test_passes_of_other_models_go_ahead_of_pictures_and_those_of_the_same_keep_their_order(gallery: Bench) -> None:
+def test_passes_of_other_models_go_ahead_of_images_and_those_of_the_same_keep_their_order(gallery: Bench) -> None:
     """So does what is in one pass with it. Another order of a model's passes would round the sums of its gradients otherwise."""
-    gallery.prepare("a/1", forward_request(pictures=[WHOLE]))
+    gallery.prepare("a/1", forward_request(images=[WHOLE]))
     for operation in ("a/2", "b/1", "b/2", "c/1"):
         gallery.prepare(operation, forward_request([4]))
     gallery.answers()
-    with occupied(gallery.passes.pictures):
+    with occupied(gallery.passes.images):
         gallery.run(1, ("a/1", 0))
         gallery.run(2, ("a/2", 0), ("b/1", 0))
         gallery.run(3, ("b/2", 0))
@@ -286,10 +286,10 @@ def test_a_stopwatch_counts_what_a_gpu_still_computes() -> None:
 
 @pytest.mark.parametrize("needs_all", [False, True])
 def test_steps_keep_their_place_behind_passes_that_all_workers_compute_together(gallery: Bench, needs_all: bool) -> None:
-    """Others may have decoded their pictures sooner: what exchanges must have one order on all. Where weights are divided, all does."""
+    """Others may have decoded their images sooner: what exchanges must have one order on all. Where weights are divided, all does."""
     order: list[object] = []
     gallery.passes.send = lambda message: order.append(message.number if isinstance(message, PassDone) else message)
-    gallery.prepare("pictures", forward_request(pictures=[WHOLE, png(3)]))
+    gallery.prepare("images", forward_request(images=[WHOLE, png(3)]))
     gallery.prepare("text", forward_request([3, 4, 5]))
     gallery.settle()
     order.clear()
@@ -297,12 +297,12 @@ def test_steps_keep_their_place_behind_passes_that_all_workers_compute_together(
     gallery.run(0, ("text", 2))
     gallery.passes.in_turn(lambda: order.append("at once"))  # nothing is decoded for what is before it
     gallery.settle()
-    with occupied(gallery.passes.pictures):
-        gallery.run(1, ("pictures", 0))
+    with occupied(gallery.passes.images):
+        gallery.run(1, ("images", 0))
         gallery.passes.in_turn(lambda: order.append("share"))  # behind a share of a pass nobody else needs to wait
         gallery.passes.run(RunPass(2, "tiny", True, [("text", 0)], [3], together=True))
         gallery.passes.in_turn(lambda: order.append("step"))
-        gallery.passes.run(RunPass(3, "tiny", True, [("pictures", 1)], [7], together=True))
+        gallery.passes.run(RunPass(3, "tiny", True, [("images", 1)], [7], together=True))
         gallery.passes.in_turn(lambda: order.append("next step"))
         gallery.run(4, ("text", 1))
         assert len(gallery.due) == (0 if needs_all else 1)
@@ -331,12 +331,12 @@ def test_sequences_that_are_too_long_for_one_worker_are_named_and_those_for_all_
 
 
 def test_an_operation_that_is_dropped_while_it_is_in_a_pass_harms_no_other(gallery: Bench) -> None:
-    gallery.prepare("dropped", forward_request(pictures=[WHOLE]))
-    gallery.prepare("kept", forward_request(pictures=[png(3)]))
+    gallery.prepare("dropped", forward_request(images=[WHOLE]))
+    gallery.prepare("kept", forward_request(images=[png(3)]))
     gallery.answers()
-    with occupied(gallery.passes.pictures):
+    with occupied(gallery.passes.images):
         gallery.run(1, ("dropped", 0), ("kept", 0))
         gallery.passes.drop(["dropped"])
     done = gallery.answer()
-    assert ("kept", 0, [PICTURE_TOKENS + 1]) in done.results
+    assert ("kept", 0, [IMAGE_TOKENS + 1]) in done.results
     assert (done.failures, gallery.passes.datums) == ([], {})

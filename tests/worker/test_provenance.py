@@ -124,7 +124,7 @@ def test_wrong_provenance_is_named(changes: dict[str, Any], message: str) -> Non
         laid_over(conversation(**changes))
 
 
-@pytest.mark.parametrize(("token", "named"), [(99, "99"), (-1, "of a picture")])
+@pytest.mark.parametrize(("token", "named"), [(99, "99"), (-1, "of an image")])
 def test_targets_follow_the_tokens_that_they_were_sampled_after(token: int, named: str) -> None:
     other = MODEL_INPUT.copy()
     other[4] = token

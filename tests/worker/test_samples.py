@@ -69,7 +69,7 @@ class Bench:
     @property
     def beside(self) -> list[Background]:
         """The threads beside the device."""
-        return [self.samples.rendering, self.samples.pictures, self.samples.disk]
+        return [self.samples.rendering, self.samples.images, self.samples.disk]
 
     def step(self) -> None:
         """What the worker does between two looks at its device's work."""
@@ -106,9 +106,9 @@ def bench_of(base: BaseModel, directory: Path, **settings: Any) -> Bench:
     sampler = LocalSampler(base, SamplingConfig(kv_cache_gib=0.01, **settings), logits_chunk=16)
     sent: list[Any] = []
     snapshots = Snapshots({"tiny": base}, Store.open(directory), CheckpointFiles(directory), directory / "snapshots", 2**30)
-    rendering, pictures, disk = (Background(name, 1, lambda: None) for name in ("rendering", "pictures", "disk"))
+    rendering, images, disk = (Background(name, 1, lambda: None) for name in ("rendering", "images", "disk"))
     recorded = RecordedSequences(directory, 2**20)
-    made = Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, rendering, pictures, disk, recorded, sent.append)
+    made = Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, rendering, images, disk, recorded, sent.append)
     return Bench(made, sampler, sent, recorded)
 
 
@@ -253,18 +253,18 @@ def test_a_request_id_that_is_sent_again_is_another_run(bench: Bench) -> None:
     assert [(m.run, tokens_of(m)) for m in bench.sent] == [(3, answers["neighbour"]), (4, expected)]
 
 
-def picture_sample(request_id: str, number: int, **asked: Any) -> Sample:
-    picture = {"type": "image", "format": "png", "data": base64.b64encode(png(number)).decode()}
-    chunks = [{"type": "encoded_text", "tokens": [1, 2]}, picture, {"type": "encoded_text", "tokens": [3]}]
+def image_sample(request_id: str, number: int, **asked: Any) -> Sample:
+    image = {"type": "image", "format": "png", "data": base64.b64encode(png(number)).decode()}
+    chunks = [{"type": "encoded_text", "tokens": [1, 2]}, image, {"type": "encoded_text", "tokens": [3]}]
     return sample(request_id, prompt={"chunks": chunks}, **asked)
 
 
 def test_sessions_share_the_room_for_prompts_that_are_decoded(vision_base: BaseModel, tmp_path: Path) -> None:
-    """A few hundred bytes of a picture become megabytes of pixel values. Each session has one in any case."""
+    """A few hundred bytes of an image become megabytes of pixel values. Each session has one in any case."""
     bench = bench_of(vision_base, tmp_path, max_running=4)
-    with occupied(bench.samples.pictures):
+    with occupied(bench.samples.images):
         for number in range(32):
-            bench.samples.add(picture_sample(f"s{number % 8}:sample:0/{number}", number))
+            bench.samples.add(image_sample(f"s{number % 8}:sample:0/{number}", number))
         for _ in range(40):
             bench.step()
         assert bench.samples.decoding["tiny"].keys() == {f"s{number}" for number in range(8)}
@@ -273,15 +273,15 @@ def test_sessions_share_the_room_for_prompts_that_are_decoded(vision_base: BaseM
     assert len(bench.answers()) == 32
 
 
-def test_no_text_waits_for_pictures_large_or_small(vision_base: BaseModel, tmp_path: Path) -> None:
-    """Whatever a session sends of pictures, and however many sequences it wants of them. Once a picture is decoded, it takes no thread."""
+def test_no_text_waits_for_images_large_or_small(vision_base: BaseModel, tmp_path: Path) -> None:
+    """Whatever a session sends of images, and however many sequences it wants of them. Once an image is decoded, it takes no thread."""
     bench = bench_of(vision_base, tmp_path, max_running=4)
-    small, blanks = picture_sample("s:sample:0/0", 5, num_samples=3), b" " * samples.STARTED_BYTES
+    small, blanks = image_sample("s:sample:0/0", 5, num_samples=3), b" " * samples.STARTED_BYTES
     assert len(small.payload) < samples.SMALL_BYTES
-    pictures = [picture_sample(f"s:sample:{number}/0", number) for number in range(1, 4)]
-    with occupied(bench.samples.pictures):
+    images = [image_sample(f"s:sample:{number}/0", number) for number in range(1, 4)]
+    with occupied(bench.samples.images):
         bench.samples.add(small)
-        for message in pictures:
+        for message in images:
             bench.samples.add(replace(message, payload=message.payload + blanks))
         texts = [large(sample(f"text:sample:0/{number}")) for number in range(3)] + [sample("text:sample:0/3")]
         for message in texts:
@@ -294,8 +294,8 @@ def test_no_text_waits_for_pictures_large_or_small(vision_base: BaseModel, tmp_p
     bench.settle()
     assert len(bench.answers()) == 4
     assert (bench.samples.rendering_bytes, bench.samples.decoding, bench.samples.on_the_way.total()) == ({}, {"tiny": {}}, 0)
-    with occupied(bench.samples.pictures):
-        bench.samples.add(picture_sample("s:sample:9/0", 5))
+    with occupied(bench.samples.images):
+        bench.samples.add(image_sample("s:sample:9/0", 5))
         bench.until(lambda: bench.sent)
     assert len(bench.answers()["s:sample:9/0"][0]) == 4
 

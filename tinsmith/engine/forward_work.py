@@ -20,14 +20,14 @@ PREPARED_BYTES = 2**20
 """Size of a model's operations that are prepared at a time, beside those that are; the last one may go beyond."""
 
 PASSES_AHEAD = 2
-"""Passes that a worker has at most: the one that it computes, and the next. As many besides of models with pictures to decode."""
+"""Passes that a worker has at most: the one that it computes, and the next. As many besides of models with images to decode."""
 
 
 class ForwardWork:
     """The forward work of all models that was taken from their queues.
 
     `send` tells the worker. `fail` is told of an operation that has failed, and whether that touches the step that is open; `put_back` of
-    operations that cannot be prepared before the database can be read; `put_off` of a model whose pictures cannot be read now.
+    operations that cannot be prepared before the database can be read; `put_off` of a model whose images cannot be read now.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ForwardWork:
         is_shared: Callable[[], bool],
         workers: int = 1,
     ) -> None:
-        """A pass has at most `tokens_per_pass` tokens, of all `workers`, and decodes at most `max_pixels` pixels of pictures.
+        """A pass has at most `tokens_per_pass` tokens, of all `workers`, and decodes at most `max_pixels` pixels of images.
 
         `is_shared` says whether several sessions may wait for each other. What is alone is divided into passes in the same way each time.
         """
@@ -62,8 +62,8 @@ class ForwardWork:
         """Operations of each model, in order; a model without any is absent."""
         self.passes: dict[int, list[Piece]] = {}
         """Datums of each pass that the worker has or computes, by the number of the pass."""
-        self.of_pictures: set[int] = set()
-        """The passes of models that have pictures to decode, by number."""
+        self.of_images: set[int] = set()
+        """The passes of models that have images to decode, by number."""
         self.served: dict[str, int] = {}
         """The number of the last pass that had work of a model."""
         self.served_bases: dict[str, int] = {}
@@ -107,7 +107,7 @@ class ForwardWork:
         """The worker is gone, and with it all that it had. What is complete stays to be recorded."""
         self.operations.clear()
         self.passes.clear()
-        self.of_pictures.clear()
+        self.of_images.clear()
         self.tokens_per_pass.clear()
         self.paces.clear()
 
@@ -119,22 +119,22 @@ class ForwardWork:
     # ---- Passes
 
     def send_passes(self, put_off: set[str]) -> None:
-        """Give the worker passes: one to compute, and another ahead if that one is half full or has pictures to decode.
+        """Give the worker passes: one to compute, and another ahead if that one is half full or has images to decode.
 
-        Models with pictures to decode have passes of their own, beside which the worker computes those of others.
+        Models with images to decode have passes of their own, beside which the worker computes those of others.
         None is ahead of what others come that may take long (`Pace`). Models in `put_off` wait for the database.
         """
-        for of_pictures in (False, True):
-            self._send_passes(put_off, of_pictures)
+        for of_images in (False, True):
+            self._send_passes(put_off, of_images)
 
-    def _send_passes(self, put_off: set[str], of_pictures: bool) -> None:
-        while (ahead := sum((number in self.of_pictures) is of_pictures for number in self.passes)) < PASSES_AHEAD:
-            pieces = self._next_pass(put_off, of_pictures)
+    def _send_passes(self, put_off: set[str], of_images: bool) -> None:
+        while (ahead := sum((number in self.of_images) is of_images for number in self.passes)) < PASSES_AHEAD:
+            pieces = self._next_pass(put_off, of_images)
             if not pieces or (ahead and not self._is_worth_waiting(pieces)):
                 return
             number = self.next_number()
-            if of_pictures:
-                self.of_pictures.add(number)
+            if of_images:
+                self.of_images.add(number)
             self.passes[number] = pieces
             for piece in pieces:
                 piece.operation.in_pass.add(piece.index)
@@ -168,16 +168,16 @@ class ForwardWork:
         pace = self.paces[base_model, pieces[0].operation.backward]
         return self.workers * pace.tokens >= self.tokens_per_pass[base_model] and max(piece.tokens for piece in pieces) <= pace.quick
 
-    def _next_pass(self, put_off: set[str], of_pictures: bool) -> list[Piece]:
+    def _next_pass(self, put_off: set[str], of_images: bool) -> list[Piece]:
         """A pass on the base model that was served longest ago; among those that never were, on that of the oldest operation.
 
-        A model stays with the passes of pictures until these are computed, so that its own passes keep their order.
+        A model stays with the passes of images until these are computed, so that its own passes keep their order.
         """
-        decoding = {piece.operation.command.model_id for number in self.of_pictures for piece in self.passes[number]}
+        decoding = {piece.operation.command.model_id for number in self.of_images for piece in self.passes[number]}
         queues = {
             model_id: queue
             for model_id, queue in self.operations.items()
-            if model_id not in put_off and (model_id in decoding or any(map(_has_pictures, queue))) is of_pictures
+            if model_id not in put_off and (model_id in decoding or any(map(_has_images, queue))) is of_images
         }
         bases: dict[str, list[deque[ForwardOperation]]] = {}
         for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
@@ -238,10 +238,10 @@ class ForwardWork:
 
     def _pass_done(self, message: PassDone) -> None:
         pieces = self.passes.pop(message.number, [])
-        self.of_pictures.discard(message.number)
+        self.of_images.discard(message.number)
         for took in message.took:
             self._learn(*took)
-        for piece in pieces:  # those of an operation with a broken picture have neither result nor failure
+        for piece in pieces:  # those of an operation with a broken image have neither result nor failure
             piece.operation.in_pass.discard(piece.index)
         operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
         for operation in operations.values():
@@ -283,7 +283,7 @@ class ForwardWork:
         errors, operation.failures = operation.failures, []
         unavailable = next((error for error in errors if isinstance(error, StoreUnavailableError)), None)
         final = [error for error in errors if not isinstance(error, StoreUnavailableError)]
-        if unavailable is not None and not final:  # its pictures could not be read, and its datums are still there
+        if unavailable is not None and not final:  # its images could not be read, and its datums are still there
             self.put_off(operation.command.model_id, unavailable)
             return
         self._remove(operation)
@@ -312,7 +312,7 @@ class ForwardWork:
             self.send(Drop([operation.command.request_id for operation in operations]))
 
 
-def _has_pictures(operation: ForwardOperation) -> bool:
-    """Whether pictures are to be decoded of what is still to be given to the worker."""
+def _has_images(operation: ForwardOperation) -> bool:
+    """Whether images are to be decoded of what is still to be given to the worker."""
     pixels = operation.prepared.pixels if operation.prepared else []
     return any(pixels) and any(pixels[index] for index in operation.open)

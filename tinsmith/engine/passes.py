@@ -151,7 +151,7 @@ class Piece:
 
     @property
     def pixels(self) -> dict[str, int]:
-        """Pixels of its pictures that are still to be decoded, by digest."""
+        """Pixels of its images that are still to be decoded, by digest."""
         assert self.operation.prepared is not None
         return self.operation.prepared.pixels[self.index]
 
@@ -197,7 +197,7 @@ def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: in
 
     So do others that are no longer than it while there are `workers` that would have nothing to do beside it.
 
-    A pass decodes no more pixels than one picture may have, because pixel values take a hundred times the memory of an encoded picture; a
+    A pass decodes no more pixels than one image may have, because pixel values take a hundred times the memory of an encoded image; a
     request may hold more, because a client cannot choose how many datums the SDK puts into it.
 
     A datum that all workers compute together has a pass of its own.

@@ -15,7 +15,7 @@ BLOCK = 64
 """Tokens of a piece of a prompt that is remembered."""
 REMEMBERED = 2**16
 """Pieces that are remembered of each worker, the last ones used."""
-PICTURE_TOKENS = 256
+IMAGE_TOKENS = 256
 """Tokens that an image counts for; only the worker knows its real number."""
 LARGEST = 2**20
 """Bytes of a request that is read: the engine does nothing else meanwhile."""
@@ -127,7 +127,7 @@ def _beginnings(body: dict[str, Any], weights_id: str | None) -> tuple[list[int]
         ids = chunk.get("tokens")
         if ids is None:
             pieces.append(chunk.get("data") or chunk.get("location"))
-            tokens += PICTURE_TOKENS
+            tokens += IMAGE_TOKENS
         else:
             pieces += [tuple(ids[start : start + BLOCK]) for start in range(0, len(ids), BLOCK)]
             tokens += len(ids)

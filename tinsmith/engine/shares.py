@@ -10,7 +10,7 @@ QUADRATIC_TOKENS = 2**15
 """Tokens of a sequence of which attention costs as much as all that grows with the length: for models of 1 to 8 billion parameters."""
 
 PIXELS_OF_A_TOKEN = 32 * 32
-"""Pixels of a picture that become one token: 4 patches of 16x16. Qwen2.5-VL has 28x28, which is near enough to compare costs."""
+"""Pixels of an image that become one token: 4 patches of 16x16. Qwen2.5-VL has 28x28, which is near enough to compare costs."""
 
 TOWER_COST = 0.2
 """Cost of the vision tower for a token's pixels, in tokens that the language model trains on.
@@ -21,7 +21,7 @@ and the mergers, forward alone: 2.6 (3.6) GFLOP. LoRA takes a token through the 
 """
 
 QUADRATIC_PIXELS = 1_600_000
-"""Pixels of a picture of which attention in such a tower costs as much as all that grows with the pixels: 6,250 patches."""
+"""Pixels of an image of which attention in such a tower costs as much as all that grows with the pixels: 6,250 patches."""
 
 
 def cost(tokens: int) -> float:
@@ -29,10 +29,10 @@ def cost(tokens: int) -> float:
     return tokens * (1 + tokens / QUADRATIC_TOKENS)
 
 
-def picture_cost(pixels: int, tokens: int) -> float:
+def image_cost(pixels: int, tokens: int) -> float:
     """Return the cost of an image that the vision tower has not computed, in tokens of a short sequence.
 
-    It stands in a sequence of so many `tokens`, and models make pictures smaller that are larger than they take: it has no more tokens.
+    It stands in a sequence of so many `tokens`, and models make images smaller that are larger than they take: it has no more tokens.
     """
     computed = min(pixels, tokens * PIXELS_OF_A_TOKEN)
     return TOWER_COST * computed / PIXELS_OF_A_TOKEN * (1 + computed / QUADRATIC_PIXELS)
@@ -42,37 +42,37 @@ def divide(message: RunPass, count: int, most: int, everyone: bool = False) -> l
     """The share of each of `count` workers; None for one that gets nothing, or an empty one if `everyone` takes part.
 
     The most expensive datum goes first, each to the worker that has then least to do among those whose share stays within `most` tokens, or
-    else to the one with fewest. A picture of several datums costs a worker once. Datums keep their order within a share.
+    else to the one with fewest. An image of several datums costs a worker once. Datums keep their order within a share.
     """
     if count == 1:
         return [message]
     shares: list[list[int]] = [[] for _ in range(count)]
     costs, tokens = [0.0] * count, [0] * count
     computed: list[set[str]] = [set() for _ in range(count)]
-    of_pictures = _costs_of_pictures(message)
-    alone = [cost(length) + sum(pictures.values()) for length, pictures in zip(message.lengths, of_pictures, strict=True)]
+    of_images = _costs_of_images(message)
+    alone = [cost(length) + sum(images.values()) for length, images in zip(message.lengths, of_images, strict=True)]
     for place in sorted(range(len(alone)), key=lambda place: -alone[place]):
-        length, pictures = message.lengths[place], of_pictures[place]
-        known = [sum(pictures[digest] for digest in pictures.keys() & there) for there in computed]
+        length, images = message.lengths[place], of_images[place]
+        known = [sum(images[digest] for digest in images.keys() & there) for there in computed]
         roomy = [rank for rank in range(count) if tokens[rank] + length <= most]
         rank = min(roomy, key=lambda rank: costs[rank] - known[rank]) if roomy else min(range(count), key=tokens.__getitem__)
         shares[rank].append(place)
         costs[rank] += alone[place] - known[rank]
         tokens[rank] += length
-        computed[rank] |= pictures.keys()
+        computed[rank] |= images.keys()
     return [_part(message, sorted(places)) if places or everyone else None for places in shares]
 
 
-def _costs_of_pictures(message: RunPass) -> list[Mapping[str, float]]:
+def _costs_of_images(message: RunPass) -> list[Mapping[str, float]]:
     """Return the cost of each datum's new images, by digest."""
     if not message.pixels:
         return [{} for _ in message.lengths]
     pairs = zip(message.lengths, message.pixels, strict=True)
-    return [{digest: picture_cost(pixels, length) for digest, pixels in pictures.items()} for length, pictures in pairs]
+    return [{digest: image_cost(pixels, length) for digest, pixels in images.items()} for length, images in pairs]
 
 
 def _part(message: RunPass, places: Sequence[int]) -> RunPass:
-    """The share of these datums. The pixels have served their purpose: a worker sees its pictures."""
+    """The share of these datums. The pixels have served their purpose: a worker sees its images."""
     pieces, lengths = [message.pieces[place] for place in places], [message.lengths[place] for place in places]
     return RunPass(message.number, message.base_model, message.backward, pieces, lengths)
 

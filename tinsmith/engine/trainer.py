@@ -2,7 +2,7 @@
 
 Nothing here computes or waits. What is due is sent to the worker, whose answers come back with `take`, and meanwhile other models go on.
 
-What an operation needs of the database may be out of reach for a while: its payload, its pictures, the row of a checkpoint. Its model then
+What an operation needs of the database may be out of reach for a while: its payload, its images, the row of a checkpoint. Its model then
 waits and is tried again, and all others go on.
 """
 

@@ -63,7 +63,7 @@ def varlen_attention(
 def mutual_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
     """Attention in both directions within each span of a row, without gradients: all [tokens, heads, head_dim].
 
-    `varlen_attn` would do the same, but its wrappers in Python take longer than the kernel does for a picture.
+    `varlen_attn` would do the same, but its wrappers in Python take longer than the kernel does for an image.
     """
     both = (cu_seqlens, cu_seqlens, longest, longest)
     flash = torch.ops.aten._flash_attention_forward

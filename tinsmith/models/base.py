@@ -1,6 +1,6 @@
 """A base model: frozen weights, tokenizer, and one forward pass over a packed row that trainer and sampler share.
 
-The vision tower and the language model are called as two modules. Picture features are written into the embeddings at the indices that
+The vision tower and the language model are called as two modules. Image features are written into the embeddings at the indices that
 rendering computed; the outer transformers `forward`, which looks for placeholder ids, is never used.
 """
 
@@ -29,6 +29,7 @@ from tinsmith.models.families import Family, context_length, family_of, load_net
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.host_layers import move_all_but_layers, read_host_decoder
+from tinsmith.models.images import ImageFeatures, ImageInput
 from tinsmith.models.layers import DeltaNet
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
 from tinsmith.models.lora import ActiveSegments, Segment
@@ -37,7 +38,6 @@ from tinsmith.models.machine import limit_memory, why_no_gpu
 from tinsmith.models.norms import fuse_norms
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.models.pass_plan import PassPlan
-from tinsmith.models.pictures import PictureFeatures, PictureInput
 from tinsmith.models.recompute import RecomputedLayers
 from tinsmith.models.vision_tower import VisionTower
 from tinsmith.protocol.shapes import LoraShape
@@ -55,9 +55,9 @@ class PackedRow:
     """Tokens of each sequence, in row order."""
     segments: list[Segment]
     """The slices of the row and the adapter of each; together they cover it."""
-    picture_index: Tensor
-    """[image tokens] int64: row indices that take picture features, in the order of `pictures`."""
-    pictures: list[PictureInput]
+    image_index: Tensor
+    """[image tokens] int64: row indices that take image features, in the order of `images`."""
+    images: list[ImageInput]
     full: FullWeights | None = None
     """Weights for the whole row in place of the base's; no segment has an adapter then."""
 
@@ -88,7 +88,7 @@ class BaseModel:
     """The linears that LoRA can train, and the kinds of layers."""
     deterministic: bool
     """Whether numbers of a token are to depend on what it sees alone (`models/deterministic.py`), but for gradients."""
-    features: LRUCache[bytes, PictureFeatures]
+    features: LRUCache[bytes, ImageFeatures]
     computed_fingerprint: Future[str]
     """Computed beside the rest of the start, so that no start waits for it."""
 
@@ -166,9 +166,9 @@ class BaseModel:
         embedding = self.language_model.get_input_embeddings()
         embeddings = self._call(row, embedding, f"{self.embedding_name}.", row.token_ids)
         deepstack = None
-        if row.pictures:
-            features = self.picture_features(row.pictures)
-            embeddings = embeddings.index_copy(0, row.picture_index, torch.cat([f.embeddings for f in features]))
+        if row.images:
+            features = self.image_features(row.images)
+            embeddings = embeddings.index_copy(0, row.image_index, torch.cat([f.embeddings for f in features]))
             deepstack = _deepstack(row, features)
         if self.decoder is None:
             return self._through_modules(row, plan, embeddings, deepstack, recompute)
@@ -201,24 +201,24 @@ class BaseModel:
         """The vision tower of a model that takes images."""
         return VisionTower(self.network.model.visual, self.device, self.dtype)
 
-    def picture_features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:
-        """Features of the rows of each picture, in order; each distinct picture goes through the tower once and is kept by its hash."""
-        missing = {p.sha256: p for p in pictures if p.sha256 not in self.features}
-        # Pictures that are computed together may change each other's last bits.
-        groups = [[picture] for picture in missing.values()] if self.deterministic else [list(missing.values())] if missing else []
+    def image_features(self, images: Sequence[ImageInput]) -> list[ImageFeatures]:
+        """Features of the rows of each image, in order; each distinct image goes through the tower once and is kept by its hash."""
+        missing = {p.sha256: p for p in images if p.sha256 not in self.features}
+        # Images that are computed together may change each other's last bits.
+        groups = [[image] for image in missing.values()] if self.deterministic else [list(missing.values())] if missing else []
         fresh = dict(zip(missing, [features for group in groups for features in self.tower.features(group)], strict=True))
-        known = [fresh.get(p.sha256) or self.features[p.sha256] for p in pictures]
+        known = [fresh.get(p.sha256) or self.features[p.sha256] for p in images]
         for digest, features in fresh.items():
             if features.nbytes <= self.features.maxsize:
                 self.features[digest] = features
-        return [features.part(p.rows) for features, p in zip(known, pictures, strict=True)]
+        return [features.part(p.rows) for features, p in zip(known, images, strict=True)]
 
 
-def _deepstack(row: PackedRow, features: list[PictureFeatures]) -> Deepstack | None:
+def _deepstack(row: PackedRow, features: list[ImageFeatures]) -> Deepstack | None:
     if not features[0].deepstack:
         return None
     layers = [torch.cat(layer) for layer in zip(*(f.deepstack for f in features), strict=True)]
-    return Deepstack(row.picture_index, layers)
+    return Deepstack(row.image_index, layers)
 
 
 def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_bytes: int, layers_on_host: bool = False) -> BaseModel:

@@ -64,7 +64,7 @@ def full_state(config: TrainingConfig) -> FullState:
 
 
 def reserve_of(on_gpu: bool, total: int) -> int:
-    """Bytes of a device with `total` bytes that nothing is planned into: libraries, captured graphs, pictures, steps of the sampler."""
+    """Bytes of a device with `total` bytes that nothing is planned into: libraries, captured graphs, images, steps of the sampler."""
     return GIB + total // 32 if on_gpu else 0
 
 

@@ -42,7 +42,7 @@ SIGMOID_GATED = SigmoidGated()
 
 @dataclass(frozen=True, eq=False)
 class Deepstack:
-    """Features of pictures that are added to the outputs of the first layers (Qwen3-VL)."""
+    """Features of images that are added to the outputs of the first layers (Qwen3-VL)."""
 
     index: Tensor
     """[image tokens] int64: which tokens they belong to."""
@@ -97,7 +97,7 @@ class Pass:
         """The layer with the adapters of the pass, behind what `before` computes of the inputs; and the other results of `before`."""
         return self.adapters.project(linear, before, *inputs)
 
-    def add_pictures(self, layer: int, delta: Tensor) -> None:
+    def add_images(self, layer: int, delta: Tensor) -> None:
         """Add the features that belong behind a layer to what its MLP gives, delta [tokens, hidden]."""
         if self.deepstack is not None and layer < len(self.deepstack.features):
             delta.index_add_(0, self.deepstack.index, self.deepstack.features[layer])
@@ -211,7 +211,7 @@ class Layer:
     def __call__(self, x: Tensor, delta: Tensor | None, shared: Pass) -> tuple[Tensor, Tensor]:
         """The layer gets the sum of x and delta [tokens, hidden], and gives two such tensors whose sum is its output."""
         x, delta = self.mlp(*self.block(x, delta, self.first_norm, shared), shared)
-        shared.add_pictures(self.block.index, delta)
+        shared.add_images(self.block.index, delta)
         return x, delta
 
     def mlp(self, x: Tensor, delta: Tensor, shared: Pass) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ class Family:
     model_type: str
     takes_images: bool = False
     mrope: bool = False
-    """Positions have three rows: time, height and width of a picture's patches."""
+    """Positions have three rows: time, height and width of an image's patches."""
 
     @property
     def auto_class(self) -> Any:
@@ -165,7 +165,7 @@ class ImageSpan:
 def positions(family: Family, length: int, spans: tuple[ImageSpan, ...], merge_size: int) -> Tensor:
     """Rotary positions of a sequence of `length` tokens: [1, length], or [3, length] for an M-RoPE family.
 
-    M-RoPE (Qwen2-VL, arXiv 2409.12191): text advances all three rows together; a picture keeps time still and counts its merged
+    M-RoPE (Qwen2-VL, arXiv 2409.12191): text advances all three rows together; an image keeps time still and counts its merged
     rows and columns; what follows starts after the larger of the two.
     """
     if not family.mrope:
@@ -176,7 +176,7 @@ def positions(family: Family, length: int, spans: tuple[ImageSpan, ...], merge_s
         parts.append(_text_positions(start, text))
         start += text
         height, width = span.grid_thw[1] // merge_size, span.grid_thw[2] // merge_size
-        parts.append(_picture_positions(start, span.grid_thw[0], height, width))
+        parts.append(_image_positions(start, span.grid_thw[0], height, width))
         start += max(height, width)
         end = span.offset + span.length
     parts.append(_text_positions(start, length - end))
@@ -187,6 +187,6 @@ def _text_positions(start: int, count: int) -> Tensor:
     return torch.arange(start, start + count).expand(3, -1)
 
 
-def _picture_positions(start: int, frames: int, height: int, width: int) -> Tensor:
+def _image_positions(start: int, frames: int, height: int, width: int) -> Tensor:
     grid = torch.stack(torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij"))
     return grid.reshape(3, -1) + start

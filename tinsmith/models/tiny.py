@@ -46,8 +46,8 @@ DEFAULT_LAYERS: dict[TinyKind, int] = {"qwen3": 2, "qwen3-vl": 2, "qwen3-5": 4}
 PATCH, MERGE, FRAMES = 16, 2, 2
 """Sizes of Qwen3-VL and Qwen3.5: a patch is 16x16 pixels in 2 frames (an image is in both); 2x2 patches become one token."""
 
-SMALLEST_PICTURE, LARGEST_PICTURE = 32 * 32, 1024 * 1024
-"""Limits in pixels: smaller and larger pictures are scaled. Real models start at 65536 (64 tokens); here one token is enough."""
+SMALLEST_IMAGE, LARGEST_IMAGE = 32 * 32, 1024 * 1024
+"""Limits in pixels: smaller and larger images are scaled. Real models start at 65536 (64 tokens); here one token is enough."""
 
 FINAL_NORM = 5.0
 """Weight of the last norm. With tied embeddings no logit gets much above (norm weight) x (hidden width) x (embedding deviation). That is
@@ -86,8 +86,8 @@ def write_tiny_model(
     ).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     if kind != "qwen3":
-        _write_json(directory / "preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor", **_picture_settings()})
-        _write_json(directory / "video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor", **_picture_settings()})
+        _write_json(directory / "preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor", **_image_settings()})
+        _write_json(directory / "video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor", **_image_settings()})
 
 
 def _text_config(hidden: int, layers: int, vocab: int, tokenizer: TinyTokenizer) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _outer(tokenizer: TinyTokenizer) -> dict[str, Any]:
     }
 
 
-def _picture_settings() -> dict[str, Any]:
+def _image_settings() -> dict[str, Any]:
     return {
         "do_convert_rgb": True,
         "do_resize": True,
@@ -175,7 +175,7 @@ def _picture_settings() -> dict[str, Any]:
         "patch_size": PATCH,
         "temporal_patch_size": FRAMES,
         "merge_size": MERGE,
-        "size": {"shortest_edge": SMALLEST_PICTURE, "longest_edge": LARGEST_PICTURE},
+        "size": {"shortest_edge": SMALLEST_IMAGE, "longest_edge": LARGEST_IMAGE},
         "processor_class": "Qwen3VLProcessor",
     }
 

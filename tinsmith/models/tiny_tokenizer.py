@@ -1,6 +1,6 @@
 """Small byte-level BPE tokenizers in the formats of Qwen3 and Qwen3.5, trained on the spot on the text that lies beside this module.
 
-Each splits text as the real one does, and has its special tokens for text and pictures and its chat format, so that renderers and chat
+Each splits text as the real one does, and has its special tokens for text and images and its chat format, so that renderers and chat
 templates made for Qwen work with it. Ids: merges first, special tokens behind them, as in the real ones.
 """
 

@@ -1,7 +1,7 @@
-"""The vision tower over packed pictures: all patches in one row, without a loop over pictures and without waiting for the device.
+"""The vision tower over packed images: all patches in one row, without a loop over images and without waiting for the device.
 
-transformers' towers compute attention picture by picture, or window by window, and read the sizes of pictures back from the device. Here
-sizes stay on the host, and what follows from the size of a picture alone is kept. The weights are those of transformers' modules, and the
+transformers' towers compute attention image by image, or window by window, and read the sizes of images back from the device. Here
+sizes stay on the host, and what follows from the size of an image alone is kept. The weights are those of transformers' modules, and the
 self-check compares the features with theirs. The tower is frozen, so nothing is kept for a backward.
 
 Kinds of towers: Qwen3-VL and Qwen3.5 add learned position embeddings, and Qwen3-VL gives features of several layers. In Qwen2.5-VL most
@@ -24,17 +24,17 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from tinsmith.models.attention import mutual_attention
 from tinsmith.models.device import upload
 from tinsmith.models.fused import add_layer_norm, add_rms_norm, rotate
-from tinsmith.models.pictures import PictureFeatures, PictureInput
+from tinsmith.models.images import ImageFeatures, ImageInput
 from tinsmith.models.with_kernel import HALF
 
 PATCHES_AT_ONCE = 2**14
-"""Patches that go through the tower in one call, so that its memory is bounded; a single picture may have more."""
+"""Patches that go through the tower in one call, so that its memory is bounded; a single image may have more."""
 
 GRID_BYTES = 2**26
-"""Memory on the device for what follows from the sizes of pictures."""
+"""Memory on the device for what follows from the sizes of images."""
 
 Grid = tuple[int, int, int]
-"""Frames, rows and columns of the patches of a picture."""
+"""Frames, rows and columns of the patches of an image."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class GridTables:
     """[patches, pairs] float32, of the rotations of queries and keys."""
     sin: Tensor
     embedding: Tensor | None
-    """[patches, hidden]: the learned position embeddings, resampled to the picture's size; None for a tower that has none."""
+    """[patches, hidden]: the learned position embeddings, resampled to the image's size; None for a tower that has none."""
     order: NDArray[np.int64]
     """[image tokens]: which merged patch comes at each place, if windows are laid one after the other."""
     windows: list[int]
@@ -58,7 +58,7 @@ class GridTables:
 
 
 class Spans:
-    """Patches that attend to each other: neighbours in the row, a frame or a window of one picture."""
+    """Patches that attend to each other: neighbours in the row, a frame or a window of one image."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
         self.longest = max(lengths)
@@ -107,31 +107,31 @@ class VisionTower:
         self.deepstack: list[int] = list(getattr(visual, "deepstack_visual_indexes", []))
         """Layers whose outputs are features for the first language layers too."""
         self.full: set[int] | None = set(visual.fullatt_block_indexes) if hasattr(visual, "fullatt_block_indexes") else None
-        """Layers that attend to the whole picture; the others attend within windows. None if all do."""
+        """Layers that attend to the whole image; the others attend within windows. None if all do."""
         self.window: int = visual.window_size // visual.patch_size // self.merge if self.full is not None else 0
         """Merged patches along each side of a window."""
         self.grids: LRUCache[Grid, GridTables] = LRUCache(GRID_BYTES, getsizeof=lambda tables: tables.nbytes)
 
     @torch.no_grad()
-    def features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:
-        """Features of each picture, in order."""
-        return [features for part in _parts(pictures) for features in self._features(part)]
+    def features(self, images: Sequence[ImageInput]) -> list[ImageFeatures]:
+        """Features of each image, in order."""
+        return [features for part in _parts(images) for features in self._features(part)]
 
-    def _features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:
-        tables = [self._tables(picture.grid_thw) for picture in pictures]
-        embeddings, *deepstack = self._walk(self._embed(pictures), [picture.grid_thw for picture in pictures], tables)
-        counts = [picture.image_tokens(self.merge) for picture in pictures]
+    def _features(self, images: Sequence[ImageInput]) -> list[ImageFeatures]:
+        tables = [self._tables(image.grid_thw) for image in images]
+        embeddings, *deepstack = self._walk(self._embed(images), [image.grid_thw for image in images], tables)
+        counts = [image.image_tokens(self.merge) for image in images]
         layers = [layer.split(counts) for layer in deepstack]
         return [
-            PictureFeatures(own.clone(), tuple(layer[i].clone() for layer in layers))  # copies, so that a batch can be freed
+            ImageFeatures(own.clone(), tuple(layer[i].clone() for layer in layers))  # copies, so that a batch can be freed
             for i, own in enumerate(embeddings.split(counts))
         ]
 
-    def _embed(self, pictures: Sequence[PictureInput]) -> Tensor:
+    def _embed(self, images: Sequence[ImageInput]) -> Tensor:
         """Pixels -> [patches, hidden]. A convolution over whole patches is a matrix multiplication."""
         values = []
-        for levels, group in groupby(pictures, key=lambda picture: picture.levels):
-            pixels = [picture.pixels for picture in group]
+        for levels, group in groupby(images, key=lambda image: image.levels):
+            pixels = [image.pixels for image in group]
             counts = [len(own) for own in pixels]
             row = torch.empty(sum(counts), pixels[0].shape[1], dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             for place, own in zip(row.split(counts), pixels, strict=True):
@@ -170,7 +170,7 @@ class VisionTower:
         return [merged, *deepstack]
 
     def _window_order(self, tables: Sequence[GridTables]) -> Tensor:
-        """[image tokens] where in the row of all pictures the merged patch at each place comes from."""
+        """[image tokens] where in the row of all images the merged patch at each place comes from."""
         starts = np.cumsum([0, *(len(table.order) for table in tables)])
         return upload(np.concatenate([table.order + start for table, start in zip(tables, starts[:-1], strict=True)]), self.device)
 
@@ -194,7 +194,7 @@ class VisionTower:
         return GridTables(cos, sin, embedding, order, windows)
 
     def _position_embedding(self, grid: Grid, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Tensor:
-        """The square grid of learned embeddings at the places of a picture's patches, between its four neighbours: [patches, hidden]."""
+        """The square grid of learned embeddings at the places of an image's patches, between its four neighbours: [patches, hidden]."""
         table: Tensor = self.visual.pos_embed.weight  # [side * side, hidden]
         side = math.isqrt(len(table))
         (row_taps, row_weights), (column_taps, column_weights) = (_taps(rows, grid[1], side), _taps(columns, grid[2], side))
@@ -203,16 +203,16 @@ class VisionTower:
         return (table[upload(taps, self.device)] * upload(weights, self.device)).sum(1).to(self.dtype)
 
 
-def _parts(pictures: Sequence[PictureInput]) -> Iterator[list[PictureInput]]:
-    """Cut into parts of at most `PATCHES_AT_ONCE`, or of one picture."""
-    part: list[PictureInput] = []
+def _parts(images: Sequence[ImageInput]) -> Iterator[list[ImageInput]]:
+    """Cut into parts of at most `PATCHES_AT_ONCE`, or of one image."""
+    part: list[ImageInput] = []
     patches = 0
-    for picture in pictures:
-        if part and patches + len(picture.pixels) > PATCHES_AT_ONCE:
+    for image in images:
+        if part and patches + len(image.pixels) > PATCHES_AT_ONCE:
             yield part
             part, patches = [], 0
-        part.append(picture)
-        patches += len(picture.pixels)
+        part.append(image)
+        patches += len(image.pixels)
     if part:
         yield part
 
@@ -238,7 +238,7 @@ def _add_norm(norm: Any, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, 
 
 
 def patch_places(grid: Grid, merge: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Row and column of each patch of a picture [patches], in their order: merged patches next to each other."""
+    """Row and column of each patch of an image [patches], in their order: merged patches next to each other."""
     frames, rows, columns = grid
 
     def in_order(places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -250,7 +250,7 @@ def patch_places(grid: Grid, merge: int) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 def window_order(grid: Grid, merge: int, window: int) -> tuple[NDArray[np.int64], list[int]]:
-    """The merged patches of a picture, window by window, and how many patches each window has; those at the edges may be smaller."""
+    """The merged patches of an image, window by window, and how many patches each window has; those at the edges may be smaller."""
     frame, row, column = np.indices((grid[0], grid[1] // merge, grid[2] // merge))
     down, across = -(-grid[1] // merge // window), -(-grid[2] // merge // window)  # windows along each side
     of_each = ((frame * down + row // window) * across + column // window).reshape(-1)  # [image tokens]

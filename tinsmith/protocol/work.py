@@ -46,7 +46,7 @@ class Prepare(Message):
 
 @dataclass(frozen=True)
 class Prepared(Message):
-    """An operation is right as far as that can be known before its pictures are decoded. The worker holds its datums until they are run."""
+    """An operation is right as far as that can be known before its images are decoded. The worker holds its datums until they are run."""
 
     number: int
     operation: str
@@ -54,7 +54,7 @@ class Prepared(Message):
     lengths: list[int]
     """Tokens of each datum, image tokens included."""
     pixels: list[dict[str, int]]
-    """For each datum the pixels of the pictures that are still to be decoded, by digest (hexadecimal)."""
+    """For each datum the pixels of the images that are still to be decoded, by digest (hexadecimal)."""
     together: list[int] = field(default_factory=list)
     """Indices of the datums that all workers are to compute together: they are longer than one computes alone."""
 
@@ -92,7 +92,7 @@ class RunPass(Message):
     together: bool = False
     """Whether all workers compute the one datum that it holds, each a slice of it."""
     pixels: list[dict[str, int]] = field(default_factory=list)
-    """For each datum what `Prepared.pixels` says of it, by which the pass is divided; empty if no picture is still to be decoded."""
+    """For each datum what `Prepared.pixels` says of it, by which the pass is divided; empty if no image is still to be decoded."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rendered sequences -> one packed row, sorted by owner, with the pictures of all of them beside it."""
+"""Rendered sequences -> one packed row, sorted by owner, with the images of all of them beside it."""
 
 from collections.abc import Sequence
 
@@ -34,14 +34,14 @@ def pack(sequences: Sequence[RenderedInput], owners: Sequence[Weights | None], d
     The owners are those of one of `shared_rows`: a model with full weights is alone.
     """
     lengths = [len(s) for s in sequences]
-    in_pictures = ~np.concatenate([s.is_text for s in sequences])  # [tokens]
+    in_images = ~np.concatenate([s.is_text for s in sequences])  # [tokens]
     return PackedRow(
         token_ids=upload(np.concatenate([s.token_ids for s in sequences], dtype=np.int64), device),
         positions=upload(torch.cat([s.positions for s in sequences], dim=1).numpy(), device),
         lengths=lengths,
         segments=segments_of(lengths, owners),
-        picture_index=upload(np.flatnonzero(in_pictures), device),
-        pictures=[picture for s in sequences for picture in s.pictures],
+        image_index=upload(np.flatnonzero(in_images), device),
+        images=[image for s in sequences for image in s.images],
         full=owners[0] if isinstance(owners[0], FullWeights) else None,
     )
 

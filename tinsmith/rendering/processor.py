@@ -1,8 +1,8 @@
-"""A picture in RGB -> the patches that a vision tower takes, with the numbers of the model's own Hugging Face image processor.
+"""An image in RGB -> the patches that a vision tower takes, with the numbers of the model's own Hugging Face image processor.
 
 The processor itself computes in float32, on arrays that it copies a dozen times. It rescales and normalizes every colour value alone, so
-what it makes of each is noted once, when the model is loaded. A picture is then resized by Pillow, as the processor does it, and cut into
-patches of bytes. On pictures of random pixels this is compared, bit for bit, with what the processor returns.
+what it makes of each is noted once, when the model is loaded. An image is then resized by Pillow, as the processor does it, and cut into
+patches of bytes. On images of random pixels this is compared, bit for bit, with what the processor returns.
 """
 
 import math
@@ -16,14 +16,14 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from tinsmith.errors import ConfigError, UserError
-from tinsmith.models.pictures import PictureInput, PixelLevels
+from tinsmith.models.images import ImageInput, PixelLevels
 from tinsmith.wire.images import ImageHeader
 
 KNOWN = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
 """Names of the image processor of the supported families, some with "Fast" at the end. It is one and the same."""
 
 CHANNELS = 3
-"""Pictures come in RGB."""
+"""Images come in RGB."""
 
 
 class LocalProcessor:
@@ -52,15 +52,15 @@ class LocalProcessor:
                 f"preprocessor_config.json{reason}; copy that of the model: Tinsmith knows no other"
             )
 
-    def __call__(self, sha256: bytes, image: Image.Image) -> PictureInput:
-        """The patches of a picture in RGB; `sha256` is that of its bytes."""
+    def __call__(self, sha256: bytes, image: Image.Image) -> ImageInput:
+        """The patches of an image in RGB; `sha256` is that of its bytes."""
         height, width = self._resized(image.height, image.width)
         if image.size != (width, height):
             image = image.resize((width, height), self.processor.resample)
         pixels = self._patches(np.asarray(image))
         grid = (1, height // self.patch_size, width // self.patch_size)
         tokens = math.prod(grid) // self.merge_size**2
-        return PictureInput(sha256, torch.from_numpy(pixels), self.levels, grid, slice(0, tokens))
+        return ImageInput(sha256, torch.from_numpy(pixels), self.levels, grid, slice(0, tokens))
 
     def tokens(self, header: ImageHeader) -> int:
         """Return the number of image tokens for an image of that size. Raises UserError if the processor takes none of that shape."""
@@ -78,7 +78,7 @@ class LocalProcessor:
         return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(rows * columns * merge**2, CHANNELS * size**2)
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of a picture after resizing: multiples of a merged patch, with no more pixels than the model takes."""
+        """Height and width of an image after resizing: multiples of a merged patch, with no more pixels than the model takes."""
         smallest, largest = (self.processor.size[edge] for edge in ("shortest_edge", "longest_edge"))
         size: tuple[int, int] = smart_resize(height, width, self.patch_size * self.merge_size, smallest, largest)
         return size
@@ -102,7 +102,7 @@ class LocalProcessor:
         return values
 
     def _agrees(self) -> bool:
-        """Whether we compute what the processor does, of a picture that has to be resized."""
+        """Whether we compute what the processor does, of an image that has to be resized."""
         block = self.patch_size * self.merge_size
         pixels = np.random.default_rng(0).integers(0, 256, (2 * block - 5, 3 * block + 7, CHANNELS), dtype=np.uint8)
         image = Image.fromarray(pixels)

@@ -9,21 +9,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinsmith.models.families import ImageSpan
-from tinsmith.models.pictures import PictureInput
+from tinsmith.models.images import ImageInput
 
 
 @dataclass(frozen=True, eq=False)
 class RenderedInput:
     """A ModelInput as the model sees it. Trainer and sampler both work from this and from nothing else.
 
-    Example: "<vision_start> picture of 4 tokens <vision_end> hi" has 7 token ids, one span (offset 1, length 4) and one picture.
+    Example: "<vision_start> image of 4 tokens <vision_end> hi" has 7 token ids, one span (offset 1, length 4) and one image.
     """
 
     token_ids: NDArray[np.int32]
-    """[n]; the family's placeholder id at picture positions."""
+    """[n]; the family's placeholder id at image positions."""
     spans: tuple[ImageSpan, ...]
     """Places of the images, in order, not overlapping."""
-    pictures: tuple[PictureInput, ...]
+    images: tuple[ImageInput, ...]
     """One for each span."""
     positions: Tensor
     """[1 or 3, n] int64 rotary positions."""
@@ -38,22 +38,22 @@ class RenderedInput:
 
     @cached_property
     def is_text(self) -> NDArray[np.bool_]:
-        """[n] True where a token is text, False inside pictures: a picture's tokens are not predicted, so that they have no scores."""
+        """[n] True where a token is text, False inside images: an image's tokens are not predicted, so that they have no scores."""
         text = np.ones(len(self), dtype=np.bool_)
         for span in self.spans:
             text[span.offset : span.offset + span.length] = False
         return text
 
     def part(self, start: int, end: int) -> "RenderedInput":
-        """Tokens [start, end). Of a picture that is cut, the span and the rows of its features that lie inside remain."""
-        spans, pictures = [], []
-        for span, picture in zip(self.spans, self.pictures, strict=True):
+        """Tokens [start, end). Of an image that is cut, the span and the rows of its features that lie inside remain."""
+        spans, images = [], []
+        for span, image in zip(self.spans, self.images, strict=True):
             first, last = max(span.offset, start), min(span.offset + span.length, end)
             if first < last:
                 spans.append(replace(span, offset=first - start, length=last - first))
-                skipped = picture.rows.start + first - span.offset
-                pictures.append(replace(picture, rows=slice(skipped, skipped + last - first)))
-        return RenderedInput(self.token_ids[start:end], tuple(spans), tuple(pictures), self.positions[:, start:end])
+                skipped = image.rows.start + first - span.offset
+                images.append(replace(image, rows=slice(skipped, skipped + last - first)))
+        return RenderedInput(self.token_ids[start:end], tuple(spans), tuple(images), self.positions[:, start:end])
 
     def followed_by(self, tail: "RenderedInput") -> "RenderedInput":
         """This and then `tail`, whose positions go on from here."""
@@ -61,6 +61,6 @@ class RenderedInput:
         return RenderedInput(
             np.concatenate([self.token_ids, tail.token_ids]),
             (*self.spans, *moved),
-            self.pictures + tail.pictures,
+            self.images + tail.images,
             torch.cat([self.positions, tail.positions], dim=1),
         )

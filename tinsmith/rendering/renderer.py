@@ -1,6 +1,6 @@
-"""Chunks of a ModelInput -> RenderedInput. The only place where text and pictures become token ids.
+"""Chunks of a ModelInput -> RenderedInput. The only place where text and images become token ids.
 
-A picture is decoded and processed once (`processor.py`), and remembered by the hash of its bytes. Placeholders are expanded here; a
+An image is decoded and processed once (`processor.py`), and remembered by the hash of its bytes. Placeholders are expanded here; a
 placeholder id that arrives as a text token stays text.
 """
 
@@ -16,34 +16,34 @@ from tinsmith.config import ImagesConfig
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.families import ImageSpan, positions
-from tinsmith.models.pictures import PictureInput
-from tinsmith.rendering.pictures import PictureCache
+from tinsmith.models.images import ImageInput
+from tinsmith.rendering.images import ImageCache
 from tinsmith.rendering.processor import LocalProcessor
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.forward_backward import IMAGE_FORMATS
 from tinsmith.wire.images import check_pixels, decode, read_header
 
-Processor = Callable[[bytes, Image], PictureInput]
-"""The SHA-256 of a picture's bytes, and the picture in RGB -> what the vision tower takes."""
+Processor = Callable[[bytes, Image], ImageInput]
+"""The SHA-256 of an image's bytes, and the image in RGB -> what the vision tower takes."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A ModelInput that is checked, and whose length is known, before any of its pictures is decoded."""
+    """A ModelInput that is checked, and whose length is known, before any of its images is decoded."""
 
     chunks: tuple[Chunk, ...]
     lengths: tuple[int, ...]
     """Tokens of each chunk."""
     pixels: Mapping[bytes, int]
-    """Pixels of each picture that is still to be decoded, by the SHA-256 of its bytes."""
+    """Pixels of each image that is still to be decoded, by the SHA-256 of its bytes."""
 
     def __len__(self) -> int:
         return sum(self.lengths)
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """[n] the token ids; -1 at the positions of pictures."""
+        """[n] the token ids; -1 at the positions of images."""
         parts = [
             chunk.tokens if isinstance(chunk, TextChunk) else np.full(length, -1)
             for chunk, length in zip(self.chunks, self.lengths, strict=True)
@@ -52,8 +52,8 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class _NewPicture:
-    """A picture that is still to be decoded."""
+class _NewImage:
+    """An image that is still to be decoded."""
 
     chunk: ImageChunk
     """The chunk, which holds the image's bytes."""
@@ -67,57 +67,57 @@ class Renderer:
     def __init__(
         self, base: BaseModel, limits: ImagesConfig, read_blob: Callable[[bytes], bytes], processor: Processor | None = None
     ) -> None:
-        """Load the model's own processor if none is given and it takes pictures. `read_blob` and `processor` are called by any thread."""
+        """Load the model's own processor if none is given and it takes images. `read_blob` and `processor` are called by any thread."""
         self.base = base
         self.limits = limits
         self.read_blob = read_blob
         self.local = LocalProcessor(base.tokenizer_id) if base.family.takes_images else None
-        """Counts the tokens of every picture, also of those that `processor` processes."""
+        """Counts the tokens of every image, also of those that `processor` processes."""
         self.processor: Processor | None = processor or self.local
         self.placeholder = int(base.config.image_token_id) if base.family.takes_images else -1
-        self.cache = PictureCache(limits.image_cache_mib * 2**19)
+        self.cache = ImageCache(limits.image_cache_mib * 2**19)
 
     def render(self, chunks: Sequence[Chunk]) -> RenderedInput:
         """The sequence that `chunks` describe. Raises UserError as `measure` and `render_measured` do."""
         return self.render_measured(self.measure(chunks))
 
     def measure(self, chunks: Sequence[Chunk]) -> Measured:
-        """Check `chunks` as far as that is cheap: no picture is decoded, only its header is read.
+        """Check `chunks` as far as that is cheap: no image is decoded, only its header is read.
 
         Raises UserError: nothing in it, a token outside the vocabulary, an image that is too large or not wanted by this model, a count
         that differs from `expected_tokens`, a sequence longer than the context, or too many pixels.
         """
         self._check_tokens(chunks)
-        measured, lengths, new = [], [], dict[tuple[bytes, str], _NewPicture]()
+        measured, lengths, new = [], [], dict[tuple[bytes, str], _NewImage]()
         for index, chunk in enumerate(chunks):
             count = len(chunk.tokens) if isinstance(chunk, TextChunk) else 0
             if isinstance(chunk, ImageChunk):
-                chunk, count = self._measure_picture(index, chunk, new)
+                chunk, count = self._measure_image(index, chunk, new)
             measured.append(chunk)
             lengths.append(count)
         self._check_length(sum(lengths))
-        pixels = {picture.chunk.sha256: picture.pixels for picture in new.values()}
+        pixels = {image.chunk.sha256: image.pixels for image in new.values()}
         check_pixels(sum(pixels.values()), self.limits)
         return Measured(tuple(measured), tuple(lengths), pixels)
 
     def undecoded(self, measured: Measured) -> dict[bytes, int]:
-        """Pixels of each of its pictures that was not decoded meanwhile, by the SHA-256 of its bytes."""
+        """Pixels of each of its images that was not decoded meanwhile, by the SHA-256 of its bytes."""
         return {sha256: size for sha256, size in measured.pixels.items() if not any(self.cache.get((sha256, f)) for f in IMAGE_FORMATS)}
 
     def render_measured(self, measured: Measured) -> RenderedInput:
-        """The sequence, with its pictures decoded and processed. Raises UserError for one that is broken."""
-        parts, spans, pictures, length = [], [], [], 0
+        """The sequence, with its images decoded and processed. Raises UserError for one that is broken."""
+        parts, spans, images, length = [], [], [], 0
         for index, (chunk, count) in enumerate(zip(measured.chunks, measured.lengths, strict=True)):
             if isinstance(chunk, TextChunk):
                 parts.append(chunk.tokens)
             else:
-                picture = self._picture(index, chunk, count)
+                image = self._image(index, chunk, count)
                 parts.append(np.full(count, self.placeholder, dtype=np.int32))
-                spans.append(ImageSpan(length, count, picture.grid_thw))
-                pictures.append(picture)
+                spans.append(ImageSpan(length, count, image.grid_thw))
+                images.append(image)
             length += count
         where = positions(self.base.family, length, tuple(spans), self.base.merge_size)
-        return RenderedInput(np.concatenate(parts), tuple(spans), tuple(pictures), where)
+        return RenderedInput(np.concatenate(parts), tuple(spans), tuple(images), where)
 
     def _check_tokens(self, chunks: Sequence[Chunk]) -> None:
         """All texts at once, because there may be one for every token; the one that is wrong is looked for if there is any."""
@@ -135,8 +135,8 @@ class Renderer:
         if length > self.base.max_context:
             raise UserError(f"the model input holds {length} tokens, the context window of {self.base.name} is {self.base.max_context}")
 
-    def _measure_picture(self, index: int, chunk: ImageChunk, new: dict[tuple[bytes, str], _NewPicture]) -> tuple[ImageChunk, int]:
-        """The picture and its tokens. One that is still to be decoded comes with its bytes, and is noted in `new`."""
+    def _measure_image(self, index: int, chunk: ImageChunk, new: dict[tuple[bytes, str], _NewImage]) -> tuple[ImageChunk, int]:
+        """The image and its tokens. One that is still to be decoded comes with its bytes, and is noted in `new`."""
         key = chunk.sha256, chunk.format  # the same bytes under a wrong label are refused, whether they are known or not
         known = self.cache.get(key)
         if known is not None:
@@ -152,23 +152,23 @@ class Renderer:
             )
         return new[key].chunk if key in new else chunk, count
 
-    def _read_new(self, index: int, chunk: ImageChunk) -> _NewPicture:
+    def _read_new(self, index: int, chunk: ImageChunk) -> _NewImage:
         if self.local is None:
             raise UserError(f"chunk {index} is an image, but {self.base.name} takes text only")
         data = self._bytes_of(chunk)
         try:
             header = read_header(data, chunk.format, self.limits)
-            return _NewPicture(replace(chunk, data=data), self.local.tokens(header), header.width * header.height)
+            return _NewImage(replace(chunk, data=data), self.local.tokens(header), header.width * header.height)
         except UserError as error:
             raise UserError(f"chunk {index}: {error}") from error
 
-    def _picture(self, index: int, chunk: ImageChunk, count: int) -> PictureInput:
-        picture = self.cache.get_or_make((chunk.sha256, chunk.format), lambda: self._process(index, chunk))
-        if picture.rows.stop != count:
-            raise TinsmithError(f"chunk {index}: the image was processed to {picture.rows.stop} tokens and its header promised {count}")
-        return picture
+    def _image(self, index: int, chunk: ImageChunk, count: int) -> ImageInput:
+        image = self.cache.get_or_make((chunk.sha256, chunk.format), lambda: self._process(index, chunk))
+        if image.rows.stop != count:
+            raise TinsmithError(f"chunk {index}: the image was processed to {image.rows.stop} tokens and its header promised {count}")
+        return image
 
-    def _process(self, index: int, chunk: ImageChunk) -> PictureInput:
+    def _process(self, index: int, chunk: ImageChunk) -> ImageInput:
         assert self.processor is not None, "measure takes no images without it"
         try:
             image = decode(self._bytes_of(chunk), chunk.format, self.limits)

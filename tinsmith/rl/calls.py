@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.env import ChatMessage, Step, Teacher, image_part
-from tinsmith.rl.pictures import encode
+from tinsmith.rl.images import encode
 
 if TYPE_CHECKING:  # the processes of environments import this module, and trajectories would bring the SDK along
     from tinsmith.rl.trajectory import Trajectory
@@ -182,7 +182,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _messages(where: str, what: str, value: Any) -> list[ChatMessage]:
-    """The messages, with each picture as an `ImageFile`."""
+    """The messages, with each image as an `ImageFile`."""
     if not isinstance(value, list | tuple):
         raise EnvError(f"{where} returned {_quoted(value)} for its {what}, which are a list of messages")
     return [_message(where, f"{what}[{place}]", message) for place, message in enumerate(value)]
@@ -200,11 +200,11 @@ def _part(where: str, place: str, part: Any) -> dict[str, Any]:
     match part:
         case {"type": "text", "text": str(text)}:
             return {**part, "text": _text(where, place, text)}
-        case {"type": "image", "image": picture} | {"type": "image_url", "image_url": {"url": picture}}:
+        case {"type": "image", "image": image} | {"type": "image_url", "image_url": {"url": image}}:
             try:
-                return image_part(encode(picture))
+                return image_part(encode(image))
             except UserError as error:
-                raise EnvError(f"{where} returned a picture in {place} that cannot be shown: {error}") from error
+                raise EnvError(f"{where} returned an image in {place} that cannot be shown: {error}") from error
     raise EnvError(f"{where} returned {_quoted(part)} in {place}; {_PARTS}")
 
 

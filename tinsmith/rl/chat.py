@@ -5,7 +5,7 @@ conversation is rendered as a text, only to compare: if that text begins with wh
 tokens that are there. If it does not, because templates of reasoning models drop earlier reasoning, the next prompt is tokenized afresh
 from the new text. A template that changes anything else is refused.
 
-A rendered text contains the model's placeholder token where a picture stands. The same characters may also occur as plain text, for example
+A rendered text contains the model's placeholder token where an image stands. The same characters may also occur as plain text, for example
 because the model sampled them. To tell the two apart, plain text carries the character `ESCAPED` instead until it is tokenized.
 
 Nobody but the template and the model writes control tokens, such as the end of a turn. Where a message of the environment contains the
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.env import ChatMessage, visible
-from tinsmith.rl.sequences import Picture, PictureProcessor, TokenSequence, concatenate, picture_sequence, takes_pictures, text_sequence
+from tinsmith.rl.sequences import EncodedImage, ImageProcessor, TokenSequence, concatenate, image_sequence, takes_images, text_sequence
 
 ESCAPED = "\U000fdead"
 """Stands for a placeholder that is plain text. A private-use character, which no template and no model writes."""
@@ -41,23 +41,23 @@ class TemplateError(UserError):
 
 @dataclass(frozen=True)
 class RenderedText:
-    """A conversation as a text, and the pictures that its placeholders stand for, in order."""
+    """A conversation as a text, and the images that its placeholders stand for, in order."""
 
     text: str
-    pictures: tuple[Picture, ...]
+    images: tuple[EncodedImage, ...]
 
 
 class ChatTemplate:
     """Renders conversations for one model.
 
     `template` replaces the tokenizer's own Jinja template; `options` are passed to it, such as {"enable_thinking": False}. `processor` is
-    needed for pictures only. Raises ConfigError if there is no template.
+    needed for images only. Raises ConfigError if there is no template.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        processor: PictureProcessor | None,
+        processor: ImageProcessor | None,
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -91,36 +91,36 @@ class ChatTemplate:
     def for_tokenizer(
         cls, tokenizer: PreTrainedTokenizerBase, template: str | None = None, options: Mapping[str, Any] | None = None
     ) -> "ChatTemplate":
-        """A template whose picture processor, if the model takes pictures, is read from the tokenizer's directory."""
+        """A template whose image processor, if the model takes images, is read from the tokenizer's directory."""
         source = str(tokenizer.name_or_path)
-        return cls(tokenizer, PictureProcessor(source) if takes_pictures(source) else None, template, options)
+        return cls(tokenizer, ImageProcessor(source) if takes_images(source) else None, template, options)
 
-    def picture(self, source: Any) -> Picture:
-        """The encoded picture of a message. Raises UserError if this model takes no pictures, or if `source` is none."""
+    def image(self, source: Any) -> EncodedImage:
+        """The encoded image of a message. Raises UserError if this model takes no images, or if `source` is none."""
         if self.processor is None:
             raise UserError(f"the model of tokenizer {self.tokenizer.name_or_path!r} takes no images, and the environment showed one")
-        return self.processor.picture(source)
+        return self.processor.image(source)
 
-    def render(self, messages: Sequence[ChatMessage], pictures: tuple[Picture, ...], add_generation_prompt: bool) -> RenderedText:
-        """The conversation as a text. `pictures` are those of all messages, in order.
+    def render(self, messages: Sequence[ChatMessage], images: tuple[EncodedImage, ...], add_generation_prompt: bool) -> RenderedText:
+        """The conversation as a text. `images` are those of all messages, in order.
 
-        Raises UserError if the template leaves pictures out, or cannot render the messages.
+        Raises UserError if the template leaves images out, or cannot render the messages.
         """
         text = self._apply([self._for_template(message) for message in messages], add_generation_prompt)
         shown = text.count(self.placeholder) if self.placeholder else 0
-        if shown != len(pictures):
-            raise UserError(f"the chat template shows {shown} of the conversation's {len(pictures)} images")
-        return RenderedText(text, pictures)
+        if shown != len(images):
+            raise UserError(f"the chat template shows {shown} of the conversation's {len(images)} images")
+        return RenderedText(text, images)
 
     def encode(self, rendered: RenderedText) -> TokenSequence:
-        """Tokens and pictures of a rendered text."""
-        if not rendered.pictures:
+        """Tokens and images of a rendered text."""
+        if not rendered.images:
             return text_sequence(self.ids(self.unescaped(rendered.text)))
         assert self.processor is not None
         segments = rendered.text.split(self.placeholder)
         parts = [text_sequence(self.ids(self.unescaped(segments[0])))]
-        for picture, segment in zip(rendered.pictures, segments[1:], strict=True):
-            parts += [picture_sequence(picture, self.processor.placeholder_id), text_sequence(self.ids(self.unescaped(segment)))]
+        for image, segment in zip(rendered.images, segments[1:], strict=True):
+            parts += [image_sequence(image, self.processor.placeholder_id), text_sequence(self.ids(self.unescaped(segment)))]
         return concatenate(parts)
 
     def ids(self, text: str) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class ChatTemplate:
         return text.replace(ESCAPED, self.placeholder) if self.placeholder else text
 
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
-        """The message in the form that templates expect: each picture a part {"type": "image"}."""
+        """The message in the form that templates expect: each image a part {"type": "image"}."""
         content = message["content"]
         if isinstance(content, str):
             return {**message}
@@ -181,7 +181,7 @@ class Opening:
     """The messages before the first answer that the model still sees."""
 
     messages: tuple[ChatMessage, ...]
-    pictures: tuple[Picture, ...]
+    images: tuple[EncodedImage, ...]
 
 
 class Conversation:
@@ -203,9 +203,9 @@ class Conversation:
         self.end_turn_after_stop_string = end_turn_after_stop_string
         self.context_turns = context_turns
         self.messages: list[ChatMessage] = template.broken(messages)
-        self.pictures: tuple[Picture, ...] = tuple(map(template.picture, picture_sources(messages)))
-        rendered = template.render(self.messages, self.pictures, add_generation_prompt=True)
-        self._opening = Opening(tuple(self.messages), self.pictures)
+        self.images: tuple[EncodedImage, ...] = tuple(map(template.image, image_sources(messages)))
+        rendered = template.render(self.messages, self.images, add_generation_prompt=True)
+        self._opening = Opening(tuple(self.messages), self.images)
         self._shown = rendered.text  # the text of `prompt`
         self._answers: list[str] = []
         self._turn_starts = [len(list(takewhile(_is_system, messages)))]  # indices into `messages`
@@ -227,15 +227,15 @@ class Conversation:
         """
         text = self.template.escaped(self.text_of(sampled))
         seen = self._shown + text
-        new_pictures = tuple(map(self.template.picture, picture_sources(observations)))
-        self.pictures += new_pictures
+        new_images = tuple(map(self.template.image, image_sources(observations)))
+        self.images += new_images
         self._answers.append(text)
         replies: list[ChatMessage] = self.template.broken(observations)
         # Some templates expect the prefill in the message and some add it, so try without and with it.
         for content in dict.fromkeys((text, self.template.prefill + text)):
             answer: ChatMessage = {"role": "assistant", "content": content}
             history = [*self.messages, answer, *replies]
-            rendered = self.template.render(history, self.pictures, add_generation_prompt=True)
+            rendered = self.template.render(history, self.images, add_generation_prompt=True)
             appended = self._appended(rendered.text, seen, sampled, stopped)
             if appended is not None:
                 break
@@ -244,21 +244,21 @@ class Conversation:
             self._check_only_reasoning_dropped(rendered, sampled)
             self.prompt = self.template.encode(rendered)
         else:
-            self.prompt = concatenate((self.prompt, text_sequence(sampled), self.template.encode(RenderedText(appended, new_pictures))))
+            self.prompt = concatenate((self.prompt, text_sequence(sampled), self.template.encode(RenderedText(appended, new_images))))
         self._turn_starts.append(len(history) - len(observations))
         if self.context_turns and len(self._turn_starts) > self.context_turns:
             self._drop_oldest_turn()
 
     def _drop_oldest_turn(self) -> None:
         first, second = self._turn_starts[:2]
-        before, dropped = (len(picture_sources(part)) for part in (self.messages[:first], self.messages[first:second]))
-        self.pictures = self.pictures[:before] + self.pictures[before + dropped :]
+        before, dropped = (len(image_sources(part)) for part in (self.messages[:first], self.messages[first:second]))
+        self.images = self.images[:before] + self.images[before + dropped :]
         self.messages = self.messages[:first] + self.messages[second:]
         self._turn_starts = [first, *(start - second + first for start in self._turn_starts[2:])]
         self._answers = self._answers[1:]
         opening = self.messages[: self._turn_starts[1] - 1] if self._answers else self.messages
-        self._opening = Opening(tuple(opening), self.pictures[: len(picture_sources(opening))])
-        rendered = self.template.render(self.messages, self.pictures, add_generation_prompt=True)
+        self._opening = Opening(tuple(opening), self.images[: len(image_sources(opening))])
+        rendered = self.template.render(self.messages, self.images, add_generation_prompt=True)
         self._shown, self.prompt = rendered.text, self.template.encode(rendered)
 
     def _ends_turn(self, sampled: NDArray[np.int32]) -> bool:
@@ -277,7 +277,7 @@ class Conversation:
 
     def _check_only_reasoning_dropped(self, rendered: RenderedText, sampled: NDArray[np.int32]) -> None:
         """Raise TemplateError unless the new text still contains the opening and every answer without its reasoning, in order."""
-        opening = self.template.render(self._opening.messages, self._opening.pictures, add_generation_prompt=False).text
+        opening = self.template.render(self._opening.messages, self._opening.images, add_generation_prompt=False).text
         kept = rendered.text.startswith(opening)
         at = len(opening)
         for answer in map(visible, self._answers):
@@ -299,8 +299,8 @@ class Conversation:
         )
 
 
-def picture_sources(messages: Sequence[ChatMessage]) -> list[Any]:
-    """The pictures of messages in the form in which the environment gave them, in order. Raises UserError for a part of unknown type."""
+def image_sources(messages: Sequence[ChatMessage]) -> list[Any]:
+    """The images of messages in the form in which the environment gave them, in order. Raises UserError for a part of unknown type."""
     found = []
     for message in messages:
         for part in message["content"] if not isinstance(message["content"], str) else ():

@@ -7,7 +7,7 @@ An environment opens a conversation, reads what the model says, replies and give
     observations, reward, done, metadata = env.step("up")
 
 Messages have the form of OpenAI's chat API. The content of a message is a text, or a list of parts: `text_part("...")`,
-`image_part(picture)`, or `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
+`image_part(image)`, or `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
 
 A configuration file names an environment by a registered name, or by an import path such as "my_package.envs:MyEnv" or "my_env.py:MyEnv",
 which needs no registration. The object behind either is a factory: a class or a function that returns a new `Env`.
@@ -94,7 +94,7 @@ class Teacher(ABC):
 
 
 def user(*parts: Any) -> ChatMessage:
-    """A user's message of texts and pictures."""
+    """A user's message of texts and images."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return {"role": "user", "content": parts[0]}
     return {"role": "user", "content": [text_part(part) if isinstance(part, str) else image_part(part) for part in parts]}
@@ -105,9 +105,9 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def image_part(picture: Any) -> dict[str, Any]:
-    """A picture as a part of a message's content: a PIL image, an array of uint8, the bytes of an image file, or a data URI."""
-    return {"type": "image", "image": picture}
+def image_part(image: Any) -> dict[str, Any]:
+    """An image as a part of a message's content: a PIL image, an array of uint8, the bytes of an image file, or a data URI."""
+    return {"type": "image", "image": image}
 
 
 def visible(text: str) -> str:

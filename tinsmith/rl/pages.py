@@ -1,4 +1,4 @@
-"""Trajectories as files: JSONL for programs, and an HTML page on which people see pictures, sampled tokens and rewards."""
+"""Trajectories as files: JSONL for programs, and an HTML page on which people see images, sampled tokens and rewards."""
 
 import base64
 import json
@@ -21,19 +21,19 @@ _TEMPLATES = Environment(
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of a sample on the page: a text in which all tokens have the same loss mask, or a picture."""
+    """A piece of a sample on the page: a text in which all tokens have the same loss mask, or an image."""
 
     text: str
-    """The text that is shown, or the title of the picture."""
+    """The text that is shown, or the title of the image."""
     sampled: bool = False
     reward: float = 0.0
     """Reward on the last token; 0.0 is not shown."""
-    picture: str = ""
-    """The picture as a data URI; empty for a text."""
+    image: str = ""
+    """The image as a data URI; empty for a text."""
 
 
 def write_jsonl(file: Path, trajectories: Sequence[Trajectory], template: ChatTemplate) -> None:
-    """Write a line of JSON for each trajectory. Pictures are named by their SHA-256; the page shows them."""
+    """Write a line of JSON for each trajectory. Images are named by their SHA-256; the page shows them."""
     lines = [json.dumps(_record(trajectory, template)) for trajectory in trajectories]
     file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
@@ -53,11 +53,11 @@ def write_page(file: Path, trajectories: Sequence[Trajectory], template: ChatTem
 
 def spans(sample: TrainingSample, template: ChatTemplate) -> Iterator[Span]:
     """The sample from its first to its last token."""
-    pictures = {placed.offset: placed.picture for placed in sample.sequence.pictures}
+    images = {placed.offset: placed.image for placed in sample.sequence.images}
     for start, stop in pairwise(_span_edges(sample)):
-        if (picture := pictures.get(start)) is not None:
-            data = base64.b64encode(picture.data).decode()
-            yield Span(f"{picture.tokens} tokens", picture=f"data:image/{picture.format};base64,{data}")
+        if (image := images.get(start)) is not None:
+            data = base64.b64encode(image.data).decode()
+            yield Span(f"{image.tokens} tokens", image=f"data:image/{image.format};base64,{data}")
             continue
         at = start - sample.prompt_length  # index into the response; negative in the prompt
         sampled = at >= 0 and bool(sample.loss_mask[at])
@@ -66,11 +66,11 @@ def spans(sample: TrainingSample, template: ChatTemplate) -> Iterator[Span]:
 
 
 def _span_edges(sample: TrainingSample) -> list[int]:
-    """Return where spans begin, and the end: at pictures, where the loss mask changes, and behind rewards."""
+    """Return where spans begin, and the end: at images, where the loss mask changes, and behind rewards."""
     first = sample.prompt_length
     edges = {0, first, len(sample.sequence)}
-    for placed in sample.sequence.pictures:
-        edges |= {placed.offset, placed.offset + placed.picture.tokens}
+    for placed in sample.sequence.images:
+        edges |= {placed.offset, placed.offset + placed.image.tokens}
     mask = sample.loss_mask
     edges |= {first + at for at in range(1, len(mask)) if mask[at] != mask[at - 1] or sample.rewards[at - 1]}
     return sorted(edges)
@@ -103,6 +103,6 @@ def _sample_record(sample: TrainingSample, template: ChatTemplate) -> dict[str, 
         "loss_mask": sample.loss_mask.astype(int).tolist(),
         "rewards": sample.rewards.tolist(),
         "logprobs": sample.logprobs.tolist(),
-        "pictures": [{"offset": p.offset, "tokens": p.picture.tokens, "sha256": p.picture.digest} for p in sample.sequence.pictures],
+        "images": [{"offset": p.offset, "tokens": p.image.tokens, "sha256": p.image.digest} for p in sample.sequence.images],
         "is_last_step": sample.is_last_step,
     }

@@ -1,6 +1,6 @@
 """Policies, and the server's models as policies.
 
-A `Policy` answers prompts: token ids and pictures in, token ids and logprobs out. Rollouts know nothing else about models, so a test or
+A `Policy` answers prompts: token ids and images in, token ids and logprobs out. Rollouts know nothing else about models, so a test or
 another library can be a policy, too. The functions below open the models of a Tinker server, as the configuration names them.
 """
 
@@ -52,7 +52,7 @@ class Completion:
 
 
 class PromptRefusedError(UserError):
-    """The server refuses a prompt, such as one with a picture that is too large. The message gives its reason."""
+    """The server refuses a prompt, such as one with an image that is too large. The message gives its reason."""
 
 
 class WeightsLostError(TinsmithError):

@@ -77,7 +77,7 @@ class RolloutSettings:
     context_turns: int = 0
     """The number of turns that the model sees, including the one that it is about to answer; 0 is all."""
     pixel_values: bool = False
-    """Give samples the pixel values of their pictures."""
+    """Give samples the pixel values of their images."""
     thought: str = ""
     """Text before every demonstrated answer."""
 
@@ -228,7 +228,7 @@ class _EpisodeRecord:
         if len(conversation.prompt) >= self.settings.max_context:
             raise EnvError(
                 f"the first messages have {len(conversation.prompt)} tokens, and a conversation has room for {self.settings.max_context}; "
-                "shorten them or their pictures, or raise generation: max_context, if the server's context allows it"
+                "shorten them or their images, or raise generation: max_context, if the server's context allows it"
             )
         while True:
             room = self.settings.max_context - len(conversation.prompt)

@@ -1,6 +1,6 @@
-"""Sequences as the model sees them: token ids with pictures in between.
+"""Sequences as the model sees them: token ids with images in between.
 
-A picture is encoded once, when it enters a conversation, and the same bytes go to the sampler and to the trainer. In a `TokenSequence` it
+An image is encoded once, when it enters a conversation, and the same bytes go to the sampler and to the trainer. In a `TokenSequence` it
 covers as many positions as the model makes of it; each of them holds the id of the model's placeholder token.
 """
 
@@ -18,11 +18,11 @@ from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor
 
 from tinsmith.errors import UserError
-from tinsmith.rl.pictures import Format, encode, plain
+from tinsmith.rl.images import Format, encode, plain
 
 
 @dataclass(frozen=True)
-class Picture:
+class EncodedImage:
     """An image file, and how many positions of a sequence it takes."""
 
     data: bytes
@@ -36,28 +36,28 @@ class Picture:
 
     @cached_property
     def chunk(self) -> tinker.types.ImageChunk:
-        """The picture in the SDK's form, made once for all prompts that contain it."""
+        """The image in the SDK's form, made once for all prompts that contain it."""
         return tinker.types.ImageChunk(data=self.data, format=self.format, expected_tokens=self.tokens)
 
 
 @dataclass(frozen=True)
-class PlacedPicture:
-    """A picture at the positions `offset` to `offset + picture.tokens`."""
+class PlacedImage:
+    """An image at the positions `offset` to `offset + image.tokens`."""
 
     offset: int
-    picture: Picture
+    image: EncodedImage
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """Token ids and the pictures among them.
+    """Token ids and the images among them.
 
-    Example: ids [9, 7, 7, 4] with a picture of two tokens at offset 1, where 7 is the placeholder. A 7 that no picture covers is text.
+    Example: ids [9, 7, 7, 4] with an image of two tokens at offset 1, where 7 is the placeholder. A 7 that no image covers is text.
     """
 
     ids: NDArray[np.int32]
-    """[n]; every position of a picture holds the placeholder's id."""
-    pictures: tuple[PlacedPicture, ...] = ()
+    """[n]; every position of an image holds the placeholder's id."""
+    images: tuple[PlacedImage, ...] = ()
     """Ordered by offset, not overlapping."""
 
     def __len__(self) -> int:
@@ -67,51 +67,51 @@ class TokenSequence:
         return concatenate((self, other))
 
     def begins_with(self, other: "TokenSequence") -> bool:
-        """Whether `other` is a prefix: the same tokens, and the same pictures at the same places."""
+        """Whether `other` is a prefix: the same tokens, and the same images at the same places."""
         if not np.array_equal(self.ids[: len(other)], other.ids):
             return False
-        return tuple(placed for placed in self.pictures if placed.offset < len(other)) == other.pictures
+        return tuple(placed for placed in self.images if placed.offset < len(other)) == other.images
 
     def head(self, length: int) -> "TokenSequence":
-        """The first `length` positions; no picture may extend beyond them."""
-        return TokenSequence(self.ids[:length], tuple(placed for placed in self.pictures if placed.offset < length))
+        """The first `length` positions; no image may extend beyond them."""
+        return TokenSequence(self.ids[:length], tuple(placed for placed in self.images if placed.offset < length))
 
     @cached_property
     def model_input(self) -> tinker.ModelInput:
-        """The sequence in the SDK's form: chunks of text, and a chunk for each picture."""
+        """The sequence in the SDK's form: chunks of text, and a chunk for each image."""
         chunks: list[tinker.ModelInputChunk] = []
         at = 0
-        for placed in self.pictures:
+        for placed in self.images:
             if placed.offset > at:
                 chunks.append(tinker.EncodedTextChunk(tokens=self.ids[at : placed.offset].tolist()))
-            chunks.append(placed.picture.chunk)
-            at = placed.offset + placed.picture.tokens
+            chunks.append(placed.image.chunk)
+            at = placed.offset + placed.image.tokens
         if at < len(self):
             chunks.append(tinker.EncodedTextChunk(tokens=self.ids[at:].tolist()))
         return tinker.ModelInput(chunks=chunks)
 
 
 def text_sequence(ids: ArrayLike) -> TokenSequence:
-    """A sequence without pictures."""
+    """A sequence without images."""
     return TokenSequence(np.asarray(ids, dtype=np.int32))
 
 
-def picture_sequence(picture: Picture, placeholder_id: int) -> TokenSequence:
-    """A sequence that consists of one picture."""
-    return TokenSequence(np.full(picture.tokens, placeholder_id, dtype=np.int32), (PlacedPicture(0, picture),))
+def image_sequence(image: EncodedImage, placeholder_id: int) -> TokenSequence:
+    """A sequence that consists of one image."""
+    return TokenSequence(np.full(image.tokens, placeholder_id, dtype=np.int32), (PlacedImage(0, image),))
 
 
 def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:
     """One or more sequences, one after the other."""
-    pictures: list[PlacedPicture] = []
+    images: list[PlacedImage] = []
     offset = 0
     for sequence in sequences:
-        pictures += [PlacedPicture(offset + placed.offset, placed.picture) for placed in sequence.pictures]
+        images += [PlacedImage(offset + placed.offset, placed.image) for placed in sequence.images]
         offset += len(sequence)
-    return TokenSequence(np.concatenate([sequence.ids for sequence in sequences]), tuple(pictures))
+    return TokenSequence(np.concatenate([sequence.ids for sequence in sequences]), tuple(images))
 
 
-class PictureProcessor:
+class ImageProcessor:
     """The image processor of a vision-language model, read from the model's files in `source` (a directory or a Hub id)."""
 
     def __init__(self, source: str) -> None:
@@ -119,25 +119,25 @@ class PictureProcessor:
         self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
         self._token_counts: dict[tuple[int, int], int] = {}
 
-    def picture(self, source: Any) -> Picture:
-        """The encoded picture with its number of tokens. Raises UserError as `encode` does, and for a size that the model does not take."""
+    def image(self, source: Any) -> EncodedImage:
+        """The encoded image with its number of tokens. Raises UserError as `encode` does, and for a size that the model does not take."""
         data, file_format, size = encode(source)
         if size not in self._token_counts:
             width, height = size
             try:
                 patches = self._processor.get_number_of_image_patches(height, width, {})
             except ValueError as error:
-                raise UserError(f"the model takes no picture of {width} x {height} pixels: {error}") from error
+                raise UserError(f"the model takes no image of {width} x {height} pixels: {error}") from error
             self._token_counts[size] = int(patches) // self._processor.merge_size**2
-        return Picture(data, file_format, self._token_counts[size])
+        return EncodedImage(data, file_format, self._token_counts[size])
 
-    def pixels(self, pictures: tuple[Picture, ...]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """`pixel_values` [patches, patch_dim] and `image_grid_thw` [pictures, 3] of one or more pictures."""
-        images = [plain(Image.open(io.BytesIO(picture.data))).convert("RGB") for picture in pictures]
-        processed = self._processor(images=images, return_tensors="np")
+    def pixels(self, images: tuple[EncodedImage, ...]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """`pixel_values` [patches, patch_dim] and `image_grid_thw` [images, 3] of one or more images."""
+        decoded = [plain(Image.open(io.BytesIO(image.data))).convert("RGB") for image in images]
+        processed = self._processor(images=decoded, return_tensors="np")
         return processed["pixel_values"], processed["image_grid_thw"]
 
 
-def takes_pictures(source: str) -> bool:
-    """Whether the model in `source` (a directory or a Hub id) has a placeholder token for pictures."""
+def takes_images(source: str) -> bool:
+    """Whether the model in `source` (a directory or a Hub id) has a placeholder token for images."""
     return hasattr(AutoConfig.from_pretrained(source, trust_remote_code=False), "image_token_id")

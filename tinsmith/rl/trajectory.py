@@ -14,7 +14,7 @@ import numpy as np
 import tinker
 from numpy.typing import NDArray
 
-from tinsmith.rl.sequences import PictureProcessor, TokenSequence, concatenate, text_sequence
+from tinsmith.rl.sequences import ImageProcessor, TokenSequence, concatenate, text_sequence
 
 StopReason = Literal["done", "length", "context", "max_turns", "empty", "env_error", "env_timeout"]
 """The reason why an episode ended.
@@ -62,7 +62,7 @@ class TrainingSample:
     """
 
     sequence: TokenSequence
-    """Prompt and response with their pictures; [p + r] tokens."""
+    """Prompt and response with their images; [p + r] tokens."""
     prompt_length: int
     """p"""
     loss_mask: NDArray[np.bool_]
@@ -78,9 +78,9 @@ class TrainingSample:
     answers: tuple[tuple[str, int, int], ...] = ()
     """The server's name for each answer that is not empty, and where in the sequence it begins and ends."""
     pixel_values: NDArray[np.float32] | None = None
-    """[patches, patch_dim] of the pictures; None unless asked for, or without pictures."""
+    """[patches, patch_dim] of the images; None unless asked for, or without images."""
     image_grid_thw: NDArray[np.int64] | None = None
-    """[pictures, 3]; None as above."""
+    """[images, 3]; None as above."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.rewards), len(self.logprobs)}
@@ -88,7 +88,7 @@ class TrainingSample:
 
     @property
     def prompt_ids(self) -> NDArray[np.int32]:
-        """[p] positions of pictures hold the placeholder's id."""
+        """[p] positions of images hold the placeholder's id."""
         return self.sequence.ids[: self.prompt_length]
 
     @property
@@ -177,12 +177,12 @@ def assemble(turns: Sequence[Turn]) -> tuple[TrainingSample, ...]:
     return tuple(_sample(chain, is_last_step=chain is sampled[-1]) for chain in sampled)
 
 
-def with_pixels(samples: Sequence[TrainingSample], processor: PictureProcessor) -> tuple[TrainingSample, ...]:
-    """The samples with the pixel values of their pictures."""
+def with_pixels(samples: Sequence[TrainingSample], processor: ImageProcessor) -> tuple[TrainingSample, ...]:
+    """The samples with the pixel values of their images."""
     filled = []
     for sample in samples:
-        if pictures := tuple(placed.picture for placed in sample.sequence.pictures):
-            pixel_values, image_grid_thw = processor.pixels(pictures)
+        if images := tuple(placed.image for placed in sample.sequence.images):
+            pixel_values, image_grid_thw = processor.pixels(images)
             filled.append(replace(sample, pixel_values=pixel_values, image_grid_thw=image_grid_thw))
         else:
             filled.append(sample)

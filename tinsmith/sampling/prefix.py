@@ -1,6 +1,6 @@
 """Keys of cache blocks: sequences that begin alike have equal keys for the blocks that they have in common.
 
-The key of a block is a hash over the key of the block before it, its tokens, and the pictures that reach into it by their content's hash.
+The key of a block is a hash over the key of the block before it, its tokens, and the images that reach into it by their content's hash.
 The first block follows the key of the weights, so nothing is ever shared between two versions of a model.
 """
 
@@ -23,16 +23,16 @@ def weights_key(ref: WeightsRef) -> bytes:
     return hashlib.blake2b(ref.key.encode(), digest_size=32).digest()
 
 
-def block_key(previous: bytes, tokens: NDArray[np.int32], pictures: bytes) -> bytes:
-    """The key [32 bytes] of a block of `BLOCK` tokens after the block with the key `previous`; `pictures` come from `pictures_in`."""
-    return hashlib.blake2b(previous + tokens.tobytes() + pictures, digest_size=32).digest()
+def block_key(previous: bytes, tokens: NDArray[np.int32], images: bytes) -> bytes:
+    """The key [32 bytes] of a block of `BLOCK` tokens after the block with the key `previous`; `images` come from `images_in`."""
+    return hashlib.blake2b(previous + tokens.tobytes() + images, digest_size=32).digest()
 
 
-def pictures_in(rendered: RenderedInput, start: int) -> bytes:
-    """Content hash and offset, relative to `start`, of the pictures that reach into the block at `start`; empty if there are none."""
+def images_in(rendered: RenderedInput, start: int) -> bytes:
+    """Content hash and offset, relative to `start`, of the images that reach into the block at `start`; empty if there are none."""
     parts = [
-        picture.sha256 + struct.pack("<q", span.offset - start)
-        for span, picture in zip(rendered.spans, rendered.pictures, strict=True)
+        image.sha256 + struct.pack("<q", span.offset - start)
+        for span, image in zip(rendered.spans, rendered.images, strict=True)
         if span.offset < start + BLOCK and span.offset + span.length > start
     ]
     return b"".join(parts)
@@ -47,5 +47,5 @@ def prompt_keys(first: bytes, rendered: RenderedInput, answer: Sequence[int], kn
         tokens = rendered.token_ids[start:end]
         if end > prompt:
             tokens = np.concatenate([tokens, np.array(answer[max(0, start - prompt) : end - prompt], dtype=np.int32)])
-        keys.append(block_key(keys[-1] if keys else first, tokens, pictures_in(rendered, start) if rendered.spans else b""))
+        keys.append(block_key(keys[-1] if keys else first, tokens, images_in(rendered, start) if rendered.spans else b""))
     return keys

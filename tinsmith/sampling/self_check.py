@@ -1,6 +1,6 @@
 """The self-check: before a base model is served it shows that our ways of computing it agree with each other and with transformers.
 
-On random sequences of several lengths, with random LoRA adapters whose B is not zero, and for an image model with a picture, of which the
+On random sequences of several lengths, with random LoRA adapters whose B is not zero, and for an image model with an image, of which the
 features are compared first (`tower_check.py`):
 
     each sequence alone      =  transformers' own outer forward with its own attention (final soft caps, logit scales, masks, positions)
@@ -11,7 +11,7 @@ features are compared first (`tower_check.py`):
 A few hundred tokens in all. Sliding windows are shortened meanwhile, so that the sequences are longer than they are. What differs
 is refused with a ConfigError that says what and by how much.
 
-Its quick form is for what has passed the full one before. Two short texts, and a picture, go through one packed row against transformers,
+Its quick form is for what has passed the full one before. Two short texts, and an image, go through one packed row against transformers,
 through the search for leaks once, and through a few steps of the sampler without a prefix cache.
 """
 
@@ -72,7 +72,7 @@ PIECE = 60
 ROOM = 4096
 """Context window during the check."""
 PIXELS = 64
-"""Width and height of the picture; the model's processor may enlarge it."""
+"""Width and height of the image; the model's processor may enlarge it."""
 ROUNDED = 0.05
 """Mean difference over a sequence that is normal in bfloat16: logits between 16 and 32 are rounded to multiples of 0.125."""
 OTHERWISE = "transformers computes other log-probabilities"
@@ -131,7 +131,7 @@ def _compile(base: BaseModel, probes: list[Probe], samples: bool) -> None:
 
     base.features.clear()
     compile_ahead(f"{base.config.to_json_string()} {base.dtype} {samples}", rehearse)
-    base.features.clear()  # those of pictures were computed without kernels
+    base.features.clear()  # those of images were computed without kernels
 
 
 def _check(base: BaseModel, probes: list[Probe], samples: bool) -> None:
@@ -185,7 +185,7 @@ def _difference(base: BaseModel, ours: Sequence[Tensor], theirs: Sequence[Tensor
 
 
 def _probes(base: BaseModel, renderer: Renderer) -> list[Probe]:
-    """Texts of two adapters and of the bare base, and a text with a picture for a model that takes images."""
+    """Texts of two adapters and of the bare base, and a text with an image for a model that takes images."""
     adapters = [_random_adapter(base, seed=1, train_unembed=True), _random_adapter(base, seed=2, train_unembed=False)]
     owners = [adapters[0], adapters[0], adapters[1], None]
     generator = np.random.default_rng(0)
@@ -193,7 +193,7 @@ def _probes(base: BaseModel, renderer: Renderer) -> list[Probe]:
         ([_random_text(base, generator, length)], owner) for length, owner in zip(LENGTHS, owners, strict=True)
     ]
     if base.family.takes_images:
-        inputs.append((_random_picture(base, generator), adapters[0]))
+        inputs.append((_random_image(base, generator), adapters[0]))
     return [Probe(renderer.render(chunks), adapter) for chunks, adapter in inputs]
 
 
@@ -213,20 +213,20 @@ def _random_adapter(base: BaseModel, seed: int, train_unembed: bool) -> Adapter:
 
 
 def _random_text(base: BaseModel, generator: np.random.Generator, length: int) -> TextChunk:
-    """Any token but those that stand for pictures: transformers looks for their ids, we do not."""
+    """Any token but those that stand for images: transformers looks for their ids, we do not."""
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     taken = [getattr(base.config, name) for name in names] if base.family.takes_images else []
     return TextChunk(generator.choice(np.setdiff1d(np.arange(base.vocab_size, dtype=np.int32), taken), length))
 
 
-def _random_picture(base: BaseModel, generator: np.random.Generator) -> list[Chunk]:
-    """Text, a picture between its markers, and text."""
+def _random_image(base: BaseModel, generator: np.random.Generator) -> list[Chunk]:
+    """Text, an image between its markers, and text."""
     file = io.BytesIO()
     Image.fromarray(generator.integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)).save(file, "PNG")
     data = file.getvalue()
     start, end = (TextChunk(np.array([i], dtype=np.int32)) for i in (base.config.vision_start_token_id, base.config.vision_end_token_id))
-    picture = ImageChunk(hashlib.sha256(data).digest(), data, "png", None)
-    return [_random_text(base, generator, 9), start, picture, end, _random_text(base, generator, 9)]
+    image = ImageChunk(hashlib.sha256(data).digest(), data, "png", None)
+    return [_random_text(base, generator, 9), start, image, end, _random_text(base, generator, 9)]
 
 
 @contextmanager
@@ -296,9 +296,9 @@ def _transformers_logprobs(base: BaseModel, probe: Probe, implementation: str) -
     rendered = probe.rendered
     ids = torch.from_numpy(rendered.token_ids).to(base.device, torch.int64).unsqueeze(0)
     extra: dict[str, Any] = {}
-    if rendered.pictures:
-        extra["pixel_values"] = torch.cat([p.pixel_values for p in rendered.pictures]).to(base.device, base.dtype)
-        extra["image_grid_thw"] = torch.tensor([p.grid_thw for p in rendered.pictures], device=base.device)
+    if rendered.images:
+        extra["pixel_values"] = torch.cat([p.pixel_values for p in rendered.images]).to(base.device, base.dtype)
+        extra["image_grid_thw"] = torch.tensor([p.grid_thw for p in rendered.images], device=base.device)
         extra["mm_token_type_ids"] = (ids == base.config.image_token_id).int()
     use_attention(base.network, base.family, implementation)
     try:
@@ -398,4 +398,4 @@ def _as_sampler(probe: Probe, logprobs: Tensor) -> Tensor:
 def _followed(base: BaseModel, rendered: RenderedInput, tokens: list[int]) -> RenderedInput:
     """A sequence with more text behind it."""
     ids = np.concatenate([rendered.token_ids, np.array(tokens, dtype=np.int32)])
-    return RenderedInput(ids, rendered.spans, rendered.pictures, positions(base.family, len(ids), rendered.spans, base.merge_size))
+    return RenderedInput(ids, rendered.spans, rendered.images, positions(base.family, len(ids), rendered.spans, base.merge_size))

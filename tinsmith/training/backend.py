@@ -261,7 +261,7 @@ class LocalBackend:
         models: dict[str, list[int]] = {}
         for i in row:
             models.setdefault(work[i].model_id, []).append(i)
-        if len(models) == 1 or any(work[i].rendered.pictures for i in row):
+        if len(models) == 1 or any(work[i].rendered.images for i in row):
             return [row]
         texts: list[tuple[list[int], Adapter]] = []
         for model, own in models.items():

@@ -180,7 +180,7 @@ class CapturedPasses:
 
     def _find(self, row: PackedRow) -> CapturedPass | None:
         """The graph for a row, captured now if it is time."""
-        if row.full is not None or row.pictures or len(row.segments) != 1:
+        if row.full is not None or row.images or len(row.segments) != 1:
             return None
         adapter = row.segments[0].adapter
         kind = self._kind(row.lengths, adapter)

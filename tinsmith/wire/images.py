@@ -13,7 +13,7 @@ from tinsmith.errors import UserError
 Image.MAX_IMAGE_PIXELS = None
 
 _PILLOW_FORMATS = {"png": ("PNG",), "jpeg": ("JPEG", "MPO")}
-"""Pillow's names for what a client calls png and jpeg. MPO is a JPEG followed by further pictures, as phones make them."""
+"""Pillow's names for what a client calls png and jpeg. MPO is a JPEG followed by further images, as phones make them."""
 
 _READS, _BYTES_PER_READ = 256, 256
 """Most reads of an image by Pillow: `_READS` times, and once more for every `_BYTES_PER_READ` bytes. Each chunk of a PNG takes four
@@ -21,7 +21,7 @@ reads and each marker of a JPEG one, of some microseconds; an image of 20 MB tha
 write chunks of 8 KiB or more."""
 
 _MAX_SCANS = 64
-"""Most scans of a JPEG. A scan of 31 bytes can cover all pixels. A progressive JPEG has some 10, and phones add a few pictures."""
+"""Most scans of a JPEG. A scan of 31 bytes can cover all pixels. A progressive JPEG has some 10, and phones add a few images."""
 
 _SCANS_OF_LARGEST = 20
 """Most scans of a JPEG of `max_image_pixels`. Each takes as long as it has pixels, so smaller ones may have more; one in CMYK has 18."""

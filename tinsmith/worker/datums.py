@@ -32,7 +32,7 @@ FindRecorded = Callable[[Set[str]], Mapping[str, RecordedSequence]]
 
 @dataclass(frozen=True, eq=False)
 class CheckedDatum:
-    """A datum that is checked, but whose pictures are not decoded: pixel values take a hundred times the memory of an encoded picture."""
+    """A datum that is checked, but whose images are not decoded: pixel values take a hundred times the memory of an encoded image."""
 
     model_id: str
     measured: Measured
@@ -49,16 +49,16 @@ class CheckedDatum:
 
     @property
     def undecoded(self) -> dict[bytes, int]:
-        """Pixels of each picture that is still to be decoded, by the SHA-256 of its bytes."""
+        """Pixels of each image that is still to be decoded, by the SHA-256 of its bytes."""
         return self.renderer.undecoded(self.measured)
 
     def work(self) -> DatumWork:
-        """The datum ready to compute. Raises UserError if a picture is broken."""
+        """The datum ready to compute. Raises UserError if an image is broken."""
         return DatumWork(self.model_id, self.renderer.render_measured(self.measured), self.targets, self.loss, self.inputs)
 
 
 def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer, find_recorded: FindRecorded) -> list[CheckedDatum]:
-    """Check every datum. Raises UserError naming datum, field and value, before anything is computed or any picture decoded."""
+    """Check every datum. Raises UserError naming datum, field and value, before anything is computed or any image decoded."""
     loss = find_loss(request.loss_fn, request.loss_fn_config)
     if not request.data:
         raise UserError("data is empty; send at least one datum")

@@ -3,7 +3,7 @@
     new messages -> at most one pass or call -> decode steps for as long as that took -> again
 
 Neither training nor sampling starves the other, and nothing that touches weights needs a lock. What needs no device runs in threads beside
-it: pictures and large requests are rendered, files are written and read. With no work the thread sleeps on its socket.
+it: images and large requests are rendered, files are written and read. With no work the thread sleeps on its socket.
 """
 
 import logging
@@ -70,10 +70,10 @@ IDLE_S = 1.0
 """Seconds that an idle worker sleeps before it looks whether its engine still lives."""
 
 RENDERING_THREADS = 2
-"""Threads that read and check large requests. They decode no picture, so that texts never wait for pictures."""
+"""Threads that read and check large requests. They decode no image, so that texts never wait for images."""
 
-PICTURE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Threads that decode pictures. Decoding and resizing release Python's lock, so they decode side by side; half of the processor's cores are
+IMAGE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Threads that decode images. Decoding and resizing release Python's lock, so they decode side by side; half of the processor's cores are
 left to what else computes there."""
 
 DISK_THREADS = 4
@@ -108,12 +108,12 @@ class Worker:
         """Base models that the sampler computes with, and to which snapshots belong."""
         self.link = link
         self.heartbeat = heartbeat
-        self.images = BlobFiles(Path(config.data_dir))
+        self.blobs = BlobFiles(Path(config.data_dir))
         self.rendering = Background("rendering", RENDERING_THREADS, link.wake)
-        self.pictures = Background("pictures", PICTURE_THREADS, link.wake)
+        self.images = Background("images", IMAGE_THREADS, link.wake)
         self.disk = Background("disk", DISK_THREADS, link.wake)
         self.copies = Background("copies", COPY_THREADS, link.wake)
-        self.beside = self.rendering, self.pictures, self.disk, self.copies
+        self.beside = self.rendering, self.images, self.disk, self.copies
         self.early: list[Message] = []
         """Messages that arrived in the middle of a pass."""
         self.due: deque[Callable[[], None]] = deque()
@@ -131,10 +131,10 @@ class Worker:
         self.snapshots = Snapshots(self.sampled_bases, records, files, spill, memory, disk, idle_s, shared)
         self.sleepers: list[Sleeper] = []
         """Samplers whose servers can have the device in turns with training."""
-        self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.pictures, self.disk, records, self.send)
+        self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.images, self.disk, records, self.send)
         trained = {name: self._trained(backends[name], renderers[name], group) for name in self.bases}
         self.longest_trained = {name: each.longest for name, each in trained.items()}
-        self.passes = Passes(trained, self.rendering, self.pictures, self.send, self.due.append, records.find, self._dropped)
+        self.passes = Passes(trained, self.rendering, self.images, self.send, self.due.append, records.find, self._dropped)
         room = config.training.kept_copies_gib * 2**30
         kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, place)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
@@ -283,7 +283,7 @@ class Worker:
                 require_device(base.device)
 
     def _read_blob(self, sha256: bytes) -> bytes:
-        data = self.images.read(sha256)
+        data = self.blobs.read(sha256)
         if data is None:
             raise NotFoundError(f"image {sha256.hex()} is not in the store")
         return data

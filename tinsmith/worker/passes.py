@@ -1,6 +1,6 @@
 """Forward and forward_backward operations on the worker: checks their datums and computes passes.
 
-The engine decides what is computed together. Here operations are checked and measured as they come, and the pictures of a pass are decoded
+The engine decides what is computed together. Here operations are checked and measured as they come, and the images of a pass are decoded
 by a pool of threads, so that the device never waits for what a processor could have done before.
 """
 
@@ -29,13 +29,13 @@ from tinsmith.worker.datums import CheckedDatum, FindRecorded, check_lengths, pr
 log = logging.getLogger(__name__)
 
 SMALL_BYTES = 64 * 1024
-"""Requests without pictures of up to this size are checked at once: to hand them to a thread and back would take longer."""
+"""Requests without images of up to this size are checked at once: to hand them to a thread and back would take longer."""
 
 
 Piece = tuple[str, int]
 """An operation, and the index of one of its datums."""
 Rendered = tuple[Piece, DatumWork | TinsmithError]
-"""A datum whose pictures are decoded, or why one of them cannot be used."""
+"""A datum whose images are decoded, or why one of them cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Passes:
         self,
         bases: Mapping[str, Trained],
         rendering: Background,
-        pictures: Background,
+        images: Background,
         send: Callable[[Message], None],
         enqueue: Callable[[Callable[[], None]], None],
         find_recorded: FindRecorded,
@@ -72,7 +72,7 @@ class Passes:
         """`dropped` tells, in the middle of a pass, which operations the engine has dropped since the pass began."""
         self.bases = bases
         self.rendering = rendering
-        self.pictures = pictures
+        self.images = images
         self.send = send
         self.enqueue = enqueue
         self.find_recorded = find_recorded
@@ -86,9 +86,9 @@ class Passes:
         self.passes: dict[int, RunPass] = {}
         """Passes that the device has not been given, by number, in the order in which they came."""
         self.rendered: dict[int, list[Rendered | None]] = {}
-        """Their datums; None for one whose pictures are being decoded."""
-        self.of_pictures: set[int] = set()
-        """Those with pictures of these and of what the device has not computed, by number."""
+        """Their datums; None for one whose images are being decoded."""
+        self.of_images: set[int] = set()
+        """Those with images of these and of what the device has not computed, by number."""
         self.behind: dict[int, list[Callable[[], None]]] = {}
         """Work for the device behind a pass, by the pass's number."""
         self.timed: deque[tuple[RunPass, Stopwatch]] = deque()
@@ -140,16 +140,16 @@ class Passes:
             self.preparing.pop(operation, None)
 
     def run(self, message: RunPass) -> None:
-        """Let a pass be computed, after threads have decoded its pictures: each datum that has new ones in a job of its own."""
+        """Let a pass be computed, after threads have decoded its images: each datum that has new ones in a job of its own."""
         pieces = [((operation, index), self.datums[operation][index]) for operation, index in message.pieces]
         self.passes[message.number] = message
         late = [place for place, (_, datum) in enumerate(pieces) if datum.undecoded]
         self.rendered[message.number] = [None if place in late else _render(*piece) for place, piece in enumerate(pieces)]
         if late:
-            self.of_pictures.add(message.number)
+            self.of_images.add(message.number)
         for place in late:
             session = ids.session_of(pieces[place][1].model_id)
-            self.pictures.run(partial(_render, *pieces[place]), partial(self._take, message, place), session)
+            self.images.run(partial(_render, *pieces[place]), partial(self._take, message, place), session)
         self._enqueue()
 
     def _take(self, message: RunPass, place: int, ended: Future[Rendered]) -> None:
@@ -161,16 +161,16 @@ class Passes:
         """Give the device what can be computed now.
 
         The passes of a model keep their order, because another would round the sums of its gradients otherwise, and so do all before and
-        behind one that exchanges something. Of passes with pictures, which take long, the device has one at a time: what comes meanwhile
+        behind one that exchanges something. Of passes with images, which take long, the device has one at a time: what comes meanwhile
         goes ahead of the next.
         """
         waiting: set[str] = set()
-        """Models of passes whose pictures are being decoded, or that wait for such."""
+        """Models of passes whose images are being decoded, or that wait for such."""
         for number, message in list(self.passes.items()):
             models = {operation.rpartition("/")[0] for operation, _ in message.pieces}
             rendered = [datum for datum in self.rendered[number] if datum is not None]
             is_held = waiting and (self._exchanges(message) or not waiting.isdisjoint(models))
-            has_one = number in self.of_pictures and not self._exchanges(message) and not self.of_pictures <= self.passes.keys()
+            has_one = number in self.of_images and not self._exchanges(message) and not self.of_images <= self.passes.keys()
             if is_held or has_one or len(rendered) < len(self.rendered[number]):
                 if self._exchanges(message):
                     return
@@ -184,7 +184,7 @@ class Passes:
     def in_turn(self, work: Callable[[], None]) -> None:
         """Let the device's thread do something behind all passes before it that are computed with other workers.
 
-        Such passes and steps exchange something, so that all workers must take them in one order, and the pictures of a pass may be decoded
+        Such passes and steps exchange something, so that all workers must take them in one order, and the images of a pass may be decoded
         here sooner than there.
         """
         last = next((number for number in reversed(self.passes) if self._exchanges(self.passes[number])), None)
@@ -207,7 +207,7 @@ class Passes:
         watch.stop()
         if not exchanges and not failures:
             self.timed.append((message, watch))
-        self.of_pictures.discard(message.number)
+        self.of_images.discard(message.number)
         self._enqueue()
         for piece in [piece for piece, result in results.items() if np.isnan(result.logprobs).any()]:
             del results[piece]
@@ -254,7 +254,7 @@ class Passes:
 
 
 def _render(piece: Piece, datum: CheckedDatum) -> Rendered:
-    """Decode the pictures of a datum."""
+    """Decode the images of a datum."""
     failures: list[TinsmithError] = []
     with failing_into(failures.append):
         return piece, datum.work()
@@ -266,7 +266,7 @@ Outcome = tuple[dict[Piece, DatumResult], dict[Piece, TinsmithError]]
 
 
 def _compute_share(backend: LocalBackend, message: RunPass, rendered: "list[Rendered]", look: Callable[[], None] | None) -> Outcome:
-    """Compute a pass, or this worker's share of one. An operation with a broken picture contributes nothing more."""
+    """Compute a pass, or this worker's share of one. An operation with a broken image contributes nothing more."""
     failures = {piece: type(work)(f"datum {piece[1]}: {work}") for piece, work in rendered if isinstance(work, TinsmithError)}
     broken = {operation for operation, _ in failures}
     chosen = [(piece, work) for piece, work in rendered if isinstance(work, DatumWork) and piece[0] not in broken]
@@ -285,7 +285,7 @@ def _compute_share(backend: LocalBackend, message: RunPass, rendered: "list[Rend
 
 
 def _compute_together(backend: LocalBackend, message: RunPass, rendered: "list[Rendered]") -> Outcome:
-    """Compute a sequence with all workers. One whose pictures are broken here takes part too: the others must hear of it."""
+    """Compute a sequence with all workers. One whose images are broken here takes part too: the others must hear of it."""
     ((piece, work),) = rendered
     results: dict[Piece, DatumResult] = {}
     failures: dict[Piece, TinsmithError] = {}

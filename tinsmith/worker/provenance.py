@@ -31,7 +31,7 @@ def with_recorded(
 ) -> Datum:
     """The datum with two more inputs: "logprobs", as they were recorded, and "sequence_ratio_mask", 1 at sampled positions; 0 elsewhere.
 
-    `model_input` [n] are its tokens, -1 in pictures, and `targets` [n] its target tokens. Raises UserError for spans that do not fit the
+    `model_input` [n] are its tokens, -1 in images, and `targets` [n] its target tokens. Raises UserError for spans that do not fit the
     datum or what was recorded, and for an advantage at a position that was not sampled.
     """
     if not datum.model_input_spans or not datum.target_spans:
@@ -101,7 +101,7 @@ def _check_tokens(field: str, tokens: NDArray[np.int64], spans: Iterable[Provena
                 first = int(wrong[0])
                 found = tokens[start + first]
                 raise UserError(
-                    f"{field} at position {start + first} is {'of a picture' if found < 0 else found}, but its provenance makes it token "
+                    f"{field} at position {start + first} is {'of an image' if found < 0 else found}, but its provenance makes it token "
                     f"{span.offset + first} of sequence {span.sequence_id}, which is {sampled[first]}; name the tokens that were sampled"
                 )
         start = end

@@ -1,8 +1,8 @@
 """The sampling half of a worker: gives requests to the sampler of their base model, with the weights of their session.
 
 Requests wait as they came, by base model and session. In turn, when their sampler wants more, they are parsed and rendered. Large ones are
-parsed in a thread, new pictures are decoded in others, and weights that are not in memory are read in yet others. What waits for its
-pictures takes nothing from other sessions.
+parsed in a thread, new images are decoded in others, and weights that are not in memory are read in yet others. What waits for its
+images takes nothing from other sessions.
 """
 
 import logging
@@ -41,7 +41,7 @@ STARTED_BYTES = 2**20
 may go beyond."""
 
 SMALL_BYTES = 64 * 1024
-"""Requests of up to this size are parsed at once, and rendered if they have no new pictures: to hand them to a thread would take longer."""
+"""Requests of up to this size are parsed at once, and rendered if they have no new images: to hand them to a thread would take longer."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Started:
     in_sampler: bool = False
     """Its sampler has it. Until then it is rendered, or its weights are read."""
     is_decoded: bool = False
-    """Threads decode its pictures."""
+    """Threads decode its images."""
     is_recorded: bool = False
     """Whether the sample is recorded for the loss stable_reinforce."""
     questions: PromptQuestions = field(default_factory=PromptQuestions)
@@ -81,7 +81,7 @@ class _Rendered:
 
 @dataclass(frozen=True)
 class _Measured:
-    """A request that is parsed and checked, before its pictures are decoded."""
+    """A request that is parsed and checked, before its images are decoded."""
 
     message: Sample
     request: SampleRequest
@@ -89,7 +89,7 @@ class _Measured:
     renderer: Renderer
 
     def rendered(self) -> _Rendered:
-        """Decode its pictures. Raises UserError for one that is broken."""
+        """Decode its images. Raises UserError for one that is broken."""
         return _Rendered(self.message, self.request, self.renderer.render_measured(self.prompt))
 
 
@@ -101,7 +101,7 @@ class Samples:
         bases: Mapping[str, Sampled],
         snapshots: Snapshots,
         rendering: Background,
-        pictures: Background,
+        images: Background,
         disk: Background,
         recorded: SequenceRecords,
         send: Callable[[Message], None],
@@ -109,7 +109,7 @@ class Samples:
         self.bases = bases
         self.snapshots = snapshots
         self.rendering = rendering
-        self.pictures = pictures
+        self.images = images
         self.disk = disk
         self.recorded = recorded
         self.send = send
@@ -122,7 +122,7 @@ class Samples:
         self.rendering_bytes: Counter[str] = Counter()
         """Bodies that threads parse and render now, by session."""
         self.decoding: dict[str, Counter[str]] = {name: Counter() for name in bases}
-        """Sequences in `started` whose pictures are being decoded, by base model and session."""
+        """Sequences in `started` whose images are being decoded, by base model and session."""
         self.on_the_way: Counter[str] = Counter()
         """Sequences in `started` that their sampler has not got yet, by base model."""
         self.needing: dict[Key, list[_Rendered]] = {}
@@ -253,7 +253,7 @@ class Samples:
             self._render(message, ended.result())
 
     def _render(self, message: Sample, measured: "_Measured") -> None:
-        """Render a request: with threads if pictures are to be decoded, since a few bytes may encode many pixels."""
+        """Render a request: with threads if images are to be decoded, since a few bytes may encode many pixels."""
         if _name(message) not in self.started:
             return
         if not measured.prompt.pixels:
@@ -262,7 +262,7 @@ class Samples:
         self.rendering_bytes[_session(message)] += len(message.payload)
         self.decoding[message.base_model][_session(message)] += message.num_samples
         self.started[_name(message)].is_decoded = True
-        self.pictures.run(measured.rendered, partial(self._decoded, message), _session(message))
+        self.images.run(measured.rendered, partial(self._decoded, message), _session(message))
 
     def _decoded(self, message: Sample, ended: "Future[_Rendered]") -> None:
         _take_from(self.rendering_bytes, _session(message), len(message.payload))

@@ -11,7 +11,7 @@ from verifiers import v1
 __all__ = ["Countdown", "CountdownTasks", "InProcess"]
 
 
-def picture() -> str:
+def image() -> str:
     file = io.BytesIO()
     Image.new("RGB", (64, 32), "red").save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
@@ -31,14 +31,14 @@ class CountdownTask(v1.Task[CountdownData, v1.State, v1.TaskConfig]):
 
 class CountdownConfig(v1.TasksetConfig):
     shows: bool = False
-    """Whether the question has a picture."""
+    """Whether the question has an image."""
 
 
 class CountdownTasks(v1.Taskset[CountdownTask, CountdownConfig]):
     def load(self) -> Any:
         for answer in ("hot", "cold", "dead"):
             text = v1.TextContentPart(text="hot or cold?")
-            shown = v1.ImageUrlContentPart(image_url=v1.ImageUrlSource(url=picture()))
+            shown = v1.ImageUrlContentPart(image_url=v1.ImageUrlSource(url=image()))
             prompt = [v1.UserMessage(content=[shown, text])] if self.config.shows else "hot or cold?"
             yield CountdownTask(CountdownData(prompt=prompt, answer=answer), self.config.task)
 

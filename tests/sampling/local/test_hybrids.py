@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.bases import DEVICE, load, new_ref, picture_chunks, random_adapter, random_tokens, renderer
+from tests.bases import DEVICE, image_chunks, load, new_ref, random_adapter, random_tokens, renderer
 from tests.extent import amount
 from tests.sampling.local import test_sampler as local
 from tests.sampling.local.test_sampler import Bench, ask, count_tokens, full_weights, of_session, prompt_of
@@ -50,12 +50,12 @@ def test_prompts_that_share_a_beginning_compute_it_once(hybrid_base: BaseModel, 
     assert passes == [96, 16 + 4 * 24, 8]  # the first saves its own last block too
 
 
-def test_pictures_adapters_and_full_weights_find_their_own(hybrid_base: BaseModel) -> None:
+def test_images_adapters_and_full_weights_find_their_own(hybrid_base: BaseModel) -> None:
     """Full weights have rows of their own beside those of the others."""
     bench = Bench(hybrid_base, prefill_tokens=50)
     owners: list[Weights | None] = [None, random_adapter(hybrid_base, 4, 1), full_weights(hybrid_base)]
-    pictures = [picture_chunks(hybrid_base, seed, 20, width=160, height=160) for seed in (0, 1)]
-    asked = [renderer(hybrid_base).render([*picture, random_tokens(5, 60)]) for picture in pictures]
+    images = [image_chunks(hybrid_base, seed, 20, width=160, height=160) for seed in (0, 1)]
+    asked = [renderer(hybrid_base).render([*image, random_tokens(5, 60)]) for image in images]
     for expected in (0, 96):
         for number in range(6):
             bench.add(str(number), asked[number % 2], ask(num_samples=2), owners[number // 2])

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bases import datum, new_ref, picture_chunks, random_adapter, random_tokens, renderer, text
+from tests.bases import datum, image_chunks, new_ref, random_adapter, random_tokens, renderer, text
 from tests.extent import slow
 from tinsmith.config import SamplingConfig, TrainingConfig
 from tinsmith.errors import UserError
@@ -110,7 +110,7 @@ def prompts(base: BaseModel) -> list[list[Chunk]]:
     plain: list[list[Chunk]] = [[random_tokens(i, n)] for i, n in enumerate([5, BLOCK, 40, 1, 2 * BLOCK - 1])]
     if not base.family.takes_images:
         return plain
-    return [*plain, picture_chunks(base, 20, 6), [*picture_chunks(base, 22, 4, width=64, height=160), *picture_chunks(base, 24, 5)]]
+    return [*plain, image_chunks(base, 20, 6), [*image_chunks(base, 22, 4, width=64, height=160), *image_chunks(base, 24, 5)]]
 
 
 def prompt_of(base: BaseModel, *parts: tuple[int, int]) -> RenderedInput:
@@ -333,7 +333,7 @@ def test_a_conversation_that_grows_computes_only_its_tail(any_base: BaseModel, m
     before = 0
     for turn in range(3):
         if any_base.family.takes_images:
-            chunks += picture_chunks(any_base, turn, 3, width=96, height=128)
+            chunks += image_chunks(any_base, turn, 3, width=96, height=128)
         rendered = render.render(chunks)
         result = bench.answer(rendered, ask(replace(PARAMS, seed=turn, max_tokens=20)), adapter)
         # A step that was launched ahead has computed the last token too.
@@ -379,10 +379,10 @@ def test_nothing_is_shared_between_weights(text_base: BaseModel) -> None:
         bench.asked.clear()
 
 
-def test_pictures_are_told_apart_by_content_and_from_text_of_the_same_ids(vision_base: BaseModel) -> None:
+def test_images_are_told_apart_by_content_and_from_text_of_the_same_ids(vision_base: BaseModel) -> None:
     bench, render = Bench(vision_base), renderer(vision_base)
-    pictures = [picture_chunks(vision_base, seed, 5, width=160, height=160)[1:4] for seed in (0, 1)]
-    asked = [render.render([random_tokens(0, 2), *picture, random_tokens(1, 20)]) for picture in pictures]
+    images = [image_chunks(vision_base, seed, 5, width=160, height=160)[1:4] for seed in (0, 1)]
+    asked = [render.render([random_tokens(0, 2), *image, random_tokens(1, 20)]) for image in images]
     assert (asked[0].token_ids == asked[1].token_ids).all()
     asked.append(render.render([text(*asked[0].token_ids.tolist())]))
     assert [bench.answer(rendered).cached_tokens > 0 for rendered in (*asked, asked[0])] == [False, False, False, True]

@@ -1,4 +1,4 @@
-"""Pictures as vLLM takes them, and a sample whose parts came from several versions."""
+"""Images as vLLM takes them, and a sample whose parts came from several versions."""
 
 import asyncio
 import base64
@@ -9,31 +9,31 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from tests.bases import new_ref, picture_chunks, random_tokens, renderer
+from tests.bases import image_chunks, new_ref, random_tokens, renderer
 from tests.sampling.vllm.answering import answering, in_a_loop, instance_of
 from tinsmith.models.base import BaseModel
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.vllm.generate import encode_picture, features_of, send_pictures
+from tinsmith.sampling.vllm.generate import encode_image, features_of, send_images
 from tinsmith.sampling.vllm.job import Draft, Job, joined
 from tinsmith.sampling.vllm.verify import Expectation, PublishedWeights
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SampleRequest, SamplingParams, StopRule, VersionSpan
 
 
-def two_pictures(base: BaseModel) -> RenderedInput:
-    return renderer(base).render([*picture_chunks(base, 1, 8), *picture_chunks(base, 2, 8)])
+def two_images(base: BaseModel) -> RenderedInput:
+    return renderer(base).render([*image_chunks(base, 1, 8), *image_chunks(base, 2, 8)])
 
 
 def test_pixel_values_travel_as_they_are_and_what_the_server_knows_as_a_hash(vision_base: BaseModel) -> None:
-    rendered = two_pictures(vision_base)
-    known, new = rendered.pictures
+    rendered = two_images(vision_base)
+    known, new = rendered.images
     features = features_of(rendered, {known.sha256.hex()})
     assert features is not None
     assert features["mm_hashes"] == {"image": [known.sha256.hex(), new.sha256.hex()]}
     assert features["mm_placeholders"]["image"] == [{"offset": span.offset, "length": 6} for span in rendered.spans]
-    assert features["kwargs_data"]["image"] == [None, encode_picture(new)]
+    assert features["kwargs_data"]["image"] == [None, encode_image(new)]
     assert features_of(rendered.part(0, 4), ()) is None
-    item = msgspec.msgpack.decode(base64.b64decode(encode_picture(new)))
+    item = msgspec.msgpack.decode(base64.b64decode(encode_image(new)))
     (kind, shape, pixels), (_, _, grid) = item["pixel_values"]["data"], item["image_grid_thw"]["data"]
     assert kind == "float32"
     np.testing.assert_array_equal(np.frombuffer(pixels.data, "<f4").reshape(shape), new.pixel_values)
@@ -41,10 +41,10 @@ def test_pixel_values_travel_as_they_are_and_what_the_server_knows_as_a_hash(vis
 
 
 @in_a_loop
-async def test_a_picture_that_a_server_forgot_in_its_sleep_is_sent_again_beside_a_new_one(vision_base: BaseModel, tmp_path: Path) -> None:
-    """The new picture waits for a server that sleeps; what that knew before, it does not know afterwards."""
-    rendered = two_pictures(vision_base)
-    names = [picture.sha256.hex() for picture in rendered.pictures]
+async def test_a_image_that_a_server_forgot_in_its_sleep_is_sent_again_beside_a_new_one(vision_base: BaseModel, tmp_path: Path) -> None:
+    """The new image waits for a server that sleeps; what that knew before, it does not know afterwards."""
+    rendered = two_images(vision_base)
+    names = [image.sha256.hex() for image in rendered.images]
     known: set[str] = set()
     """What the server remembers."""
 
@@ -52,21 +52,21 @@ async def test_a_picture_that_a_server_forgot_in_its_sleep_is_sent_again_beside_
         features: dict[str, Any] = (await request.json())["features"]
         items = dict(zip(features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True))
         if any(value is None and name not in known for name, value in items.items()):
-            return web.json_response({"error": "an unknown picture"}, status=500)
+            return web.json_response({"error": "an unknown image"}, status=500)
         known.update(items)
         return web.json_response({"choices": [], "model": None})
 
     async with answering(tmp_path, answer) as connection:
         instance = instance_of(connection)
-        instance.pictures[names[0]] = 1
+        instance.images[names[0]] = 1
         await instance.sleep_mode.fall_asleep()
-        sending = asyncio.create_task(send_pictures(instance, rendered, None))
+        sending = asyncio.create_task(send_images(instance, rendered, None))
         await asyncio.wait([sending], timeout=0.1)
         assert not sending.done()
         instance.wakes()
         await instance.sleep_mode.wake_up()
         await sending
-        await send_pictures(instance, rendered, None)
+        await send_images(instance, rendered, None)
     assert known == set(names)
 
 

@@ -69,7 +69,7 @@ async def bench_of(base: BaseModel, directory: Path) -> AsyncIterator[Bench]:
 @pytest.mark.parametrize("base", ["text_base", "vision_base"])
 @in_a_loop
 async def test_new_weights_are_compared_while_samples_fill_all_slots(base: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """They would wait for samples that wait for them. With pictures, one goes ahead."""
+    """They would wait for samples that wait for them. With images, one goes ahead."""
     async with bench_of(request.getfixturevalue(base), tmp_path) as bench:
         async with bench.instance.slots.reserve(1), asyncio.timeout(600):
             await bench.take(bench.published)

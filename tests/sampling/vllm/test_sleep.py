@@ -30,7 +30,7 @@ async def test_what_keeps_a_server_awake_ends_first_what_comes_later_waits_and_n
     """A server goes on as soon as it is awake itself, and others may need long: what was compared is forgotten before the slowest wakes."""
     async with starting(tmp_path, SLEEPS) as server:
         sleep_mode, instance, done = server.sleep_mode, await ready(server), list[str]()
-        instance.pictures["known"] = 1
+        instance.images["known"] = 1
         instance.checks["weights"] = asyncio.create_task(asyncio.sleep(0))
 
         async def told() -> Any:
@@ -49,7 +49,7 @@ async def test_what_keeps_a_server_awake_ends_first_what_comes_later_waits_and_n
         await falling
         assert await told() == ["/sleep?level=1&mode=keep"]
         await asyncio.wait([later, waiting], timeout=0.1)
-        assert (done, waiting.done(), len(instance.pictures), len(instance.checks)) == ([], False, 1, 1)
+        assert (done, waiting.done(), len(instance.images), len(instance.checks)) == ([], False, 1, 1)
         await instance.connection.get("/busy?for_s=3600")
         waking = asyncio.create_task(sleep_mode.wake_up())
         while "/wake_up" not in await told():
@@ -58,7 +58,7 @@ async def test_what_keeps_a_server_awake_ends_first_what_comes_later_waits_and_n
         await instance.connection.get("/busy?for_s=0")  # from now on it answers again
         await asyncio.gather(waking, later, waiting)
         assert await told() == ["/sleep?level=1&mode=keep", "/wake_up"]
-        assert (done, len(instance.pictures), instance.checks) == (["later"], 0, {})
+        assert (done, len(instance.images), instance.checks) == (["later"], 0, {})
 
 
 @in_a_loop

@@ -29,7 +29,7 @@ from tinsmith.rl.chat import ChatTemplate, Conversation
 from tinsmith.rl.env import Prompt, find, make
 from tinsmith.rl.policy import Completion, Policy, PromptRefusedError, SamplingRequest, derived_seed
 from tinsmith.rl.rollouts import RolloutSettings, task_group
-from tinsmith.rl.sequences import Picture, TokenSequence, concatenate, picture_sequence, text_sequence
+from tinsmith.rl.sequences import EncodedImage, TokenSequence, concatenate, image_sequence, text_sequence
 from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory, Turn, assemble
 
 T = TypeVar("T")
@@ -245,12 +245,12 @@ def _stop_reason(played: TheirTrajectory) -> StopReason:
 
 
 def sequence_of(model_input: tinker.ModelInput, template: ChatTemplate) -> TokenSequence:
-    """A ModelInput as a sequence. Its pictures must have `expected_tokens`. Raises UserError for chunks of other types."""
+    """A ModelInput as a sequence. Its images must have `expected_tokens`. Raises UserError for chunks of other types."""
     parts = []
     for chunk in model_input.chunks:
         if isinstance(chunk, tinker.types.ImageChunk):
             placeholder = template.processor.placeholder_id if template.processor is not None else 0
-            parts.append(picture_sequence(Picture(chunk.data, chunk.format, chunk.length), placeholder))
+            parts.append(image_sequence(EncodedImage(chunk.data, chunk.format, chunk.length), placeholder))
         elif isinstance(chunk, tinker.EncodedTextChunk):
             parts.append(text_sequence(chunk.tokens))
         else:

@@ -1,4 +1,4 @@
-"""Gymnasium environments that observe or render pictures.
+"""Gymnasium environments that observe or render images.
 
 You supply a function from a text to an action, and a name:
 
@@ -21,17 +21,17 @@ from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, user, visible
 
 
 class GymnasiumEnv(Env):
-    """An episode of `env`, reset with the prompt's seed. Each turn shows a picture and asks `question`.
+    """An episode of `env`, reset with the prompt's seed. Each turn shows an image and asks `question`.
 
     `action_of` maps the model's answer (stripped, without reasoning) to an action. If it raises ValueError or KeyError, as `list.index` and
-    dictionaries do, the episode ends without a reward. The picture is the observation if that is one ([height, width, 1 or 3], uint8), else
+    dictionaries do, the episode ends without a reward. The image is the observation if that is one ([height, width, 1 or 3], uint8), else
     what `render` returns.
     """
 
     def __init__(self, env: "gymnasium.Env[Any, Any]", action_of: Callable[[str], Any], question: str) -> None:
-        if not _is_picture_space(env.observation_space) and env.render_mode != "rgb_array":
+        if not _is_image_space(env.observation_space) and env.render_mode != "rgb_array":
             raise ConfigError(
-                f"{env} neither observes a picture nor renders one; make it with render_mode='rgb_array' (it is {env.render_mode!r})"
+                f"{env} neither observes an image nor renders one; make it with render_mode='rgb_array' (it is {env.render_mode!r})"
             )
         self.env, self.action_of, self.question = env, action_of, question
         self.steps, self.invalid = 0, False
@@ -60,10 +60,10 @@ class GymnasiumEnv(Env):
         return {"steps": float(self.steps), "invalid": float(self.invalid)}
 
     def _shown(self, observation: Any) -> ChatMessage:
-        pixels: Any = observation if _is_picture_space(self.env.observation_space) else self.env.render()
+        pixels: Any = observation if _is_image_space(self.env.observation_space) else self.env.render()
         return user(Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels), self.question)
 
 
-def _is_picture_space(space: Any) -> bool:
+def _is_image_space(space: Any) -> bool:
     shape: tuple[int, ...] = space.shape or ()
     return len(shape) == 3 and shape[2] in (1, 3) and space.dtype == np.uint8

@@ -3,7 +3,7 @@
     register("wordle", VerifiersEpisodes({"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": PLAYER}))
 
 where PLAYER = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}} is a configuration of `verifiers`. Everything between two
-answers, and how an episode is scored, is up to `verifiers`, its harness and its runtime. Pictures are supported. Tools are refused, because
+answers, and how an episode is scored, is up to `verifiers`, its harness and its runtime. Images are supported. Tools are refused, because
 models answer in text here. Run it in threads (`workers: thread`): each episode occupies one while it waits.
 """
 

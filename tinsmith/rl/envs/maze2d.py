@@ -1,7 +1,7 @@
-"""Find the way to the goal of a maze: every turn shows a picture of it, and the answer is `up`, `down`, `left` or `right`.
+"""Find the way to the goal of a maze: every turn shows an image of it, and the answer is `up`, `down`, `left` or `right`.
 
 A cell is 32 pixels wide and high: white is free, black a wall, blue the player, green the goal. Reward 1 for reaching the goal. A move into
-a wall or off the board, and an answer that is no move, end the episode (`bumps_end=False`: they only cost a move). Only the picture says
+a wall or off the board, and an answer that is no move, end the episode (`bumps_end=False`: they only cost a move). Only the image says
 where everything is. It shows the whole board, or with `view="player"` the cells up to `reach` cells away from the player: cells off the
 board are black, and a goal farther away appears at the edge, in its direction. `lines` is the width in pixels of black lines on those sides
 of each free cell that lead into a wall or off the board, so that the pixels of a cell say where one can go from it.
@@ -143,6 +143,6 @@ class Maze2D(Env, Teacher):
 
 
 def _square(pixels: NDArray[np.uint8], cell: Cell) -> NDArray[np.uint8]:
-    """The part of a picture [height, width, 3] that shows a cell, as a view: writing to it writes to the picture."""
+    """The part of an image [height, width, 3] that shows a cell, as a view: writing to it writes to the image."""
     row, column = cell
     return pixels[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL]

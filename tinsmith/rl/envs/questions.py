@@ -41,9 +41,9 @@ class Arithmetic(Env, Teacher):
 
 @dataclass
 class ColorSquare(Env, Teacher):
-    """Two turns that only pictures can answer: name the colour of a square, then the other colour of the next one.
+    """Two turns that only images can answer: name the colour of a square, then the other colour of the next one.
 
-    Half of the reward for each turn; the second square is shown whatever the first answer was. Pictures are `side` pixels wide and high.
+    Half of the reward for each turn; the second square is shown whatever the first answer was. Images are `side` pixels wide and high.
     """
 
     side: int = 64
@@ -106,12 +106,12 @@ class DigitSum(Env, Teacher):
         return {"sums_right": self.right / self.turns}
 
     def _question(self) -> ChatMessage:
-        images, digits = _scans(self.held_out, self.largest)
+        grey, digits = _scans(self.held_out, self.largest)
         chosen = self.random.integers(len(digits), size=self.scans)
         self.sum = int(digits[chosen].sum())
         size = (self.side, self.side)
-        pictures = [Image.fromarray(images[i]).resize(size, Image.Resampling.NEAREST) for i in chosen]
-        return user(*pictures, "What is the sum?" if self.scans > 1 else "What digit is this?")
+        images = [Image.fromarray(grey[i]).resize(size, Image.Resampling.NEAREST) for i in chosen]
+        return user(*images, "What is the sum?" if self.scans > 1 else "What digit is this?")
 
 
 @cache

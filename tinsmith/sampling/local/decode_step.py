@@ -223,8 +223,8 @@ class DecodeStep:
             positions=positions,
             lengths=[1] * len(state),
             segments=segments_of([len(state)], [owner]),
-            picture_index=torch.empty(0, dtype=torch.int64),
-            pictures=[],
+            image_index=torch.empty(0, dtype=torch.int64),
+            images=[],
             full=owner if isinstance(owner, FullWeights) else None,
         )
         hidden = self.base.hidden_states(row, plan)

@@ -1,8 +1,8 @@
-"""One generate request to one vLLM server, and the pictures that it needs there.
+"""One generate request to one vLLM server, and the images that it needs there.
 
-vLLM processes no picture itself: it gets our pixel values in MessagePack, in base64, as it writes its own `MultiModalKwargsItem`: for each
-name a tensor (dtype, shape, bytes) and how items are concatenated. They travel to a server once, however many requests with a picture come
-at the same time: a request for a single token, which carries the pixels, goes ahead of the first of them, and all of them name the picture
+vLLM processes no image itself: it gets our pixel values in MessagePack, in base64, as it writes its own `MultiModalKwargsItem`: for each
+name a tensor (dtype, shape, bytes) and how items are concatenated. They travel to a server once, however many requests with an image come
+at the same time: a request for a single token, which carries the pixels, goes ahead of the first of them, and all of them name the image
 by its hash.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from tinsmith.errors import TinsmithError
-from tinsmith.models.pictures import PictureInput
+from tinsmith.models.images import ImageInput
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.vllm.instance import Instance
 from tinsmith.sampling.vllm.protocol import ServerFailedError, in_new_form
@@ -44,7 +44,7 @@ async def generate(
 
     With a `name` vLLM can be told to abort the request while the name is in `instance.running`.
     """
-    await send_pictures(instance, rendered, model)
+    await send_images(instance, rendered, model)
     async with instance.slots.reserve(1), _named(instance, name):
         return await ask(instance, rendered, params, model, answer, **({} if name is None else {"request_id": name}))
 
@@ -53,7 +53,7 @@ async def generate_stream(
     instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...], name: str
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Stream the reply: chunks with the new tokens as they come, and last one with the usage only. They do not name the adapter."""
-    await send_pictures(instance, rendered, model)
+    await send_images(instance, rendered, model)
     async with instance.slots.reserve(1), _named(instance, name):
         known = _known(instance, rendered)
         body = _body(rendered, params, model, answer) | _STREAM | {"request_id": name}
@@ -67,7 +67,7 @@ async def generate_stream(
                         begun = True
                         yield chunk
             except ServerFailedError:
-                if begun or retry or not known:  # else it may have forgotten a picture
+                if begun or retry or not known:  # else it may have forgotten an image
                     raise
             else:
                 return
@@ -75,20 +75,20 @@ async def generate_stream(
 
 async def score(instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None) -> dict[str, Any]:
     """The reply to a prompt, in a slot that samples never use: they may be waiting for it while they fill all others."""
-    await _send_pictures(instance, rendered, model, instance.spare_slot)
+    await _send_images(instance, rendered, model, instance.spare_slot)
     async with instance.spare_slot:
         return await ask(instance, rendered, params, model)
 
 
-async def send_pictures(instance: Instance, rendered: RenderedInput, model: str | None) -> None:
-    """Return when the server knows the prompt's pictures. Raises as `Connection.post` for the caller that sends them."""
-    await _send_pictures(instance, rendered, model, instance.slots.reserve(1))
+async def send_images(instance: Instance, rendered: RenderedInput, model: str | None) -> None:
+    """Return when the server knows the prompt's images. Raises as `Connection.post` for the caller that sends them."""
+    await _send_images(instance, rendered, model, instance.slots.reserve(1))
 
 
 async def ask(
     instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...] = (), **more: str
 ) -> dict[str, Any]:
-    """The reply to a request that has its slots, and whose pictures were sent.
+    """The reply to a request that has its slots, and whose images were sent.
 
     If the server has forgotten one, it answers with an error; then they are sent again, with the request.
     """
@@ -125,27 +125,27 @@ async def _post(instance: Instance, rendered: RenderedInput, body: dict[str, Any
     return reply
 
 
-# Pictures
+# Images
 
 
 def features_of(rendered: RenderedInput, known: Collection[str]) -> dict[str, Any] | None:
-    """The pictures of a prompt; those whose hash is `known` to the server without pixel values. None if there are no pictures."""
-    if not rendered.pictures:
+    """The images of a prompt; those whose hash is `known` to the server without pixel values. None if there are no images."""
+    if not rendered.images:
         return None
-    hashes = [picture.sha256.hex() for picture in rendered.pictures]
+    hashes = [image.sha256.hex() for image in rendered.images]
     return {
         "mm_hashes": {"image": hashes},
         "mm_placeholders": {"image": [{"offset": span.offset, "length": span.length} for span in rendered.spans]},
         "kwargs_data": {
-            "image": [None if key in known else encode_picture(picture) for key, picture in zip(hashes, rendered.pictures, strict=True)]
+            "image": [None if key in known else encode_image(image) for key, image in zip(hashes, rendered.images, strict=True)]
         },
     }
 
 
-def encode_picture(picture: PictureInput) -> str:
-    """One processed picture, normalized and in float32."""
-    pixels = np.ascontiguousarray(picture.pixel_values.numpy())  # [patches, values of a patch]
-    grid = np.array(picture.grid_thw, dtype=np.int64)
+def encode_image(image: ImageInput) -> str:
+    """One processed image, normalized and in float32."""
+    pixels = np.ascontiguousarray(image.pixel_values.numpy())  # [patches, values of a patch]
+    grid = np.array(image.grid_thw, dtype=np.int64)
     item = {
         "image_grid_thw": {"data": _tensor(grid), "field": ("batched", {"keep_on_cpu": True})},
         "pixel_values": {
@@ -161,21 +161,21 @@ def _tensor(array: "np.ndarray[Any, Any]") -> tuple[str, tuple[int, ...], msgspe
 
 
 def _known(instance: Instance, rendered: RenderedInput) -> set[str]:
-    """Hashes of the prompt's pictures that the server has seen, and should still have."""
-    return {key for key in _sizes(instance, rendered) if instance.pictures.get(key) is not None}
+    """Hashes of the prompt's images that the server has seen, and should still have."""
+    return {key for key in _sizes(instance, rendered) if instance.images.get(key) is not None}
 
 
 def _sizes(instance: Instance, rendered: RenderedInput) -> dict[str, int]:
-    """Hash and size in bytes of the prompt's pictures that are not too large for the server to remember."""
-    sizes = {picture.sha256.hex(): picture.pixel_values_nbytes for picture in rendered.pictures}
-    return {key: size for key, size in sizes.items() if size <= instance.pictures.maxsize}
+    """Hash and size in bytes of the prompt's images that are not too large for the server to remember."""
+    sizes = {image.sha256.hex(): image.pixel_values_nbytes for image in rendered.images}
+    return {key: size for key, size in sizes.items() if size <= instance.images.maxsize}
 
 
-async def _send_pictures(instance: Instance, rendered: RenderedInput, model: str | None, slot: Slot) -> None:
-    """Do what `send_pictures` says; a request that carries pictures runs in `slot`."""
+async def _send_images(instance: Instance, rendered: RenderedInput, model: str | None, slot: Slot) -> None:
+    """Do what `send_images` says; a request that carries images runs in `slot`."""
     sizes = _sizes(instance, rendered)
     while arriving := {instance.arriving[key] for key in sizes if key in instance.arriving}:
-        await asyncio.wait(arriving)  # if one fails, the first caller that waited sends its pictures
+        await asyncio.wait(arriving)  # if one fails, the first caller that waited sends its images
     if new := sizes.keys() - _known(instance, rendered):
         task = asyncio.create_task(_send_with_one_token(instance, rendered, model, {key: sizes[key] for key in new}, slot))
         instance.arriving |= dict.fromkeys(new, task)
@@ -186,7 +186,7 @@ async def _send_pictures(instance: Instance, rendered: RenderedInput, model: str
 async def _send_with_one_token(instance: Instance, rendered: RenderedInput, model: str | None, new: dict[str, int], slot: Slot) -> None:
     async with slot:
         await ask(instance, rendered, _ONE_TOKEN, model)
-    instance.pictures.update(new)
+    instance.images.update(new)
 
 
 def _arrived(instance: Instance, keys: Collection[str], task: "asyncio.Task[None]") -> None:

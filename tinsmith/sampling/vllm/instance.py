@@ -1,6 +1,6 @@
 """One instance of a vLLM server: from one start of its process to the end, what it holds, and who may use it.
 
-A server that is restarted is a new instance, which knows nothing of the weights and pictures that the former had. Instances that share a
+A server that is restarted is a new instance, which knows nothing of the weights and images that the former had. Instances that share a
 GPU with the trainer (--vllm-turn-s) sleep while it computes. Everything here belongs to one event loop.
 """
 
@@ -102,7 +102,7 @@ BASE = ""
 UNKNOWN = None
 """Key of the weights of a server while they are being replaced, and after that has failed."""
 
-_PICTURE_CACHE = 2**31
+_IMAGE_CACHE = 2**31
 """Bytes of pixel values that we expect a server to remember; vLLM's own limit is 4 GiB."""
 
 _LOOK_AGAIN_S = 2.0
@@ -283,10 +283,10 @@ class Instance:
     """The kinds of layers to which it applies no adapters (`verify.py`). Adapters that train one of them are merged into the base."""
     refused_kinds: frozenset[str] = frozenset()
     """Those of them with which it computes something else than the trainer even then."""
-    pictures: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_PICTURE_CACHE, getsizeof=lambda size: size))
-    """Size in bytes, by hash, of the pictures that the server has seen."""
+    images: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_IMAGE_CACHE, getsizeof=lambda size: size))
+    """Size in bytes, by hash, of the images that the server has seen."""
     arriving: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    """Hash -> task that sends the picture there."""
+    """Hash -> task that sends the image there."""
     sleep_mode: SleepMode = field(default_factory=SleepMode)
     """Sleep mode, which it shares with the other servers of its base model."""
     ranks: int = 1
@@ -295,8 +295,8 @@ class Instance:
     """Ends its process, if we have started it; returns when that holds no memory any more."""
 
     def wakes(self) -> None:
-        """Forget which pictures it has seen and what was compared: it has slept."""
-        self.pictures.clear()
+        """Forget which images it has seen and what was compared: it has slept."""
+        self.images.clear()
         self.checks.clear()
 
     async def answers(self) -> bool:

@@ -30,7 +30,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.sampler import SampleResult, TokensSampled
 from tinsmith.sampling.stopping import StopStrings
-from tinsmith.sampling.vllm.generate import REQUEST_PREFIX, ask, generate, generate_stream, send_pictures
+from tinsmith.sampling.vllm.generate import REQUEST_PREFIX, ask, generate, generate_stream, send_images
 from tinsmith.sampling.vllm.instance import Instance
 from tinsmith.sampling.vllm.protocol import (
     joined_stream,
@@ -118,7 +118,7 @@ async def _some(
 
     It takes as many as there are free slots, so callers that come later may find none.
     """
-    await send_pictures(instance, job.rendered, model)
+    await send_images(instance, job.rendered, model)
     if not left:
         return []
     most = instance.samples_per_request if job.request.params.temperature else 1  # vLLM refuses several greedy samples in one request

@@ -222,7 +222,7 @@ _TOKEN_ID = "token_id:"
 def in_new_form(reply: dict[str, Any]) -> dict[str, Any]:
     """A reply of the generate endpoint in the form of vLLM 0.32, changed in place if it is one of 0.26.
 
-    Raises ServerFailedError where 0.32 answers 500, for a picture that it has forgotten, say.
+    Raises ServerFailedError where 0.32 answers 500, for an image that it has forgotten, say.
     """
     if any(choice["finish_reason"] == "error" for choice in reply["choices"]):
         raise ServerFailedError("vLLM could not compute a request; its log says why")

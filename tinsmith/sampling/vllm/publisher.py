@@ -224,7 +224,7 @@ class Publisher:
         transfer = instance.transfer or await self._opened(instance)
         instance.transfer = None
         post = instance.connection.post
-        await post("/pause", mode="wait", clear_cache="false")  # pictures stay; prefixes are reset below
+        await post("/pause", mode="wait", clear_cache="false")  # images stay; prefixes are reset below
         try:
             await self._send(instance, transfer, tensors, f"{_LABEL}{self.files.root.name}-{next(self._transfers)}")
         except BaseException:  # it is what is told, whatever becomes of the server now

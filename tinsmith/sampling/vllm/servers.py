@@ -2,7 +2,7 @@
 
     starting -> ready -> (lost) -> down -> starting ...
 
-Each time that a server gets ready there is a new `Instance`, which knows nothing of the weights and pictures that the former had.
+Each time that a server gets ready there is a new `Instance`, which knows nothing of the weights and images that the former had.
 """
 
 import asyncio

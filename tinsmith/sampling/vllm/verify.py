@@ -42,7 +42,7 @@ from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SamplingParams, StopRule
 
 _TOKENS = 12
-"""Text tokens before the picture, and behind it."""
+"""Text tokens before the image, and behind it."""
 _WITHIN_LAYERS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Mean difference in nats that is allowed for what layers round. Random tokens are unlikely, and there bfloat16 rounds coarsely."""
 _ROUNDINGS = 2
@@ -134,13 +134,13 @@ def _logits(
 
 
 class Canary:
-    """The canary prompt of one base model: random tokens, with a picture among them where the model takes pictures."""
+    """The canary prompt of one base model: random tokens, with an image among them where the model takes images."""
 
     def __init__(self, base: BaseModel, renderer: Renderer) -> None:
         self.base = base
         tokens = np.random.default_rng(0).integers(0, base.vocab_size, 2 * _TOKENS).astype(np.int32)
-        picture: list[Chunk] = [_picture()] if base.family.takes_images else []
-        self.rendered = renderer.render([TextChunk(tokens[:_TOKENS]), *picture, TextChunk(tokens[_TOKENS:])])
+        image: list[Chunk] = [_image()] if base.family.takes_images else []
+        self.rendered = renderer.render([TextChunk(tokens[:_TOKENS]), *image, TextChunk(tokens[_TOKENS:])])
         self.text = self.rendered.is_text.copy()
         self.text[0] = False
 
@@ -178,7 +178,7 @@ class Canary:
         return float(np.abs(got[self.text] - expected.logprobs).mean())
 
 
-def _picture() -> ImageChunk:
+def _image() -> ImageChunk:
     file = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(file, "PNG")
     return ImageChunk(hashlib.sha256(file.getvalue()).digest(), file.getvalue(), "png", None)

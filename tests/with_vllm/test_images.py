@@ -1,4 +1,4 @@
-"""Pictures of both families that have to be resized: vLLM computes with our pixel values, whatever its own processor makes of them.
+"""Images of both families that have to be resized: vLLM computes with our pixel values, whatever its own processor makes of them.
 
 Invariant: The pixel values that vLLM computes with are the trainer's, for PNG and JPEG of any size.
 """
@@ -23,7 +23,7 @@ from tests.running import Server
 from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm, write_changed
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, text_logprobs, worst_difference
 
-PICTURES: list[tuple[Literal["png", "jpeg"], str, tuple[int, int]]] = [
+IMAGES: list[tuple[Literal["png", "jpeg"], str, tuple[int, int]]] = [
     ("jpeg", "RGB", (97, 131)),
     ("jpeg", "L", (333, 517)),
     ("png", "RGB", (41, 199)),
@@ -32,7 +32,7 @@ PICTURES: list[tuple[Literal["png", "jpeg"], str, tuple[int, int]]] = [
 """Format, mode, width and height."""
 
 
-@pytest.fixture(params=["qwen3_vl", *slow("qwen2_5_vl")])  # another start; its pictures are placed by the same code
+@pytest.fixture(params=["qwen3_vl", *slow("qwen2_5_vl")])  # another start; its images are placed by the same code
 def family(request: pytest.FixtureRequest, server: Server, vision_dir: Path, tmp_path: Path) -> Iterator[tuple[Server, Path]]:
     """A server that samples a tiny model of the family with vLLM, and the model's directory."""
     with ExitStack() as stack:
@@ -45,7 +45,7 @@ def family(request: pytest.FixtureRequest, server: Server, vision_dir: Path, tmp
         yield server, vision_dir
 
 
-def picture_of(kind: str, mode: str, size: tuple[int, int]) -> bytes:
+def image_of(kind: str, mode: str, size: tuple[int, int]) -> bytes:
     """Noise in blocks, which every way of resizing makes something else of."""
     blocks = np.random.default_rng(sum(size)).integers(0, 256, (size[1] // 5 + 1, size[0] // 5 + 1, len(mode)), dtype=np.uint8)
     pixels = blocks.repeat(5, 0).repeat(5, 1)[: size[1], : size[0]]
@@ -54,10 +54,10 @@ def picture_of(kind: str, mode: str, size: tuple[int, int]) -> bytes:
     return file.getvalue()
 
 
-def test_pictures_that_are_resized(family: tuple[Server, Path]) -> None:
+def test_images_that_are_resized(family: tuple[Server, Path]) -> None:
     server, directory = family
     processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
-    with tinker.ServiceClient(base_url=server.url, api_key="tml-pictures") as service:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-images") as service:
         # vLLM applies adapters on the output projection for some families only, and Qwen2.5-VL is none of them.
         if '"qwen2_5_vl"' in (directory / "config.json").read_text():
             with pytest.raises(tinker.TinkerError, match="applies no adapters to lm_head of tiny"):
@@ -65,8 +65,8 @@ def test_pictures_that_are_resized(family: tuple[Server, Path]) -> None:
         client = service.create_lora_training_client(base_model="tiny", rank=8, seed=3, train_unembed=False).result()
         learn(client)
         sampler = snapshot(client)
-        for kind, mode, size in PICTURES:
-            data = picture_of(kind, mode, size)
+        for kind, mode, size in IMAGES:
+            data = image_of(kind, mode, size)
             grid = processor(images=[Image.open(io.BytesIO(data)).convert("RGB")], return_tensors="pt")["image_grid_thw"][0]
             image = types.ImageChunk(data=data, format=kind, expected_tokens=int(grid.prod()) // processor.merge_size**2)
             before, after = (types.EncodedTextChunk(tokens=tokens) for tokens in ([7, 8], [*range(50, 70)]))

@@ -1,4 +1,4 @@
-"""A picture on its way into a model: colour values of its patches, what the vision tower takes, and what the tower makes of it."""
+"""An image on its way into a model: colour values of its patches, what the vision tower takes, and what the tower makes of it."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import Tensor
 class PixelLevels:
     """Table of the values that a model's image processor computes from the 256 values of a colour channel.
 
-    Rescaling and normalizing look at each value alone, so a table says all about them, to the bit. That is why pictures are kept and
-    copied to the device as bytes: an eighth of the float32 values, which hold each picture once for every frame that a patch spans.
+    Rescaling and normalizing look at each value alone, so a table says all about them, to the bit. That is why images are kept and
+    copied to the device as bytes: an eighth of the float32 values, which hold each image once for every frame that a patch spans.
     """
 
     def __init__(self, table: Tensor, frames: int) -> None:
-        """`table` [channels, 256] float32; a patch spans `frames` frames, in all of which a still picture is the same."""
+        """`table` [channels, 256] float32; a patch spans `frames` frames, in all of which a still image is the same."""
         self.table = table
         self.frames = frames
         self._on_device: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
@@ -37,8 +37,8 @@ class PixelLevels:
 
 
 @dataclass(frozen=True, eq=False)
-class PictureInput:
-    """One picture, resized and cut into patches."""
+class ImageInput:
+    """One image, resized and cut into patches."""
 
     sha256: bytes
     pixels: Tensor
@@ -61,12 +61,12 @@ class PictureInput:
         return self.pixels.numel() * self.levels.frames * torch.float32.itemsize
 
     def image_tokens(self, merge_size: int) -> int:
-        """Tokens of the whole picture, where `merge_size` patches along each side become one."""
+        """Tokens of the whole image, where `merge_size` patches along each side become one."""
         return math.prod(self.grid_thw) // merge_size**2
 
 
 @dataclass(frozen=True, eq=False)
-class PictureFeatures:
+class ImageFeatures:
     """Features of one image, computed by the frozen vision tower."""
 
     embeddings: Tensor
@@ -79,6 +79,6 @@ class PictureFeatures:
         """Memory held, in bytes."""
         return sum(t.nbytes for t in (self.embeddings, *self.deepstack))
 
-    def part(self, rows: slice) -> "PictureFeatures":
+    def part(self, rows: slice) -> "ImageFeatures":
         """Those of some of its image tokens."""
-        return PictureFeatures(self.embeddings[rows], tuple(layer[rows] for layer in self.deepstack))
+        return ImageFeatures(self.embeddings[rows], tuple(layer[rows] for layer in self.deepstack))
