@@ -329,8 +329,8 @@ MUTATIONS = (
     Mutation(
         "a stale snapshot is sampled after newer weights were published",
         "tinsmith/worker/snapshots.py",
-        "self._keep(key, Held(weights))",
-        "self._keep(key, self.held.get(key) or Held(weights))",
+        "self._keep(key, Snapshot(weights))",
+        "self._keep(key, self.held.get(key) or Snapshot(weights))",
         ("tests/worker/test_snapshots.py",),
     ),
     Mutation(
@@ -538,11 +538,11 @@ MUTATIONS = (
         ("tests/engine/test_shares.py",),
     ),
     Mutation(
-        "parts of divided weights are put together by the wrong rank",
-        "tinsmith/training/divided_weights.py",
+        "parts of sharded weights are put together by the wrong rank",
+        "tinsmith/training/sharded_weights.py",
         "row.read(stretch, rank * row.part + start, wanted)",
         "row.read(stretch, (rank + 1) % group.count * row.part + start, wanted)",
-        ("tests/distributed/test_divided.py::test_checkpoints_go_on_whatever_the_number_of_workers",),
+        ("tests/distributed/test_sharded.py::test_checkpoints_go_on_whatever_the_number_of_workers",),
     ),
     # ---- Operations
     Mutation(
@@ -569,7 +569,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a step is taken without the gradients that a killed worker had",
-        "tinsmith/engine/comeback.py",
+        "tinsmith/engine/crash_recovery.py",
         "if model.has_gradients and model.spoiled is None:",
         "if False:",
         (RECOVERY,),

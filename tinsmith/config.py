@@ -416,8 +416,8 @@ class Config:
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
 
     @property
-    def divides(self) -> bool:
-        """Whether workers divide the layers of the base models. `memory/shard_choice.py` says what `auto` means before workers start."""
+    def shards_weights(self) -> bool:
+        """Whether workers shard the layers of the base models. `memory/shard_choice.py` says what `auto` means before workers start."""
         return self.distributed.shard == "weights"
 
     @property
@@ -427,8 +427,8 @@ class Config:
 
     @property
     def compares_with_copy(self) -> bool:
-        """Whether vLLM servers are compared with whole base models on which nothing is trained, because the workers divide theirs."""
-        return self.sampling.sampler == "vllm" and self.divides and self.training.trains
+        """Whether vLLM servers are compared with whole base models on which nothing is trained, because the workers shard theirs."""
+        return self.sampling.sampler == "vllm" and self.shards_weights and self.training.trains
 
     @property
     def vllm_gpus(self) -> int:

@@ -52,7 +52,7 @@ def lora_network(config: Any, rank: int, checkpointing: bool = False, liger: boo
     return model
 
 
-def divided_network(config: Any, rank: int, workers: int, checkpointing: bool) -> Any:
+def sharded_network(config: Any, rank: int, workers: int, checkpointing: bool) -> Any:
     """A random model that FSDP2 divides over all processes, each layer and the rest: with LoRA of that rank, or all weights for 0."""
     if rank:
         model = lora_network(config, rank, checkpointing)

@@ -5,13 +5,13 @@ all compute at once. A part that fails in one process, or takes longer than `--l
 Parts:
 
 - lora      Qwen3-8B, LoRA of rank 32, 4 sequences of 1,024 tokens on each GPU: one step with its sum of gradients
-- divided   Qwen3-8B, LoRA of rank 32, the same sequences on layers that are divided over the GPUs (`--shard weights`), against replicas
+- sharded   Qwen3-8B, LoRA of rank 32, the same sequences on layers that are sharded over the GPUs (`--shard weights`), against replicas
 - bare      the same training with FSDP2 of PyTorch around transformers and PEFT, with and without recomputation
 - sequence  Qwen3-4B, LoRA of rank 32: one sequence of 262,144 tokens (`--sequences`) on all GPUs together, against one of half of it on one
 - large     Qwen3.6-27B's shape, LoRA of rank 32, 2 sequences of 1,024 tokens on each GPU
 - full      Qwen3-1.7B, all weights, 4 sequences of 1,024 tokens on each GPU
 - full8b    Qwen3-8B, all weights with a compact state, 8 sequences of 1,024 tokens on each GPU; it needs 141 GB
-- divided8b Qwen3-8B, all weights in float32 that are divided, 8 sequences of 1,024 tokens on each GPU; on two GPUs it needs 141 GB
+- sharded8b Qwen3-8B, all weights in float32 that are sharded, 8 sequences of 1,024 tokens on each GPU; on two GPUs it needs 141 GB
 - bare8b    the same with FSDP2, with recomputation
 - sampling  Qwen3-1.7B, 256 requests of 128 tokens on each GPU, which get 512 tokens each; and 256 in all
 - publish   Qwen3-8B, LoRA of rank 32: a snapshot on every GPU, until a token of it is sampled on all of them
@@ -20,7 +20,7 @@ Parts:
             the same requests, and as many for each
 - rl_groups the same with 32 prompts of 16 samples each, as recipes sample: a GPU alone is busy then
 
-Without `--parts` all but full8b, divided8b and bare8b are measured.
+Without `--parts` all but full8b, sharded8b and bare8b are measured.
 
     python -m benchmarks.gpu.workers --count 2 --output benchmarks/results/workers.txt
     python -m benchmarks.gpu.workers --count 2 --parts sequence --sequences 65536,131072 --long-calls 1
@@ -60,7 +60,7 @@ from benchmarks.gpu.measuring import (
     say,
     write_to,
 )
-from benchmarks.gpu.rivals import divided_network, step_of, texts
+from benchmarks.gpu.rivals import sharded_network, step_of, texts
 from benchmarks.gpu.rl_step import LOAD, Batch, served
 from benchmarks.gpu.sampling import ANSWER, PROMPT, Load, Requests, sample_all, sampler_of, stepped
 from benchmarks.gpu.shapes import base_of, configuration, flops_per_token
@@ -72,18 +72,18 @@ from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import LocalBackend
-from tinsmith.training.divided_backend import DividedBackend
-from tinsmith.training.divided_decoder import divide
+from tinsmith.training.sharded_backend import ShardedBackend
+from tinsmith.training.sharded_decoder import shard
 
 PARTS = (
     "lora",
-    "divided",
+    "sharded",
     "bare",
     "sequence",
     "large",
     "full",
     "full8b",
-    "divided8b",
+    "sharded8b",
     "bare8b",
     "sampling",
     "publish",
@@ -91,7 +91,7 @@ PARTS = (
     "rl",
     "rl_groups",
 )
-LARGER = ("full8b", "divided8b", "bare8b")
+LARGER = ("full8b", "sharded8b", "bare8b")
 """Parts that need more memory than two GPUs of 80 GB have."""
 LENGTHS = [32] * 4 if TINY else [1024] * 4
 SEQUENCES = (128, 256) if TINY else (131072, 262144)
@@ -178,15 +178,15 @@ class Measured:
         """LoRA over replicas."""
         self.training("lora", "8B", RANK, "at least 3.85 of 4, 1.92 of 2")
 
-    def divided(self) -> None:
+    def sharded(self) -> None:
         """Each GPU keeps its part of the layers, and all put a layer together when it is computed."""
         config = configuration("8B")
         base = base_of(config)
         work = [text_datum("m", tokens) for tokens in batch_of(LENGTHS)]
         rates = {}
-        for label, kind in (("replicas", LocalBackend), ("divided", DividedBackend)):
-            if kind is DividedBackend:
-                divide(base, self.group)
+        for label, kind in (("replicas", LocalBackend), ("sharded", ShardedBackend)):
+            if kind is ShardedBackend:
+                shard(base, self.group)
             release()
             backend = kind(base, TrainingConfig(), self.group)
             backend.create_model("m", LoraShape(RANK, seed=0, train_unembed=False))
@@ -195,28 +195,28 @@ class Measured:
             self.say(f"lora_{label}", {"tokens_per_s_each": rates[label], "step_s": seconds, **peak_memory()})
             del backend
             release()
-        self.keep("divided", rates["divided"])
+        self.keep("sharded", rates["sharded"])
         if self.is_first:
-            figure("divided_over_replicas", rates["divided"] / rates["replicas"], "said")
+            figure("divided_over_replicas", rates["sharded"] / rates["replicas"], "said")
 
     def bare(self) -> None:
         """What a user of PyTorch has without us."""
         for checkpointing in (True, False):
             rate = self.bare_rate("bare", RANK, LENGTHS, checkpointing)
-            if self.is_first and (ours := self.kept("divided")):
+            if self.is_first and (ours := self.kept("sharded")):
                 figure("divided_over_bare", ours / rate, "at least 0.95", checkpointing=checkpointing)
 
     def bare8b(self) -> None:
         """The same with all weights, of which the masters are float32."""
         rate = self.bare_rate("bare8b", 0, LENGTHS[:1] * 8, checkpointing=True)
-        if self.is_first and (ours := self.kept("divided8b")):
+        if self.is_first and (ours := self.kept("sharded8b")):
             figure("divided8b_over_bare", ours / rate, "said")
 
     def bare_rate(self, name: str, rank: int, lengths: list[int], checkpointing: bool) -> float:
         """Tokens per second of each GPU with FSDP2."""
         release()
         config = configuration("8B")
-        step = step_of(divided_network(config, rank, self.group.count, checkpointing), texts(batch_of(lengths)))
+        step = step_of(sharded_network(config, rank, self.group.count, checkpointing), texts(batch_of(lengths)))
         seconds = self.seconds(step, together=True)
         rate = sum(lengths) / seconds
         flops = flops_per_token(config, lengths, rank == 0) * rate
@@ -271,13 +271,13 @@ class Measured:
         if self.is_first and share:
             figure("full8b_matmul_share", share, "at least 0.45")
 
-    def divided8b(self) -> None:
+    def sharded8b(self) -> None:
         """The same in float32, of which each GPU keeps its part."""
         config = configuration("8B")
         base = base_of(config)
-        divide(base, self.group)
+        shard(base, self.group)
         release()
-        backend = DividedBackend(base, TrainingConfig(), self.group)
+        backend = ShardedBackend(base, TrainingConfig(), self.group)
         backend.create_model("m", LoraShape(0, seed=0))
         lengths = LENGTHS[:1] * 8
         work = [text_datum("m", tokens) for tokens in batch_of(lengths)]
@@ -285,8 +285,8 @@ class Measured:
         if self.is_first:
             rate = sum(lengths) / seconds
             share = flops_per_token(config, lengths, True) * rate / (self.matmul * 1e12) if self.matmul else 0.0
-            self.keep("divided8b", rate)
-            self.say("divided8b", {"tokens_per_s_each": rate, "matmul_share": share, "step_s": seconds, **peak_memory()})
+            self.keep("sharded8b", rate)
+            self.say("sharded8b", {"tokens_per_s_each": rate, "matmul_share": share, "step_s": seconds, **peak_memory()})
             if share:
                 figure("divided8b_matmul_share", share, "at least 0.45 on 4; bare FSDP2 0.36")
 
@@ -308,7 +308,7 @@ class Measured:
         sampler, requests = sampler_of(base), Requests()
         found = {}
         share = ROWS // self.group.count
-        for name, rows, together in (("one", ROWS, False), ("all", ROWS, True), ("divided", share, True)):
+        for name, rows, together in (("one", ROWS, False), ("all", ROWS, True), ("sharded", share, True)):
             load = Load(name, rows)
             if together or self.is_first:
                 sample_all(sampler, requests, load, min(64, ANSWER), None)
@@ -322,7 +322,7 @@ class Measured:
             self.say(f"sampling_{name}", {"rows_each": rows, "tokens_per_s": found[name], "seconds": seconds})
         if self.is_first:
             figure("sampling_scaling", found["all"] / found["one"], "at least 3.6 of 4, 1.8 of 2")
-            figure("sampling_same_rows", found["divided"] / found["one"], "said")
+            figure("sampling_same_rows", found["sharded"] / found["one"], "said")
 
     def publish(self) -> None:
         """Every worker takes its own snapshot: nothing travels."""

@@ -15,7 +15,7 @@ from tests.models.published import REFUSED, SERVED, write_architecture
 from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.errors import ConfigError
-from tinsmith.models.pass_memory import KEEP_ALL, Effort
+from tinsmith.models.pass_memory import KEEP_ALL, Recomputation
 from tinsmith.models.sizing import Sizes, size_of
 
 GIB = 2**30
@@ -105,8 +105,8 @@ def test_what_fits_into_a_gpu_follows_from_its_memory(model: str) -> None:
     for_passes = int(0.95 * left) - large["adapters"]["bytes_each"]
     assert passes.smallest.recompute > large["recomputed_layers"] > 0
     for count, fits in ((large["recomputed_layers"], True), (large["recomputed_layers"] - 1, False)):
-        assert (passes.bytes(tokens, chunk, Effort(count)) <= for_passes) == fits
-    assert large["pass_bytes"] == passes.bytes(tokens, chunk, Effort(large["recomputed_layers"]))
+        assert (passes.bytes(tokens, chunk, Recomputation(count)) <= for_passes) == fits
+    assert large["pass_bytes"] == passes.bytes(tokens, chunk, Recomputation(large["recomputed_layers"]))
     longest = large["longest_sequence"]
     assert longest["limit"] == "memory"
     taken, more = (passes.bytes(longest["tokens"] + one, chunk, passes.smallest_with_host) for one in (0, 1))
@@ -122,12 +122,12 @@ def test_what_fits_into_a_gpu_follows_from_its_memory(model: str) -> None:
     assert huge["longest_sequence"] == {"tokens": 262_144, "limit": "context", "together": 262_144}
     short = planned(model, "--memory-gib", "4000", "--max-context", "1000", "--workers", "2")["longest_sequence"]
     assert short == {"tokens": 1000, "limit": "context", "together": 1000}
-    divided = {
+    sharded = {
         workers: planned(model, "--memory-gib", "20", "--kv-cache-gib", "2", "--workers", str(workers))["longest_sequence"]
         for workers in (1, 2, 8)
     }
-    assert divided[1]["together"] < divided[2]["together"] < divided[8]["together"]
-    assert all(each["together"] <= workers * each["tokens"] for workers, each in divided.items())
+    assert sharded[1]["together"] < sharded[2]["together"] < sharded[8]["together"]
+    assert all(each["together"] <= workers * each["tokens"] for workers, each in sharded.items())
     small = planned(model, "--memory-gib", "8", code=1)
     assert (small["fits"], small["adapters"]["fit"], small["longest_sequence"]["tokens"]) == (False, 0, 0)
 
@@ -187,7 +187,7 @@ def test_a_person_reads_both_numbers_of_what_does_not_fit_and_which_pass_would(m
 def test_several_workers_have_a_row_for_each_way_to_train(model: str) -> None:
     alone, four = (planned(model, "--memory-gib", "80", "--workers", count) for count in ("1", "4"))
     assert [each["mode"] for each in alone["modes"]] == ["one GPU"] * 4
-    assert [each["mode"] for each in four["modes"]] == ["replicas"] * 4 + ["divided"] * 2
+    assert [each["mode"] for each in four["modes"]] == ["replicas"] * 4 + ["sharded"] * 2
     assert (alone["workers"], four["workers"]) == (1, 4)
     same = {"cache", "adapters", "weight_bytes", "recomputed_layers"}
     assert {name: alone[name] for name in same} == {name: four[name] for name in same}  # what a replica holds is what one GPU would
@@ -203,7 +203,7 @@ def test_several_workers_have_a_row_for_each_way_to_train(model: str) -> None:
     report = plan(model, "--memory-gib", "80", "--workers", "4")
     assert "LoRA of rank 32: replicas, because the whole fits on each (--planned-rank 32)" in report
     every = "--planned-rank 0 --full-state float32 --shard weights --sampler none"
-    assert f"all weights, float32: divided, because a part of each layer fits on each ({every})" in report
+    assert f"all weights, float32: sharded, because a part of each layer fits on each ({every})" in report
     assert "all weights, compact: replicas, because the whole fits on each (--planned-rank 0 --full-state compact)" in report
     assert "on each of" not in plan(model, "--memory-gib", "80")
 
@@ -227,10 +227,10 @@ def test_workers_that_divide_the_weights_have_more_room(tmp_path: Path) -> None:
         assert full["needed_bytes"] == parts["modes"][-1]["model_bytes"] < whole["full_parameters"]["needed_bytes"] / 3
         assert [row["mode"] for row in whole["modes"]] == [row["mode"] for row in parts["modes"]]
         row = parts["modes"][-2]
-        assert (row["mode"], row["weight_bytes"], row["longest_sequence"]) == ("divided", held, parts["longest_sequence"]["tokens"])
+        assert (row["mode"], row["weight_bytes"], row["longest_sequence"]) == ("sharded", held, parts["longest_sequence"]["tokens"])
         assert row["settings"] == "--planned-rank 32 --shard weights --sampler none"
     report = plan(directory, "--memory-gib", "20", *options, "--shard", "weights")
-    assert f"LoRA of rank 32: divided, because a part of each layer fits on each ({row['settings']})" in report
+    assert f"LoRA of rank 32: sharded, because a part of each layer fits on each ({row['settings']})" in report
     assert "all parameters (rank 0)  does not fit" in report
 
 
@@ -252,8 +252,8 @@ def test_workers_that_a_server_would_refuse_are_not_planned(family_dir: Callable
         assert str(ran.exception).startswith(refused)
     elsewhere = ["--memory-gib", "80", "--sampler", "vllm"]  # GPUs that need not be here
     assert [planned(directory, *elsewhere, *more)["workers"] for more in ([], ["--workers", "3"])] == [1, 3]
-    divided = planned(directory, *elsewhere, "--workers", "3", "--shard", "weights")
-    assert {row["settings"] for row in divided["modes"] if row["mode"] == "divided"} == {
+    sharded = planned(directory, *elsewhere, "--workers", "3", "--shard", "weights")
+    assert {row["settings"] for row in sharded["modes"] if row["mode"] == "sharded"} == {
         "--planned-rank 32 --shard weights --sampler vllm",
         "--planned-rank 0 --full-state float32 --shard weights --sampler vllm",
     }

@@ -5,7 +5,7 @@ same tokens.
 Also: `tests/distributed/test_together.py`.
 
 Invariant: On several GPUs: workers that exchange over NCCL train as one does, in float32, to the same bounds or, after several steps
-through a server, five times these, with replicas, divided weights and sequences of all workers (gradients of hybrid models to 5e-3); full
+through a server, five times these, with replicas, sharded weights and sequences of all workers (gradients of hybrid models to 5e-3); full
 weights get from GPU to GPU, and an end that is lost is given up (`make test-gpus`).
 Also: `tests/sampling/vllm/test_transfers.py`, `tests/sampling/inside_vllm/test_transfer_group.py`.
 """
@@ -139,7 +139,7 @@ def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Run
         shares = [after - one for after, one in zip(shares_of(running, clients, tokens), before, strict=True)]
         assert (len(shares), sum(shares)) == (count, tokens * len(ranks))
         assert min(shares) > sum(shares) / (4 if count > 1 else 2)
-    assert "are divided over" not in alone_and_together[1].server.log.read_text()  # replicas
+    assert "are sharded over" not in alone_and_together[1].server.log.read_text()  # replicas
     for number in range(len(ranks)):
         assert_curves_close(curves[1][number], curves[0][number], within_of(base))
         assert_weights_close(tensors[1][number], tensors[0][number], within_of(base))
@@ -198,22 +198,22 @@ def test_a_broken_image_spoils_its_step_on_all_workers(alone_and_together: list[
 
 
 @pytest.fixture(scope="module")
-def divided(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def sharded(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server whose two workers share the weights of each layer."""
-    directory = tmp_path_factory.mktemp("divided")
+    directory = tmp_path_factory.mktemp("sharded")
     with serving(directory, *options, "--workers", "2", "--shard", "weights", "--sampler", "none") as server:
         server.wait_for_health()
-        with tinker.ServiceClient(base_url=server.url, api_key="tml-divided") as service:
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-sharded") as service:
             yield Running(server, service, directory / "data")
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(timeout=START_S) == 0
 
 
-def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Running], divided: Running) -> None:
+def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Running], sharded: Running) -> None:
     """Three base models at once, whose passes and steps come in another order with every run; texts alone, images, a single datum."""
     models = [("text", 4, "text"), ("image", 5, "mixed"), ("hybrid", 7, "mixed"), ("text", 0, "single"), ("image", 0, "mixed")]
     curves, tensors = [], []
-    for running in (alone_and_together[0], divided):
+    for running in (alone_and_together[0], sharded):
         clients = [train(running.service, base, rank=rank) for base, rank, _ in models]
         batches = [[batch(client, what, step) for step in range(2)] for client, (_, _, what) in zip(clients, models, strict=True)]
         curves.append(train_together(clients, batches))
@@ -221,39 +221,39 @@ def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Ru
     for number, (base, _, _) in enumerate(models):
         assert_curves_close(curves[1][number], curves[0][number], within_of(base))
         assert_weights_close(tensors[1][number], tensors[0][number], within_of(base))
-    log = divided.server.log.read_text()
+    log = sharded.server.log.read_text()
     for name in ("text", "image", "hybrid"):
-        kept = re.findall(rf"worker (\d): {name}: its \d layers are divided over 2 workers \(--shard weights\): this one keeps", log)
+        kept = re.findall(rf"worker (\d): {name}: its \d layers are sharded over 2 workers \(--shard weights\): this one keeps", log)
         assert sorted(kept) == ["0", "1"]
 
 
-def test_what_workers_that_share_the_weights_refuse_harms_nothing(divided: Running) -> None:
+def test_what_workers_that_share_the_weights_refuse_harms_nothing(sharded: Running) -> None:
     """A broken image in a pass of all; then a step as ever, and all kinds of saves."""
-    client = train(divided.service, "image")
+    client = train(sharded.service, "image")
     image = broken(image_input(client, 1))
     for work in ([image], [*batch(client, "text", 0), image]):
         assert_spoils_its_step(client, work, "image")
-    for saved in (client, train(divided.service, "text", rank=0)):
+    for saved in (client, train(sharded.service, "text", rank=0)):
         assert saved.save_weights_external("outside").result().path
-        assert weights_at(divided, saved.save_weights_for_sampler("kept").result().path)
+        assert weights_at(sharded, saved.save_weights_for_sampler("kept").result().path)
 
 
-def test_all_weights_that_are_divided_come_back_as_they_were_saved(divided: Running) -> None:
+def test_all_weights_that_are_divided_come_back_as_they_were_saved(sharded: Running) -> None:
     """Or as they were created. Those that were not saved after their last step are lost, which is said."""
-    fresh, saved, lost = (train(divided.service, "text", rank=0) for _ in range(3))
+    fresh, saved, lost = (train(sharded.service, "text", rank=0) for _ in range(3))
     work = [batch(fresh, "text", step) for step in range(4)]
     for client in (saved, lost):
         learn(client, work[:1])
     saved.save_state("here").result()
     before = [scores(client, work[3]) for client in (fresh, saved)]
-    os.kill(divided.server.worker_pids()[1], signal.SIGKILL)
-    divided.server.wait_for_log("worker 1 of 2: the worker process ended unexpectedly (signal 9)")
+    os.kill(sharded.server.worker_pids()[1], signal.SIGKILL)
+    sharded.server.wait_for_log("worker 1 of 2: the worker process ended unexpectedly (signal 9)")
     for client, expected in zip((fresh, saved), before, strict=True):
         assert_close(scores(client, work[3]), expected, WITHIN)
         learn(client, work[1:2])
     with pytest.raises(tinker.RequestFailedError, match="no checkpoint to go on from: create a new model, and call save_state"):
         lost.forward_backward(work[1], "cross_entropy").result()
-    divided.server.wait_for_log("there is no copy of what the last step left (of all weights only save_state makes one)")
+    sharded.server.wait_for_log("there is no copy of what the last step left (of all weights only save_state makes one)")
 
 
 def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_together: list[Running]) -> None:

@@ -24,7 +24,7 @@ from tests.extent import amount, slow
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError, WorkersLostError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.pass_memory import Effort
+from tinsmith.models.pass_memory import Recomputation
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training import sliced_plan
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
@@ -165,7 +165,7 @@ def test_everything_is_as_one_worker_computes_it(member: Member) -> None:
         backend = LocalBackend(bases[name], TRAINING, member.group)
         assert backend.sequences is not None
         if case.startswith("recomputed"):
-            backend.sequences.efforts.first = lambda *_: Effort(1)  # type: ignore[method-assign]
+            backend.sequences.memory_retries.first = lambda *_: Recomputation(1)  # type: ignore[method-assign]
         with noted_rows(bases[name]) as rows:
             own = train(backend, case, partial(together, backend), has_short=member.rank == 0)
         all_found = member.of_all(own)

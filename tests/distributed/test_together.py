@@ -87,7 +87,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@in_processes(2, *slow(3))  # test_divided.py has three, with uneven shares
+@in_processes(2, *slow(3))  # test_sharded.py has three, with uneven shares
 def test_a_step_of_all_is_that_of_one_that_was_given_all_gradients(member: Member) -> None:
     """With gradients of several passes here, of one there, and none at all elsewhere. All have the same bits after each step.
 

@@ -24,7 +24,7 @@ from tinsmith.config import ImagesConfig, TrainingConfig
 from tinsmith.engine.passes import PASS_S
 from tinsmith.models.base import BaseModel
 from tinsmith.models.images import ImageInput
-from tinsmith.models.pass_memory import Effort
+from tinsmith.models.pass_memory import Recomputation
 from tinsmith.protocol.serving import EndSession, Sample
 from tinsmith.protocol.work import Prepared
 from tinsmith.rendering.renderer import Renderer
@@ -218,10 +218,10 @@ def fail_on_guilty(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass with the guilty datum raises, where torch would."""
     run = here.backend()._run
 
-    def failing(work: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult]:
+    def failing(work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> list[DatumResult]:
         if any(len(datum.rendered) == GUILTY for datum in work):
             raise RuntimeError("a kernel failed")
-        return run(work, backward, effort)
+        return run(work, backward, recomputation)
 
     monkeypatch.setattr(here.backend(), "_run", failing)
 

@@ -359,9 +359,9 @@ def test_a_model_whose_comeback_ends_the_workers_again_is_lost_and_others_come_b
     step(here, 1, "b")
     here.save("a", 3, "kept")
     here.settle()
-    comeback = here.engine.trainer.comeback
+    crash_recovery = here.engine.trainer.crash_recovery
     die(here)
-    die_when(here, lambda: comeback.under_way is not None and comeback.under_way[0] == "s:train:a")
+    die_when(here, lambda: crash_recovery.under_way is not None and crash_recovery.under_way[0] == "s:train:a")
     here.optim("a", 4)
     here.settle()
     lost = str(here.error("a", 4))
@@ -456,7 +456,7 @@ def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doo
         with here.locked():
             for _ in range(3):
                 here.turn()
-            assert here.engine.trainer.comeback.under_way is None
+            assert here.engine.trainer.crash_recovery.under_way is None
     assert not any(isinstance(message, Ready) for message in here.said)
     assert [here.store.status(name) for name in names] == ["queued"] * 3
     assert here.backend().optimizers == {}

@@ -225,7 +225,7 @@ def test_a_step_that_runs_when_the_save_ends_counts_once_it_is_finished(here: He
         return
     here.process.is_stuck = True
     die(here)
-    here.until(lambda: not here.engine.trainer.comeback.waiting)
+    here.until(lambda: not here.engine.trainer.crash_recovery.waiting)
     assert_same(state(here), before)
     here.settle()
     assert results(here, 4)

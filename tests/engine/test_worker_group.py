@@ -18,7 +18,7 @@ from tests.engine.here import LONG_S, Wire
 from tests.engine.light_worker import FACTS
 from tests.engine.test_worker_process import Watched, engine_with, link_of_an_engine
 from tinsmith.config import Config, DistributedConfig, SamplingConfig, ServerConfig
-from tinsmith.engine.watching import SETTLED, Signs, hanging
+from tinsmith.engine.watching import SETTLED, Liveness, hanging
 from tinsmith.engine.worker_group import LOOK_FOR_HOSTS_S, WorkerGroup
 from tinsmith.engine.worker_process import WorkerProcess
 from tinsmith.protocol import child_process
@@ -512,13 +512,13 @@ def test_a_worker_that_ends_because_another_did_is_named_only_if_no_other_has_en
 HUNG_S = max(ServerConfig().worker_hung_s, ServerConfig().worker_stuck_s) + 1
 
 
-def signs_of(still_s: float, waits: bool, is_ready: bool) -> Signs:
+def signs_of(still_s: float, waits: bool, is_ready: bool) -> Liveness:
     """Of a worker in which nothing has moved for so long, maybe while it waits for others."""
-    signs = Signs(ServerConfig())
-    signs.is_ready = is_ready
+    liveness = Liveness(ServerConfig())
+    liveness.is_ready = is_ready
     for _ in range(SETTLED):
-        signs.beat(Alive(still_s, still_s, still_s, waits))
-    return signs
+        liveness.beat(Alive(still_s, still_s, still_s, waits))
+    return liveness
 
 
 def test_what_one_told_before_another_became_ready_does_not_end_it() -> None:

@@ -211,7 +211,7 @@ def test_an_engine_that_could_not_listen_itself_takes_nobody_for_silent(
     for _ in range(3):
         clock.passed_s += 1000.0  # the machine slept for longer than a worker may be silent
         worker.process.watch()
-        worker.until(lambda: worker.process.signs.beaten)
+        worker.until(lambda: worker.process.liveness.beaten)
     assert (worker.ends, worker.process.pid) == ([], pid)
 
 

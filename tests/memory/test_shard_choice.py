@@ -1,4 +1,4 @@
-"""Whether layers are divided where the settings leave that open."""
+"""Whether layers are sharded where the settings leave that open."""
 
 import json
 import subprocess
@@ -31,13 +31,13 @@ ANYHOW, LARGE = Fit("d", True, True, True), Fit("e", False, False, True)
         ([ANYHOW], "none"),
         ([PARTS], "weights"),
         ([ANYHOW, PARTS], "weights"),
-        ([WHOLE, PARTS], "none"),  # that model cannot be divided
+        ([WHOLE, PARTS], "none"),  # that model cannot be sharded
         ([NEITHER], "none"),
         ([PARTS, NEITHER], "none"),
     ],
 )
 def test_layers_are_divided_if_a_model_trains_in_no_other_way(fits: Sequence[Fit], chosen: str) -> None:
-    """And no setting is one that divided layers refuse."""
+    """And no setting is one that sharded layers refuse."""
     for sampler in ("vllm", "none"):
         assert choose(fits, load(options={"sampler": sampler})) == chosen
     refused: list[dict[str, object]] = [{"full_state": "compact"}, {"deterministic": True}, {"sequence_parallel_from": 4096}]
@@ -83,13 +83,13 @@ def program(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
 def test_the_estimate_of_another_process_decides_and_without_one_nothing_is_divided(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = json.dumps([{"name": "large", "loads": False, "whole": False, "divided": True}])
+    told = json.dumps([{"name": "large", "loads": False, "whole": False, "sharded": True}])
     good = f"import sys, json; json.load(sys.stdin); print('a word of a library'); print({told!r})"
     for source, shard in ((good, "weights"), ("import sys; sys.exit('no such card')", "none"), ("print('no JSON')", "none"), ("", "none")):
         program(monkeypatch, source)
         assert chosen_shard(load(options={"sampler": "none"}), 4) == shard
     assert "no such card" in caplog.text
-    assert caplog.text.count("nothing is divided") == 3
+    assert caplog.text.count("nothing is sharded") == 3
 
 
 def test_the_estimate_is_that_of_the_plan(family_dir: Callable[[str], Path]) -> None:
@@ -124,11 +124,11 @@ def test_base_models_of_one_server_share_each_gpu(monkeypatch: pytest.MonkeyPatc
     """
     one, two = (of_8b(tmp_path, bases, sampler="none") for bases in (1, 2))
     gpus_here(monkeypatch, 4, 25)
-    assert estimated(one) == [Fit("a", loads=True, whole=True, divided=True)]
-    assert estimated(two) == [Fit(name, loads=False, whole=False, divided=True) for name in "ab"]
+    assert estimated(one) == [Fit("a", loads=True, whole=True, sharded=True)]
+    assert estimated(two) == [Fit(name, loads=False, whole=False, sharded=True) for name in "ab"]
     assert [choose(estimated(config), config) for config in (one, two)] == ["none", "weights"]
     gpus_here(monkeypatch, 4, 50)
-    assert estimated(two) == [Fit(name, loads=True, whole=True, divided=True) for name in "ab"]
+    assert estimated(two) == [Fit(name, loads=True, whole=True, sharded=True) for name in "ab"]
     gpus_here(monkeypatch, 4, 49)  # beside weights of 31 GiB and a cache of 10 GiB there is room to train, beside two of these there is not
     assert [{fit.whole for fit in estimated(of_8b(tmp_path, 2, kv_cache_gib=gib))} for gib in (5, 10)] == [{True}, {False}]
     gpus_here(monkeypatch, 4, 12)
@@ -143,7 +143,7 @@ def test_the_estimate_is_for_the_workers_that_start(monkeypatch: pytest.MonkeyPa
         unsaid, said = (of_8b(tmp_path, 2, sampler="vllm", **options) for options in ({}, {"workers": workers}))
         assert worker_count(unsaid, usable=gpus) == workers
         assert estimated(unsaid) == estimated(said)
-        fits[workers] = {fit.divided for fit in estimated(unsaid)}
+        fits[workers] = {fit.sharded for fit in estimated(unsaid)}
     assert fits == {2: {False}, 3: {True}}
 
 

@@ -20,7 +20,7 @@ from tests.training.test_backend import backend_with
 from tinsmith.config import ModelsConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights
-from tinsmith.models.pass_memory import Effort, PassMemory, pass_memory_of
+from tinsmith.models.pass_memory import PassMemory, Recomputation, pass_memory_of
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
@@ -113,11 +113,11 @@ def test_the_peak_of_a_pass_is_estimated_to_a_fifth(wide_base: BaseModel) -> Non
     backend, memory, peaks = backend_with(wide_base, a=4), memory_of(wide_base), []
     work = [datum("a", renderer(wide_base).render([random_tokens(seed, TOKENS // 2)])) for seed in range(2)]
     for recompute in (0, 3):
-        effort = Effort(recompute)
+        recomputation = Recomputation(recompute)
         with CountedMemory(wide_base.network.parameters()) as counted:
-            run_packed(wide_base, work, [backend.optimizers["a"]] * 2, True, CHUNK, effort)
+            run_packed(wide_base, work, [backend.optimizers["a"]] * 2, True, CHUNK, recomputation)
         backend.clear_gradients("a")
-        assert 0.8 < memory.bytes(TOKENS, CHUNK, effort) / counted.peak < 1.2, recompute
+        assert 0.8 < memory.bytes(TOKENS, CHUNK, recomputation) / counted.peak < 1.2, recompute
         peaks.append(counted.peak)
     assert peaks == sorted(peaks, reverse=True)
 
@@ -129,8 +129,8 @@ def published(tmp_path: Path) -> PassMemory:
 
 
 def test_no_more_is_recomputed_than_the_memory_asks_for(published: PassMemory) -> None:
-    sizes = [published.bytes(8192, 1024, Effort(count)) for count in range(published.smallest.recompute + 1)]
+    sizes = [published.bytes(8192, 1024, Recomputation(count)) for count in range(published.smallest.recompute + 1)]
     assert sizes == sorted(sizes, reverse=True)
     for recompute in (0, 3, published.smallest.recompute):
-        assert published.effort_for(8192, 1024, sizes[recompute]) == Effort(recompute)
-    assert published.effort_for(8192, 1024, sizes[-1] - 1) is None
+        assert published.recomputation_for(8192, 1024, sizes[recompute]) == Recomputation(recompute)
+    assert published.recomputation_for(8192, 1024, sizes[-1] - 1) is None

@@ -22,7 +22,7 @@ from tinsmith.training.captured_pass import PATIENCE, CapturedPasses
 def replaying(base: BaseModel, **ranks: int) -> LocalBackend:
     """A backend whose small passes are replayed: as CUDA graphs on a GPU, elsewhere by calling the same functions on the same tensors."""
     backend = backend_with(base, **ranks)
-    backend.captured = CapturedPasses(base, backend.efforts.memory, 16, None if DEVICE == "cuda" else lambda function: function)
+    backend.captured = CapturedPasses(base, backend.memory_retries.memory, 16, None if DEVICE == "cuda" else lambda function: function)
     assert backend.captured.possible
     return backend
 
@@ -70,7 +70,7 @@ def test_other_passes_are_computed_as_they_are(base: BaseModel, vision_base: Bas
             compute(backend, work)
     backend.run_pass(work_of(base, "a", 20), backward=False)
     assert not backend.captured.passes
-    assert not CapturedPasses(base, backend.efforts.memory, 16).possible or DEVICE == "cuda"
+    assert not CapturedPasses(base, backend.memory_retries.memory, 16).possible or DEVICE == "cuda"
     if DEVICE == "cpu":
         seeing = replaying(vision_base, a=4)
         images = [datum("a", renderer(vision_base).render(image_chunks(vision_base, 0, 20)))]
@@ -114,7 +114,7 @@ def test_graphs_give_way_to_passes_that_need_their_memory_and_come_back_after_a_
 
 
 def test_models_with_delta_nets_are_not_captured(hybrid_base: BaseModel) -> None:
-    assert not CapturedPasses(hybrid_base, backend_with(hybrid_base).efforts.memory, 16, lambda function: function).possible
+    assert not CapturedPasses(hybrid_base, backend_with(hybrid_base).memory_retries.memory, 16, lambda function: function).possible
 
 
 @pytest.mark.parametrize("reason", ["fails", "differs"])
@@ -126,7 +126,7 @@ def test_what_cannot_be_captured_is_computed_as_it_is(base: BaseModel, reason: s
             raise RuntimeError("operation not permitted when stream is capturing")
         return lambda: None
 
-    backend.captured = CapturedPasses(base, backend.efforts.memory, 16, record)
+    backend.captured = CapturedPasses(base, backend.memory_retries.memory, 16, record)
     for seed in range(PATIENCE + 1):
         work = work_of(base, "a", 30, 50, seed=seed)
         compute(backend, work), compute(plain, work)

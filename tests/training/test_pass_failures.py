@@ -25,11 +25,11 @@ from tinsmith.config import TrainingConfig
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import training_bytes
-from tinsmith.models.pass_memory import KEEP_ALL, Effort, PassMemory
+from tinsmith.models.pass_memory import KEEP_ALL, PassMemory, Recomputation
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
-from tinsmith.training.efforts import PATIENCE, Efforts
+from tinsmith.training.memory_retries import PATIENCE, MemoryRetries
 from tinsmith.training.packed_pass import run_packed
 
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts or limits the memory of the CPU")
@@ -54,10 +54,10 @@ def test_one_bad_datum_fails_alone_and_the_results_of_the_others_are_their_own(
     expected = {name: gradients(backend, name) for name in "ab"}
     run, error = backend._run, ERRORS[kind]
 
-    def failing(some: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult]:
+    def failing(some: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> list[DatumResult]:
         if isinstance(error, Exception) and any(item is work[2] for item in some):
             raise error
-        return run(some, backward, effort)
+        return run(some, backward, recomputation)
 
     monkeypatch.setattr(backend, "_run", failing)
     if kind == "gone":
@@ -108,9 +108,9 @@ MEMORY = PassMemory(kept=(100, 100, 100, 100), input=10, transient=20, ends=0, l
 TOKENS = 2**20
 
 
-def efforts(device: str = "cpu", free: int = 2**50) -> Efforts:
+def memory_retries(device: str = "cpu", free: int = 2**50) -> MemoryRetries:
     """The decisions where so many bytes of this machine's memory are not promised to others."""
-    return Efforts(MEMORY, torch.device(device), 1, lambda: int(-free / 0.95))
+    return MemoryRetries(MEMORY, torch.device(device), 1, lambda: int(-free / 0.95))
 
 
 @on_cpu
@@ -119,9 +119,9 @@ def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(fami
     backend = backend_with(base, a=4)
     work = [datum("a", renderer(base).render([random_tokens(0, 300)]))]
     peaks = []
-    for effort in (KEEP_ALL, backend.efforts.memory.smallest):
+    for recomputation in (KEEP_ALL, backend.memory_retries.memory.smallest):
         with CountedMemory(base.network.parameters()) as counted:
-            run_packed(base, work, [backend.optimizers["a"]], True, backend.config.logits_chunk, effort)
+            run_packed(base, work, [backend.optimizers["a"]], True, backend.config.logits_chunk, recomputation)
         peaks.append(counted.peak)
     kept, recomputed = peaks
     assert recomputed < 0.6 * kept
@@ -150,10 +150,10 @@ def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: C
     backend.create_model("a", LoraShape(4, 0))
     work = [datum("a", renderer(base).render([random_tokens(0, tokens)]))]
     allocated, reserved = [], []
-    for effort in (KEEP_ALL, backend.efforts.memory.smallest):
+    for recomputation in (KEEP_ALL, backend.memory_retries.memory.smallest):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        run_packed(base, work, [backend.optimizers["a"]], True, backend.config.logits_chunk, effort)
+        run_packed(base, work, [backend.optimizers["a"]], True, backend.config.logits_chunk, recomputation)
         allocated.append(torch.cuda.max_memory_allocated())
         reserved.append(torch.cuda.max_memory_reserved())
         backend.clear_gradients("a")
@@ -162,9 +162,9 @@ def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: C
     backend.run_pass(work, backward=True)
     expected = gradients(backend, "a")
     backend.clear_gradients("a")
-    chosen, more = [], backend.efforts.more
-    backend.efforts.first = lambda tokens, backward: KEEP_ALL  # type: ignore[method-assign]
-    backend.efforts.more = lambda effort, *rest: chosen.append(effort) or more(effort, *rest)  # type: ignore[func-returns-value,method-assign]
+    chosen, more = [], backend.memory_retries.more
+    backend.memory_retries.first = lambda tokens, backward: KEEP_ALL  # type: ignore[method-assign]
+    backend.memory_retries.more = lambda recomputation, *rest: chosen.append(recomputation) or more(recomputation, *rest)  # type: ignore[func-returns-value,method-assign]
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((kept + recomputed) / 2 / torch.cuda.get_device_properties(0).total_memory)
     try:
@@ -177,7 +177,7 @@ def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: C
 
 
 def test_the_free_memory_decides_how_much_is_recomputed() -> None:
-    plenty, scarce = efforts(), efforts(free=-(2**60))
+    plenty, scarce = memory_retries(), memory_retries(free=-(2**60))
     assert plenty.first(TOKENS, backward=True) == KEEP_ALL
     assert scarce.first(TOKENS, backward=True) == MEMORY.smallest
     assert scarce.first(TOKENS, backward=False) == KEEP_ALL
@@ -185,25 +185,25 @@ def test_the_free_memory_decides_how_much_is_recomputed() -> None:
 
 
 def test_after_an_out_of_memory_more_is_recomputed_and_in_the_end_nothing_helps() -> None:
-    decisions = efforts("cuda")
-    assert decisions.more(KEEP_ALL, 100, alone=False) == Effort(3)
-    assert decisions.more(Effort(3), 100, alone=False) is None
-    assert decisions.more(Effort(3), 100, alone=True) == Effort(4, offload=True)
-    assert decisions.more(Effort(4, offload=True), 100, alone=True) is None
-    assert decisions.more(Effort(3), 2**50, alone=True) is None  # which the host has no room for
+    decisions = memory_retries("cuda")
+    assert decisions.more(KEEP_ALL, 100, alone=False) == Recomputation(3)
+    assert decisions.more(Recomputation(3), 100, alone=False) is None
+    assert decisions.more(Recomputation(3), 100, alone=True) == Recomputation(4, offload=True)
+    assert decisions.more(Recomputation(4, offload=True), 100, alone=True) is None
+    assert decisions.more(Recomputation(3), 2**50, alone=True) is None  # which the host has no room for
     assert decisions.factor > 1
-    assert efforts().more(Effort(3), 100, alone=True) is None
+    assert memory_retries().more(Recomputation(3), 100, alone=True) is None
 
 
 def test_a_sequence_that_waited_in_host_memory_may_do_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch keeps pinned memory, which the machine does not count as free until it is given back."""
-    decisions, needed = efforts("cuda", free=0), MEMORY.host_bytes(TOKENS, Effort(4, offload=True))
+    decisions, needed = memory_retries("cuda", free=0), MEMORY.host_bytes(TOKENS, Recomputation(4, offload=True))
     free = [needed // 2]
-    monkeypatch.setattr("tinsmith.training.efforts.free_memory", lambda device: free[-1])
-    assert decisions.more(Effort(3), TOKENS, alone=True) is None
-    monkeypatch.setattr("tinsmith.training.efforts.give_back_pinned_memory", lambda: free.append(2 * needed))
-    assert decisions.more(Effort(3), TOKENS, alone=True) == Effort(4, offload=True)
-    assert decisions.more(Effort(3), TOKENS, alone=True) == Effort(4, offload=True)
+    monkeypatch.setattr("tinsmith.training.memory_retries.free_memory", lambda device: free[-1])
+    assert decisions.more(Recomputation(3), TOKENS, alone=True) is None
+    monkeypatch.setattr("tinsmith.training.memory_retries.give_back_pinned_memory", lambda: free.append(2 * needed))
+    assert decisions.more(Recomputation(3), TOKENS, alone=True) == Recomputation(4, offload=True)
+    assert decisions.more(Recomputation(3), TOKENS, alone=True) == Recomputation(4, offload=True)
     assert len(free) == 2  # what is pinned stays so where there is room
 
 

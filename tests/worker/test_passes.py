@@ -41,7 +41,7 @@ from tinsmith.wire import tinker_pb2
 from tinsmith.wire.compression import unpacked_size
 from tinsmith.wire.forward_backward import StoredRequest, move_images_out
 from tinsmith.worker.background import Background
-from tinsmith.worker.passes import SMALL_BYTES, Passes, Trained
+from tinsmith.worker.passes import SMALL_BYTES, Passes, TrainingBase
 
 WHOLE = png(9)
 BROKEN = WHOLE[: len(WHOLE) - 30]
@@ -97,7 +97,7 @@ def bench_of(base: BaseModel, directory: Path) -> Bench:
     backend.create_model("m", LoraShape(4, seed=1))
     recorded = RecordedSequences(directory, 2**20)
     renderer = Renderer(base, ImagesConfig(), lambda digest: blobs[digest])
-    trained = {"tiny": Trained(backend, renderer, base.max_context)}
+    trained = {"tiny": TrainingBase(backend, renderer, base.max_context)}
     rendering, images = (Background(name, 1, lambda: None) for name in ("rendering", "images"))
     passes = Passes(trained, rendering, images, sent.append, due.append, recorded.find)
     return Bench(passes, backend, blobs, sent, due)

@@ -1,6 +1,6 @@
 """The sampling half of a worker on a real sampler: what fails, what that leaves behind, and who waits for whom.
 
-Invariant: Sampled tokens and scores are finite, or their request fails.
+Invariant: SamplingBase tokens and scores are finite, or their request fails.
 Also: `tests/worker/test_passes.py`, `tests/training/test_peft_format.py`.
 """
 
@@ -35,8 +35,8 @@ from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TargetId
 from tinsmith.wire.sample import SampledSequence, encode_sample_response
 from tinsmith.worker import samples
 from tinsmith.worker.background import Background
-from tinsmith.worker.samples import Sampled, Samples
-from tinsmith.worker.snapshots import Held, Snapshots
+from tinsmith.worker.samples import Samples, SamplingBase
+from tinsmith.worker.snapshots import Snapshot, Snapshots
 
 BLANKS = b" " * (samples.SMALL_BYTES + 1)
 """Make any request a large one."""
@@ -108,7 +108,7 @@ def bench_of(base: BaseModel, directory: Path, **settings: Any) -> Bench:
     snapshots = Snapshots({"tiny": base}, Store.open(directory), CheckpointFiles(directory), directory / "snapshots", 2**30)
     rendering, images, disk = (Background(name, 1, lambda: None) for name in ("rendering", "images", "disk"))
     recorded = RecordedSequences(directory, 2**20)
-    made = Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, rendering, images, disk, recorded, sent.append)
+    made = Samples({"tiny": SamplingBase(sampler, renderer(base))}, snapshots, rendering, images, disk, recorded, sent.append)
     return Bench(made, sampler, sent, recorded)
 
 
@@ -339,8 +339,8 @@ def test_weights_are_read_in_a_thread_once_for_all_that_wait_for_them_who_alone_
     spilled(bench, text_base, good, bad)
     counts, failing, find = Counter[str](), {bad}, bench.samples.snapshots.reader
 
-    def reader(base_model: str, weights_id: str) -> Callable[[], Held]:
-        def read() -> Held:
+    def reader(base_model: str, weights_id: str) -> Callable[[], Snapshot]:
+        def read() -> Snapshot:
             counts[weights_id] += 1
             if weights_id in failing:
                 raise OSError("the disk is gone")

@@ -155,7 +155,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
             yield from (Finding(name, "missing", problem) for problem in wrong)
             continue
         try:
-            known[name] = replace(size_of(source, loading_of(config)), parts=workers if config.divides else 1)
+            known[name] = replace(size_of(source, loading_of(config)), parts=workers if config.shards_weights else 1)
             _load_all_but_weights(source)
         except (ConfigError, OSError, ValueError) as error:  # transformers cannot read, or fetch, the configuration
             yield Finding(name, "missing", str(error).splitlines()[0])
@@ -229,7 +229,7 @@ def _to_train(planned: "BasePlan") -> dict[str, int]:
     training = planned.config.training
     if not training.trains:
         return {}
-    again = f", {planned.effort.recompute} layers of it recomputed" if planned.effort.recompute else ""
+    again = f", {planned.recomputation.recompute} layers of it recomputed" if planned.recomputation.recompute else ""
     return {
         f"one trained model of rank {training.planned_rank}": planned.model.training,
         f"a pass of {training.tokens_per_pass:,} tokens (--tokens-per-pass), roughly{again}": planned.pass_bytes,

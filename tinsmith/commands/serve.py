@@ -64,7 +64,7 @@ def configuration_of(file: Path | None, options: dict[str, Any]) -> Config:
             "leave it out"
         )
     if config.training.sequence_parallel_from:
-        if config.divides:
+        if config.shards_weights:
             raise ConfigError(f"sequence_parallel_from is not possible with shard={config.distributed.shard}; leave one of them out")
         if config.models.deterministic:
             raise ConfigError("sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker")

@@ -111,7 +111,7 @@ def _automatic(config: Config, gpus: int) -> int:
 
 
 def _check_shard(config: Config, workers: int) -> None:
-    """Raise ConfigError if the weights are to be divided over so many workers where that does not work."""
+    """Raise ConfigError if the weights are to be sharded over so many workers where that does not work."""
     shard, sampler = config.distributed.shard, config.sampling.sampler
     if shard != "weights":
         return
@@ -125,7 +125,7 @@ def _check_shard(config: Config, workers: int) -> None:
     state = config.training.full_state
     if state != "float32":
         raise ConfigError(
-            f"--shard {shard} and --full-state {state}: the state of weights that are divided is float32; leave one of them out, or train "
+            f"--shard {shard} and --full-state {state}: the state of weights that are sharded is float32; leave one of them out, or train "
             "LoRA, which needs no --full-state"
         )
     if config.models.deterministic:

@@ -95,7 +95,7 @@ class Engine:
             self.recorder.record,
             self._to_worker,
             workers=workers.count,
-            cuts_passes=not config.divides,  # every pass puts the layers together: in smaller ones that would take most of the time
+            cuts_passes=not config.shards_weights,  # every pass puts the layers together: in smaller ones that would take most of the time
         )
         self.status = StatusReporter(self.trainer, self.workers, link.send)
         self.filed: dict[str, set[int]] = {}
@@ -260,7 +260,7 @@ class Engine:
         log.error("%s; another is started in %.0f s", reason, self.workers.wait_s)
         self.trainer.workers_ended(reason)
         self.lost |= self.trainer.take_lost()
-        self.returning |= dict.fromkeys(self.trainer.comeback.waiting, reason)
+        self.returning |= dict.fromkeys(self.trainer.crash_recovery.waiting, reason)
         self.link.send(Recovering(reason))
 
     def _record_lost(self) -> None:
@@ -298,5 +298,5 @@ class Engine:
                 self.link.send(Saving())
             self.receive(min(self.patience(), DATABASE_BUSY_S))
             self.recorder.flush()
-        for model_id in self.trainer.comeback.waiting:
+        for model_id in self.trainer.crash_recovery.waiting:
             log.error("model %s could not be saved and is lost: its worker had just ended", model_id)

@@ -16,8 +16,8 @@ from functools import partial
 import orjson
 
 from tinsmith.engine.backoff import Backoff
-from tinsmith.engine.comeback import Comeback
 from tinsmith.engine.command_queue import CommandQueue
+from tinsmith.engine.crash_recovery import CrashRecovery
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.operations import Ended, Operations, writes_files
 from tinsmith.engine.passes import ForwardOperation
@@ -90,7 +90,7 @@ class Trainer:
         """Models whose next command, or whose saving, waits for the database."""
         self.backoff = Backoff()
         """The time at which the models that are put off are tried again."""
-        self.comeback = Comeback(operations, send)
+        self.crash_recovery = CrashRecovery(operations, send)
         self.suspects: set[str] = set()
         """Operations that were under way when workers ended, and are computed again."""
 
@@ -116,7 +116,7 @@ class Trainer:
     def is_idle(self) -> bool:
         """Whether nothing is being computed, and nothing will be before a new command comes."""
         begun = self.forward.operations or self.forward.complete or self.running or self.saves.writing
-        return not (begun or self.put_off or self.comeback.waiting or self.queue.ready() or self._to_unload())
+        return not (begun or self.put_off or self.crash_recovery.waiting or self.queue.ready() or self._to_unload())
 
     @property
     def wait_s(self) -> float:
@@ -139,7 +139,7 @@ class Trainer:
     @property
     def _begun(self) -> set[str]:
         """Models with operations that have begun and not ended, and those that are still to come back."""
-        return {*self.forward.operations, *self.running, *self.comeback.waiting}
+        return {*self.forward.operations, *self.running, *self.crash_recovery.waiting}
 
     def _to_unload(self) -> list[str]:
         """The models that can be unloaded now."""
@@ -164,7 +164,7 @@ class Trainer:
 
     def turn(self) -> None:
         """Send the worker what is due, then record what it has computed."""
-        self.comeback.turn()
+        self.crash_recovery.turn()
         is_due = self.backoff.wait_s == 0
         unrecorded = self.saves.unrecorded if is_due else []
         tried_again = self.put_off if is_due else set()
@@ -172,7 +172,7 @@ class Trainer:
         for running in [*unrecorded, *(self.running[model_id] for model_id in tried_again & self.running.keys())]:
             self._go_on(running, None)
         for model_id in self.queue.ready():
-            if model_id not in self.put_off and model_id not in self.comeback.waiting:
+            if model_id not in self.put_off and model_id not in self.crash_recovery.waiting:
                 self._advance(model_id)
         self.forward.send_passes(self.put_off)
         self._record_complete()
@@ -222,7 +222,7 @@ class Trainer:
         With `give_up` what waits for the database is lost.
         """
         self._record_complete()
-        self.comeback.turn()
+        self.crash_recovery.turn()
         self._end_all()  # one that was being made when the stop began may be there now
         waiting = set[str]()
         if self.backoff.wait_s == 0 or give_up:
@@ -388,7 +388,7 @@ class Trainer:
                 self._answered(message.number, error_of(message.error_type, message.error))
 
     def _answered(self, number: int, answer: "dict[str, object] | TinsmithError") -> None:
-        if self.comeback.answered(number, answer):
+        if self.crash_recovery.answered(number, answer):
             return
         begun = *self.running.values(), *self.saves.writing.values()
         running = next((running for running in begun if running.in_call == number), None)
@@ -473,7 +473,7 @@ class Trainer:
         """
         self._take_back_complete()
         self._record_complete()
-        self.comeback.workers_ended(reason)
+        self.crash_recovery.workers_ended(reason)
         begun = [(each.command, each.is_at_worker) for queue in self.forward.operations.values() for each in queue]
         anew, gone = self.saves.cut_short(self.operations.models)
         begun += [(each.command, each.in_call is not None) for each in (*anew, *self.running.values()) if each.command is not None]
@@ -489,7 +489,7 @@ class Trainer:
         for command, is_under_way in begun:
             if is_under_way and command.request_id in self.suspects:
                 self._fail(command, TinsmithError(f"{reason} while the operation was run, for the second time"))
-            elif command.model_id not in self.comeback.lost:
+            elif command.model_id not in self.crash_recovery.lost:
                 again[command.model_id].append(command)
                 self.suspects |= {command.request_id} if is_under_way else set()
         for model_id, commands in again.items():
@@ -506,7 +506,7 @@ class Trainer:
 
     def take_lost(self) -> dict[str, str]:
         """Models that ended with their workers since this was last asked, and why. They are forgotten here, and still queued in the log."""
-        lost = self.comeback.take_lost()
+        lost = self.crash_recovery.take_lost()
         for model_id in lost:
             self.ending.pop(model_id, None)
             self.put_off.discard(model_id)

@@ -9,8 +9,8 @@ SETTLED = 4
 """So many heartbeats after another worker has gone on, what one tells is of the time after that."""
 
 
-class Signs:
-    """Signs of life and of progress of one worker.
+class Liveness:
+    """Liveness of life and of progress of one worker.
 
     Silence is counted in looks, not by the clock: an engine that could not run itself, because it was stopped or its machine slept, has
     heard nothing either.
@@ -103,15 +103,15 @@ class Signs:
         return min((self._config.worker_hung_s, "worker_hung_s"), (self._config.worker_still_s, "worker_still_s"))
 
 
-def hanging(workers: Sequence[Signs]) -> Sequence[Signs]:
+def hanging(workers: Sequence[Liveness]) -> Sequence[Liveness]:
     """Those of a group that keep the others from going on, or all if each waits for the others in an exchange: nothing can come of it then.
 
     Empty if one of them moves, or may be given work. Those that are ready wait for those that are starting, and are not what keeps them.
     """
-    starting = [signs for signs in workers if not signs.is_ready]
+    starting = [liveness for liveness in workers if not liveness.is_ready]
     concerned = starting or workers
-    if not any(signs.waits for signs in concerned):
+    if not any(liveness.waits for liveness in concerned):
         return ()
-    if not all(signs.is_settled and (signs.stillness or signs.standstill) for signs in concerned):
+    if not all(liveness.is_settled and (liveness.stillness or liveness.standstill) for liveness in concerned):
         return ()
-    return [signs for signs in concerned if not signs.waits] or concerned
+    return [liveness for liveness in concerned if not liveness.waits] or concerned

@@ -149,9 +149,9 @@ class WorkerGroup:
         return len(self.workers)
 
     @property
-    def _is_divided(self) -> bool:
+    def _is_sharded(self) -> bool:
         """Whether the workers share the weights, so that all of them take part in everything."""
-        return self.config.divides
+        return self.config.shards_weights
 
     @property
     def is_ready(self) -> bool:
@@ -234,10 +234,10 @@ class WorkerGroup:
         """Kill a worker that hangs, and all if each waits for the others in an exchange: then nothing can come of it any more."""
         for worker in self.workers:
             worker.watch()
-        found = hanging([worker.signs for worker in self.workers])
-        for worker, signs in [(worker, worker.signs) for worker in self.workers if worker.signs in found]:
-            why = "all wait for each other in an exchange, and nothing comes: " if signs.waits else ""
-            worker.kill_hung(f"{why}it had {signs.stillness or signs.standstill} and was killed")
+        found = hanging([worker.liveness for worker in self.workers])
+        for worker, liveness in [(worker, worker.liveness) for worker in self.workers if worker.liveness in found]:
+            why = "all wait for each other in an exchange, and nothing comes: " if liveness.waits else ""
+            worker.kill_hung(f"{why}it had {liveness.stillness or liveness.standstill} and was killed")
 
     def ended(self) -> str | None:
         """The reason why the workers have ended, told once; None while they run, or if none does."""
@@ -316,7 +316,7 @@ class WorkerGroup:
             self._ask(message, range(self.count))
             return
         most = self._tokens_per_pass(message.base_model) // self.count
-        divided = divide(message, self.count, most, self._is_divided)
+        divided = divide(message, self.count, most, self._is_sharded)
         shares = {rank: share for rank, share in enumerate(divided) if share is not None}
         self._awaited[message.number] = Awaited(message, list(shares))
         for rank, share in shares.items():
@@ -329,7 +329,7 @@ class WorkerGroup:
 
     def _asked_to_save(self, model_id: str) -> Sequence[int]:
         """One where all have the same: different models keep different workers from training. With divided weights each gives its part."""
-        return range(self.count) if self._is_divided else [self._writer_of(model_id)]
+        return range(self.count) if self._is_sharded else [self._writer_of(model_id)]
 
     def _ask(self, message: Asked, ranks: Sequence[int]) -> None:
         self._awaited[message.number] = Awaited(message, ranks)
@@ -364,7 +364,7 @@ class WorkerGroup:
         match message:
             case WorkerReady():
                 for worker in self.workers:
-                    worker.signs.another_went_on()
+                    worker.liveness.another_went_on()
                 return self._ready()
             case Starting():
                 return [message] if rank == 0 else []
@@ -418,7 +418,7 @@ class WorkerGroup:
                 if awaited.of(Answer):
                     self._tell_all(ForgetCheckpoint(asked.tinker_path))  # one of this path may have been sampled before
                 return list(awaited.replies.values())
-            case SaveModel() | ExportModel() as asked if self._is_divided and len(awaited.of(Answer)) < self.count:
+            case SaveModel() | ExportModel() as asked if self._is_sharded and len(awaited.of(Answer)) < self.count:
                 self._finish(asked, awaited)
                 return []
             case asked:

@@ -12,7 +12,7 @@ import psutil
 
 from tinsmith.config import Config
 from tinsmith.engine.launching import ChildProcesses, Launcher, WorkerProgram, WorkerStart
-from tinsmith.engine.watching import Signs
+from tinsmith.engine.watching import Liveness
 from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, next_delay_s
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
@@ -62,7 +62,7 @@ class WorkerProcess:
         self.status = NO_STATUS
         self.sampled_before = 0
         """Tokens that its predecessors have sampled."""
-        self.signs = Signs(config.server)
+        self.liveness = Liveness(config.server)
         """Heartbeats of the current worker."""
         self.was_ever_ready = False
         self.fault = ""
@@ -84,7 +84,7 @@ class WorkerProcess:
     @property
     def busy_s(self) -> float:
         """Seconds that it had been in its current turn at the last heartbeat; 0 while it waits for work."""
-        return self.signs.busy_s
+        return self.liveness.busy_s
 
     @property
     def pid(self) -> int | None:
@@ -112,7 +112,7 @@ class WorkerProcess:
         launch = WorkerStart(self.program, self.place, self.link.address, self.link.keys, self.config, self.environment)
         self.process = self.launcher.launch(launch)
         self.state, self.fault, self.follows, self._was_ready = "starting", "", False, False
-        self._looked_at, self.signs = time.monotonic(), Signs(self.config.server)
+        self._looked_at, self.liveness = time.monotonic(), Liveness(self.config.server)
 
     def send(self, message: Message) -> None:
         """Tell a worker that is ready. What is meant for one that is not is dropped: it has nothing that it would concern."""
@@ -124,12 +124,12 @@ class WorkerProcess:
         if self.link is None:
             return []
         for beat in self.link.heartbeats():
-            self.signs.beat(beat)
+            self.liveness.beat(beat)
         messages: list[Message] = []
         for message in self.link.receive():
             match message:
                 case WorkerReady():
-                    self.state, self._was_ready, self.was_ever_ready, self.signs.is_ready = "ready", True, True, True
+                    self.state, self._was_ready, self.was_ever_ready, self.liveness.is_ready = "ready", True, True, True
                     self.device = message.device
                     self.models = {facts.name: facts for facts in (ModelFacts(**model) for model in message.models)}
                     messages.append(message)
@@ -147,10 +147,10 @@ class WorkerProcess:
         if self.process is None or now - self._looked_at < WATCH_S:
             return
         self._looked_at = now
-        self.signs.look(WATCH_S)
-        self.signs.is_stopped = self.launcher.host is None and _is_stopped(self.pid)
-        if self.signs.fault:
-            self.kill_hung(f"it had {self.signs.fault} and was killed")
+        self.liveness.look(WATCH_S)
+        self.liveness.is_stopped = self.launcher.host is None and _is_stopped(self.pid)
+        if self.liveness.fault:
+            self.kill_hung(f"it had {self.liveness.fault} and was killed")
 
     def kill_hung(self, fault: str) -> None:
         """End a worker for this reason, without waiting for it; the log is told at once."""
@@ -158,7 +158,7 @@ class WorkerProcess:
         self.fault = fault
         log.error("%s (process %s) is ended: %s", self.place.name, self.pid, fault)
         self.process.kill()
-        self.signs = Signs(self.config.server)
+        self.liveness = Liveness(self.config.server)
 
     def ended(self) -> str | None:
         """The reason why the worker has ended, told once; None while it runs, or if none does. Its last messages are in `last_messages`."""
@@ -172,7 +172,7 @@ class WorkerProcess:
             self.last_messages += self.receive()
         reason = f"the worker process ended unexpectedly ({self.fault or self.process.fault or exit_text(exit_code)})"
         self._close_link()
-        self.state, self.signs = "down", Signs(self.config.server)
+        self.state, self.liveness = "down", Liveness(self.config.server)
         self.sampled_before, self.status = self.sampled_tokens, NO_STATUS
         self._delay_s = next_delay_s(self._delay_s, self._was_ready)
         self._start_at = time.monotonic() + self._delay_s

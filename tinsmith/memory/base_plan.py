@@ -18,7 +18,7 @@ from tinsmith.models.budget import (
     reserve_of,
 )
 from tinsmith.models.machine import Machine
-from tinsmith.models.pass_memory import Effort, PassMemory
+from tinsmith.models.pass_memory import PassMemory, Recomputation
 from tinsmith.models.sizing import Sizes, beside_weights
 from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
 
@@ -77,15 +77,15 @@ class BasePlan:
         return self.cache_shape.divide(self.budget.cache, self.config.sampling.max_running)
 
     @property
-    def effort(self) -> Effort:
+    def recomputation(self) -> Recomputation:
         """Recomputation that a full pass (--tokens-per-pass) needs to fit; the most there is if it does not fit."""
         training = self.config.training
-        return self.passes.effort_for(training.tokens_per_pass, training.logits_chunk, self.budget.passes) or self.passes.smallest
+        return self.passes.recomputation_for(training.tokens_per_pass, training.logits_chunk, self.budget.passes) or self.passes.smallest
 
     @property
     def pass_bytes(self) -> int:
         """Bytes that a full pass takes with that recomputation."""
-        return self.passes.bytes(self.config.training.tokens_per_pass, self.config.training.logits_chunk, self.effort)
+        return self.passes.bytes(self.config.training.tokens_per_pass, self.config.training.logits_chunk, self.recomputation)
 
     @property
     def longest(self) -> int:

@@ -14,8 +14,8 @@ from tinsmith.models.decoder import KNOWN_TYPES
 from tinsmith.models.full import FullState
 from tinsmith.models.sizing import Sizes
 
-Mode = Literal["one GPU", "replicas", "divided"]
-"""Replicas hold whole base models; divided workers hold a slice of every layer (--shard weights)."""
+Mode = Literal["one GPU", "replicas", "sharded"]
+"""Replicas hold whole base models; sharded workers hold a slice of every layer (--shard weights)."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ def plan_modes(sizes: Sizes, place: DevicePlace, config: Config, rank: int, work
     whole: Mode = "replicas" if workers > 1 else "one GPU"
     replicated = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, shard="none"))
     modes = [_plan_mode(sizes, others, place, replicated, whole, workers, *training) for training in _trainings(rank, place.on_gpu)]
-    if workers > 1 and all(can_be_divided(each) for each in (sizes, *others)):  # --shard is one setting for all base models
+    if workers > 1 and all(can_be_sharded(each) for each in (sizes, *others)):  # --shard is one setting for all base models
         sampler = "vllm" if config.sampling.sampler == "vllm" else "none"  # no local one has all weights
         parts, *beside = (dataclasses.replace(each, parts=workers) for each in (sizes, *others))
         sampling = dataclasses.replace(config.sampling, sampler=sampler)
         settings = dataclasses.replace(config, sampling=sampling, distributed=dataclasses.replace(config.distributed, shard="weights"))
         ranks = (rank, 0) if rank else (0,)
-        modes += [_plan_mode(parts, beside, place, settings, "divided", workers, each, "float32") for each in ranks]
+        modes += [_plan_mode(parts, beside, place, settings, "sharded", workers, each, "float32") for each in ranks]
     return modes
 
 
-def can_be_divided(sizes: Sizes) -> bool:
-    """Whether workers may divide the layers of the model (--shard weights)."""
+def can_be_sharded(sizes: Sizes) -> bool:
+    """Whether workers may shard the layers of the model (--shard weights)."""
     return sizes.layout.family.model_type in KNOWN_TYPES
 
 
@@ -86,7 +86,7 @@ def _plan_mode(
         trains=trains,
         settings=f"--planned-rank {rank}"
         + ("" if rank else f" --full-state {state}")
-        + (f" --shard weights --sampler {config.sampling.sampler}" if mode == "divided" else ""),
+        + (f" --shard weights --sampler {config.sampling.sampler}" if mode == "sharded" else ""),
         weight_bytes=sizes.weight_bytes,
         model_bytes=planned.model.training,
         cache_bytes=planned.budget.cache,
@@ -103,5 +103,5 @@ def chosen(modes: list[ModePlan]) -> Iterator[tuple[str, str, str]]:
         if fitting is None:
             yield trains, "none", "because it does not fit into the memory of one worker"
         else:
-            what = "a part of each layer" if fitting.mode == "divided" else "the whole"
+            what = "a part of each layer" if fitting.mode == "sharded" else "the whole"
             yield trains, fitting.mode, f"because {what} fits on each ({fitting.settings})"

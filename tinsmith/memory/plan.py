@@ -8,7 +8,7 @@ from tinsmith.config import Config, ModelsConfig, base_model_sources
 from tinsmith.engine.devices import gpus_needed, worker_count
 from tinsmith.errors import ConfigError
 from tinsmith.memory.base_plan import BasePlan, DevicePlace, place_here, plan_base
-from tinsmith.memory.modes import ModePlan, can_be_divided, plan_modes
+from tinsmith.memory.modes import ModePlan, can_be_sharded, plan_modes
 from tinsmith.models.budget import full_state
 from tinsmith.models.full import FullBytes, FullState
 from tinsmith.models.layout import Group
@@ -142,8 +142,8 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         memory = int(memory_gib * GIB)
         place = DevicePlace("a GPU (--memory-gib)", True, int(config.models.memory_share * memory), memory, host_free=memory)
     modes = plan_modes(sizes, place, config, rank, workers)
-    if config.divides:
-        if not can_be_divided(sizes):
+    if config.shards_weights:
+        if not can_be_sharded(sizes):
             raise ConfigError(f"--shard weights: Tinsmith does not divide the layers of {sizes.layout.family.model_type}; leave it out")
         sizes = dataclasses.replace(sizes, parts=workers)
     planned = plan_base(sizes, (), place, config, workers)
@@ -166,7 +166,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         pass_tokens=tokens,
         pass_bytes=planned.pass_bytes,
         largest_pass_tokens=passes.longest(chunk, planned.budget.passes, 0, tokens),
-        recomputed_layers=planned.effort.recompute,
+        recomputed_layers=planned.recomputation.recompute,
         cache=cache,
         adapters=AdaptersPlan(planned.model.training, planned.model.snapshot, beside // planned.model.training),
         full_parameters=FullPlan(state, sizes.full(state), beside),

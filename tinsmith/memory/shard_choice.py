@@ -1,4 +1,4 @@
-"""Whether workers divide the layers of the base models where `--shard auto` leaves that open.
+"""Whether workers shard the layers of the base models where `--shard auto` leaves that open.
 
 The estimate is that of `tinsmith plan --workers N`, but with all base models on each worker. It needs PyTorch, which the server does not
 load, so a process of its own makes it: `python -m tinsmith.memory.shard_choice`, with the configuration as JSON on standard input.
@@ -31,14 +31,14 @@ class Fit:
     """Whether all of its layers, and all of the others', fit into each worker's memory at all."""
     whole: bool
     """Whether it trains with all layers of all of them on each worker."""
-    divided: bool
+    sharded: bool
     """Whether it trains with a part of each layer of all of them on each."""
 
 
 def chosen_shard(config: Config, workers: int) -> str:
     """Resolve `shard` to none or weights for so many workers. Raises ConfigError as `choose`.
 
-    Without an estimate nothing is divided: a base model that has no room is then refused when it is loaded.
+    Without an estimate nothing is sharded: a base model that has no room is then refused when it is loaded.
     """
     asked = config.distributed.shard
     if asked != "auto":
@@ -51,18 +51,18 @@ def chosen_shard(config: Config, workers: int) -> str:
         fits = [Fit(**each) for each in json.loads(done.stdout.splitlines()[-1])]
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        log.warning("what fits into the GPUs could not be estimated, so nothing is divided (--shard none): %s", said[-1] if said else error)
+        log.warning("what fits into the GPUs could not be estimated, so nothing is sharded (--shard none): %s", said[-1] if said else error)
         return "none"
     return choose(fits, config)
 
 
 def choose(fits: Sequence[Fit], config: Config) -> str:
-    """none, unless a base model trains only if its layers are divided; then weights.
+    """none, unless a base model trains only if its layers are sharded; then weights.
 
-    The local sampler takes no divided layers: with it ConfigError is raised for a model that not even loads as a whole.
+    The local sampler takes no sharded layers: with it ConfigError is raised for a model that not even loads as a whole.
     """
     lacking = [fit for fit in fits if not fit.whole]
-    if not lacking or not all(fit.divided for fit in fits):
+    if not lacking or not all(fit.sharded for fit in fits):
         return "none"
     training = config.training
     if training.full_state != "float32" or training.sequence_parallel_from or config.models.deterministic:
@@ -73,7 +73,7 @@ def choose(fits: Sequence[Fit], config: Config) -> str:
         if larger:
             are, them = ("is", "it") if len(larger) == 1 else ("together are", "them")
             raise ConfigError(
-                f"{' and '.join(larger)} {are} too large for the GPU of a worker, and the local sampler takes no layers that are divided "
+                f"{' and '.join(larger)} {are} too large for the GPU of a worker, and the local sampler takes no layers that are sharded "
                 f"over the workers: {remedy}, and --shard none loads {them} nevertheless"
             )
         log.warning("%s has little room to train as a whole on each GPU. To divide its layers, %s", lacking[0].name, remedy)
@@ -98,7 +98,7 @@ def estimated(config: Config) -> list[Fit]:
     for name, sizes in bases.items():
         others = [other for each, other in bases.items() if each != name]
         modes = {each.mode: each.fits for each in plan_modes(sizes, place, config, rank, workers, others) if each.trains == trains}
-        found.append(Fit(name, loads, whole=modes.get("replicas", True), divided=modes.get("divided", False)))
+        found.append(Fit(name, loads, whole=modes.get("replicas", True), sharded=modes.get("sharded", False)))
     return found
 
 

@@ -93,7 +93,7 @@ def _what_is_left(free: int, model: ModelBytes, passes: PassMemory, config: Conf
     count = training.planned_models or (PLANNED_ADAPTERS if training.planned_rank else 1)
     snapshots = min(2 * count * model.snapshot, int(config.sampling.snapshot_gib * GIB))  # one is sampled while the next is made
     shared = free - count * model.training - snapshots
-    whole, least = (passes.bytes(tokens, chunk, effort) for effort in (KEEP_ALL, passes.smallest))
+    whole, least = (passes.bytes(tokens, chunk, recomputation) for recomputation in (KEEP_ALL, passes.smallest))
     return max(int(shared - max(least, min(whole, shared // 2)) / FREE_SHARE), free // 16, SMALLEST_CACHE)
 
 
@@ -119,7 +119,7 @@ def longest_trained(budget: Budget, passes: PassMemory, config: Config, max_cont
 
 def computes_together(config: Config, workers: int) -> bool:
     """Whether so many workers compute a sequence together that is too long for one of them."""
-    return workers > 1 and config.training.trains and not config.divides and not config.models.deterministic
+    return workers > 1 and config.training.trains and not config.shards_weights and not config.models.deterministic
 
 
 def longest_together(

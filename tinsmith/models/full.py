@@ -180,7 +180,7 @@ def full_bytes(parameters: int, dtype: torch.dtype, state: FullState) -> FullByt
     return FullBytes(parameters * size, 0, 0, parameters * size, parameters * size, masters + moments)
 
 
-def divided_full_bytes(layers: Sequence[int], around: int, dtype: torch.dtype, workers: int) -> FullBytes:
+def sharded_full_bytes(layers: Sequence[int], around: int, dtype: torch.dtype, workers: int) -> FullBytes:
     """Return the bytes of each worker for sharded parameters: those of the layers, and those around the layers.
 
     Weights around the layers, and their gradients of a pass, are whole on each, and so are those of the layer whose backward is computed.

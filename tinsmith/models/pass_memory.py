@@ -1,7 +1,7 @@
 """Estimates the memory of a pass from a model's sizes, and how many layers must be recomputed to fit.
 
-One estimate serves all who ask: passes decide with it what to recompute (`training/efforts.py`), it says how long a sequence trains, and
-the local sampler's cache leaves room for it. A test holds it to the bytes that passes really take.
+One estimate serves all who ask: passes decide with it what to recompute (`training/memory_retries.py`), it says how long a sequence trains,
+and the local sampler's cache leaves room for it. A test holds it to the bytes that passes really take.
 
 The memory is largest at one of two moments: when the forward has ended and the LM head is computed, and while the last of the recomputed
 layers is computed again, when the others wait with their inputs alone.
@@ -24,7 +24,7 @@ EACH_TOKEN = 64
 
 
 @dataclass(frozen=True)
-class Effort:
+class Recomputation:
     """Amount of recomputation that saves memory. More takes longer and gives the same bits."""
 
     recompute: int = 0
@@ -33,7 +33,7 @@ class Effort:
     """Whether these inputs wait in host memory."""
 
 
-KEEP_ALL = Effort()
+KEEP_ALL = Recomputation()
 """No recomputation."""
 
 
@@ -59,25 +59,25 @@ class PassMemory:
     """Maximum of these bytes: for many tokens some heads are computed after others."""
     around_rule: int = 0
     """Bytes of a token beside these, over what the layer keeps; negative, since its MLP keeps nothing any more."""
-    divided: bool = False
-    """Whether the layers are divided over several workers: all are recomputed then, whatever the effort, because none stays."""
+    sharded: bool = False
+    """Whether the layers are sharded over several workers: all are recomputed then, because none stays."""
 
     @property
-    def smallest(self) -> Effort:
+    def smallest(self) -> Recomputation:
         """Least memory of the device without the host's help. The last layer is not recomputed: its backward comes at once."""
-        return Effort(0 if self.divided else max(0, len(self.kept) - 1))
+        return Recomputation(0 if self.sharded else max(0, len(self.kept) - 1))
 
     @property
-    def smallest_with_host(self) -> Effort:
+    def smallest_with_host(self) -> Recomputation:
         """Least memory of the device. Only inputs of layers may wait in host memory, so the last one is recomputed as well."""
-        return Effort(len(self.kept), offload=True)
+        return Recomputation(len(self.kept), offload=True)
 
-    def bytes(self, tokens: int, logits_chunk: int, effort: Effort) -> int:
+    def bytes(self, tokens: int, logits_chunk: int, recomputation: Recomputation) -> int:
         """Return the bytes of a forward_backward pass beyond weights and accumulators, with `logits_chunk` rows of logits at a time."""
-        recompute = len(self.kept) if self.divided else effort.recompute
+        recompute = len(self.kept) if self.sharded else recomputation.recompute
         again = self.kept[:recompute]
         # Copies to the host are part of the stream of the device: the input of one layer is there, and that of the next on its way.
-        inputs = min(2, len(again)) if effort.offload else len(again)
+        inputs = min(2, len(again)) if recomputation.offload else len(again)
         kept = inputs * self.input + sum(self.kept[recompute:])
         head = min(self.logits_chunks * logits_chunk, tokens) * self.logits
         transient = max(tokens * self.transient, tokens * self.around_rule + min(tokens * self.rule, self.rule_most))
@@ -86,22 +86,22 @@ class PassMemory:
         layer_again = tokens * (inputs * self.input + max(again, default=0)) + transient
         return tokens * self.ends + max(forward_ends, layer_again)
 
-    def host_bytes(self, tokens: int, effort: Effort) -> int:
+    def host_bytes(self, tokens: int, recomputation: Recomputation) -> int:
         """Return the bytes that wait in host memory meanwhile."""
-        return tokens * self.input * effort.recompute if effort.offload else 0
+        return tokens * self.input * recomputation.recompute if recomputation.offload else 0
 
-    def effort_for(self, tokens: int, logits_chunk: int, free: int) -> Effort | None:
+    def recomputation_for(self, tokens: int, logits_chunk: int, free: int) -> Recomputation | None:
         """The least recomputation with which a pass of that many tokens fits into `free` bytes; None if it fits with none."""
         low, high = 0, self.smallest.recompute  # what more layers take is never more
         if self.bytes(tokens, logits_chunk, self.smallest) > free:
             return None
         while low < high:
             middle = (low + high) // 2
-            if self.bytes(tokens, logits_chunk, Effort(middle)) <= free:
+            if self.bytes(tokens, logits_chunk, Recomputation(middle)) <= free:
                 high = middle
             else:
                 low = middle + 1
-        return Effort(low)
+        return Recomputation(low)
 
     def longest(self, logits_chunk: int, free: int, host_free: int, limit: int) -> int:
         """The most tokens, up to `limit`, of which a pass fits, with everything that can be done for it.
@@ -124,8 +124,8 @@ class PassMemory:
         return self.host_bytes(tokens, host) <= host_free and self.bytes(tokens, logits_chunk, host) <= free
 
 
-def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, divided: bool = False) -> PassMemory:
-    """Return the memory of passes over a model of this layout and configuration; `divided` if workers share its layers."""
+def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, sharded: bool = False) -> PassMemory:
+    """Return the memory of passes over a model of this layout and configuration; `sharded` if workers share its layers."""
     hidden: int = text_config.hidden_size
     own = layout.family.model_type in KNOWN_TYPES
     by_layer: list[list[LoraTarget]] = [[] for _ in layout.layers]
@@ -150,7 +150,7 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, divided
     # The backward of our own layers has in memory at once the gradients of the MLP's inside, and what it computes again; where its formulas
     # run as written, also what lies between them.
     transient = 2 * row + ((4 if wide else 2) * between if own else between)
-    memory = PassMemory(tuple(kept), row, transient, 2 * row, logits, logits_chunks=1 if wide else 4, divided=divided)
+    memory = PassMemory(tuple(kept), row, transient, 2 * row, logits, logits_chunks=1 if wide else 4, sharded=sharded)
     delta_nets = [kind for kind in layout.layers if isinstance(kind, DeltaNet)]
     if dtype != torch.bfloat16 or not delta_nets:
         return memory

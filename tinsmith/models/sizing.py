@@ -10,7 +10,7 @@ from tinsmith.config import ModelsConfig
 from tinsmith.models.base import pick_device, pick_dtype
 from tinsmith.models.budget import ModelBytes, model_bytes
 from tinsmith.models.families import context_length, empty_network, family_of, read_config
-from tinsmith.models.full import FullBytes, FullState, divided_full_bytes, full_bytes
+from tinsmith.models.full import FullBytes, FullState, full_bytes, sharded_full_bytes
 from tinsmith.models.layout import Layout, layout_of
 from tinsmith.models.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
 from tinsmith.models.recompute import layers_of
@@ -34,11 +34,11 @@ class Sizes:
     layer_parameters: tuple[int, ...]
     """Those of each layer of the language model."""
     parts: int = 1
-    """Over how many workers the layers are divided (--shard weights); 1 if each holds all of them."""
+    """Over how many workers the layers are sharded (--shard weights); 1 if each holds all of them."""
 
     @property
     def weight_bytes(self) -> int:
-        """The frozen weights that one worker holds. Where layers are divided it also has room for two that are put together."""
+        """The frozen weights that one worker holds. Where layers are sharded it also has room for two that are put together."""
         if self.parts == 1:
             return self.parameters * self.dtype.itemsize
         layers = sum(self.layer_parameters)
@@ -50,16 +50,16 @@ class Sizes:
         return model_bytes(self.layout, self.dtype, rank, self.language_parameters, self.full(state))
 
     def full(self, state: FullState) -> FullBytes:
-        """Return the bytes of all parameters with such a state; with divided layers, of one worker, in float32."""
+        """Return the bytes of all parameters with such a state; with sharded layers, of one worker, in float32."""
         if self.parts == 1:
             return full_bytes(self.language_parameters, self.dtype, state)
         around = self.language_parameters - sum(self.layer_parameters)
-        return divided_full_bytes(self.layer_parameters, around, self.dtype, self.parts)
+        return sharded_full_bytes(self.layer_parameters, around, self.dtype, self.parts)
 
     @property
     def passes(self) -> PassMemory:
         """Memory of passes."""
-        return pass_memory_of(self.layout, self.text_config, self.dtype, divided=self.parts > 1)
+        return pass_memory_of(self.layout, self.text_config, self.dtype, sharded=self.parts > 1)
 
     def passes_of_slices(self, workers: int) -> PassMemory:
         """Return each worker's memory for a sequence that all compute together."""
@@ -69,7 +69,7 @@ class Sizes:
 def beside_weights(free: int, bases: Iterable[Sizes]) -> int:
     """Return the bytes that the weights of all base models leave of `free`; negative if they do not fit.
 
-    Layers that are divided come to the device one at a time before, so that a worker needs no more to start.
+    Layers that are sharded come to the device one at a time before, so that a worker needs no more to start.
     """
     return free - sum(sizes.weight_bytes for sizes in bases)
 

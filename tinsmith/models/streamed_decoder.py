@@ -1,7 +1,7 @@
 """A decoder whose layers are not all in the memory of its device: each comes when it is computed, forward and backward.
 
 Where they come from is for a `LayerSource` to say: the host's memory (`models/host_layers.py`), or parts that several workers keep
-(`training/divided_layers.py`).
+(`training/sharded_layers.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

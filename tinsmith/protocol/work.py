@@ -92,7 +92,7 @@ class RunPass(Message):
     together: bool = False
     """Whether all workers compute the one datum that it holds, each a slice of it."""
     pixels: list[dict[str, int]] = field(default_factory=list)
-    """For each datum what `Prepared.pixels` says of it, by which the pass is divided; empty if no image is still to be decoded."""
+    """For each datum what `Prepared.pixels` says of it, by which the pass is sharded; empty if no image is still to be decoded."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Copied(Message):
 
 @dataclass(frozen=True)
 class PartWritten(Message):
-    """A worker has written its part of what SaveModel or ExportModel asks for: all workers were asked, and all weights are divided."""
+    """A worker has written its part of what SaveModel or ExportModel asks for: all workers were asked, and all weights are sharded."""
 
     number: int
     """Number of the call, which FinishSave will bring to an answer."""

@@ -1,7 +1,7 @@
 """Training on one base model in one process.
 
 It holds the models and their optimizers, and divides work into passes (`packed_pass.py`). A pass that finds too little memory recomputes
-more of itself (`efforts.py`), and one that fails in any other way, or still, is halved until the datum is found that fails.
+more of itself (`memory_retries.py`), and one that fails in any other way, or still, is halved until the datum is found that fails.
 """
 
 import logging
@@ -22,7 +22,7 @@ from tinsmith.models.budget import full_state
 from tinsmith.models.full import FullWeights, Weights, full_bytes, new_compact_weights, new_full_weights, snapshot_bytes
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.machine import free_memory, require_memory
-from tinsmith.models.pass_memory import KEEP_ALL, Effort, pass_memory_of
+from tinsmith.models.pass_memory import KEEP_ALL, Recomputation, pass_memory_of
 from tinsmith.models.threads import threads_for, threads_for_step
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
@@ -30,8 +30,8 @@ from tinsmith.rendering.packing import shared_rows
 from tinsmith.training.captured_pass import CapturedPasses
 from tinsmith.training.checkpoint import About, SavedState, copy_beside, copy_to_host, weights_from
 from tinsmith.training.compact import CompactOptimizer, Optimizer
-from tinsmith.training.efforts import Efforts, is_out_of_memory
 from tinsmith.training.loss_groups import DatumResult, DatumWork
+from tinsmith.training.memory_retries import MemoryRetries, is_out_of_memory
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.packed_pass import run_packed
 from tinsmith.training.sequence_parallel import SequenceParallel
@@ -65,7 +65,7 @@ class PassError:
 class LocalBackend:
     """Training on one base model, on its device. Weights given out by `snapshot` stay as they are whatever happens later.
 
-    What copies weights raises UserError, with both numbers, if the copy does not fit into the memory. `DividedBackend` is the one of
+    What copies weights raises UserError, with both numbers, if the copy does not fit into the memory. `ShardedBackend` is the one of
     workers that share the layers.
     """
 
@@ -82,7 +82,7 @@ class LocalBackend:
         self.full_state = full_state(config)
         self.optimizers: dict[str, Optimizer] = {}
         memory = pass_memory_of(base.layout, base.text_config, base.dtype)
-        self.efforts = Efforts(memory, base.device, config.logits_chunk, self._promised)
+        self.memory_retries = MemoryRetries(memory, base.device, config.logits_chunk, self._promised)
         self.captured = CapturedPasses(base, memory, config.logits_chunk)
         self.captured.possible &= not eager
         self.sequences = None if group is None else SequenceParallel(base, config.logits_chunk, group, self._promised)
@@ -247,7 +247,7 @@ class LocalBackend:
                     self._plan_smaller_passes(part)
                 first = _half(part)
                 passes.extendleft((chosen[first:], chosen[:first]))
-        if self.tokens_per_pass < self.config.tokens_per_pass and self.efforts.may_grow():
+        if self.tokens_per_pass < self.config.tokens_per_pass and self.memory_retries.may_grow():
             self.tokens_per_pass = min(2 * self.tokens_per_pass, self.config.tokens_per_pass)
             log.info("no pass ran out of memory for a while: they take up to %d tokens again", self.tokens_per_pass)
         return PassResult(results, failures)
@@ -282,34 +282,34 @@ class LocalBackend:
     def _compute(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult] | PassError:
         """One pass, with as much recomputation as it takes to fit into the memory."""
         tokens = sum(len(datum.rendered) for datum in work)
-        effort = self.efforts.first(tokens, backward)
-        if effort != KEEP_ALL and self._give_back():
-            effort = self.efforts.first(tokens, backward)
+        recomputation = self.memory_retries.first(tokens, backward)
+        if recomputation != KEEP_ALL and self._give_back():
+            recomputation = self.memory_retries.first(tokens, backward)
         while True:
-            outcome = self._attempt(work, backward, effort)
+            outcome = self._attempt(work, backward, recomputation)
             if not isinstance(outcome, PassError):
-                self.efforts.succeeded()
+                self.memory_retries.succeeded()
                 return outcome
             if not outcome.out_of_memory:
                 return outcome
             if self._give_back():
                 continue
-            more = self.efforts.more(effort, tokens, alone=len(work) == 1) if backward else None
+            more = self.memory_retries.more(recomputation, tokens, alone=len(work) == 1) if backward else None
             if more is None:
                 return outcome
-            effort = more
-            where = ", with their inputs in host memory" if effort.offload else ""
-            log.warning("out of memory in a pass of %d tokens: it recomputes %d layers%s", tokens, effort.recompute, where)
+            recomputation = more
+            where = ", with their inputs in host memory" if recomputation.offload else ""
+            log.warning("out of memory in a pass of %d tokens: it recomputes %d layers%s", tokens, recomputation.recompute, where)
 
-    def _attempt(self, work: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult] | PassError:
+    def _attempt(self, work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> list[DatumResult] | PassError:
         """One pass. Whatever it raises is returned, so that the tensors of the failed pass are free before the next one starts."""
         tokens = sum(len(datum.rendered) for datum in work)
         try:
             # Gradients of full weights are no part of the estimate, and would be most of what is measured. Graphs take nothing anew.
             counts = backward and not self.captured.may_have(tokens)
             counts &= not any(self._optimizer(datum.model_id).weights.shape.rank == 0 for datum in work)
-            with threads_for(self.base, tokens), self.efforts.measured(tokens, effort) if counts else nullcontext():
-                return self._run(work, backward, effort)
+            with threads_for(self.base, tokens), self.memory_retries.measured(tokens, recomputation) if counts else nullcontext():
+                return self._run(work, backward, recomputation)
         except (DeviceLostError, GivenUpError, EngineUnavailableError):  # the last two are of looking for what was dropped meanwhile
             raise
         except Exception as error:
@@ -319,9 +319,9 @@ class LocalBackend:
             log.warning("a pass of %d datums failed", len(work), exc_info=len(work) == 1)
             return PassError(f"{type(error).__name__}: {error}", out_of_memory=False)
 
-    def _run(self, work: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult]:
+    def _run(self, work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> list[DatumResult]:
         optimizers = [self._optimizer(datum.model_id) for datum in work]
-        return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk, effort, self._look, self.captured)
+        return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk, recomputation, self._look, self.captured)
 
     def _reason(self, datum: DatumWork, error: PassError) -> str:
         if not error.out_of_memory:

@@ -17,7 +17,7 @@ from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.deterministic import instead
 from tinsmith.models.device import Fetched, upload
 from tinsmith.models.full import Weights
-from tinsmith.models.pass_memory import KEEP_ALL, Effort
+from tinsmith.models.pass_memory import KEEP_ALL, Recomputation
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.rendering.packing import pack, packing_order, segments_of
@@ -33,22 +33,24 @@ def run_packed(
     optimizers: Sequence[Optimizer],
     backward: bool,
     logits_chunk: int,
-    effort: Effort = KEEP_ALL,
+    recomputation: Recomputation = KEEP_ALL,
     look: Callable[[], None] | None = None,
     captured: CapturedPasses | None = None,
 ) -> list[DatumResult]:
     """Compute datums in one row; with `backward` each model's gradients go to its optimizer.
 
     `optimizers` are those of the models of each datum, which share a row (`packing.shared_rows`). Logits exist for `logits_chunk` tokens
-    at a time. `effort` changes the memory that the pass takes, and no result. `look` is called between layers. `captured` computes what it
-    has a graph for. Raises what `look` raises and whatever torch raises, before any gradient is added.
+    at a time. `recomputation` changes its memory, and no result. `look` is called between layers. `captured` computes what
+    it has a graph for. Raises what `look` raises and whatever torch raises, before any gradient is added.
     """
     owners = [optimizer.weights for optimizer in optimizers]
     order = packing_order([len(datum.rendered) for datum in work], owners)
     in_row, their_owners = [work[i] for i in order], [owners[i] for i in order]
     row = pack([datum.rendered for datum in in_row], their_owners, base.device)
     with torch.set_grad_enabled(backward):
-        scored = _scored(base, row, in_row, their_owners, logits_chunk, effort, look, captured if effort == KEEP_ALL else None)
+        scored = _scored(
+            base, row, in_row, their_owners, logits_chunk, recomputation, look, captured if recomputation == KEEP_ALL else None
+        )
     fetched = Fetched([tensor for group in scored for tensor in (group.logprobs, group.losses, group.metrics)])
     ready = contributions([group.losses for group in scored], list(dict.fromkeys(optimizers))) if backward else []
     results: dict[int, DatumResult] = {}
@@ -68,7 +70,7 @@ def _scored(
     work: Sequence[DatumWork],
     owners: Sequence[Weights],
     chunk: int,
-    effort: Effort,
+    recomputation: Recomputation,
     look: Callable[[], None] | None,
     captured: CapturedPasses | None,
 ) -> list[Scored]:
@@ -86,8 +88,8 @@ def _scored(
         hidden = exact
     if hidden is None:
         plan = PackedPlan(row.lengths, base.device, base.dtype)
-        with kept_in_host_memory(len(row.token_ids)) if effort.offload else nullcontext():
-            hidden = base.hidden_states(row, plan, effort.recompute, look=look)
+        with kept_in_host_memory(len(row.token_ids)) if recomputation.offload else nullcontext():
+            hidden = base.hidden_states(row, plan, recomputation.recompute, look=look)
     head = base.head(owners[0])  # [vocabulary, hidden]; a model with a head of its own is alone in the row
     keep = rows_to_keep(chunk, base.dtype)
     scored: list[Scored] = []

@@ -21,15 +21,15 @@ from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.device import Fetched, upload
-from tinsmith.models.pass_memory import KEEP_ALL, Effort, sliced_pass_memory_of
+from tinsmith.models.pass_memory import KEEP_ALL, Recomputation, sliced_pass_memory_of
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.models.threads import threads_for
 from tinsmith.protocol.work import error_of
 from tinsmith.rendering.packing import pack
 from tinsmith.training.compact import Optimizer
-from tinsmith.training.efforts import Efforts, is_out_of_memory
 from tinsmith.training.logprobs import rows_to_keep, target_logprobs
 from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, results_of, targets_per_position, trained_positions
+from tinsmith.training.memory_retries import MemoryRetries, is_out_of_memory
 from tinsmith.training.packed_pass import contributions
 from tinsmith.training.sequence_slices import SequenceSlices, slices_of
 from tinsmith.training.sliced_plan import SlicedPlan
@@ -52,7 +52,7 @@ class SequenceParallel:
         self.group = group
         self.joint = JointWork(group, is_out_of_memory)
         memory = sliced_pass_memory_of(base.layout, base.text_config, base.dtype, group.count)
-        self.efforts = Efforts(memory, base.device, logits_chunk, promised)
+        self.memory_retries = MemoryRetries(memory, base.device, logits_chunk, promised)
 
     def run(self, number: int, work: DatumWork | TinsmithError, backward: bool, find: Callable[[str], Optimizer]) -> DatumResult:
         """Compute one datum, which is the pass `number`; with `backward` its gradients go to the optimizer that `find` has of its model.
@@ -66,53 +66,53 @@ class SequenceParallel:
             raise error_of(ready.error_type, ready.reason)
         datum, optimizer = ready
         tokens = -(-len(datum.rendered) // self.group.count)
-        effort = self._agreed(lambda: self.efforts.first(tokens, backward)) or KEEP_ALL
+        recomputation = self._agreed(lambda: self.memory_retries.first(tokens, backward)) or KEEP_ALL
         while True:
-            outcome = self._attempt(datum, optimizer, backward, effort)
+            outcome = self._attempt(datum, optimizer, backward, recomputation)
             if not isinstance(outcome, JointFailure):
                 result, ready_to_add = outcome
                 for add in ready_to_add:  # from here on nothing allocates, on no worker
                     add()
-                self.efforts.succeeded()
+                self.memory_retries.succeeded()
                 return result
             if not outcome.out_of_memory:
                 raise TinsmithError(f"the pass failed: {outcome.reason}")
-            more = self._more(effort, tokens, backward)
+            more = self._more(recomputation, tokens, backward)
             if more is None:
                 needs = f"a sequence of {len(datum.rendered)} tokens needs more memory than {self.group.count} workers together have left"
                 raise TinsmithError(f"the pass failed: {needs}: {outcome.reason}")
-            effort = more
+            recomputation = more
 
     # ---- Memory
 
-    def _more(self, effort: Effort, tokens: int, backward: bool) -> Effort | None:
+    def _more(self, recomputation: Recomputation, tokens: int, backward: bool) -> Recomputation | None:
         """Return the recomputation to try after an out-of-memory on any worker; None if nothing helps."""
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
         if not backward:
             return None
-        more = self._agreed(lambda: self.efforts.more(effort, tokens, alone=True))
+        more = self._agreed(lambda: self.memory_retries.more(recomputation, tokens, alone=True))
         if more is not None:
             log.warning("out of memory in %d tokens of a sequence of all workers: they recompute %d layers", tokens, more.recompute)
         return more
 
-    def _agreed(self, choose: Callable[[], Effort | None]) -> Effort | None:
+    def _agreed(self, choose: Callable[[], Recomputation | None]) -> Recomputation | None:
         """The most that any worker chooses, because what is computed again exchanges again; None if one has nothing to choose."""
         own = self.joint.attempt(choose)
         if isinstance(own, JointFailure):
             raise error_of(own.error_type, own.reason)
         chosen = self.group.gather(-1 if own is None else 2 * own.recompute + own.offload)
-        return None if min(chosen) < 0 else Effort(max(chosen) // 2, max(chosen) % 2 == 1)
+        return None if min(chosen) < 0 else Recomputation(max(chosen) // 2, max(chosen) % 2 == 1)
 
     # ---- Computing
 
-    def _attempt(self, datum: DatumWork, optimizer: Optimizer, backward: bool, effort: Effort) -> Computed | JointFailure:
+    def _attempt(self, datum: DatumWork, optimizer: Optimizer, backward: bool, recomputation: Recomputation) -> Computed | JointFailure:
         slices = SequenceSlices(self.joint, slices_of(len(datum.rendered), self.group.count))
         own = slices.own
 
         def compute() -> Computed:
             with threads_for(self.base, own.stop - own.start), torch.set_grad_enabled(backward):
-                scored = self._scored(datum, optimizer, slices, effort)
+                scored = self._scored(datum, optimizer, slices, recomputation)
             fetched = Fetched([scored.logprobs, scored.losses, scored.metrics])
             ready = contributions([scored.losses], [optimizer]) if backward else []
             arrays = iter(fetched.arrived())
@@ -122,13 +122,13 @@ class SequenceParallel:
         log.info("computing tokens %d to %d of a sequence of %d tokens", own.start, own.stop - 1, slices.tokens)
         return self.joint.attempt(compute)
 
-    def _scored(self, datum: DatumWork, optimizer: Optimizer, slices: SequenceSlices, effort: Effort) -> Scored:
+    def _scored(self, datum: DatumWork, optimizer: Optimizer, slices: SequenceSlices, recomputation: Recomputation) -> Scored:
         """Log-probabilities and losses of the whole sequence, computed from the slice of this worker and those of the others."""
         base, owner, own = self.base, optimizer.weights, slices.own
         row = pack([datum.rendered.part(own.start, own.stop)], [owner], base.device)
         plan = SlicedPlan(slices, base.device, base.dtype)
-        with kept_in_host_memory(len(row.token_ids)) if effort.offload else nullcontext():
-            hidden = base.hidden_states(row, plan, effort.recompute)  # [own tokens, hidden]
+        with kept_in_host_memory(len(row.token_ids)) if recomputation.offload else nullcontext():
+            hidden = base.hidden_states(row, plan, recomputation.recompute)  # [own tokens, hidden]
         width = targets_per_position(datum)
         (loss,) = LossGroup.of([datum], [0], width)
         targets = upload(np.ascontiguousarray(datum.target_tokens.reshape(-1, width)[own]), base.device)

@@ -1,4 +1,4 @@
-"""A worker's part of a copied state whose weights are sharded (`divided_weights.py`), as pieces of a checkpoint's files.
+"""A worker's part of a copied state whose weights are sharded (`sharded_weights.py`), as pieces of a checkpoint's files.
 
 All workers write these files together (`store/pieces.py`). They are those that `checkpoint.write_state` writes of the whole copy.
 """

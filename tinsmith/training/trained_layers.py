@@ -1,8 +1,8 @@
 """The layers of a full-parameter model, sharded over workers: each keeps its slice of every layer, and of its gradient.
 
-A layer is put together to be computed, as those of a base model are (`divided_layers.py`). As soon as its backward is done, its gradients
+A layer is put together to be computed, as those of a base model are (`sharded_layers.py`). As soon as its backward is done, its gradients
 are added up over all workers in float32, and each keeps the sum of its part alone: whole gradients of all layers would take more memory
-than what is divided. So each step of a backward ends with an exchange of all. A worker that has nothing to compute, or whose pass has
+than what is sharded. So each step of a backward ends with an exchange of all. A worker that has nothing to compute, or whose pass has
 failed, gives zeros.
 
 The gradients of a pass are kept apart until all workers have computed it: where it fails on one, what was added up is of no use to anybody.
@@ -16,7 +16,7 @@ from torch import Tensor
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.models.decoder import Layer
 from tinsmith.models.flat_row import FlatRow
-from tinsmith.training.divided_layers import DividedLayers
+from tinsmith.training.sharded_layers import ShardedLayers
 
 
 class GradientSums:
@@ -50,7 +50,7 @@ class GradientSums:
             summed()
 
 
-class TrainedLayers(DividedLayers):
+class TrainedLayers(ShardedLayers):
     """This worker's parts of all layers of one model. In a backward every step of every worker ends with a sum."""
 
     def __init__(

@@ -22,7 +22,7 @@ from tinsmith.models.fingerprint import state_of_files
 from tinsmith.models.machine import free_memory, limit_memory, size_text
 from tinsmith.models.sizing import size_of
 from tinsmith.sampling.self_check import check_base_model
-from tinsmith.training.divided_decoder import require_divisible
+from tinsmith.training.sharded_decoder import require_divisible
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +33,15 @@ PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "num
 VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "NVIDIA_TF32", "PYTORCH_", "TORCH_", "TRITON_")
 """Prefixes of environment variables that may do the same."""
 WHOLE_BASE = 1.1
-"""Memory of a device that a base model takes while it lies there as a whole to be divided, as a multiple of its size."""
+"""Memory of a device that a base model takes while it lies there as a whole to be sharded, as a multiple of its size."""
 
 
 def stays_on_host(source: str, config: Config) -> bool:
-    """Whether the layers of a base model that is to be divided wait in the host's memory, because the device has no room for all of them.
+    """Whether the layers of a base model that is to be sharded wait in the host's memory, because the device has no room for all of them.
 
     On a GPU that has room, the self-check takes seconds in place of minutes. A CPU has the same memory, where several workers share pages.
     """
-    if not config.divides:
+    if not config.shards_weights:
         return False
     device = pick_device(config.models.device)
     if device.type == "cpu":
@@ -69,7 +69,7 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
         files[name], on_host[name] = _state_of(source), stays_on_host(source, config)  # files that change now are not what has passed
         base = bases[name] = load_base_model(name, source, loading, features, on_host[name])
         files[name] = files[name] or _state_of(source)  # they may have been downloaded just now
-        if config.divides:
+        if config.shards_weights:
             require_divisible(base)
         log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
     for name, base in bases.items():
@@ -79,7 +79,7 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
 
 
 def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, BaseModel]:
-    """Whole copies of base models whose layers are about to be divided, in the host's memory; none where these are whole themselves.
+    """Whole copies of base models whose layers are about to be sharded, in the host's memory; none where these are whole themselves.
 
     They take the trainer's place in what vLLM servers are compared with, and are what adapters are merged into. Their layers are mapped
     pages of their files, if these are in the precision that is served. Raises ConfigError if the host has no room for them.

@@ -15,7 +15,7 @@ from tinsmith.models.machine import free_memory
 from tinsmith.models.pass_memory import pass_memory_of, sliced_pass_memory_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
-from tinsmith.training.divided_weights import bytes_of
+from tinsmith.training.sharded_weights import bytes_of
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,10 @@ class DeviceMemory:
         """Free memory of the host that is this worker's."""
         total = torch.cuda.mem_get_info(device)[1] if self.on_gpu else 0
         free = (free_memory(device) if self.on_gpu else self.host) - reserve_of(self.on_gpu, total)
-        divided = config.divides
-        self.passes = {name: pass_memory_of(base.layout, base.text_config, base.dtype, divided) for name, base in bases.items()}
+        sharded = config.shards_weights
+        self.passes = {name: pass_memory_of(base.layout, base.text_config, base.dtype, sharded) for name, base in bases.items()}
         rank = config.training.planned_rank
-        models = {name: _model_bytes(base, rank, config, group.count if group and divided else 1) for name, base in bases.items()}
+        models = {name: _model_bytes(base, rank, config, group.count if group and sharded else 1) for name, base in bases.items()}
         self.budgets = {name: divide_memory(free, len(bases), models[name], self.passes[name], config, self.on_gpu) for name in bases}
 
     def cache_sizes(self, name: str) -> CacheSizes:
@@ -77,7 +77,7 @@ def _share_of_host(free: int, group: ProcessGroup) -> int:
 
 
 def _model_bytes(base: BaseModel, rank: int, config: Config, parts: int) -> ModelBytes:
-    """One model of the planned rank, whose weights are divided into so many parts if there are several."""
+    """One model of the planned rank, whose weights are sharded into so many parts if there are several."""
     shape = LoraShape(0, seed=0)
     numbers = sum(parameter.numel() for parameter in base.full_targets(shape).values())
     if parts > 1 and rank == 0:

@@ -50,17 +50,17 @@ from tinsmith.store.blobs import BlobFiles
 from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.training.backend import LocalBackend
-from tinsmith.training.divided_backend import DividedBackend
-from tinsmith.training.divided_decoder import divide
 from tinsmith.training.sequence_parallel import SHORTEST_SLICE
+from tinsmith.training.sharded_backend import ShardedBackend
+from tinsmith.training.sharded_decoder import shard
 from tinsmith.worker.background import Background
 from tinsmith.worker.device_memory import DeviceMemory
 from tinsmith.worker.device_turns import DeviceTurns, Sleeper
 from tinsmith.worker.kept_copies import KeptCopies
 from tinsmith.worker.models import Models
-from tinsmith.worker.passes import Passes, Trained
+from tinsmith.worker.passes import Passes, TrainingBase
 from tinsmith.worker.records import AskedRecords
-from tinsmith.worker.samples import Sampled, Samples
+from tinsmith.worker.samples import Samples, SamplingBase
 from tinsmith.worker.snapshots import Snapshots
 from tinsmith.worker.status import WorkerStatusReporter
 
@@ -99,7 +99,7 @@ class Worker:
     ) -> None:
         """Join a `group`, if given: its workers hold the same models and share each pass. Without a `place` it is alone, beside its engine.
 
-        `compared` are whole base models for the sampler, where those that train are divided (`worker/bases.py`).
+        `compared` are whole base models for the sampler, where those that train are sharded (`worker/bases.py`).
         """
         place = place or Place()
         self.config = config
@@ -173,7 +173,7 @@ class Worker:
     @property
     def is_needed(self) -> bool:
         """Whether the other workers wait for this one, or will: all have been told to compute the same passes."""
-        return self.config.divides and bool(self.due or self.passes.passes)
+        return self.config.shards_weights and bool(self.due or self.passes.passes)
 
     def receive(self, timeout_s: float) -> None:
         """Take in what the engine says, and what threads beside the device have done."""
@@ -288,22 +288,22 @@ class Worker:
             raise NotFoundError(f"image {sha256.hex()} is not in the store")
         return data
 
-    def _trained(self, backend: LocalBackend, renderer: Renderer, group: ProcessGroup | None) -> Trained:
+    def _trained(self, backend: LocalBackend, renderer: Renderer, group: ProcessGroup | None) -> TrainingBase:
         """Return the trainer of a base model, with the lengths that train on this worker alone and on all together."""
         base = backend.base
         alone = self.memory.longest_trained(base.name)
         if group is None or not computes_together(self.config, group.count):
-            return Trained(backend, renderer, alone)
+            return TrainingBase(backend, renderer, alone)
         together = self.memory.longest_together(base.name, group.count)
         configured = self.config.training.sequence_parallel_from
         longest_alone = max(min(alone, configured - 1) if configured else alone, SHORTEST_SLICE * group.count - 1)
-        return Trained(backend, renderer, max(alone, together), longest_alone, group.count)
+        return TrainingBase(backend, renderer, max(alone, together), longest_alone, group.count)
 
     def _give_back_memory(self) -> None:
         for base in self.bases.values():
             give_back_memory(base.device)
 
-    def _sampled(self, renderers: dict[str, Renderer]) -> dict[str, Sampled]:
+    def _sampled(self, renderers: dict[str, Renderer]) -> dict[str, SamplingBase]:
         if self.config.sampling.sampler == "none":
             return {}
         if self.config.sampling.sampler == "vllm":
@@ -314,7 +314,7 @@ class Worker:
                 name: start_vllm_sampler(base, renderers[name], self.config, self.link.wake) for name, base in self.sampled_bases.items()
             }
             self.sleepers += started.values()
-            return {name: Sampled(sampler, renderers[name]) for name, sampler in started.items()}
+            return {name: SamplingBase(sampler, renderers[name]) for name, sampler in started.items()}
         chunk = self.config.training.logits_chunk
         samplers = {
             name: LocalSampler(base, self.config.sampling, chunk, self.memory.cache_sizes(name)) for name, base in self.bases.items()
@@ -322,7 +322,7 @@ class Worker:
         for name, sampler in samplers.items():
             size = size_text(self.memory.budgets[name].cache)
             log.info("%s: the cache of %s (--kv-cache-gib) holds %s", name, size, sampler.capacity())
-        return {name: Sampled(sampler, renderers[name]) for name, sampler in samplers.items()}
+        return {name: SamplingBase(sampler, renderers[name]) for name, sampler in samplers.items()}
 
 
 def disk_for_snapshots(config: Config, place: Place) -> float:
@@ -332,8 +332,8 @@ def disk_for_snapshots(config: Config, place: Place) -> float:
 
 
 def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> LocalBackend:
-    """Return the trainer of a base model. With `--shard weights` its layers are first divided over the group."""
-    if group is None or not config.divides:
+    """Return the trainer of a base model. With `--shard weights` its layers are first sharded over the group."""
+    if group is None or not config.shards_weights:
         return LocalBackend(base, config.training, group, config.sampling.eager)
-    divide(base, group)
-    return DividedBackend(base, config.training, group, gives_snapshots=config.compares_with_copy)
+    shard(base, group)
+    return ShardedBackend(base, config.training, group, gives_snapshots=config.compares_with_copy)

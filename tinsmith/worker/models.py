@@ -109,7 +109,7 @@ class Models:
             answer(False)
 
     def _save(self, backend: LocalBackend, message: SaveModel | ExportModel) -> None:
-        """Copy a model, which a thread writes; or this worker's part of one that is divided, which all of them write."""
+        """Copy a model, which a thread writes; or this worker's part of one that is sharded, which all of them write."""
         optimizer, recipients = False, []
         if isinstance(message, ExportModel):
             recipients = parse_recipients(message.recipients)  # bad ones are refused on all workers, before they exchange anything

@@ -39,7 +39,7 @@ Rendered = tuple[Piece, DatumWork | TinsmithError]
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingBase:
     """Trainer of one base model."""
 
     backend: LocalBackend
@@ -61,7 +61,7 @@ class Passes:
 
     def __init__(
         self,
-        bases: Mapping[str, Trained],
+        bases: Mapping[str, TrainingBase],
         rendering: Background,
         images: Background,
         send: Callable[[Message], None],

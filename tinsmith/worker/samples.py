@@ -31,7 +31,7 @@ from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, encode_sample_response, parse_sample_request
 from tinsmith.worker.background import Background
 from tinsmith.worker.records import SequenceRecords
-from tinsmith.worker.snapshots import Held, Snapshots
+from tinsmith.worker.snapshots import Snapshot, Snapshots
 from tinsmith.worker.spill import Key
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ SMALL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SamplingBase:
     """A base model's sampler and the renderer that it shares with the trainer."""
 
     sampler: Sampler
@@ -98,7 +98,7 @@ class Samples:
 
     def __init__(
         self,
-        bases: Mapping[str, Sampled],
+        bases: Mapping[str, SamplingBase],
         snapshots: Snapshots,
         rendering: Background,
         images: Background,
@@ -300,7 +300,7 @@ class Samples:
             self.disk.run(self.snapshots.reader(*key), partial(self._read_ended, key))
         self.needing.setdefault(key, []).append(rendered)
 
-    def _read_ended(self, key: Key, ended: "Future[Held]") -> None:
+    def _read_ended(self, key: Key, ended: "Future[Snapshot]") -> None:
         needing = self.needing.pop(key)
         failures: list[TinsmithError] = []
         with failing_into(failures.append):

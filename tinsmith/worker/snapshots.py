@@ -36,7 +36,7 @@ _LOOK_S = 60.0
 
 
 @dataclass(frozen=True)
-class Held:
+class Snapshot:
     """Weights in memory that can be sampled."""
 
     weights: Weights
@@ -70,7 +70,7 @@ class Snapshots:
         self.memory_bytes = memory_bytes
         self.disk_bytes = disk_bytes
         self.idle_s = idle_s
-        self.held: OrderedDict[Key, Held] = OrderedDict()
+        self.held: OrderedDict[Key, Snapshot] = OrderedDict()
         """Snapshots in memory, least recently sampled first."""
         self.sampled_at: dict[Key, float] = {}
         """The monotonic time at which each ephemeral snapshot was published or last sampled, wherever it is."""
@@ -94,7 +94,7 @@ class Snapshots:
         self.sampled_at[key] = time.monotonic()
         if not ids.is_inflight(snapshot_id):
             self.newest[base_model, _model_of(snapshot_id)] = key
-        self._keep(key, Held(weights))
+        self._keep(key, Snapshot(weights))
         self._drop_beyond_disk()
         for watch in self.watchers:
             watch(base_model, weights)
@@ -120,7 +120,7 @@ class Snapshots:
             self.sampled_at[key] = time.monotonic()
         return held.weights
 
-    def reader(self, base_model: str, weights_id: str) -> Callable[[], Held]:
+    def reader(self, base_model: str, weights_id: str) -> Callable[[], Snapshot]:
         """Return a function that reads weights which are not in memory. Any thread may call it; its result goes to `hold`.
 
         Raises NotFoundError, with the reason, if they are gone. So may what it returns, and UserError if they fit neither base nor memory.
@@ -135,9 +135,9 @@ class Snapshots:
         self._reading.add(key)
         if isinstance(found, Written):
             return partial(self._read_spilled, key, found.directory, found.ref)
-        return partial(Held, found)
+        return partial(Snapshot, found)
 
-    def hold(self, key: Key, read: Callable[[], Held]) -> None:
+    def hold(self, key: Key, read: Callable[[], Snapshot]) -> None:
         """Keep what a `reader` has read. `read` returns that, or raises why it could not be read.
 
         Neither counts if the weights were published again, withdrawn or forgotten meanwhile: look for them again.
@@ -163,13 +163,13 @@ class Snapshots:
         for key in [key for key in self.held if key[1] == path]:
             del self.held[key]
 
-    def _read_checkpoint(self, key: Key) -> Held:
+    def _read_checkpoint(self, key: Key) -> Snapshot:
         path = key[1]
         checkpoint = require_sampled(self.rows, self.shared, path)
         ref = WeightsRef(key[0], checkpoint.directory, path)
         try:
             with opened_files(self.files, checkpoint.directory, optimizer=False) as directory:
-                return Held(self._read(key, directory, ref), checkpoint.expires_at)
+                return Snapshot(self._read(key, directory, ref), checkpoint.expires_at)
         except TinsmithError:
             require_sampled(self.rows, self.shared, path)  # it may have been deleted while its files were read
             raise
@@ -177,9 +177,9 @@ class Snapshots:
     def _reason(self, key: Key) -> str:
         return f": {self.dropped[key]}; weights that are saved under a name are kept" if key in self.dropped else ""
 
-    def _read_spilled(self, key: Key, directory: Path, ref: WeightsRef) -> Held:
+    def _read_spilled(self, key: Key, directory: Path, ref: WeightsRef) -> Snapshot:
         try:
-            return Held(self._read(key, directory, ref))
+            return Snapshot(self._read(key, directory, ref))
         except FileNotFoundError as error:
             log.warning("%s, files of snapshot %s, was deleted", directory, key[1])  # clients are not told where it was
             raise NotFoundError(f"the files of snapshot {key[1]} were deleted; save the weights again") from error
@@ -193,7 +193,7 @@ class Snapshots:
             require_memory(f"sampling from {weights_id}", size, base.device)
         return weights_from(read_state(directory, base), base, ref)
 
-    def _keep(self, key: Key, held: Held) -> None:
+    def _keep(self, key: Key, held: Snapshot) -> None:
         """Keep weights in memory. Those that were sampled least recently leave it, if there is no room for all."""
         self.held[key] = held
         used = sum(other.weights.nbytes for other in self.held.values())

@@ -27,7 +27,7 @@ from tinsmith.sampling.local.decode_step import DecodeStep, StepRows
 from tinsmith.sampling.local.device_batch import FIELDS, DeviceBatch
 from tinsmith.sampling.local.paged_attention import paged_reference
 from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.local.sequence import Sequence
+from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.wire.sample import SampleRequest, StopRule
 
@@ -230,14 +230,14 @@ def test_running_sequences_go_on_amid_a_pass(text_base: BaseModel, monkeypatch: 
     bench.add("second", prompt_of(text_base, (1, 90)), ask(num_samples=2))
     if error:
         sampler.schedule._preempt(sampler.schedule.running[1])
-        append = Sequence.append
+        append = SequenceState.append
 
-        def failing(sequence: Sequence, *arguments: Any) -> None:
+        def failing(sequence: SequenceState, *arguments: Any) -> None:
             if error and sampler.failed_meanwhile is not None and sequence.job.request_id == "first":
                 raise error
             append(sequence, *arguments)
 
-        monkeypatch.setattr(Sequence, "append", failing)
+        monkeypatch.setattr(SequenceState, "append", failing)
     inside, between = sampler._decode_between, list[bool]()
 
     def counted() -> None:

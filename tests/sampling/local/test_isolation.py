@@ -24,7 +24,7 @@ from tinsmith.sampling.local import kv_cache
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows
 from tinsmith.sampling.local.device_batch import DeviceBatch
 from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.local.sequence import Sequence
+from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
 
@@ -55,14 +55,14 @@ def without(expected: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def test_a_stop_rule_that_raises_fails_its_request_alone(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, append = undisturbed(text_base), Sequence.append
+    expected, append = undisturbed(text_base), SequenceState.append
 
-    def failing(sequence: Sequence, *arguments: Any) -> None:
+    def failing(sequence: SequenceState, *arguments: Any) -> None:
         if sequence.job.request_id == "3" and sequence.index == 1 and len(sequence.tokens) == 5:
             raise ValueError("what number 3 says")
         append(sequence, *arguments)
 
-    monkeypatch.setattr(Sequence, "append", failing)
+    monkeypatch.setattr(SequenceState, "append", failing)
     ended, failed = split(neighbours(text_base))
     assert failed == {"3": "internal error: ValueError('what number 3 says')"}
     assert ended == without(expected, "3")

@@ -31,7 +31,7 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.local.cache_shape import CacheSizes
 from tinsmith.sampling.local.cached_attention import Window
 from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.local.sequence import Sequence
+from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.training.backend import LocalBackend
@@ -315,7 +315,7 @@ def count_tokens(sampler: LocalSampler, monkeypatch: pytest.MonkeyPatch) -> list
     passes: list[int] = []
     inner = sampler.schedule.prompt_windows
 
-    def prompt_windows() -> list[tuple[Sequence, Window]]:
+    def prompt_windows() -> list[tuple[SequenceState, Window]]:
         windows = inner()
         if windows:
             passes.append(sum(len(window) for _, window in windows))

@@ -24,8 +24,7 @@ from tinsmith.sampling.local.decode_graph import StepRunner
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows, rows_of
 from tinsmith.sampling.local.device_batch import DeviceBatch
 from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
-from tinsmith.sampling.local.sequence import Seat
-from tinsmith.sampling.local.sequence import Sequence as Sampled
+from tinsmith.sampling.local.sequence import Seat, SequenceState
 from tinsmith.sampling.local.states import StateSlots
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 MOST_COLUMNS = 512
 """Ranks of adapters that are decoded together, in all: eight adapters of rank 64. More than that run apart."""
 
-Drawn = tuple[Sampled, int, float, tuple[list[int], list[float]] | Exception | None]
+Drawn = tuple[SequenceState, int, float, tuple[list[int], list[float]] | Exception | None]
 """A sequence, its next token, the token's log-probability, and the likeliest tokens there if they are wanted, or why there are none."""
 
 
@@ -90,15 +89,15 @@ class Decoding:
         self.runners: dict[int, StepRunner] = {}
         """Those of weights that are apart, by id."""
 
-    def groups(self, running: Sequence[Sampled]) -> list[list[Sampled]]:
+    def groups(self, running: Sequence[SequenceState]) -> list[list[SequenceState]]:
         """The sequences that share a step, in one list each."""
         self._follow_owners({id(sequence.job.weights): sequence.job.weights for sequence in running})
-        groups: dict[int, list[Sampled]] = {}
+        groups: dict[int, list[SequenceState]] = {}
         for sequence in running:
             groups.setdefault(self._key(sequence), []).append(sequence)
         return list(groups.values())
 
-    def launch(self, sequences: Sequence[Sampled]) -> Flight:
+    def launch(self, sequences: Sequence[SequenceState]) -> Flight:
         """Tell the device to compute the next token of all sequences of one group.
 
         If it raises, no sequence has changed. It must not be called again then before the flights under way are collected.
@@ -111,13 +110,15 @@ class Decoding:
                 self.runners[key] = StepRunner(self.step, self.captures)
         return self._launch(batch, sequences, self.runners[key] if key else self.run)
 
-    def launch_alone(self, sequences: Sequence[Sampled]) -> Flight:
+    def launch_alone(self, sequences: Sequence[SequenceState]) -> Flight:
         """Launch a step for some of a group, after a step of the whole group has failed."""
         for sequence in sequences:
             sequence.seat = None
         return self._launch(self._batch(len(sequences)), sequences, self.step)
 
-    def _launch(self, batch: DeviceBatch, sequences: Sequence[Sampled], run: Callable[[DeviceBatch, StepRows], Tensor | None]) -> Flight:
+    def _launch(
+        self, batch: DeviceBatch, sequences: Sequence[SequenceState], run: Callable[[DeviceBatch, StepRows], Tensor | None]
+    ) -> Flight:
         with torch.no_grad(), threads_for(self.base, len(sequences)):
             self.cache.clean()
             batch.follow(sequences)
@@ -140,11 +141,11 @@ class Decoding:
     def _batch(self, places: int) -> DeviceBatch:
         return DeviceBatch(places, self.blocks, self.base.device, self.scratch_slot, self._columns)
 
-    def _columns(self, sequence: Sampled) -> tuple[int, int]:
+    def _columns(self, sequence: SequenceState) -> tuple[int, int]:
         adapter = self.placed.get(id(sequence.job.weights))
         return (0, 0) if adapter is None else self.adapters.place(adapter) or (0, 0)
 
-    def _key(self, sequence: Sampled) -> int:
+    def _key(self, sequence: SequenceState) -> int:
         owner = id(sequence.job.weights)
         return owner if owner in self.apart else 0
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinsmith.models.device import upload
-from tinsmith.sampling.local.sequence import Seat
-from tinsmith.sampling.local.sequence import Sequence as Sampled
+from tinsmith.sampling.local.sequence import Seat, SequenceState
 from tinsmith.sampling.prefix import BLOCK
 
 (
@@ -45,7 +44,9 @@ Columns = tuple[int, int]
 class DeviceBatch:
     """Rows for at most so many sequences."""
 
-    def __init__(self, places: int, blocks: int, device: torch.device, scratch_slot: int, columns: Callable[[Sampled], Columns]) -> None:
+    def __init__(
+        self, places: int, blocks: int, device: torch.device, scratch_slot: int, columns: Callable[[SequenceState], Columns]
+    ) -> None:
         """`blocks` is the most blocks that one sequence has; `columns` says which are those of its adapter."""
         self.device = device
         self.columns = columns
@@ -68,7 +69,7 @@ class DeviceBatch:
         row[[TEMPERATURE, TOP_P]] = np.ones(2).view(np.int64)
         return row
 
-    def follow(self, running: Sequence[Sampled]) -> None:
+    def follow(self, running: Sequence[SequenceState]) -> None:
         """Let the rows be those of these sequences, which all have a block for their newest token.
 
         If it raises, the rows are wrong, and the next call writes all of them anew.
@@ -97,7 +98,7 @@ class DeviceBatch:
         if self.seats:
             self.seats, self.is_wrong = [], True
 
-    def _seat(self, joining: Sequence[Sampled], free: Sequence[int]) -> list[Seat]:
+    def _seat(self, joining: Sequence[SequenceState], free: Sequence[int]) -> list[Seat]:
         """Give each of them one of the free rows, or a new one."""
         joined = []
         for index, sequence in enumerate(joining):
@@ -162,7 +163,7 @@ class DeviceBatch:
         if places:
             self.table.view(-1).index_copy_(0, where, numbers.to(torch.int32))
 
-    def _row(self, sequence: Sampled) -> NDArray[np.int64]:
+    def _row(self, sequence: SequenceState) -> NDArray[np.int64]:
         """The state of a row whose sequence begins to run."""
         job = sequence.job
         row = np.empty(FIELDS, dtype=np.int64)

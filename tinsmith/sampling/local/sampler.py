@@ -6,8 +6,7 @@ wait in a pass, whatever models and snapshots they belong to. `schedule.py` deci
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -33,7 +32,7 @@ from tinsmith.sampling.local.cached_attention import CachedPlan, Window
 from tinsmith.sampling.local.decoding import Decoding, Drawn, Flight
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.schedule import Schedule
-from tinsmith.sampling.local.sequence import SampleJob, Sequence, StopRuleState, choice_of
+from tinsmith.sampling.local.sequence import SampleJob, SequenceState, StopRuleState, choice_of
 from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.prompt_scores import PromptScores
@@ -72,7 +71,7 @@ class LocalSampler:
         """Steps that were launched ahead."""
         self.meanwhile: list[SampleEvent] = []
         """Events of steps in the middle of a pass over prompts, if `deliver` does not take them."""
-        self.deliver: Callable[[Items[SampleEvent]], None] | None = None
+        self.deliver: Callable[[Sequence[SampleEvent]], None] | None = None
         """Takes such events at once. It is that of the `step` under way."""
         self.failed_meanwhile: list[SampleJob] | None = None
         """Jobs that failed in the middle of such a pass: it computes their prompts too, so they are dropped behind it."""
@@ -126,7 +125,7 @@ class LocalSampler:
             unfinished=request.num_samples,
         )
         rule: StopRuleState = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
-        job.sequences = [Sequence(job, index, rule.for_another()) for index in range(job.num_samples)]
+        job.sequences = [SequenceState(job, index, rule.for_another()) for index in range(job.num_samples)]
         self.schedule.waiting.add(job.session, job.sequences[0])
 
     def publish(self, weights: Weights) -> None:
@@ -139,7 +138,7 @@ class LocalSampler:
             if job.scores and not job.scores.complete:
                 job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
 
-    def step(self, deliver: Callable[[Items[SampleEvent]], None] | None = None) -> list[SampleEvent]:
+    def step(self, deliver: Callable[[Sequence[SampleEvent]], None] | None = None) -> list[SampleEvent]:
         """A token of every running sequence, and a piece of the prompts that wait. `deliver` is given what comes before the piece is done.
 
         What runs out of memory leaves no trace, and is smaller the next time. Raises errors of deciding what to compute, for which no
@@ -205,7 +204,7 @@ class LocalSampler:
     def _launch(self, events: list[SampleEvent]) -> list[Flight]:
         """Start the next step of all running sequences. If that fails they are tried one by one, whose events are added."""
         flights: list[Flight] = []
-        failed: list[list[Sequence]] = []
+        failed: list[list[SequenceState]] = []
         self.must_settle = False
         for group in self.decoding.groups(self.schedule.running):
             group = _there(group)
@@ -241,11 +240,11 @@ class LocalSampler:
                 self.must_settle = True
         return flights
 
-    def _stored(self, flights: Items[Flight]) -> None:
+    def _stored(self, flights: Sequence[Flight]) -> None:
         for flight in flights:
             self.schedule.decoded([seat.sequence for seat in flight.seats if seat.taken])
 
-    def _decode_one_by_one(self, group: Items[Sequence], events: list[SampleEvent]) -> None:
+    def _decode_one_by_one(self, group: Sequence[SequenceState], events: list[SampleEvent]) -> None:
         """Compute the next token of each job in a step of its own, so that only jobs fail that cannot be computed."""
         for own in _by_job((sequence, sequence) for sequence in group):
             try:
@@ -260,7 +259,7 @@ class LocalSampler:
             for sequence in own:
                 sequence.seat = None
 
-    def _compute_prompts(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
+    def _compute_prompts(self, windows: list[tuple[SequenceState, Window]]) -> list[SampleEvent]:
         try:
             return self._pass(windows)
         except Exception as error:
@@ -277,7 +276,7 @@ class LocalSampler:
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _one_by_one(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
+    def _one_by_one(self, windows: list[tuple[SequenceState, Window]]) -> list[SampleEvent]:
         """Compute each job in a pass of its own, so that only jobs fail that cannot be computed."""
         events: list[SampleEvent] = []
         for own in _by_job((sequence, (sequence, window)) for sequence, window in windows):
@@ -328,11 +327,11 @@ class LocalSampler:
 
     # One pass over prompts
 
-    def _pass(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
+    def _pass(self, windows: list[tuple[SequenceState, Window]]) -> list[SampleEvent]:
         """Compute the windows and choose the tokens that follow. No sequence and no state is changed before all of that has succeeded."""
         with self._failures_kept(), torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
             self.cache.clean()
-            ready: list[Sequence] = []
+            ready: list[SequenceState] = []
             logits: list[Tensor] = []
             plans: list[CachedPlan] = []
             for group in shared_rows([sequence.job.weights for sequence, _ in windows]):
@@ -389,7 +388,7 @@ class LocalSampler:
             self.schedule.drop(lambda sequence: sequence.reason is not None)
         return events
 
-    def _compute(self, windows: list[tuple[Sequence, Window]]) -> tuple[list[Sequence], Tensor, CachedPlan]:
+    def _compute(self, windows: list[tuple[SequenceState, Window]]) -> tuple[list[SequenceState], Tensor, CachedPlan]:
         """Compute a row of windows, whose plan is returned last and not committed yet.
 
         Returns the sequences that are computed to their end, and the logits [sequences, vocabulary] there.
@@ -411,7 +410,7 @@ class LocalSampler:
         rows = upload(np.array(last, dtype=np.int64), hidden.device)
         return ready, self._logits(hidden[rows], [s.job.weights for s in ready]), plan
 
-    def _logits(self, hidden: Tensor, owners: Items[Weights | None]) -> Tensor:
+    def _logits(self, hidden: Tensor, owners: Sequence[Weights | None]) -> Tensor:
         """[sequences, vocabulary] float32, each sequence with the LM head of its owner; the owners may share a row."""
         parts = [self._head_logits(owners[s.start], hidden[s.start : s.end]) for s in segments_of([1] * len(owners), owners)]
         return _joined(parts) if parts else torch.empty(0, self.base.vocab_size, device=hidden.device)
@@ -421,12 +420,12 @@ class LocalSampler:
         return head_logits(hidden, self.base.head(weights), *lora, stable=self.base.deterministic)
 
 
-def _there(group: Items[Sequence]) -> list[Sequence]:
+def _there(group: Sequence[SequenceState]) -> list[SequenceState]:
     """Those that still have their blocks: what ran out of memory before may have preempted some."""
     return [sequence for sequence in group if sequence.blocks]
 
 
-def _by_job(items: Iterable[tuple[Sequence, T]]) -> list[list[T]]:
+def _by_job(items: Iterable[tuple[SequenceState, T]]) -> list[list[T]]:
     """The items of each job, told by their sequences."""
     jobs: dict[int, list[T]] = {}
     for sequence, item in items:

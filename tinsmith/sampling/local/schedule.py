@@ -17,15 +17,14 @@ it fits.
 import logging
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from tinsmith.sampling.local.beginnings import Beginnings
 from tinsmith.sampling.local.cached_attention import Window
 from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
-from tinsmith.sampling.local.sequence import SampleJob, Sequence
+from tinsmith.sampling.local.prefix_cache import PrefixCache
+from tinsmith.sampling.local.sequence import SampleJob, SequenceState
 from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.turns import Turns
@@ -42,8 +41,8 @@ _OVERTAKES = 32
 class Fork:
     """A sequence that is about to run beside the first one of its job, and its blocks: those of the prompt, the last one copied."""
 
-    first: Sequence
-    sequence: Sequence
+    first: SequenceState
+    sequence: SequenceState
     blocks: list[int]
     slot: int
     """Slot for its state; -1 in a model without gated delta nets."""
@@ -56,19 +55,19 @@ class Schedule:
         self.cache = cache
         self.states = states
         """None for a model without gated delta nets."""
-        self.beginnings = Beginnings(cache, states)
+        self.prefix_cache = PrefixCache(cache, states)
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
         """Most prompt tokens in one pass. It falls when memory runs out, and so does `max_running`."""
         self.beside = beside
         """Most prompt tokens in a pass while sequences run: their next tokens wait for it."""
-        self.waiting: Turns[Sequence] = Turns()
+        self.waiting: Turns[SequenceState] = Turns()
         """The first sequence of each job that has not started, and sequences that gave their blocks back."""
-        self.filling: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.filling: list[SequenceState] = []
+        self.running: list[SequenceState] = []
         """Oldest first, as `filling`."""
         self.admissions = 0
-        self.blocked: Sequence | None = None
+        self.blocked: SequenceState | None = None
         """The next sequence of the first session of which nothing is computed and which found no room."""
         self.overtaken = 0
         """Number of sequences that were admitted before it."""
@@ -100,13 +99,13 @@ class Schedule:
             sequence.blocks += self.cache.take(1)
         return True
 
-    def prompt_windows(self) -> list[tuple[Sequence, Window]]:
+    def prompt_windows(self) -> list[tuple[SequenceState, Window]]:
         """Pieces of the prompts that are being computed, for one pass. A sequence gets its next token if its window reaches its end.
 
         Sessions share a pass equally; what one does not need goes to the others.
         """
         windows = []
-        sessions: dict[str, list[Sequence]] = {}
+        sessions: dict[str, list[SequenceState]] = {}
         for sequence in self.filling:
             sessions.setdefault(sequence.job.session, []).append(sequence)
         budget = min(self.prefill_tokens, self.beside) if self.running else self.prefill_tokens
@@ -115,23 +114,23 @@ class Schedule:
             share = -(-budget // behind)
             for sequence in group:
                 if share > 0:
-                    end = self.beginnings.end_of_piece(sequence, max(1, share // sequence.job.cost_of_prompt_token))
+                    end = self.prefix_cache.end_of_piece(sequence, max(1, share // sequence.job.cost_of_prompt_token))
                     share -= _cost(sequence, end)
                     budget -= _cost(sequence, end)
                     windows.append((sequence, _window(sequence, end)))
         return windows
 
-    def decoded(self, sequences: Items[Sequence]) -> None:
+    def decoded(self, sequences: Sequence[SequenceState]) -> None:
         """The device has been told to compute the newest token of these sequences, all of whose tokens are known."""
         if self.states:
             # Saved states of sequences that run are not evicted for those of others: copies for nothing, a tenth of the time of 256 rows.
             kept = sum(sequence.newest_save in self.states.saved for sequence in self.running)
             for sequence in sequences:
                 before = sequence.newest_save in self.states.saved
-                self.beginnings.save_state(sequence, may_evict=kept < self.states.available and not self.waiting)
+                self.prefix_cache.save_state(sequence, may_evict=kept < self.states.available and not self.waiting)
                 kept += (sequence.newest_save in self.states.saved) - before
 
-    def forks(self, windows: Items[tuple[Sequence, Window]]) -> list[Fork]:
+    def forks(self, windows: Sequence[tuple[SequenceState, Window]]) -> list[Fork]:
         """The other samples of jobs whose prompt the pass completed, with their blocks, as many as fit; the rest will wait.
 
         This is the only step after a pass that can fail, and it leaves no trace if it does.
@@ -158,7 +157,7 @@ class Schedule:
             raise
         return forks
 
-    def computed(self, windows: Items[tuple[Sequence, Window]], forks: Items[Fork]) -> None:
+    def computed(self, windows: Sequence[tuple[SequenceState, Window]], forks: Sequence[Fork]) -> None:
         """A pass has computed pieces of prompts, and its states are committed: prompts that begin alike find blocks and saved states now.
 
         A prompt that is complete runs, with its forks.
@@ -166,7 +165,7 @@ class Schedule:
         forked = {id(fork.sequence) for fork in forks}
         for sequence, window in windows:
             sequence.stored = window.end
-            self.beginnings.save_state(sequence, may_evict=not self.waiting)
+            self.prefix_cache.save_state(sequence, may_evict=not self.waiting)
             self._remember(sequence)
             if window.end == sequence.length:
                 self.filling.remove(sequence)
@@ -182,7 +181,7 @@ class Schedule:
             fork.sequence.admitted = fork.first.admitted
             insort(self.running, fork.sequence, key=_AGE)
 
-    def drop(self, gone: Callable[[Sequence], bool]) -> None:
+    def drop(self, gone: Callable[[SequenceState], bool]) -> None:
         """Forget sequences, wherever they are, and free their blocks: what they computed stays in the cache for others that begin alike."""
         for sequence in (*self.running, *self.filling):
             if gone(sequence):
@@ -191,7 +190,7 @@ class Schedule:
         self.filling = [s for s in self.filling if not gone(s)]
         self.waiting.drop(gone)
 
-    def restart(self, chosen: Callable[[Sequence], bool]) -> list[SampleJob]:
+    def restart(self, chosen: Callable[[SequenceState], bool]) -> list[SampleJob]:
         """Preempt sequences whose weights are about to be replaced: they are computed again from their first token. Returns their jobs."""
         for group in (self.filling, self.running):
             for sequence in [s for s in reversed(group) if chosen(s)]:
@@ -202,7 +201,7 @@ class Schedule:
             sequence.admitted = 0
         return list({id(sequence.job): sequence.job for sequence in restarted}.values())
 
-    def retreat(self, windows: list[tuple[Sequence, Window]]) -> bool:
+    def retreat(self, windows: list[tuple[SequenceState, Window]]) -> bool:
         """A pass of these pieces of prompts, or a step of the running sequences, ran out of memory: take half as much from now on.
 
         Returns False if it cannot be smaller.
@@ -231,7 +230,7 @@ class Schedule:
         if self.states:
             self.states.clear()
 
-    def _youngest_of_largest(self) -> Sequence:
+    def _youngest_of_largest(self) -> SequenceState:
         """The youngest sequence of the session that holds most; of several such sessions, the youngest of all."""
         held = self._held()
         most = max(held.values())
@@ -241,16 +240,16 @@ class Schedule:
         """Count the sequences with blocks of each session."""
         return Counter(s.job.session for s in (*self.running, *self.filling))
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         (self.filling if sequence in self.filling else self.running).remove(sequence)
         self._release(sequence)
         self.waiting.put_back(sequence.job.session, sequence)
 
-    def _remember(self, sequence: Sequence) -> None:
+    def _remember(self, sequence: SequenceState) -> None:
         full = min(sequence.stored, sequence.length) // BLOCK
         self.cache.remember(sequence.keys_of(full), sequence.blocks[:full])
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         self._remember(sequence)
         self._give_back(sequence.blocks, sequence.slot)
         sequence.blocks, sequence.slot, sequence.stored = [], -1, 0
@@ -271,11 +270,11 @@ class Schedule:
         tokens = sum(s.length - s.stored for s in self.filling)
         places = len(self.running) + sum(1 + s.forks for s in self.filling)
         promised = sum(_later_blocks(s) for s in self.filling)
-        coming = self.beginnings.coming(self.filling)
+        coming = self.prefix_cache.coming(self.filling)
         for sequence in self.waiting:
             if tokens >= self.prefill_tokens:
                 return
-            found = self.beginnings.found(sequence, coming)
+            found = self.prefix_cache.found(sequence, coming)
             if found is None:
                 continue
             places += 1 + sequence.forks
@@ -286,21 +285,21 @@ class Schedule:
                 return
             self._fill(sequence, found)
             tokens += sequence.length - sequence.stored
-            coming.update(self.beginnings.coming([sequence]))
+            coming.update(self.prefix_cache.coming([sequence]))
 
     def _admit_absent_sessions(self) -> None:
         """Admit one sequence of each session that waits and of which nothing is computed, and preempt others for it if need be."""
         held = self._held()
         absent = [session for session in self.waiting.sessions if not held[session]]
-        coming = self.beginnings.coming(self.filling) if absent else {}
-        blocked: Sequence | None = None
+        coming = self.prefix_cache.coming(self.filling) if absent else {}
+        blocked: SequenceState | None = None
         for session in absent:
             sequence = self.waiting.first(session)
-            found = self.beginnings.found(sequence, coming)
+            found = self.prefix_cache.found(sequence, coming)
             if found is None:
                 continue
             if self._make_room(sequence, found, held):
-                self._fill(sequence, self.beginnings.known(sequence))
+                self._fill(sequence, self.prefix_cache.known(sequence))
                 held[session] = 1
                 self.overtaken += blocked is not None
             elif blocked is None:
@@ -310,7 +309,7 @@ class Schedule:
                 break
         self.blocked = blocked
 
-    def _make_room(self, sequence: Sequence, found: list[int], held: Counter[str]) -> bool:
+    def _make_room(self, sequence: SequenceState, found: list[int], held: Counter[str]) -> bool:
         """Preempt others until the sequence fits, but none that is the last of its session; returns whether it fits."""
         spare = sum(len(s.blocks) for s in (*self.running, *self.filling) if held[s.job.session] > 1)
         if self._needed(sequence, found) > self.cache.available + spare:
@@ -321,19 +320,19 @@ class Schedule:
             youngest = self._youngest_of_largest()
             held[youngest.job.session] -= 1
             self._preempt(youngest)
-            found = self.beginnings.known(sequence)
+            found = self.prefix_cache.known(sequence)
         return True
 
-    def _taken(self, sequence: Sequence, found: list[int]) -> int:
+    def _taken(self, sequence: SequenceState, found: list[int]) -> int:
         """Return how many of the available blocks its tokens so far take."""
         return blocks_for(sequence.length) - sum(1 for block in found if self.cache.users[block])
 
-    def _needed(self, sequence: Sequence, found: list[int]) -> int:
+    def _needed(self, sequence: SequenceState, found: list[int]) -> int:
         """Return how many available blocks it needs, with its next token and those of the prompts being computed."""
         return self._taken(sequence, found) + sum(_next_block(s) for s in (sequence, *self.filling))
 
-    def _fill(self, sequence: Sequence, found: list[int]) -> None:
-        saves = self.beginnings.worth_saving(sequence, len(found))
+    def _fill(self, sequence: SequenceState, found: list[int]) -> None:
+        saves = self.prefix_cache.worth_saving(sequence, len(found))
         blocks = [self.cache.share(block) for block in found]
         try:
             blocks += self.cache.take(blocks_for(sequence.length) - len(found))
@@ -351,23 +350,23 @@ class Schedule:
         self.filling.append(sequence)
 
 
-def _cost(sequence: Sequence, end: int) -> int:
+def _cost(sequence: SequenceState, end: int) -> int:
     """The cost of computing the sequence up to `end`, in prompt tokens of which nothing is asked."""
     return (end - sequence.stored) * sequence.job.cost_of_prompt_token
 
 
-def _window(sequence: Sequence, end: int) -> Window:
+def _window(sequence: SequenceState, end: int) -> Window:
     if sequence.stored >= end:
         # The logits would be taken from the row before its first, which belongs to another sequence.
         raise AssertionError(f"sample={sequence.job.request_id}: all {end} tokens are computed already, nothing follows from them")
     return Window(sequence.blocks[: blocks_for(end)], sequence.stored, end, sequence.slot)
 
 
-def _later_blocks(sequence: Sequence) -> int:
+def _later_blocks(sequence: SequenceState) -> int:
     """Blocks that the sequence and its forks take as soon as they start."""
     return _next_block(sequence) + sequence.forks
 
 
-def _next_block(sequence: Sequence) -> int:
+def _next_block(sequence: SequenceState) -> int:
     """1 if its next token takes a new block."""
     return blocks_for(sequence.length + 1) - blocks_for(sequence.length)

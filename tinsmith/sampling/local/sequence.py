@@ -58,7 +58,7 @@ class SampleJob:
     """It has ended in an error: tokens of its other sequences are dropped."""
     cached_tokens: int = 0
     """Prompt tokens that another request had computed before."""
-    sequences: list["Sequence"] = field(default_factory=list)
+    sequences: list["SequenceState"] = field(default_factory=list)
 
     @property
     def cost_of_prompt_token(self) -> int:
@@ -75,7 +75,7 @@ class SampleJob:
 class Seat:
     """A row of the batch on the device (`device_batch.py`), as long as one running sequence has it."""
 
-    sequence: "Sequence"
+    sequence: "SequenceState"
     row: int
     blocks: int = 0
     """Number of the sequence's blocks that the row knows."""
@@ -87,7 +87,7 @@ class Seat:
 
 
 @dataclass(eq=False)
-class Sequence:
+class SequenceState:
     """One sample of a job."""
 
     job: SampleJob
@@ -110,7 +110,7 @@ class Sequence:
     seat: Seat | None = None
     """Its row of the batch on the device, while it runs."""
     saves: set[int] = field(default_factory=set)
-    """After how many blocks its state is to be saved for others, beside the last full one (`beginnings.py`)."""
+    """After how many blocks its state is to be saved for others, beside the last full one (`prefix_cache.py`)."""
     newest_save: bytes | None = None
     """The key of the state that was saved at its last full block."""
     admitted: int = 0
@@ -192,7 +192,7 @@ class Sequence:
         return SampledSequence(self.tokens, self.logprobs, self.reason or "length", top, versions)
 
 
-def choice_of(sequences: list[Sequence]) -> Choice:
+def choice_of(sequences: list[SequenceState]) -> Choice:
     """Return how each of them chooses its next token."""
     params = [s.job.params for s in sequences]
     return Choice(

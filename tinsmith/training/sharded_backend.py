@@ -25,15 +25,15 @@ from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullState, FullWeights, Weights, snapshot_bytes
-from tinsmith.models.pass_memory import Effort, pass_memory_of
+from tinsmith.models.pass_memory import Recomputation, pass_memory_of
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend, PassError, PassResult
 from tinsmith.training.checkpoint import About, SavedState
 from tinsmith.training.compact import Optimizer
-from tinsmith.training.divided_decoder import DividedDecoder
-from tinsmith.training.divided_optimizer import DividedOptimizer
-from tinsmith.training.divided_weights import DividedWeights, bytes_of, gathered, take_from, take_from_base
+from tinsmith.training.sharded_decoder import ShardedDecoder
+from tinsmith.training.sharded_optimizer import ShardedOptimizer
+from tinsmith.training.sharded_weights import ShardedWeights, bytes_of, gathered, take_from, take_from_base
 from tinsmith.training.state_part import ENTRIES, StatePart
 
 log = logging.getLogger(__name__)
@@ -44,25 +44,25 @@ NOTHING, FROZEN = 0, 1
 Outcome = list[DatumResult] | PassError
 
 
-class DividedBackend(LocalBackend):
+class ShardedBackend(LocalBackend):
     """The backend of one of several workers that share the layers of the base."""
 
     needs_all = True
 
     def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup, gives_snapshots: bool = False) -> None:
-        """`base` is one that `divided_decoder.divide` has divided over `group`.
+        """`base` is one that `sharded_decoder.shard` has sharded over `group`.
 
         With `gives_snapshots` this worker has what samples, and its `snapshot` is one of all weights too.
         """
         super().__init__(base, config, group)
         self.gives_snapshots = gives_snapshots
-        if not isinstance(base.decoder, DividedDecoder):
-            raise TypeError(f"the layers of {base.name} are not divided")
+        if not isinstance(base.decoder, ShardedDecoder):
+            raise TypeError(f"the layers of {base.name} are not sharded")
         self.together = group
-        self.layers = base.decoder.divided
+        self.layers = base.decoder.sharded
         self.neighbours = workers_beside(group)[group.place.rank]
         """Number of workers on this host."""
-        self.efforts.memory = pass_memory_of(base.layout, base.text_config, base.dtype, divided=True)
+        self.memory_retries.memory = pass_memory_of(base.layout, base.text_config, base.dtype, sharded=True)
 
     # ---- Models
 
@@ -80,7 +80,7 @@ class DividedBackend(LocalBackend):
         except (UserError, RuntimeError, MemoryError) as error:
             failure = error
         refuse_together(self.together, failure)
-        self._all_of_them("took the weights of the base", lambda: take_from_base(optimizer.divided, self.base))
+        self._all_of_them("took the weights of the base", lambda: take_from_base(optimizer.sharded, self.base))
         self.optimizers[model_id] = optimizer
 
     def restore(self, model_id: str, state: SavedState) -> None:
@@ -95,28 +95,28 @@ class DividedBackend(LocalBackend):
             super()._load(model_id, state)
             return
         optimizer = self._new_optimizer(shape)
-        take_from(optimizer.divided, state.tensors)
+        take_from(optimizer.sharded, state.tensors)
         if state.moments:
             optimizer.take(state.moments)
         self.optimizers[model_id] = optimizer
 
-    def _new_optimizer(self, shape: LoraShape) -> DividedOptimizer:
+    def _new_optimizer(self, shape: LoraShape) -> ShardedOptimizer:
         """Create a model whose weights have no numbers yet. Raises UserError if this mode, or the memory of this worker, cannot."""
         require_float32_state(self.base, self.full_state)
         needed = bytes_of(self.base, shape, self.together.count)
         self._require_memory(f"a worker's part of full-parameter training of {self.base.name}", needed.device, self.base.device)
-        return DividedOptimizer(DividedWeights(self.base, shape, self.together), needed.device)
+        return ShardedOptimizer(ShardedWeights(self.base, shape, self.together), needed.device)
 
     def _stepped(self, optimizer: Optimizer, settings: AdamSettings) -> dict[str, float]:
-        """A step of divided weights adds nothing up: that was done pass by pass."""
-        return optimizer.step(settings) if isinstance(optimizer, DividedOptimizer) else super()._stepped(optimizer, settings)
+        """A step of sharded weights adds nothing up: that was done pass by pass."""
+        return optimizer.step(settings) if isinstance(optimizer, ShardedOptimizer) else super()._stepped(optimizer, settings)
 
     # ---- Copies that are sampled
 
     def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
         """Take a snapshot while all other workers call `help_to_snapshot`. All weights come to the host's memory.
 
-        Where nothing samples nobody helps: it raises UserError for a model that is divided.
+        Where nothing samples nobody helps: it raises UserError for a model that is sharded.
         """
         model = self._agreed(model_id) if self.gives_snapshots else None
         if model is None:
@@ -128,20 +128,20 @@ class DividedBackend(LocalBackend):
             log.warning("there is no room for a snapshot of model %s: %s", model_id, error, exc_info=True)
             failure = error
         refuse_together(self.together, failure)
-        self._all_of_them("put a snapshot together", lambda: gathered(model.divided, model.divided.parts, tensors))
+        self._all_of_them("put a snapshot together", lambda: gathered(model.sharded, model.sharded.parts, tensors))
         return FullWeights(model.weights.shape, tensors, self.base.dtype, ref)
 
-    def _room_for_snapshot(self, model: DividedOptimizer) -> dict[str, Tensor]:
+    def _room_for_snapshot(self, model: ShardedOptimizer) -> dict[str, Tensor]:
         """Tensors without numbers, in the precision that passes read."""
         size = snapshot_bytes(model.weights.parameter_count, self.base.dtype)
         self._require_memory("a snapshot of full weights", size, torch.device("cpu"))
-        return _empty(model.divided, self.base.dtype)
+        return _empty(model.sharded, self.base.dtype)
 
     def help_to_snapshot(self, model_id: str) -> None:
         model = self._agreed(model_id)
         if model is not None:
             refuse_together(self.together, None)
-            self._all_of_them("put a snapshot together", lambda: gathered(model.divided, model.divided.parts, None))
+            self._all_of_them("put a snapshot together", lambda: gathered(model.sharded, model.sharded.parts, None))
 
     # ---- What is saved
 
@@ -159,8 +159,8 @@ class DividedBackend(LocalBackend):
         refuse_together(self.together, failure)
         return part
 
-    def _copied_part(self, model_id: str, model: DividedOptimizer, optimizer: bool) -> StatePart:
-        weights, place = model.divided, self.together.place
+    def _copied_part(self, model_id: str, model: ShardedOptimizer, optimizer: bool) -> StatePart:
+        weights, place = model.sharded, self.together.place
         size = sum(master.nbytes for master in weights.masters.values()) * (3 if optimizer and model.moments() else 1)
         self._require_memory("what the workers of this host copy to save it", size * self.neighbours, torch.device("cpu"))
         about = About.of(self.base, weights.shape) if place.writes(model_id) else None
@@ -171,11 +171,11 @@ class DividedBackend(LocalBackend):
             step = next(iter(model.adamw.state.values()))["step"].to("cpu", copy=True)
         return StatePart(about, weights.rows, place.rank, _on_host(weights.masters), moments, step)
 
-    def _agreed(self, model_id: str) -> DividedOptimizer | None:
-        """A model that all workers have; None if it is not divided. Raises NotFoundError if none of them has it."""
+    def _agreed(self, model_id: str) -> ShardedOptimizer | None:
+        """A model that all workers have; None if it is not sharded. Raises NotFoundError if none of them has it."""
         self.together.agree(model_id in self.optimizers, f"whether model {model_id} is there")
         model = self._optimizer(model_id)
-        return model if isinstance(model, DividedOptimizer) else None
+        return model if isinstance(model, ShardedOptimizer) else None
 
     def _all_of_them(self, what: str, exchange: Callable[[], None]) -> None:
         """An exchange that nobody may leave alone."""
@@ -201,10 +201,10 @@ class DividedBackend(LocalBackend):
             raise DeviceLostError(f"{self.together.place.name} failed within a pass of all workers: {error!r}") from error
         return result
 
-    def _attempt(self, work: Sequence[DatumWork], backward: bool, effort: Effort) -> Outcome:
-        compute = partial(super()._attempt, work, backward, effort)
+    def _attempt(self, work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> Outcome:
+        compute = partial(super()._attempt, work, backward, recomputation)
         model = self._optimizer(work[0].model_id)  # one with all weights has the pass to itself
-        if isinstance(model, DividedOptimizer):
+        if isinstance(model, ShardedOptimizer):
             outcome = None
             while outcome is None:
                 self._help_until(_number_of(work[0].model_id), backward)
@@ -224,13 +224,13 @@ class DividedBackend(LocalBackend):
                 self.layers.finish()
                 continue
             model = next((model for model_id, model in self.optimizers.items() if _number_of(model_id) == chosen), None)
-            if not isinstance(model, DividedOptimizer):
+            if not isinstance(model, ShardedOptimizer):
                 raise DeviceLostError(f"{self.together.place.name} has no part of a model that another one is to compute")
             self._with_all_weights(model, backward, list)
 
-    def _with_all_weights(self, model: DividedOptimizer, backward: bool, compute: Callable[[], Outcome]) -> Outcome | None:
+    def _with_all_weights(self, model: ShardedOptimizer, backward: bool, compute: Callable[[], Outcome]) -> Outcome | None:
         """One attempt of all workers with a model's own weights; None if the same is to be computed again, because another has failed."""
-        layers = model.divided.layers
+        layers = model.sharded.layers
         if backward and (lacking := self._without_room(model)) is not None:
             return lacking
         layers.begin(backward)
@@ -244,7 +244,7 @@ class DividedBackend(LocalBackend):
         model.keep_pass()
         return outcome
 
-    def _without_room(self, model: DividedOptimizer) -> PassError | None:
+    def _without_room(self, model: ShardedOptimizer) -> PassError | None:
         """Take the memory for the gradients of a pass; returns why there is none on all workers."""
         lacking: PassError | None = None
         try:
@@ -262,7 +262,7 @@ def _number_of(model_id: str) -> int:
     return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7]) + 2
 
 
-def _empty(weights: DividedWeights, dtype: torch.dtype) -> dict[str, Tensor]:
+def _empty(weights: ShardedWeights, dtype: torch.dtype) -> dict[str, Tensor]:
     """Memory of the host for all parameters, by their names."""
     return {name: torch.empty(shape, dtype=dtype) for row in weights.rows.values() for name, shape in row.shapes.items()}
 
@@ -272,9 +272,9 @@ def _on_host(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def require_float32_state(base: BaseModel, state: FullState) -> None:
-    """Raise UserError for a state of full-parameter training that is not divided."""
+    """Raise UserError for a state of full-parameter training that is not sharded."""
     if state != "float32":
         raise UserError(
-            f"the server divides the weights of {base.name} over its workers (--shard weights), and what it remembers of all weights is "
+            f"the server shards the weights of {base.name} over its workers (--shard weights), and what it remembers of all weights is "
             f"float32 then: it takes no --full-state {state}; serve with --full-state float32, or with --shard none"
         )

@@ -9,11 +9,11 @@ there is no checkpoint and nothing is left of it.
 Also: `tests/distributed/test_saving_together.py`, `tests/worker/test_joint_saves.py`, `tests/store/test_pieces.py`,
 `tests/training/test_checkpoint.py`, `tests/engine/test_worker_group.py`.
 
-Invariant: All weights, divided, train as on one worker; an attempt that fails on one alone counts no gradient twice and loses none; what
+Invariant: All weights, sharded, train as on one worker; an attempt that fails on one alone counts no gradient twice and loses none; what
 one lacks memory for is refused on all.
 Also: `tests/distributed/test_replicas.py`.
 
-Invariant: A snapshot of divided weights is of one step, to the last bit, and stays; one that fails on a worker is refused on all.
+Invariant: A snapshot of sharded weights is of one step, to the last bit, and stays; one that fails on a worker is refused on all.
 Also: `tests/engine/test_worker_group.py`.
 """
 
@@ -40,16 +40,16 @@ from tests.extent import EVERYTHING, amount, slow
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import Weights, divided_full_bytes
+from tinsmith.models.full import Weights, sharded_full_bytes
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
-from tinsmith.training.divided_backend import DividedBackend
-from tinsmith.training.divided_decoder import DividedDecoder, divide
-from tinsmith.training.divided_optimizer import DividedOptimizer
-from tinsmith.training.divided_weights import gathered
+from tinsmith.training.sharded_backend import ShardedBackend
+from tinsmith.training.sharded_decoder import ShardedDecoder, shard
+from tinsmith.training.sharded_optimizer import ShardedOptimizer
+from tinsmith.training.sharded_weights import gathered
 from tinsmith.training.state_part import StatePart
 from tinsmith.wire.chunks import Chunk
 
@@ -112,12 +112,12 @@ def share_of(work: Sequence[T], step: int, rank: int, count: int) -> list[T]:
 
 
 def whole(backend: LocalBackend, name: str, parts: Callable[[Any], Sequence[Tensor]]) -> dict[str, Tensor]:
-    """What is laid out like the masters of a model, by the names of the parameters; put together by all where it is divided."""
+    """What is laid out like the masters of a model, by the names of the parameters; put together by all where it is sharded."""
     model = backend.optimizers[name]
-    if not isinstance(model, DividedOptimizer):
+    if not isinstance(model, ShardedOptimizer):
         return {key: tensor.detach().to("cpu", copy=True) for key, tensor in zip(model.weights.named_tensors(), parts(model), strict=True)}
-    found = {key: torch.full(shape, torch.nan) for row in model.divided.rows.values() for key, shape in row.shapes.items()}
-    gathered(model.divided, dict(zip(model.divided.rows, parts(model), strict=True)), found)
+    found = {key: torch.full(shape, torch.nan) for row in model.sharded.rows.values() for key, shape in row.shapes.items()}
+    gathered(model.sharded, dict(zip(model.sharded.rows, parts(model), strict=True)), found)
     return found
 
 
@@ -167,11 +167,11 @@ def alone(member: Member, name: str = "text", dtype: str = "float32") -> LocalBa
     return with_models(LocalBackend(member.base(name, dtype=dtype), TRAINING))
 
 
-def together(member: Member, name: str = "text", dtype: str = "float32", steps: int = 0) -> DividedBackend:
+def together(member: Member, name: str = "text", dtype: str = "float32", steps: int = 0) -> ShardedBackend:
     """A worker that has a part of the layers of all models, after so many steps of all."""
     base = on_host(member.directory / "bases" / name, dtype, str(here()))
-    divide(base, member.group)
-    backend = with_models(DividedBackend(base, TRAINING, member.group))
+    shard(base, member.group)
+    backend = with_models(ShardedBackend(base, TRAINING, member.group))
     for step in range(steps):
         compute_share(backend, step, member.rank, member.count)
         step_all(backend)
@@ -179,7 +179,7 @@ def together(member: Member, name: str = "text", dtype: str = "float32", steps: 
 
 
 @cache
-def stepped(member: Member) -> DividedBackend:
+def stepped(member: Member) -> ShardedBackend:
     """The text model after a step, for tests that leave it as it was."""
     return together(member, steps=1)
 
@@ -219,7 +219,7 @@ def without_memory(member: Member, of: Any, method: str, rank: int = 1) -> Any:
 
 
 def write(
-    member: Member, backend: DividedBackend, model: str, name: str, optimizer: bool = True, meanwhile: Callable[[], object] = lambda: None
+    member: Member, backend: ShardedBackend, model: str, name: str, optimizer: bool = True, meanwhile: Callable[[], object] = lambda: None
 ) -> None:
     """Write this worker's part of a checkpoint, all but its beginning after something else was done meanwhile.
 
@@ -298,17 +298,17 @@ def test_each_keeps_its_part_alone(member: Member) -> None:
     base, count = member.base("deep"), member.count
     sizes = [sum(parameter.numel() for parameter in base.language_model.layers[index].parameters()) for index in range(8)]
     around = sum(parameter.numel() for parameter in base.full_targets(SHAPES["all"]).values()) - sum(sizes)
-    needed = divided_full_bytes(sizes, around, torch.float32, count)
+    needed = sharded_full_bytes(sizes, around, torch.float32, count)
     undivided = held_bytes()
-    divide(base, member.group)
-    assert isinstance(base.decoder, DividedDecoder)
-    layers, before = base.decoder.divided, held_bytes()
+    shard(base, member.group)
+    assert isinstance(base.decoder, ShardedDecoder)
+    layers, before = base.decoder.sharded, held_bytes()
     slack = 8 * 32 * 64 * count  # tensors begin at multiples of 64 bytes, and parts are of one size
     assert layers.whole_bytes / count <= layers.nbytes <= layers.whole_bytes / count + slack
     assert layers.whole_bytes / 4 <= layers.buffer_bytes <= layers.whole_bytes / 4 + slack
     assert abs(undivided - before - (layers.whole_bytes - layers.nbytes - layers.buffer_bytes)) <= slack
 
-    backend = DividedBackend(base, TRAINING, member.group)
+    backend = ShardedBackend(base, TRAINING, member.group)
     backend.create_model("all", SHAPES["all"])
     model = backend.optimizers["all"]
     held, told, promised, parameters = held_bytes() - before, model.weights.nbytes, model.unclaimed, model.weights.parameter_count
@@ -409,17 +409,17 @@ def take(backend: LocalBackend, masters: Mapping[str, Mapping[str, Tensor]]) -> 
 def test_what_fails_on_one_alone_counts_nothing_twice_and_loses_nothing(member: Member) -> None:
     """It goes on in halves there, as a worker alone does; the others put the layers together for it and wait for nothing else.
 
-    Of a model whose weights are divided all compute the attempt again.
+    Of a model whose weights are sharded all compute the attempt again.
     """
     backend = stepped(member)
     make, model = renderer(backend.base), backend.optimizers["all"]
-    assert isinstance(model, DividedOptimizer)
+    assert isinstance(model, ShardedOptimizer)
     mine = own_share(member, backend) + [datum("all", make.render([random_tokens(100 * member.rank + i, 11 + i)])) for i in range(2)]
     losses, expected = losses_of(backend, mine), gradients(backend)
     clear(backend)
     for fault in (torch.OutOfMemoryError("out of memory"), ValueError("bad")):
         for where, (of, method, calls) in FAULTS.items():
-            with failing(backend.layers if of == "base" else model.divided.layers, method, fault, member.rank == 1, calls):
+            with failing(backend.layers if of == "base" else model.sharded.layers, method, fault, member.rank == 1, calls):
                 assert losses_of(backend, mine) == pytest.approx(losses, rel=WITHIN)
             for name, found in gradients(backend).items():
                 assert_near(found, expected[name], EXACT if name in LORA and member.rank != 1 and "all" not in where else WITHIN)
@@ -480,7 +480,7 @@ def test_a_first_step_without_memory_on_one_leaves_all_without_moments(member: M
     backend.delete_model("new")
 
 
-def snapshot(member: Member, backend: DividedBackend, model: str) -> Weights | None:
+def snapshot(member: Member, backend: ShardedBackend, model: str) -> Weights | None:
     """A snapshot, on the first worker alone; others help."""
     if member.rank > 0:
         backend.help_to_snapshot(model)
@@ -580,7 +580,7 @@ def test_what_is_refused_lets_nobody_wait(member: Member) -> None:
         shape = replace(SHAPES["all"], **{switch: False})
         says = f".*{switch}=False and lora_config.rank=0: a server with --shard weights trains whole layers"
         refused(lambda shape=shape: backend.create_model("part", shape), UserError, says)  # type: ignore[misc]
-    compact = DividedBackend(backend.base, replace(TRAINING, full_state="compact"), member.group)
+    compact = ShardedBackend(backend.base, replace(TRAINING, full_state="compact"), member.group)
     says = ".*it takes no --full-state compact; serve with --full-state float32, or with --shard none"
     refused(lambda: compact.create_model("compact", SHAPES["all"]), UserError, says)
     refused(lambda: backend.snapshot("all", WeightsRef("tiny", "k", "k", None)), UserError, ".*save them with save_weights_for_sampler")

@@ -17,21 +17,21 @@ from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Decoder
 from tinsmith.models.flat_row import FlatRow
-from tinsmith.models.full import FullBytes, FullWeights, divided_full_bytes
+from tinsmith.models.full import FullBytes, FullWeights, sharded_full_bytes
 from tinsmith.models.layer_tensors import parameters_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
-from tinsmith.training.divided_decoder import DividedDecoder
+from tinsmith.training.sharded_decoder import ShardedDecoder
 from tinsmith.training.trained_layers import GradientSums, TrainedLayers
 
 
-class DividedWeights(FullWeights):
+class ShardedWeights(FullWeights):
     """This worker's part of them. `masters` and all that is laid out like these hold a flat part of each row, by the row's name."""
 
     def __init__(self, base: BaseModel, shape: LoraShape, group: ProcessGroup) -> None:
-        """Memory for them, which `take` gives numbers. The base is divided too. Raises UserError for what cannot be divided."""
-        if not isinstance(base.decoder, DividedDecoder):
-            raise TypeError(f"the layers of {base.name} are not divided")
+        """Memory for them, which `take` gives numbers. The base is sharded too. Raises UserError for what cannot be sharded."""
+        if not isinstance(base.decoder, ShardedDecoder):
+            raise TypeError(f"the layers of {base.name} are not sharded")
         self.shape, self.dtype, self.group = shape, base.dtype, group
         self.ref: WeightsRef | None = None
         self.rows = rows_of(base, shape, group.count)
@@ -48,12 +48,12 @@ class DividedWeights(FullWeights):
         self.anchor = torch.zeros((), dtype=base.dtype, device=device, requires_grad=True)
         rows = [row for _, row in in_layers]
         self.sums = GradientSums(group, max(row.part for row in rows) * group.count, device)
-        frozen = base.decoder.divided
+        frozen = base.decoder.sharded
         frozen.make_room(max(row.part for row in rows) * group.count * base.dtype.itemsize)
         parts = [self.parts[name] for name, _ in in_layers]
         self.layers = TrainedLayers(group, frozen.templates, rows, parts, frozen.buffers, self.sums)
         own = base.decoder.last_norm.with_weights(self.working)
-        self.decoder = DividedDecoder(base.decoder.layers, own, base.decoder.rope, self.layers, self.anchor)
+        self.decoder = ShardedDecoder(base.decoder.layers, own, base.decoder.rope, self.layers, self.anchor)
 
     def decoder_of(self, own: Decoder) -> Decoder:
         return self.decoder
@@ -79,7 +79,7 @@ class DividedWeights(FullWeights):
 
     def snapshot(self, ref: WeightsRef) -> NoReturn:
         raise UserError(
-            "all weights are divided over the workers (--shard weights), and none of them has what is sampled: save them with "
+            "all weights are sharded over the workers (--shard weights), and none of them has what is sampled: save them with "
             "save_weights_for_sampler, and sample the checkpoint with a server that has --train none, or serve with --sampler vllm"
         )
 
@@ -114,10 +114,10 @@ def rows_of(base: BaseModel, shape: LoraShape, workers: int) -> dict[str, FlatRo
             "(a rank of 1 or more), or serve with --shard none"
         )
     decoder = base.decoder
-    assert isinstance(decoder, DividedDecoder)
+    assert isinstance(decoder, ShardedDecoder)
     shapes = {name: tensor.shape for name, tensor in base.full_targets(shape).items()}
     rows: dict[str, FlatRow] = {}
-    for index, template in enumerate(decoder.divided.templates):
+    for index, template in enumerate(decoder.sharded.templates):
         own = {name: shapes.pop(name) for name in list(shapes) if name.startswith(f"layers.{index}.")}
         if own.keys() != parameters_of(template).keys():
             strange = min(own.keys() ^ parameters_of(template).keys())
@@ -130,13 +130,13 @@ def bytes_of(base: BaseModel, shape: LoraShape, workers: int) -> FullBytes:
     """Return the bytes of a model of this shape on each worker."""
     rows = [row.numbers for row in rows_of(base, shape, workers).values()]
     count = len(base.layout.layers)
-    return divided_full_bytes(rows[:count], sum(rows[count:]), base.dtype, workers)
+    return sharded_full_bytes(rows[:count], sum(rows[count:]), base.dtype, workers)
 
 
-def take_from_base(weights: DividedWeights, base: BaseModel) -> None:
+def take_from_base(weights: ShardedWeights, base: BaseModel) -> None:
     """Give weights the numbers of the base, whose layers are put together one by one: to be called by all workers."""
-    assert isinstance(base.decoder, DividedDecoder)
-    frozen = base.decoder.divided
+    assert isinstance(base.decoder, ShardedDecoder)
+    frozen = base.decoder.sharded
     frozen.begin(backward=False)
     for index in range(len(frozen.parts)):
         weights.take(f"layers.{index}", parameters_of(frozen.layer(index)))
@@ -146,13 +146,13 @@ def take_from_base(weights: DividedWeights, base: BaseModel) -> None:
         weights.take(name, around)
 
 
-def take_from(weights: DividedWeights, tensors: Mapping[str, Tensor]) -> None:
+def take_from(weights: ShardedWeights, tensors: Mapping[str, Tensor]) -> None:
     """Give weights the numbers of a checkpoint."""
     for name in weights.rows:
         weights.take(name, tensors)
 
 
-def gathered(weights: DividedWeights, parts: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> None:
+def gathered(weights: ShardedWeights, parts: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> None:
     """Put together what is laid out like the masters, such as a moment, into `tensors` by the names of the parameters.
 
     To be called by all workers, with parts of one precision; those that want nothing give None. Takes no memory.

@@ -12,7 +12,7 @@ import torch
 
 from tinsmith.models.budget import FREE_SHARE
 from tinsmith.models.machine import free_memory, give_back_pinned_memory
-from tinsmith.models.pass_memory import KEEP_ALL, Effort, PassMemory
+from tinsmith.models.pass_memory import KEEP_ALL, PassMemory, Recomputation
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ PATIENCE = 64
 """Passes without an out-of-memory after which larger ones are tried again."""
 
 
-class Efforts:
+class MemoryRetries:
     """Recomputation for the passes of one base model. `promised` returns the free bytes that others will still take."""
 
     def __init__(self, memory: PassMemory, device: torch.device, logits_chunk: int, promised: Callable[[], int]) -> None:
@@ -35,29 +35,29 @@ class Efforts:
         self.undisturbed = 0
         """Passes since the last out-of-memory."""
 
-    def estimate(self, tokens: int, effort: Effort) -> int:
+    def estimate(self, tokens: int, recomputation: Recomputation) -> int:
         """Bytes that a forward_backward pass of so many tokens will take, as far as is known by now."""
-        return int(self.factor * self.memory.bytes(tokens, self.logits_chunk, effort))
+        return int(self.factor * self.memory.bytes(tokens, self.logits_chunk, recomputation))
 
-    def first(self, tokens: int, backward: bool) -> Effort:
-        """The effort to begin with. A pass without backward keeps nothing anyway."""
+    def first(self, tokens: int, backward: bool) -> Recomputation:
+        """Return the recomputation to begin with. A pass without backward keeps nothing anyway."""
         if not backward or self.estimate(tokens, KEEP_ALL) < TOO_SMALL:
             return KEEP_ALL
         free = int(FREE_SHARE * (free_memory(self.device) - self.promised()) / self.factor)
-        return self.memory.effort_for(tokens, self.logits_chunk, free) or self.memory.smallest
+        return self.memory.recomputation_for(tokens, self.logits_chunk, free) or self.memory.smallest
 
-    def more(self, effort: Effort, tokens: int, alone: bool) -> Effort | None:
-        """The effort to try after an out-of-memory with `effort`; None if only fewer sequences can help, or for one alone nothing.
+    def more(self, recomputation: Recomputation, tokens: int, alone: bool) -> Recomputation | None:
+        """Return what to try after an out-of-memory with `recomputation`; None if only fewer sequences can help, or for one alone nothing.
 
         The estimate was too low then, and is corrected.
         """
         self.undisturbed = 0
         if self.device.type != "cpu":  # where nothing is measured that could correct the factor again
             self.factor *= 1.1
-        if effort.recompute < self.memory.smallest.recompute:
+        if recomputation.recompute < self.memory.smallest.recompute:
             return self.memory.smallest
         host = self.memory.smallest_with_host
-        if not alone or effort.offload or self.device.type == "cpu":
+        if not alone or recomputation.offload or self.device.type == "cpu":
             return None
         needed = self.memory.host_bytes(tokens, host)
         if needed >= free_memory(torch.device("cpu")):
@@ -65,9 +65,9 @@ class Efforts:
         return host if needed < free_memory(torch.device("cpu")) else None
 
     @contextmanager
-    def measured(self, tokens: int, effort: Effort) -> Iterator[None]:
+    def measured(self, tokens: int, recomputation: Recomputation) -> Iterator[None]:
         """Compare what the body, a forward_backward pass with LoRA, takes of the device with the estimate. A CPU keeps no such count."""
-        expected = self.memory.bytes(tokens, self.logits_chunk, effort)
+        expected = self.memory.bytes(tokens, self.logits_chunk, recomputation)
         if self.device.type != "cuda" or expected < TOO_SMALL:
             yield
             return

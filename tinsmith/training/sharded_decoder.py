@@ -1,7 +1,7 @@
 """A decoder with sharded layers (`--shard weights`): each is gathered while it is computed, forward and backward.
 
-What is divided is the weights of all layers: of a base model, which LoRA leaves as they are, or of a model with weights of its own
-(`divided_weights.py`). Embedding, LM head, last norm, vision tower and adapters are whole on each worker.
+What is sharded is the weights of all layers: of a base model, which LoRA leaves as they are, or of a model with weights of its own
+(`sharded_weights.py`). Embedding, LM head, last norm, vision tower and adapters are whole on each worker.
 """
 
 import logging
@@ -16,13 +16,13 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Decoder, Layer
 from tinsmith.models.machine import size_text
 from tinsmith.models.streamed_decoder import StreamedDecoder
-from tinsmith.training.divided_layers import DividedLayers, divide_layers
+from tinsmith.training.sharded_layers import ShardedLayers, shard_layers
 
 log = logging.getLogger(__name__)
 
 
 def require_divisible(base: BaseModel) -> None:
-    """Raise ConfigError if the layers of the model cannot be divided."""
+    """Raise ConfigError if the layers of the model cannot be sharded."""
     if base.decoder is None:
         raise ConfigError(
             f"{base.name} ({base.family.model_type}) cannot be served with --shard weights, which only models take whose layers Tinsmith's "
@@ -32,7 +32,7 @@ def require_divisible(base: BaseModel) -> None:
         raise ConfigError(f"{base.name}: --shard weights and --deterministic do not work together; leave one out")
 
 
-def divide(base: BaseModel, group: ProcessGroup) -> None:
+def shard(base: BaseModel, group: ProcessGroup) -> None:
     """Divide the layers of a base model over all workers: what this one does not keep of them is freed.
 
     They lie on its device, or come there from the host's memory one at a time.
@@ -42,14 +42,14 @@ def divide(base: BaseModel, group: ProcessGroup) -> None:
     assert decoder is not None
     layers = _one_by_one(decoder)
     base.decoder = decoder = replace(decoder, layers=())
-    divided = divide_layers(layers, group, lambda index: _without_memory(base, index))
-    base.decoder = DividedDecoder(tuple(divided.templates), decoder.last_norm, decoder.rope, divided)
+    sharded = shard_layers(layers, group, lambda index: _without_memory(base, index))
+    base.decoder = ShardedDecoder(tuple(sharded.templates), decoder.last_norm, decoder.rope, sharded)
     if base.device.type == "cuda":
         torch.cuda.empty_cache()
     log.info(
-        "%s: its %d layers are divided over %d workers (--shard weights): this one keeps %s of %s, and %s of buffers",
-        *(base.name, len(divided.parts), group.count),
-        *map(size_text, (divided.nbytes, divided.whole_bytes, divided.buffer_bytes)),
+        "%s: its %d layers are sharded over %d workers (--shard weights): this one keeps %s of %s, and %s of buffers",
+        *(base.name, len(sharded.parts), group.count),
+        *map(size_text, (sharded.nbytes, sharded.whole_bytes, sharded.buffer_bytes)),
     )
 
 
@@ -67,12 +67,12 @@ def _without_memory(base: BaseModel, index: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class DividedDecoder(StreamedDecoder):
-    """A decoder whose layers are divided. It computes within passes of all workers (`DividedLayers.begin` and `finish`)."""
+class ShardedDecoder(StreamedDecoder):
+    """A decoder whose layers are sharded. It computes within passes of all workers (`ShardedLayers.begin` and `finish`)."""
 
     @property
-    def divided(self) -> DividedLayers:
+    def sharded(self) -> ShardedLayers:
         """The source of its layers."""
-        if not isinstance(self.source, DividedLayers):
+        if not isinstance(self.source, ShardedLayers):
             raise TypeError(f"the layers come from {type(self.source).__name__}")
         return self.source

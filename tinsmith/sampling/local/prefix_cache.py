@@ -13,7 +13,7 @@ The first two cut a prompt into one more piece than it needs, so they must spare
 from collections.abc import Iterable
 
 from tinsmith.sampling.local.kv_cache import KVCache
-from tinsmith.sampling.local.sequence import Sequence
+from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prefix import BLOCK
 
@@ -21,24 +21,24 @@ WORTH_SAVING = 64 // BLOCK
 """Blocks that a state must spare another sequence, for a prompt to be cut where it is saved."""
 
 
-class Beginnings:
+class PrefixCache:
     """The prefix cache: known beginnings of sequences, and states that are to be saved of them."""
 
     def __init__(self, cache: KVCache, states: StateSlots | None) -> None:
         self.cache = cache
         self.states = states
 
-    def coming(self, filling: Iterable[Sequence]) -> dict[bytes, Sequence]:
+    def coming(self, filling: Iterable[SequenceState]) -> dict[bytes, SequenceState]:
         """Prompts that are being computed, by the keys of their blocks."""
         return {key: sequence for sequence in filling for key in sequence.keys_of(sequence.length // BLOCK)}
 
-    def known(self, sequence: Sequence) -> list[int]:
+    def known(self, sequence: SequenceState) -> list[int]:
         """The blocks of its beginning that it need not compute."""
         keys = sequence.keys_of(sequence.needed_from // BLOCK)
         found = self.cache.find(keys)
         return found[: self.states.longest(keys[: len(found)])] if self.states else found
 
-    def found(self, sequence: Sequence, coming: dict[bytes, Sequence]) -> list[int] | None:
+    def found(self, sequence: SequenceState, coming: dict[bytes, SequenceState]) -> list[int] | None:
         """Find a known beginning; None if a prompt in `coming` will provide a longer one, so that this one should wait.
 
         With states that prompt is told to save the state where the two part, if it has not got past there.
@@ -57,7 +57,7 @@ class Beginnings:
                 return None
         return known
 
-    def worth_saving(self, sequence: Sequence, found: int) -> set[int]:
+    def worth_saving(self, sequence: SequenceState, found: int) -> set[int]:
         """After how many blocks the state of a sequence is to be saved that is about to be computed from behind its first `found` blocks.
 
         If more blocks than these are known, an earlier prompt began with them and went on in another way, or its state is lost.
@@ -70,7 +70,7 @@ class Beginnings:
                     saves.add(blocks)
         return saves
 
-    def end_of_piece(self, sequence: Sequence, most: int) -> int:
+    def end_of_piece(self, sequence: SequenceState, most: int) -> int:
         """Return where a chunk of at most so many prompt tokens ends: at a state to save, or at least at a full block."""
         end = min(sequence.length, sequence.stored + most)
         if self.states:
@@ -81,11 +81,11 @@ class Beginnings:
                 return end // BLOCK * BLOCK
         return end
 
-    def save_state(self, sequence: Sequence, may_evict: bool) -> None:
+    def save_state(self, sequence: SequenceState, may_evict: bool) -> None:
         """Save the state of a sequence that a pass has computed to the end of a block.
 
-        What `Sequence.saves` does not name takes the place of what the sequence saved so before; if it has none, it takes a slot from a
-        saved state only if it `may_evict` one.
+        What `SequenceState.saves` does not name takes the place of what the sequence saved so before; if it has none, it takes a slot from
+        a saved state only if it `may_evict` one.
         """
         if self.states is None or sequence.stored % BLOCK:
             return

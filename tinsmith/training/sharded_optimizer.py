@@ -15,18 +15,18 @@ from torch.nn.utils import clip_grads_with_norm_
 from tinsmith.distributed.joint_work import refuse_together
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.protocol.shapes import AdamSettings
-from tinsmith.training.divided_weights import DividedWeights
 from tinsmith.training.optimizer import ModelOptimizer, norm_of, require_finite_norm
+from tinsmith.training.sharded_weights import ShardedWeights
 from tinsmith.training.together import state_after
 
 
-class DividedOptimizer(ModelOptimizer):
+class ShardedOptimizer(ModelOptimizer):
     """This worker's parts of what one model trains. `totals` are its parts of what has been added up over all workers, pass by pass."""
 
-    def __init__(self, weights: DividedWeights, needed: int) -> None:
+    def __init__(self, weights: ShardedWeights, needed: int) -> None:
         """Start anew. `needed` is what training takes in all, in bytes."""
         super().__init__(weights)
-        self.divided = weights
+        self.sharded = weights
         self.needed = needed
         self.around: Sequence[Tensor | None] = []
         """Gradients of a pass: of the tensors around the layers, on this worker."""
@@ -36,7 +36,7 @@ class DividedOptimizer(ModelOptimizer):
     def take(self, moments: Mapping[str, Tensor]) -> None:
         """Go on from what the optimizer of a checkpoint remembered, by the names of the parameters."""
         self.claim_moments()
-        weights = self.divided
+        weights = self.sharded
         for name, row in weights.rows.items():
             state = self.adamw.state[weights.masters[name]]
             for entry in ("exp_avg", "exp_avg_sq"):
@@ -45,11 +45,11 @@ class DividedOptimizer(ModelOptimizer):
 
     def parts_of(self, entry: str) -> dict[str, Tensor]:
         """Return the optimizer's tensors that are laid out like the masters, by row name. The next step changes them."""
-        return {name: self.adamw.state[master][entry] for name, master in self.divided.masters.items()}
+        return {name: self.adamw.state[master][entry] for name, master in self.sharded.masters.items()}
 
     @property
     def unclaimed(self) -> int:
-        weights = self.divided
+        weights = self.sharded
         moments: list[Tensor] = [tensor for state in self.adamw.state.values() for tensor in state.values()]
         held = sum(tensor.nbytes for tensor in (*(self.totals or []), *self.of_pass, *moments))
         return max(0, self.needed - weights.nbytes - held)
@@ -58,9 +58,9 @@ class DividedOptimizer(ModelOptimizer):
 
     def begin_pass(self) -> None:
         """Take the memory for the gradients of a pass. May fail on one worker alone."""
-        self.around = [None] * len(self.divided.working)
-        self.of_pass = [torch.empty_like(master, requires_grad=False) for master in self.divided.tensors()]
-        self.divided.layers.gradients = self.of_pass[: len(self.divided.layers.rows)]
+        self.around = [None] * len(self.sharded.working)
+        self.of_pass = [torch.empty_like(master, requires_grad=False) for master in self.sharded.tensors()]
+        self.sharded.layers.gradients = self.of_pass[: len(self.sharded.layers.rows)]
 
     def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
         """Those of the tensors around the layers, which `keep_pass` adds up."""
@@ -69,7 +69,7 @@ class DividedOptimizer(ModelOptimizer):
 
     def keep_pass(self) -> None:
         """Add the gradients of a pass to the totals. To be called by all workers, when all have computed it; takes no memory."""
-        weights = self.divided
+        weights = self.sharded
         count = len(weights.layers.rows)
         for row, gradient, part in zip(list(weights.rows.values())[count:], self.around, self.of_pass[count:], strict=True):
             weights.sums.begin(row, [gradient], part)
@@ -82,13 +82,13 @@ class DividedOptimizer(ModelOptimizer):
 
     def drop_pass(self) -> None:
         """Forget the gradients of a pass."""
-        self.around, self.of_pass, self.divided.layers.gradients = [], [], None
+        self.around, self.of_pass, self.sharded.layers.gradients = [], [], None
 
     # ---- A step
 
     def step(self, settings: AdamSettings) -> dict[str, float]:
         """Take a step together: to be called by all workers, it is taken by all or, whatever one of them lacks, by none."""
-        group = self.divided.group
+        group = self.sharded.group
         totals, self.totals = self.totals, None
         group.agree(totals is not None, "whether a model has gradients")
         if totals is None:
@@ -126,20 +126,20 @@ class DividedOptimizer(ModelOptimizer):
         except (RuntimeError, MemoryError) as error:
             failure = error
         try:
-            refuse_together(self.divided.group, failure)
+            refuse_together(self.sharded.group, failure)
         except TinsmithError:
             if first:  # or the next that is saved would wait for moments that one worker does not have
                 self.adamw.state.clear()
             raise
-        heard = self.divided.group.gather(struct.unpack("<q", struct.pack("<d", squares))[0])
+        heard = self.sharded.group.gather(struct.unpack("<q", struct.pack("<d", squares))[0])
         return math.sqrt(math.fsum(struct.unpack("<d", struct.pack("<q", bits))[0] for bits in heard))
 
     def _take_step(self, settings: AdamSettings, grad_norm: float) -> None:
         """Take the agreed step. A worker that fails here no longer has the others' weights."""
-        group = self.divided.group
+        group = self.sharded.group
         try:
             self._update(settings)
-            self.divided.refresh()
+            self.sharded.refresh()
             state = state_after(self, grad_norm)
         except Exception as error:
             raise DeviceLostError(f"{group.place.name} failed within a step of all workers: {error!r}") from error

@@ -4,8 +4,8 @@
                                           a checkpoint, a kept copy, its seed: it waits
     new workers -> one model after the other is made from that; then its operations go on
 
-Gradients that finished operations had added are gone, so the next step of such a model is refused. A model whose comeback ends the workers
-for a second time is lost: it may be what ends them. One after the other, so that it is known which.
+Gradients that finished operations had added are gone, so the next step of such a model is refused. A model whose recovery ends
+the workers for a second time is lost: it may be what ends them. One after the other, so that it is known which.
 """
 
 import logging
@@ -22,7 +22,7 @@ MOST_ENDS = 2
 """So many times may workers end while they bring a model, or compute an operation, until it is given up."""
 
 
-class Comeback:
+class CrashRecovery:
     """The models that have no worker."""
 
     def __init__(self, operations: Operations, send: Callable[[Message], None]) -> None:
@@ -60,7 +60,7 @@ class Comeback:
                 )
 
     def turn(self) -> None:
-        """Let the workers, which are ready, bring the next model back. Those during whose comeback workers have ended come last."""
+        """Let the workers, which are ready, bring the next model back. Those during whose recovery workers have ended come last."""
         for base_model, model_id in self._to_delete:
             self.send(DeleteModel(base_model, model_id))
         self._to_delete.clear()

@@ -25,7 +25,7 @@ ALIGNED = 64
 """Tensors begin at multiples of so many bytes, as those that are allocated do."""
 
 
-class DividedLayers:
+class ShardedLayers:
     """This worker's parts of all layers. Both `begin` and `finish` are called for every pass by all workers."""
 
     def __init__(self, group: ProcessGroup, templates: list[Layer], parts: list[Tensor], buffers: list[Tensor]) -> None:
@@ -96,7 +96,7 @@ class DividedLayers:
     def _come_to(self, index: int) -> None:
         while self.step < 0 or self.order[self.step] != index:
             if self.step + 1 >= len(self.order):
-                raise RuntimeError(f"layer {index} is divided over the workers, and no step of a pass of all of them comes to it any more")
+                raise RuntimeError(f"layer {index} is sharded over the workers, and no step of a pass of all of them comes to it any more")
             self._advance()
 
     def _leave(self) -> None:
@@ -140,7 +140,7 @@ class DividedLayers:
         return with_tensors(self.templates[index], view)
 
 
-def divide_layers(layers: Iterator[Layer], group: ProcessGroup, freed: Callable[[int], None]) -> DividedLayers:
+def shard_layers(layers: Iterator[Layer], group: ProcessGroup, freed: Callable[[int], None]) -> ShardedLayers:
     """Divide frozen layers, which come one by one; `freed` lets go of what else holds those of that number."""
     templates: list[Layer] = []
     parts: list[Tensor] = []
@@ -151,7 +151,7 @@ def divide_layers(layers: Iterator[Layer], group: ProcessGroup, freed: Callable[
         freed(len(parts) - 1)
     largest = max(len(part) for part in parts) * group.count
     buffers = [torch.empty(largest, dtype=torch.uint8, device=parts[0].device) for _ in range(2)]
-    return DividedLayers(group, templates, parts, buffers)
+    return ShardedLayers(group, templates, parts, buffers)
 
 
 def _room(tensor: Tensor) -> int:
