@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from typing import Any
 
 import tinker
 from tinker import types
@@ -22,12 +23,21 @@ def test_a_running_server_shows_what_it_does(server: Server, service: tinker.Ser
     client.optim_step(RAW_STEP).result()
     sampler = client.save_weights_and_get_sampling_client()
     sampler.sample(text_input(3, 5), 3, types.SamplingParams(max_tokens=8, seed=1, stop=[])).result()
-    status = server.wait_for_status(lambda status: status["tokens_per_second"]["sampling"] > 0 and status["engine"]["busy_s"] == 0)
+
+    def trained(status: dict[str, Any]) -> list[tuple[str, int, int]]:
+        own = [model for model in status["models"] if model["model_id"] == client.model_id]
+        return [(model["base_model"], model["queued"], model["trained_tokens"]) for model in own]
+
+    # Others have used this server: what is shown may be of before all this.
+    status = server.wait_for_status(
+        lambda status: (
+            trained(status) == [("text", 0, 150)]
+            and (status["tokens_per_second"]["sampling"] > 0, status["engine"]["busy_s"], status["samples"]["running"]) == (True, 0, 0)
+        )
+    )
     assert status["engine"] == {"state": "ready", "reason": "", "busy_s": 0.0}
     assert status["base_models"][0] == {"name": "text", "architecture": "qwen3", "max_context": 32768, "takes_images": False}
     assert "resident" in status["memory_bytes"]
-    (model,) = [model for model in status["models"] if model["model_id"] == client.model_id]
-    assert (model["base_model"], model["queued"], model["trained_tokens"]) == ("text", 0, 150)
     command = [REAL_PYTHON, "-m", "tinsmith.cli", "status", "--url", server.url]
     shown = subprocess.run(command, check=False, capture_output=True, text=True, timeout=START_S)
     assert (shown.returncode, shown.stderr) == (0, "")

@@ -219,7 +219,7 @@ def written(directory: Path, source: Path, settings: dict[str, Any]) -> Path:
     return directory
 
 
-def image(width: int, height: int) -> Image.Image:
+def drawn(width: int, height: int) -> Image.Image:
     """Random pixels."""
     return Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
@@ -229,7 +229,7 @@ def test_values_are_the_processor_s_to_the_bit(family_dir: Callable[[str], Path]
     source = str(written(tmp_path, family_dir("qwen3_vl"), settings))
     ours, theirs = LocalProcessor(source), AutoImageProcessor.from_pretrained(source, backend="pil")
     for width, height in [(96, 64), (33, 200), (500, 333), (3, 3), (700, 640)]:
-        made, expected = ours(b"", image(width, height)), theirs(images=[image(width, height)], return_tensors="pt")
+        made, expected = ours(b"", drawn(width, height)), theirs(images=[drawn(width, height)], return_tensors="pt")
         assert torch.equal(made.pixel_values, expected["pixel_values"])
         assert made.pixel_values_nbytes == expected["pixel_values"].nbytes
         assert [*made.grid_thw] == expected["image_grid_thw"][0].tolist()

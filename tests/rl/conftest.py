@@ -10,7 +10,7 @@ from tests.running import serving
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rl.chat import ChatTemplate
 
-collect_ignore = [] if find_spec("tinker_cookbook") else ["test_tinker_cookbook.py"]
+collect_ignore = [f"test_{name}.py" for name in ("tinker_cookbook", "verifiers") if not find_spec(name)]
 
 
 @pytest.fixture(scope="session")
