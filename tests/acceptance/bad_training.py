@@ -150,7 +150,7 @@ IMAGES = [
     *(
         Case(name, training(example(text(1), chunk)), f"datum 0: chunk 1 ... {says}", "vision")
         for name, chunk, says in (
-            ("broken image", image(b"not an image"), "13 bytes labelled 'png' ... not a PNG or JPEG image"),
+            ("broken image", image(b"not an image"), "12 bytes labelled 'png' ... not a PNG or JPEG image"),
             ("wrong label", image(png(0), "jpeg"), "labelled 'jpeg' but is 'png'"),
             ("too many pixels", image(png_that_claims(30000, 30000)), "30000 x 30000 pixels ... max_image_pixels ... scale it down"),
             ("other count", image(png(0), expected_tokens=7), "expected_tokens is 7 ... takes 6 tokens in vision"),

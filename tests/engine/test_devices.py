@@ -112,7 +112,7 @@ ALONE = "sequence_parallel_from has no effect with one worker; add --workers 2 o
         (2, 0, CPU | {"sequence_parallel_from": 1000}, ALONE),
         (4, 1, DIVIDED, "--shard weights divides weights over several workers; add --workers 2 or more"),
         (4, 4, DIVIDED | LOCAL, "--shard weights and --sampler local: no worker has all weights to sample from"),
-        (4, 4, DIVIDED | {"full_state": "compact"}, "--shard weights and --full-state compact: the state of weights that are div"),
+        (4, 4, DIVIDED | {"full_state": "compact"}, "--shard weights and --full-state compact: the state of weights that are shar"),
         (4, 4, DIVIDED | {"deterministic": True}, "--shard weights and --deterministic do not work together"),
         (4, 4, VLLM, rf"--sampler vllm: 4 workers and 1 GPUs of .* \(1 for each of 1 base models, on 1 each\) are 5 GPUs{LOWER}"),
         (4, 2, TWO_BASES | {"vllm_servers": 2}, rf"--sampler vllm: 2 workers and 4 GPUs of .* \(2 for each of 2 .* are 6 GPUs{LOWER}"),

@@ -40,7 +40,7 @@ STEP = "; a step is (observations, reward, done) or (observations, reward, done,
 MESSAGE = "; a message is a dictionary with a role and a content, which is a text or a list of parts"
 PARTS = "; a part has type text with a text, image with an image, or image_url with an image_url that holds a url"
 SOUND = {"role": "user", "content": [{"type": "audio", "audio": 3}]}
-NO_IMAGE = "that cannot be shown: an image of 10 bytes that begins with b'no pictu' is no image file that Pillow can read"
+NO_IMAGE = "that cannot be shown: an image of 8 bytes that begins with b'no image' is no image file that Pillow can read"
 
 
 @pytest.mark.parametrize(

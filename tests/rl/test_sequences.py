@@ -77,7 +77,7 @@ def test_a_file_s_pixels_stay_and_png_and_jpeg_files_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (b"no image", "an image of 10 bytes that begins with b'no pictu' is no image file"),
+        (b"no image", "an image of 8 bytes that begins with b'no image' is no image file"),
         ("https://example.org/cat.png", "must be a data URI"),
         ("data:image/png;base64,???", "holds no base64"),
         (Path("cat.png"), "is no image; an image is a PIL image, an array"),
