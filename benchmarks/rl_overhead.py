@@ -135,7 +135,7 @@ def main() -> None:
         times = processed(costs.inputs, model)
     report("rl_overhead", costs.ours_s / costs.wall_s, "at most 0.05", wall_s=costs.wall_s, processor_s=costs.ours_s)
     report("rl_sequences_per_trajectory", costs.sequences, "1")
-    report("rl_times_a_image_is_processed", times, "1")
+    report("rl_times_an_image_is_processed", times, "1")
 
 
 if __name__ == "__main__":

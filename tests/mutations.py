@@ -96,6 +96,20 @@ MUTATIONS = (
         (PEFT,),
     ),
     Mutation(
+        "an infinite weight of the head makes gradients of rows that have none NaN",
+        "tinsmith/training/logprobs.py",
+        "        dh.masked_fill_(g.eq(0).all(-1, keepdim=True), 0.0)",
+        "        g.eq(0)",
+        ("tests/training/test_logprobs.py",),
+    ),
+    Mutation(
+        "gradients of layers that nobody accumulates are dropped",
+        "tinsmith/models/streamed_decoder.py",
+        '        raise TypeError("the gradients of weights',
+        '        return self.layer(index), ()\n        raise TypeError("the gradients of weights',
+        ("tests/models/test_host_layers.py",),
+    ),
+    Mutation(
         "a captured pass computes with the adapter of the pass before",
         "tinsmith/training/captured_pass.py",
         "        frame.adapter.flat_working.copy_(adapter.flat_working)\n        frame.embeddings[:tokens].copy_(embeddings)",

@@ -85,3 +85,12 @@ def test_the_worker_that_has_vllm_servers_keeps_a_whole_copy_of_what_it_divides(
     refused = r"^--shard weights and --sampler vllm: the copies of tiny .* need [\d.]+ [KM]iB of the host's memory, of which 1000 bytes are"
     with pytest.raises(ConfigError, match=refused):
         load_compared(config(), {"tiny": base})
+
+
+def test_what_would_lose_gradients_is_refused(family_dir: Callable[[str], Path]) -> None:
+    decoder = on_host(family_dir("qwen3"), device=DEVICE).decoder
+    assert isinstance(decoder, StreamedDecoder)
+    source = decoder.with_weights({}).source
+    assert source.count == decoder.source.count
+    with pytest.raises(TypeError, match="would be lost"):
+        source.layer_to_train(0)

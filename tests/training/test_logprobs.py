@@ -115,6 +115,19 @@ def test_a_row_without_gradient_gets_none_where_its_logits_are_no_numbers(dtype:
     assert not any(grad.any() for grad in torch.autograd.grad(got.sum(), [hidden, *adapter.leaves()]))
 
 
+def test_rows_without_gradient_leave_no_trace_even_where_the_logprob_is_minus_infinity() -> None:
+    hidden = torch.zeros(2, HIDDEN, requires_grad=True)
+    head = torch.zeros(VOCABULARY, HIDDEN)
+    head[1] = float("-inf")
+    with torch.no_grad():
+        hidden[:, 0] = 1.0
+        head[1, 1:] = 0.0
+    got = target_logprobs(hidden, head, torch.tensor([[1], [2]]), [Segment(0, 2, None)], chunk=8)
+    assert got[0, 0] == float("-inf")
+    (grad,) = torch.autograd.grad(got, [hidden], torch.tensor([[0.0], [0.0]]))
+    assert torch.equal(grad, torch.zeros_like(hidden))
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_bfloat16_is_no_further_off_than_a_softmax_in_float32(width: int) -> None:
     """Values and gradients against float64, beside those of logits that are copied to float32 and a log_softmax of them."""

@@ -9,7 +9,9 @@ Invariant: What is wrong in the files of an adapter is named, and nothing in the
 """
 
 import json
+import os
 import shutil
+import stat
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -372,3 +374,18 @@ def test_plain_patterns_are_matched_as_peft_matches_them(key: str, family_base: 
     config, layout = read_peft_config(tmp_path / CONFIG), family_base("qwen3").layout
     names = [layout.module_name(name) for name in layout.targets]
     assert [config.scale_of(name) == 2 for name in names] == [get_pattern_key([key], name) == key for name in names]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_exported_files_obey_the_umask(mask: int, family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
+    base, source = family_base("qwen3").layout, str(family_dir("qwen3"))
+    adapter = random_adapter(family_base("qwen3"))
+    before = os.umask(mask)
+    try:
+        write_peft(adapter, base, source, tmp_path / "adapter")
+        write_merged(adapter, base, source, tmp_path / "merged")
+    finally:
+        os.umask(before)
+    files = [file for directory in ("adapter", "merged") for file in (tmp_path / directory).iterdir()]
+    assert {"adapter_model.safetensors", "model.safetensors"} <= {file.name for file in files}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~mask}

@@ -1,6 +1,6 @@
 """Counting a request in its bytes: what the SDK encodes, what is too much, and what is no protobuf.
 
-Invariant: A request is refused by its counts before it is parsed, by its pixels and length before a image is decoded.
+Invariant: A request is refused by its counts before it is parsed, by its pixels and length before an image is decoded.
 Also: `tests/server/test_http_protocol.py`, `tests/rendering/test_renderer.py`, `tests/engine/test_passes.py`.
 """
 

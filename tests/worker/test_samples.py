@@ -1,6 +1,6 @@
 """The sampling half of a worker on a real sampler: what fails, what that leaves behind, and who waits for whom.
 
-Invariant: SamplingBase tokens and scores are finite, or their request fails.
+Invariant: Sampled tokens and scores are finite, or their request fails.
 Also: `tests/worker/test_passes.py`, `tests/training/test_peft_format.py`.
 """
 

@@ -21,8 +21,10 @@ def serve(config: Config) -> None:
 def warm(config: Config) -> float:
     """Start as `serve` does and end when the engine is ready, which keeps what was compiled and checked. Returns the seconds it took.
 
-    Raises ConfigError as `serve` does.
+    Raises ConfigError as `serve` does, and with vLLM servers, which are not ready when the engine is.
     """
+    if config.sampling.sampler == "vllm":
+        raise ConfigError("warm is not possible with sampler=vllm, whose servers compile at their own first start; use --sampler none")
     _require_servable(config)
     from tinsmith.server.main import warm_up
 

@@ -10,7 +10,7 @@ SETTLED = 4
 
 
 class Liveness:
-    """Liveness of life and of progress of one worker.
+    """Signs of life and of progress of one worker.
 
     Silence is counted in looks, not by the clock: an engine that could not run itself, because it was stopped or its machine slept, has
     heard nothing either.
@@ -84,7 +84,7 @@ class Liveness:
 
     @property
     def fault(self) -> str:
-        """Return the reason why it hangs by itself; empty if it does not, or if it waits for others.
+        """Return the reason why it hangs by itself; empty if it does not. While it waits for others, only its silence is one.
 
         One that is starting may take hours in one call: it downloads a model, or waits for another process that does. Only when others wait
         for it is that too long (`hanging`).

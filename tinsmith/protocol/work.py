@@ -92,7 +92,7 @@ class RunPass(Message):
     together: bool = False
     """Whether all workers compute the one datum that it holds, each a slice of it."""
     pixels: list[dict[str, int]] = field(default_factory=list)
-    """For each datum what `Prepared.pixels` says of it, by which the pass is sharded; empty if no image is still to be decoded."""
+    """For each datum what `Prepared.pixels` says of it, by which the pass is divided; empty if no image is still to be decoded."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The self-check: before a base model is served it shows that our ways of computing it agree with each other and with transformers.
 
-On random sequences of several lengths, with random LoRA adapters whose B is not zero, and for an image model with an image, of which the
+On random sequences of several lengths, with random LoRA adapters whose B is not zero, and for a vision model with an image, whose
 features are compared first (`tower_check.py`):
 
     each sequence alone      =  transformers' own outer forward with its own attention (final soft caps, logit scales, masks, positions)

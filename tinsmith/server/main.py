@@ -46,11 +46,10 @@ def run_server(config: Config) -> None:
 
 
 def warm_up(config: Config) -> float:
-    """Run a server until its engine is ready, for what the next start finds then. It listens on a free port of this machine.
+    """Run a server until its engine is ready, for what the next start finds then.
 
     Returns the seconds it took. Raises as `run_server` does.
     """
-    config.server.host, config.server.port = "127.0.0.1", 0
     began = time.monotonic()
     _run(config, until_ready=True)
     return time.monotonic() - began

@@ -19,7 +19,7 @@ from tinsmith.distributed.joint_work import JointWork
 
 @dataclass(frozen=True)
 class HeadShares:
-    """Return the heads that each worker computes, where groups of heads share one head of another kind: queries share keys and values."""
+    """The heads that each worker computes, where groups of heads share one head of another kind: queries share keys and values."""
 
     heads: tuple[slice, ...]
     """Heads of each worker; empty for one that has none. They cover all heads."""

@@ -99,6 +99,6 @@ class CreateFromCheckpointRequest(StrictModel):
 
 
 class LoadWeightsAddress(TolerantModel):
-    """Tell the two forms of load_weights apart: into a model that exists, or, without `model_id`, into a new one."""
+    """The part of load_weights that says where to: into a model that exists, or, without `model_id`, into a new one."""
 
     model_id: Id | None = None

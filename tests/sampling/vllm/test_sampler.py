@@ -190,6 +190,8 @@ class Stub(Agreeing):
         tokens = TOKENS[len(ids) - 5 :][: body["sampling_params"]["max_tokens"]]
         if body.get("stream"):
             return await self._stream(request, tokens)
+        if body["sampling_params"]["n"] > 1 and body["sampling_params"]["temperature"] == 0:
+            return web.json_response({"error": {"message": "n must be 1 when using greedy sampling"}}, status=400)
         answered = {"choices": [choice_of(tokens, "length", len(tokens))], "prompt_logprobs": scores(ids, [-1.0] * (len(ids) - 1))}
         return web.json_response(answered | {"model": body["model"], "usage": {}})
 
@@ -269,6 +271,15 @@ def test_tokens_come_one_by_one_and_without_a_stream_at_the_end_to_those_who_rea
     bench.add()
     assert len(bench.to_the_end()) == 1
     assert [bool(body.get("stream")) for body in stub.bodies] == [True, True, False, False]
+
+
+def test_each_of_several_greedy_samples_is_a_request(bench: Bench, stub: Stub) -> None:
+    """VLLM refuses several in one."""
+    bench.add(asked=request(num_samples=3, temperature=0.0))
+    (result,) = bench.to_the_end()
+    assert isinstance(result, SampleResult)
+    assert [sequence.tokens for sequence in result.sequences] == [TOKENS] * 3
+    assert len(stub.bodies) == 3
 
 
 def test_a_prompt_that_fills_the_context_is_answered_by_the_trainers_model(bench: Bench, stub: Stub) -> None:

@@ -6,9 +6,9 @@ replaces it. A sequence therefore owns a slot. What others may begin with is a c
 
 A key that is written twice does no harm, but a state that is stepped twice is wrong for good, and nothing shows it. So a pass reads the
 slots and writes none of them: what it has computed replaces the states only when all of the pass has succeeded (`StateSteps.commit`).
-Until then the slot of a sequence holds the state after its first `Sequence.stored` tokens. A pass that fails leaves it so, and its windows
-can be tried again in any pieces. The price is memory for a second state of each sequence in a pass while the pass runs; on a GPU that is
-memory that training passes use at other times.
+Until then the slot of a sequence holds the state after its first `SequenceState.stored` tokens. A pass that fails leaves it so, and its
+windows can be tried again in any pieces. The price is memory for a second state of each sequence in a pass while the pass runs; on a GPU
+that is memory that training passes use at other times.
 """
 
 from collections import OrderedDict
