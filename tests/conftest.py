@@ -1,5 +1,6 @@
 """Base models that several rooms test with. They never change, so one of each serves the whole run."""
 
+import logging
 import os
 import random
 import subprocess
@@ -71,6 +72,15 @@ def pytest_report_header() -> list[str]:
     libraries = [f"{name} {metadata.version(name)}" for name in ("torch", "triton", "transformers")]
     day = time.strftime("%Y-%m-%d", time.gmtime())
     return [f"{torch.cuda.get_device_name()}, {', '.join(libraries)}, commit {os.environ.get('COMMIT') or commit or 'unknown'}, {day}"]
+
+
+@pytest.fixture(autouse=True)
+def level_of_the_log() -> Iterator[None]:
+    """A test that starts a command here sets the level of the log; those behind it would find more lines in theirs."""
+    logger = logging.getLogger("tinsmith")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture

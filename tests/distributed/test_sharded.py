@@ -270,7 +270,8 @@ HYBRID_WITHIN = 5e-3 if ON_GPUS else 1e-4
 def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], within: float = 0.0) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name].cpu() - tensor.cpu()).abs().max() <= within * tensor.abs().max(), name
+        apart, largest = float((found[name].cpu() - tensor.cpu()).abs().max()), float(tensor.abs().max())
+        assert apart <= within * largest, f"{name} is {apart:.3g} apart, its largest number is {largest:.3g}"
 
 
 def summed(of_workers: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:

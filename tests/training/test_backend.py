@@ -7,7 +7,8 @@ model.
 import gc
 import tracemalloc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -64,15 +65,44 @@ def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor], bound: flo
         torch.testing.assert_close(a, e, rtol=bound, atol=bound * max(1.0, e.abs().max().item()))
 
 
+def each_alone(backend: LocalBackend, work: Sequence[DatumWork]) -> tuple[list[DatumResult], dict[str, list[Tensor]]]:
+    """The results, and the gradients of each model, of passes with one datum each."""
+    results = [result for item in work for result in compute(backend, [item])]
+    return results, {name: gradients(backend, name) for name in {item.model_id for item in work}}
+
+
+@contextmanager
+def otherwise_rounded(base: BaseModel) -> Iterator[None]:
+    """The embeddings are a few roundings of float32 away from what they were."""
+    embeddings = base.language_model.embed_tokens.weight.data
+    before = embeddings.clone()
+    embeddings.mul_(1 + 1e-6 * torch.randn(before.shape, generator=torch.Generator().manual_seed(0)).to(before.device))
+    yield
+    embeddings.copy_(before)
+
+
+def distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    return max(float((one - other).norm()) for one, other in zip(some, others, strict=True))
+
+
 def assert_each_alone(backend: LocalBackend, work: Sequence[DatumWork], hybrid: bool = False) -> None:
-    """In one pass data have the log-probabilities, and models the gradients, of passes with one datum each."""
-    bound = 1e-4 if hybrid else 1e-5  # chunks of a delta net begin elsewhere in a packed row, and its sums are rounded otherwise
-    alone = [result for item in work for result in compute(backend, [item])]
-    expected = {name: gradients(backend, name) for name in {item.model_id for item in work}}
+    """In one pass data have the log-probabilities, and models the gradients, of passes with one datum each.
+
+    Chunks of a delta net begin elsewhere in a packed row, and its sums are rounded otherwise. Where a key is at right angles to its query,
+    the norm behind makes much of that: then the gradients move as far when the embeddings are rounded otherwise.
+    """
+    alone, expected = each_alone(backend, work)
+    if hybrid:
+        with otherwise_rounded(backend.base):
+            _, rounded = each_alone(backend, work)
     for one, together in zip(alone, compute(backend, work), strict=True):
-        np.testing.assert_allclose(together.logprobs, one.logprobs, rtol=2e-6, atol=bound)
+        np.testing.assert_allclose(together.logprobs, one.logprobs, rtol=2e-6, atol=1e-4 if hybrid else 1e-5)
     for name, wanted in expected.items():
-        assert_same(gradients(backend, name), wanted, bound)
+        if hybrid:
+            largest = max(float(tensor.abs().max()) for tensor in wanted)
+            assert distance(gradients(backend, name), wanted) <= 1e-4 * largest + 10 * distance(rounded[name], wanted)
+        else:
+            assert_same(gradients(backend, name), wanted)
 
 
 @pytest.mark.parametrize(("family", "examples"), [("qwen3", amount(4, 20)), ("qwen3_5", amount(3, 100))])

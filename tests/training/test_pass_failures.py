@@ -164,7 +164,7 @@ def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: C
     backend.clear_gradients("a")
     chosen, more = [], backend.memory_retries.more
     backend.memory_retries.first = lambda tokens, backward: KEEP_ALL  # type: ignore[method-assign]
-    backend.memory_retries.more = lambda recomputation, *rest: chosen.append(recomputation) or more(recomputation, *rest)  # type: ignore[func-returns-value,method-assign]
+    backend.memory_retries.more = lambda recomputation, *rest, **how: chosen.append(recomputation) or more(recomputation, *rest, **how)  # type: ignore[func-returns-value,method-assign]
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((kept + recomputed) / 2 / torch.cuda.get_device_properties(0).total_memory)
     try:
