@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from tests.crashes import pytest_testnodedown
 from tests.extent import EVERYTHING
 from tests.preloaded import replace_python
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, here and in all that tests start
 replace_python(serve="TRITON_INTERPRET" in os.environ)  # on a GPU nothing is forked: CUDA does not survive it
 
 if TYPE_CHECKING:
