@@ -19,7 +19,9 @@ from tinsmith.models.overlap import overlapping
 CHUNK = 32
 """Columns that a program computes at a time; buffers have a multiple of it."""
 MOST_ROWS = 64
-"""Rows of a program, at most."""
+"""Rows of a program of the first kernel, at most."""
+MOST_EXPANDED = 32
+"""Rows of a program of the second, at most: with more it waits longer for what is reduced."""
 STEP = 128
 """Inputs that the first kernel multiplies at a time."""
 SHARE = 512
@@ -65,6 +67,8 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         **overlapping(x.device, rows),
     )
     expand: Any = _expand
+    row_tile = min(MOST_EXPANDED, row_tile)
+    row_tiles = triton.cdiv(rows, row_tile)
     # Programs for whole tiles read less of what is reduced, but only many rows and outputs make enough of them.
     parts = 1 if len(tiles) * row_tiles >= ENOUGH else PARTS
     expand[(len(tiles) * parts, row_tiles)](
