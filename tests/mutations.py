@@ -90,7 +90,7 @@ MUTATIONS = (
     # ---- What is trained on
     Mutation(
         "targets are shifted by one",
-        "tinsmith/training/packed_pass.py",
+        "tinsmith/training/step.py",
         "targets = upload(np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places]), base.device)",
         "targets = upload(np.roll(np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places]), -1, 0), base.device)",
         (PEFT,),
@@ -153,7 +153,7 @@ MUTATIONS = (
     ),
     Mutation(
         "results of datums come in the order of the row, not of the request",
-        "tinsmith/training/packed_pass.py",
+        "tinsmith/training/step.py",
         "results[order[place]] = result",
         "results[place] = result",
         (BACKEND,),
@@ -168,7 +168,7 @@ MUTATIONS = (
     # ---- Gradients
     Mutation(
         "gradients count twice when a pass is computed again for want of memory",
-        "tinsmith/training/packed_pass.py",
+        "tinsmith/training/step.py",
         "return [optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]",
         "for optimizer in optimizers:\n"
         "        optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves()))))()\n    return []",
@@ -183,7 +183,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are divided by the number of positions in the batch",
-        "tinsmith/training/packed_pass.py",
+        "tinsmith/training/step.py",
         "ones = [torch.ones_like(of_positions) for of_positions in losses]",
         "ones = [torch.full_like(of_positions, 1 / len(of_positions)) for of_positions in losses]",
         (PEFT,),

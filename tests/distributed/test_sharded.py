@@ -47,7 +47,7 @@ from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
 from tinsmith.training.sharded_backend import ShardedBackend
-from tinsmith.training.sharded_decoder import ShardedDecoder, shard
+from tinsmith.training.sharded_layers import ShardedDecoder, shard
 from tinsmith.training.sharded_optimizer import ShardedOptimizer
 from tinsmith.training.sharded_weights import gathered
 from tinsmith.training.state_part import StatePart

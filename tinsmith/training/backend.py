@@ -33,9 +33,9 @@ from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.loss_groups import DatumResult, DatumWork
 from tinsmith.training.memory_retries import MemoryRetries, is_out_of_memory
 from tinsmith.training.optimizer import ModelOptimizer
-from tinsmith.training.packed_pass import run_packed
 from tinsmith.training.sequence_parallel import SequenceParallel
 from tinsmith.training.state_part import StatePart
+from tinsmith.training.step import run_packed
 from tinsmith.training.together import step_together
 
 __all__ = ["DatumResult", "DatumWork", "LocalBackend", "PassError", "PassResult", "is_out_of_memory"]

@@ -20,9 +20,8 @@ from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.models.full import FullState, FullWeights, full_bytes, state_device
 from tinsmith.models.split_masters import SplitMasters, join, split
 from tinsmith.protocol.shapes import AdamSettings
-from tinsmith.training.accumulation import apart
 from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, Code, chances, decode, encode
-from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.training.optimizer import ModelOptimizer, apart
 from tinsmith.training.update_check import Bounds, require_finite_step
 
 PIECE = {"cpu": 2**18, "cuda": 2**23}

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tinsmith.models.device import upload
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.training.datum_spans import DatumSpans
-from tinsmith.training.losses import Loss
+from tinsmith.training.losses import DatumSpans, Loss
 
 
 @dataclass(frozen=True, eq=False)

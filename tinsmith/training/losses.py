@@ -14,15 +14,43 @@ stable_reinforce is not public; ours is in `stable_reinforce.py`.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.errors import NotBuiltError, UserError
-from tinsmith.training.datum_spans import DatumSpans
-from tinsmith.training.stable_reinforce import METRICS, NOTICE, diagnose, stable_reinforce
+from tinsmith.models.device import upload
+
+
+class DatumSpans:
+    """Datums of so many positions, one behind the other. Whatever their number, a sum over each is one operation.
+
+    Datums are never told apart by a multiplication, so that a NaN stays in its own.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = list(lengths)
+        self.device = device
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        """Return the lengths [datums]."""
+        return upload(np.array(self.lengths, dtype=np.int64), self.device)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[datums] in the precision of `values` [positions], of which no gradient is taken. Added up in float64."""
+        # "unsafe": lengths are not read back from a GPU to be checked.
+        total = torch.segment_reduce(values.detach().double(), "sum", lengths=self._counts, unsafe=True)
+        return total.to(values.dtype)
+
+    def spread(self, of_each: Tensor) -> Tensor:
+        """[positions] of which each has what its datum has in `of_each` [datums]."""
+        return of_each.repeat_interleave(self._counts, output_size=sum(self.lengths))
+
 
 Inputs = Mapping[str, Tensor]
 """loss_fn_inputs by name, each of the shape of the log-probabilities: [positions, K], or [positions] for one target a position."""
@@ -72,6 +100,59 @@ def gspo(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: D
     own = (logprobs - logprobs.detach()).masked_fill(logprobs.isinf(), 0.0)  # 0, and the gradient of lp
     mean = spans.spread(spans.sums(drift) / spans.sums(counted.to(drift.dtype)))
     return _surrogate(_clipped(mean + own, inputs, config), inputs["advantages"])
+
+
+MAX_RATIO = 2.0
+"""Largest weight of a token."""
+
+STOP = 1.5
+"""Factor by which a token's probability may move in its advantage's direction before it is no longer counted."""
+
+MAX_DRIFT = 0.2
+"""Largest root mean square of a sequence's log-ratios at which it has its whole weight: about as far as ppo lets a ratio move."""
+
+METRICS = ("tinsmith_stable_reinforce/weight", "tinsmith_stable_reinforce/limited", "tinsmith_stable_reinforce/drift")
+"""Metrics of `diagnose`: mean weight of the sampled tokens, share of them limited by `MAX_RATIO` or `STOP`, and drift."""
+
+NOTICE = (
+    "loss_fn stable_reinforce: this formula is Tinsmith's own, because Thinking Machines has not published theirs; docs/losses.md has it, "
+    "and replies name it in their metrics (tinsmith_stable_reinforce)"
+)
+
+
+def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float], spans: DatumSpans) -> Tensor:
+    """The loss of each position [positions], as above. S is where the input "sequence_ratio_mask" is not 0. All shapes [positions]."""
+    sampled = inputs["sequence_ratio_mask"] != 0
+    gap, weights, _ = _weights(logprobs, inputs, sampled, spans)
+    moving = (logprobs - logprobs.detach()).masked_fill(logprobs.isinf() | ~sampled, 0.0)  # 0, and the gradient of lp
+    loss = -(weights * inputs["advantages"] * moving.exp())
+    if config["kl_coeff"]:
+        near = gap.clamp(-1.0, 1.0)  # the slope of h
+        loss = loss + config["kl_coeff"] * (near * (gap - near / 2) + near * moving)
+    return loss
+
+
+def diagnose(logprobs: Tensor, inputs: Mapping[str, Tensor], spans: DatumSpans) -> Tensor:
+    """[3, datums] one number of each datum for each of `METRICS`."""
+    sampled = inputs["sequence_ratio_mask"] != 0
+    gap, weights, drift = _weights(logprobs, inputs, sampled, spans)
+    count = spans.sums(sampled.to(gap.dtype))
+    limited = (gap > math.log(MAX_RATIO)) | _has_moved(gap, inputs["advantages"])
+    return torch.stack([spans.sums(weights) / count, spans.sums(limited.to(gap.dtype)) / count, drift])
+
+
+def _weights(logprobs: Tensor, inputs: Mapping[str, Tensor], sampled: Tensor, spans: DatumSpans) -> tuple[Tensor, Tensor, Tensor]:
+    """The gaps d and weights w [positions], 0 where nothing was sampled, and the drifts [datums]; without gradients."""
+    gap = torch.where(sampled, logprobs.detach() - inputs["logprobs"], 0.0)
+    drift = (spans.sums(gap.clamp(-1.0, 1.0).square()) / spans.sums(sampled.to(gap.dtype))).sqrt()
+    trust = spans.spread(torch.where(drift > MAX_DRIFT, MAX_DRIFT / drift, torch.ones_like(drift)))
+    ratio = gap.clamp(max=math.log(MAX_RATIO)).exp()  # clamped before exp, which float32 could not hold
+    return gap, torch.where(sampled & ~_has_moved(gap, inputs["advantages"]), trust * ratio, 0.0), drift
+
+
+def _has_moved(gap: Tensor, advantages: Tensor) -> Tensor:
+    """Return the tokens that have moved by the factor `STOP` the way that their advantage wants [N, bool]."""
+    return gap * advantages.sign() > math.log(STOP)
 
 
 def _counted(inputs: Inputs) -> Tensor:

@@ -163,6 +163,33 @@ def _add(network: Any, adapter: Adapter, base: Layout) -> None:
         weight.copy_(weight.float() + adapter.scale * (pair.b @ pair.a))
 
 
+_STORED_PREFIX = "model.language_model."
+"""Prefix of names in base models for which the download tools rename tensors."""
+
+
+def write_download(adapter: Adapter, base: Layout, source: str, label: str, directory: Path) -> None:
+    """Write an adapter for download, created if it is not there.
+
+    `source` is where the files of the base model are; `label` is what `adapter_config.json` calls it.
+    """
+    if not any(name.startswith(_STORED_PREFIX) for name in _stored_names(source)):
+        write_peft(adapter, base, label, directory)
+        return
+    names = {name: name if name == LM_HEAD else f"model.{base.name_apart(name)}" for name in adapter.masters}
+    targets = list(names.values())
+    if len(names) > 1 and LM_HEAD in names:
+        # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.
+        targets.remove(LM_HEAD)
+    write_adapter(adapter.masters, adapter.shape.rank, names, targets, label, directory)
+
+
+def _stored_names(source: str) -> Iterator[str]:
+    """The names of the tensors in the safetensors files of a model; none if it has no such files."""
+    directory = local_directory(source)
+    for path in safetensors_files(directory) if directory is not None else []:
+        yield from read_header(path)[1]
+
+
 # Reading
 
 

@@ -30,9 +30,8 @@ from tinsmith.training.compact import Optimizer
 from tinsmith.training.logprobs import rows_to_keep, target_logprobs
 from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, results_of, targets_per_position, trained_positions
 from tinsmith.training.memory_retries import MemoryRetries, is_out_of_memory
-from tinsmith.training.packed_pass import contributions
-from tinsmith.training.sequence_slices import SequenceSlices, slices_of
-from tinsmith.training.sliced_plan import SlicedPlan
+from tinsmith.training.sequence_slices import SequenceSlices, SlicedPlan, slices_of
+from tinsmith.training.step import contributions
 
 log = logging.getLogger(__name__)
 

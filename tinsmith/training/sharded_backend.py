@@ -31,7 +31,7 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend, PassError, PassResult
 from tinsmith.training.checkpoint import About, SavedState
 from tinsmith.training.compact import Optimizer
-from tinsmith.training.sharded_decoder import ShardedDecoder
+from tinsmith.training.sharded_layers import ShardedDecoder
 from tinsmith.training.sharded_optimizer import ShardedOptimizer
 from tinsmith.training.sharded_weights import ShardedWeights, bytes_of, gathered, take_from, take_from_base
 from tinsmith.training.state_part import ENTRIES, StatePart

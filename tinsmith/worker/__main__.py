@@ -45,11 +45,10 @@ def main() -> int:
         threading.Thread(target=_wake, args=(torch, config.models.device), daemon=True).start()
     with _absent("scipy", "sklearn"):  # transformers imports them where they are installed, for what we do not use: a second or two
         from tinsmith.distributed.process_group import ProcessGroup
-        from tinsmith.worker.bases import load_bases, load_compared
+        from tinsmith.worker.bases import load_bases, load_compared, require_same
         from tinsmith.worker.device_lock import lock_devices
         from tinsmith.worker.loop import Worker
         from tinsmith.worker.records import AskedRecords
-        from tinsmith.worker.sameness import require_same
 
     gc.freeze()  # nor does a later collection look through them
     gc.enable()

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,8 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import transformers
 
+from tinsmith import __version__
 from tinsmith.config import Config, base_model_sources
+from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, load_base_model, loading_of, loading_to_compare, pick_device
 from tinsmith.models.budget import GIB
@@ -22,7 +26,7 @@ from tinsmith.models.fingerprint import state_of_files
 from tinsmith.models.machine import free_memory, limit_memory, size_text
 from tinsmith.models.sizing import size_of
 from tinsmith.sampling.self_check import check_base_model
-from tinsmith.training.sharded_decoder import require_divisible
+from tinsmith.training.sharded_layers import require_divisible
 
 log = logging.getLogger(__name__)
 
@@ -176,3 +180,23 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def require_same(group: ProcessGroup, bases: Mapping[str, BaseModel]) -> None:
+    """Raise ConfigError on all workers, naming what differs and where, if they have not all the same programs and base models.
+
+    Replicas of different weights would train something that no single worker has. To be called by all.
+    """
+    hosts = group.texts(group.place.host)
+    versions = {
+        "Tinsmith": __version__,
+        "Python": platform.python_version(),
+        "PyTorch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    here = versions | {f"the weights of {name}": base.fingerprint for name, base in bases.items()}
+    for what, own in here.items():
+        found = group.texts(own)
+        if len(set(found)) > 1:
+            told = ", ".join(f"{each} on {host}" for host, each in dict(zip(hosts, found, strict=True)).items())
+            raise ConfigError(f"workers on several hosts need the same of all that computes, but {what} differs: {told}; install the same")

@@ -3,6 +3,8 @@
 With recipients every file is encrypted with age (age-encryption.org) and named `.age`; nothing in plain text stays behind.
 """
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +14,12 @@ from typing import Any
 
 import pyrage
 
-from tinsmith.errors import UserError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.full import FullWeights
 from tinsmith.models.layout import Layout
 from tinsmith.store.files import WRITING_PREFIX
 from tinsmith.training.checkpoint import SavedState, weights_on_host, write_state
-from tinsmith.training.download_format import write_download
-from tinsmith.worker.merge import merge
+from tinsmith.training.peft_format import write_download
 
 _SHOWN_CHARACTERS = 20
 
@@ -87,3 +88,32 @@ def _scratch(directory: Path) -> Iterator[Path]:
     """A directory for the time of the body. It lies in `directory`, with which it is deleted if this process dies."""
     with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=directory) as scratch:
         yield Path(scratch)
+
+
+def merge(state: Path, directory: Path) -> None:
+    """Write the model in a process of its own, and wait for that. Raises TinsmithError with the last line of what it says."""
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "tinsmith.worker.exports", str(state), str(directory)],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if ended.returncode != 0:
+        said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+        raise TinsmithError(f"the transformers model could not be written: {said[-1]}; see to that and save again")
+
+
+def main() -> None:
+    """Read the checkpoint, and write the model."""
+    from tinsmith.models.layout import read_layout
+    from tinsmith.training.checkpoint import read_about, stored_weights
+    from tinsmith.training.peft_format import write_merged
+
+    state, directory = Path(sys.argv[1]), Path(sys.argv[2])
+    about = read_about(state)
+    write_merged(stored_weights(state, about), read_layout(about.base_source), about.base_source, directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -52,7 +52,7 @@ from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.sequence_parallel import SHORTEST_SLICE
 from tinsmith.training.sharded_backend import ShardedBackend
-from tinsmith.training.sharded_decoder import shard
+from tinsmith.training.sharded_layers import shard
 from tinsmith.worker.background import Background
 from tinsmith.worker.device_memory import DeviceMemory
 from tinsmith.worker.device_turns import DeviceTurns, Sleeper

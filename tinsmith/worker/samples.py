@@ -31,8 +31,7 @@ from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, encode_sample_response, parse_sample_request
 from tinsmith.worker.background import Background
 from tinsmith.worker.records import SequenceRecords
-from tinsmith.worker.snapshots import Snapshot, Snapshots
-from tinsmith.worker.spill import Key
+from tinsmith.worker.snapshots import Key, Snapshot, Snapshots
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,13 @@ it for `idle_s`, and over `disk_bytes` the least recently sampled are. The newes
 
 import logging
 import math
+import shutil
+import threading
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,18 +25,124 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights, snapshot_bytes
 from tinsmith.models.machine import require_memory
 from tinsmith.protocol.weights import WeightsRef
+from tinsmith.sampling.sampler import ref_of
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.shared import SavedRows, SharedCheckpoints, require_sampled
-from tinsmith.training.checkpoint import About, read_about, read_state, weights_from
+from tinsmith.training.checkpoint import About, SavedState, read_about, read_state, weights_from, write_state
 from tinsmith.wire.paths import is_path
 from tinsmith.worker.checkpoint_files import opened_files
-from tinsmith.worker.spill import Key, Spill, Written
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 60.0
 """Seconds between two looks for idle snapshots."""
+
+
+Key = tuple[str, str]
+"""Name of the base model, and the id of a snapshot or the path of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Weights that were written to disk."""
+
+    directory: Path
+    ref: WeightsRef
+    """Identity of the weights."""
+    size: int
+    """Bytes on the disk."""
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """Weights on their way."""
+
+    key: Key
+    about: About
+    weights: Weights
+
+
+class Spill:
+    """Snapshots on disk, by key. For one thread, beside its own."""
+
+    def __init__(self, directory: Path) -> None:
+        """Delete the snapshots of an earlier worker in the directory, which ended with it."""
+        self.directory = directory
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self._thread = ThreadPoolExecutor(1, "spill")
+        self._lock = threading.Lock()
+        self._leaving: _Leaving | None = None
+        self._writing: Future[None] | None = None
+        self._written: dict[Key, Written] = {}
+
+    def put(self, key: Key, about: About, weights: Weights) -> None:
+        """Start to write weights, as soon as the ones before are on the disk. Those that are there already are not written again.
+
+        Raises TinsmithError if the disk did not take the ones before: they are kept, and tried again.
+        """
+        if self.find(key) is None:
+            self.settle()
+            self._start(_Leaving(key, about, weights))
+
+    def find(self, key: Key) -> Weights | Written | None:
+        """The weights, if they are still in memory, or where they are on disk; None if they were never put here."""
+        with self._lock:
+            if self._leaving is not None and self._leaving.key == key:
+                return self._leaving.weights
+            return self._written.get(key)
+
+    def keys(self) -> list[Key]:
+        """Keys of all snapshots on disk."""
+        with self._lock:
+            return [*self._written, *([self._leaving.key] if self._leaving is not None else [])]
+
+    def sizes(self) -> dict[Key, int]:
+        """Bytes of each snapshot that is on the disk or on its way."""
+        with self._lock:
+            leaving = {} if self._leaving is None else {self._leaving.key: self._leaving.weights.nbytes}
+            return {key: written.size for key, written in self._written.items()} | leaving
+
+    def drop(self, key: Key) -> None:
+        """Forget a snapshot, if it is here."""
+        leaving = self._leaving
+        if leaving is not None and leaving.key == key:
+            self._thread.submit(self._forget_leaving).result()  # when it has been written, or has failed
+            self._writing = None
+        written = self._written.pop(key, None)
+        if written is not None:
+            shutil.rmtree(written.directory, ignore_errors=True)  # it may have been deleted from outside
+
+    def settle(self) -> None:
+        """Wait until all is on the disk. Raises as `put`, and what went wrong otherwise: that too is tried again."""
+        if self._writing is None:
+            return
+        try:
+            self._writing.result()
+        except Exception:
+            if self._leaving is not None:
+                self._start(self._leaving)
+            raise
+
+    def _start(self, leaving: _Leaving) -> None:
+        self._leaving = leaving
+        self._writing = self._thread.submit(self._write, leaving)
+
+    def _write(self, leaving: _Leaving) -> None:
+        directory = self.directory / uuid.uuid4().hex
+        try:
+            write_state(SavedState(leaving.about, dict(leaving.weights.named_tensors())), directory)
+            size = sum(file.stat().st_size for file in directory.iterdir())
+        except Exception:
+            shutil.rmtree(directory, ignore_errors=True)  # it may not even have been made
+            raise
+        with self._lock:
+            self._written[leaving.key] = Written(directory, ref_of(leaving.weights, leaving.key[0]), size)
+            self._leaving = None
+
+    def _forget_leaving(self) -> None:
+        self._leaving = None
 
 
 @dataclass(frozen=True)
