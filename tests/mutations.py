@@ -443,17 +443,16 @@ MUTATIONS = (
     Mutation(
         "AdamW corrects no bias",
         "tinsmith/training/optimizer.py",
-        "        try:\n            self.adamw.step()",
-        "        try:\n            self.claim_moments()\n            for state in self.adamw.state.values():\n"
-        '                state["step"].clamp_(min=10**6)\n            self.adamw.step()',
+        "        self.adamw.step()",
+        '        for state in self.adamw.state.values():\n            state["step"].clamp_(min=10**6)\n        self.adamw.step()',
         (OPTIMIZER,),
     ),
     Mutation(
         "vectors, such as norms, are not decayed",
         "tinsmith/training/optimizer.py",
-        "            self.adamw.step()\n",
-        "            self.adamw.step()\n            for buffer in self.weights.buffers():\n                if buffer.ndim < 2:\n"
-        "                    buffer.data.div_(1 - settings.lr * settings.weight_decay)\n",
+        "        self.adamw.step()\n",
+        "        self.adamw.step()\n        for buffer in self.weights.buffers():\n            if buffer.ndim < 2:\n"
+        "                buffer.data.div_(1 - settings.lr * settings.weight_decay)\n",
         (OPTIMIZER, f"{PEFT}::test_steps_equal_transformers_with_adamw"),
     ),
     Mutation(

@@ -6,13 +6,13 @@ their slices. The pass ends when no rank has work left. A rank is without work i
 its share in halves after it ran out of memory.
 
 A LoRA attempt that fails concerns its own worker alone. Gradients of all weights are summed over all workers during the backward
-(`trained_layers.py`), so if such an attempt fails on one, all drop their sums, and those that did not fail compute it again.
+(`sharded_weights.py`), so if such an attempt fails on one, all drop their sums, and those that did not fail compute it again.
 """
 
 import hashlib
-import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tinsmith.config import TrainingConfig
 from tinsmith.distributed.hosts import workers_beside
-from tinsmith.distributed.joint_work import refuse_together
+from tinsmith.distributed.joint_work import failing_together, refuse_together
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
@@ -31,12 +31,12 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend, PassError, PassResult
 from tinsmith.training.checkpoint import About, SavedState
 from tinsmith.training.compact import Optimizer
+from tinsmith.training.optimizer import fatal
 from tinsmith.training.sharded_layers import ShardedDecoder
 from tinsmith.training.sharded_optimizer import ShardedOptimizer
-from tinsmith.training.sharded_weights import ShardedWeights, bytes_of, gathered, take_from, take_from_base
-from tinsmith.training.state_part import ENTRIES, StatePart
-
-log = logging.getLogger(__name__)
+from tinsmith.training.sharded_weights import ShardedWeights, bytes_of, gathered, take_from_base
+from tinsmith.training.state_part import StatePart
+from tinsmith.training.update_check import ENTRIES
 
 NOTHING, FROZEN = 0, 1
 """Numbers that workers exchange for no work and for the base's layers; each model with weights of its own has a larger one."""
@@ -50,7 +50,7 @@ class ShardedBackend(LocalBackend):
     needs_all = True
 
     def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup, gives_snapshots: bool = False) -> None:
-        """`base` is one that `sharded_decoder.shard` has sharded over `group`.
+        """`base` is one that `sharded_layers.shard` has sharded over `group`.
 
         With `gives_snapshots` this worker has what samples, and its `snapshot` is one of all weights too.
         """
@@ -70,21 +70,18 @@ class ShardedBackend(LocalBackend):
         refuse_together(self.together, refusal)
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
-        """Create a model. To be called by all workers; with rank 0 at the same place among passes and other calls."""
+        """Create a model. To be called by all workers, with rank 0 at the same place among passes and other calls."""
         if shape.rank > 0:
             super().create_model(model_id, shape)
             return
-        failure: Exception | None = None
-        try:
+        with failing_together(self.together, UserError, RuntimeError, MemoryError):
             optimizer = self._new_optimizer(shape)
-        except (UserError, RuntimeError, MemoryError) as error:
-            failure = error
-        refuse_together(self.together, failure)
-        self._all_of_them("took the weights of the base", lambda: take_from_base(optimizer.sharded, self.base))
+        with self._fatal("all took the weights of the base"):
+            take_from_base(optimizer.sharded, self.base)
         self.optimizers[model_id] = optimizer
 
     def restore(self, model_id: str, state: SavedState) -> None:
-        """Restore a model; one of rank 0 is gone if the load fails. Exchanges nothing: files are read at any time."""
+        """Restore a model, of which nothing is left with rank 0 if the load fails. Exchanges nothing: files are read at any time."""
         if state.about.shape.rank == 0:
             self.optimizers.pop(model_id, None)
         self._load(model_id, state)
@@ -95,7 +92,8 @@ class ShardedBackend(LocalBackend):
             super()._load(model_id, state)
             return
         optimizer = self._new_optimizer(shape)
-        take_from(optimizer.sharded, state.tensors)
+        for name in optimizer.sharded.rows:
+            optimizer.sharded.take(name, state.tensors)
         if state.moments:
             optimizer.take(state.moments)
         self.optimizers[model_id] = optimizer
@@ -108,40 +106,33 @@ class ShardedBackend(LocalBackend):
         return ShardedOptimizer(ShardedWeights(self.base, shape, self.together), needed.device)
 
     def _stepped(self, optimizer: Optimizer, settings: AdamSettings) -> dict[str, float]:
-        """A step of sharded weights adds nothing up: that was done pass by pass."""
+        # Gradients of sharded weights were summed pass by pass.
         return optimizer.step(settings) if isinstance(optimizer, ShardedOptimizer) else super()._stepped(optimizer, settings)
 
     # ---- Copies that are sampled
 
     def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
-        """Take a snapshot while all other workers call `help_to_snapshot`. All weights come to the host's memory.
+        """Take a snapshot while all others call `help_to_snapshot`: all weights come to the host's memory.
 
-        Where nothing samples nobody helps: it raises UserError for a model that is sharded.
+        Raises UserError for a model that is sharded where nothing samples, so that nobody helps.
         """
         model = self._agreed(model_id) if self.gives_snapshots else None
         if model is None:
             return super().snapshot(model_id, ref)
-        failure: Exception | None = None
-        try:
-            tensors = self._room_for_snapshot(model)
-        except Exception as error:  # of whatever kind: the others wait for what this one says
-            log.warning("there is no room for a snapshot of model %s: %s", model_id, error, exc_info=True)
-            failure = error
-        refuse_together(self.together, failure)
-        self._all_of_them("put a snapshot together", lambda: gathered(model.sharded, model.sharded.parts, tensors))
+        with failing_together(self.together, Exception):
+            size = snapshot_bytes(model.weights.parameter_count, self.base.dtype)
+            self._require_memory("a snapshot of full weights", size, torch.device("cpu"))
+            tensors = _empty(model.sharded, self.base.dtype)
+        with self._fatal("all put a snapshot together"):
+            gathered(model.sharded, model.sharded.parts, tensors)
         return FullWeights(model.weights.shape, tensors, self.base.dtype, ref)
-
-    def _room_for_snapshot(self, model: ShardedOptimizer) -> dict[str, Tensor]:
-        """Tensors without numbers, in the precision that passes read."""
-        size = snapshot_bytes(model.weights.parameter_count, self.base.dtype)
-        self._require_memory("a snapshot of full weights", size, torch.device("cpu"))
-        return _empty(model.sharded, self.base.dtype)
 
     def help_to_snapshot(self, model_id: str) -> None:
         model = self._agreed(model_id)
         if model is not None:
             refuse_together(self.together, None)
-            self._all_of_them("put a snapshot together", lambda: gathered(model.sharded, model.sharded.parts, None))
+            with self._fatal("all put a snapshot together"):
+                gathered(model.sharded, model.sharded.parts, None)
 
     # ---- What is saved
 
@@ -150,14 +141,8 @@ class ShardedBackend(LocalBackend):
         model = self._agreed(model_id)
         if model is None:
             return None
-        failure: Exception | None = None
-        try:
-            part = self._copied_part(model_id, model, optimizer)
-        except Exception as error:  # of whatever kind: the others wait for what this one says
-            log.warning("the copy of model %s failed: %s", model_id, error, exc_info=True)
-            failure = error
-        refuse_together(self.together, failure)
-        return part
+        with failing_together(self.together, Exception):
+            return self._copied_part(model_id, model, optimizer)
 
     def _copied_part(self, model_id: str, model: ShardedOptimizer, optimizer: bool) -> StatePart:
         weights, place = model.sharded, self.together.place
@@ -177,14 +162,9 @@ class ShardedBackend(LocalBackend):
         model = self._optimizer(model_id)
         return model if isinstance(model, ShardedOptimizer) else None
 
-    def _all_of_them(self, what: str, exchange: Callable[[], None]) -> None:
-        """An exchange that nobody may leave alone."""
-        try:
-            exchange()
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            raise DeviceLostError(f"{self.together.place.name} failed while all {what}: {error!r}") from error
+    def _fatal(self, what: str) -> AbstractContextManager[None]:
+        """Return the context of an exchange that nobody may leave alone: the others would wait for this worker."""
+        return fatal(f"{self.together.place.name} failed while {what}")
 
     # ---- Passes
 
@@ -192,13 +172,9 @@ class ShardedBackend(LocalBackend):
         """Compute a pass. To be called by all workers, also by those that have no work; `look` is never called."""
         what = zlib.crc32(f"{'forward_backward' if backward else 'forward'} on {self.base.name}".encode())
         self.together.agree(what, "the pass that comes next")
-        try:
+        with self._fatal("all computed a pass"):
             result = super().run_pass(work, backward)
             self._help_until(NOTHING, backward)
-        except DeviceLostError:
-            raise
-        except Exception as error:  # the others are in the middle of the pass, and would wait for this one
-            raise DeviceLostError(f"{self.together.place.name} failed within a pass of all workers: {error!r}") from error
         return result
 
     def _attempt(self, work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> Outcome:
@@ -229,7 +205,7 @@ class ShardedBackend(LocalBackend):
             self._with_all_weights(model, backward, list)
 
     def _with_all_weights(self, model: ShardedOptimizer, backward: bool, compute: Callable[[], Outcome]) -> Outcome | None:
-        """One attempt of all workers with a model's own weights; None if the same is to be computed again, because another has failed."""
+        """Make an attempt with a model's own weights, with all workers; None if another has failed, so that it is to be made again."""
         layers = model.sharded.layers
         if backward and (lacking := self._without_room(model)) is not None:
             return lacking
@@ -263,7 +239,6 @@ def _number_of(model_id: str) -> int:
 
 
 def _empty(weights: ShardedWeights, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Memory of the host for all parameters, by their names."""
     return {name: torch.empty(shape, dtype=dtype) for row in weights.rows.values() for name, shape in row.shapes.items()}
 
 

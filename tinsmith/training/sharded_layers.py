@@ -1,4 +1,7 @@
-"""The sharded layers of a decoder: each worker keeps a slice of every layer, and all gather it when it is computed.
+"""A decoder with sharded layers (`--shard weights`): each worker keeps a slice of every layer, and all gather it when it is computed.
+
+What is sharded is the weights of all layers: of a base model, which LoRA leaves as they are, or of a model with weights of its own
+(`sharded_weights.py`). Embedding, LM head, last norm, vision tower and adapters are whole on each worker.
 
 The tensors of a layer lie end to end in a row of bytes, of which worker R of N keeps the part number R. A pass needs the layers in an order
 that all workers know before it begins:
@@ -53,26 +56,21 @@ class ShardedLayers:
 
     @property
     def count(self) -> int:
-        """Number of layers."""
         return len(self.parts)
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of all layers together."""
         return sum(tensor.nbytes for template in self.templates for tensor in tensors_of(template))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the layers that this worker keeps."""
         return sum(len(part) for part in self.parts)
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers in which layers are gathered."""
         return sum(len(buffer) for buffer in self.buffers)
 
     def begin(self, backward: bool) -> None:
-        """Begin a pass, with or without backward."""
         count = len(self.parts)
         self.order = [*range(count), *(reversed(range(count - 1)) if backward else ())]
         self.backward = backward
@@ -80,7 +78,7 @@ class ShardedLayers:
         self._start()
 
     def layer(self, index: int) -> Layer:
-        """A layer that can be computed until the next one is asked for. Steps before it that nobody wanted are made now."""
+        """Return a layer that can be computed until the next one is asked for. Steps before it that nobody wanted are made now."""
         self._come_to(index)
         return self._view(index)
 
@@ -133,7 +131,6 @@ class ShardedLayers:
         return self.buffers[step % 2][: len(part) * self.group.count]
 
     def _view(self, index: int) -> Layer:
-        """The layer in its buffer."""
         row = self._buffer(self.step, self.parts[index])
         start = 0
 
@@ -147,7 +144,7 @@ class ShardedLayers:
 
 
 def shard_layers(layers: Iterator[Layer], group: ProcessGroup, freed: Callable[[int], None]) -> ShardedLayers:
-    """Divide frozen layers, which come one by one; `freed` lets go of what else holds those of that number."""
+    """Shard frozen layers, which come one by one; `freed` lets go of what else holds the layer of that number."""
     templates: list[Layer] = []
     parts: list[Tensor] = []
     while (layer := next(layers, None)) is not None:
@@ -166,7 +163,7 @@ def _room(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def _own_part(tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """This worker's bytes of tensors that lie end to end: as many as every other one has."""
+    """Return this worker's bytes of tensors that lie end to end: as many as every other one has."""
     unit = ALIGNED * group.count
     size = -(-sum(map(_room, tensors)) // unit) * unit
     row = torch.zeros(size, dtype=torch.uint8, device=tensors[0].device)
@@ -193,7 +190,7 @@ def require_divisible(base: BaseModel) -> None:
 
 
 def shard(base: BaseModel, group: ProcessGroup) -> None:
-    """Divide the layers of a base model over all workers: what this one does not keep of them is freed.
+    """Shard the layers of a base model over all workers: what this one does not keep is freed.
 
     They lie on its device, or come there from the host's memory one at a time.
     """
@@ -214,7 +211,7 @@ def shard(base: BaseModel, group: ProcessGroup) -> None:
 
 
 def _one_by_one(decoder: Decoder) -> Iterator[Layer]:
-    """The layers of a decoder on its device, of which it keeps none."""
+    """Yield the layers of a decoder on its device, of which it keeps none."""
     if isinstance(decoder, StreamedDecoder):
         return map(decoder.source.layer, range(decoder.source.count))
     layers = list(decoder.layers)
@@ -222,7 +219,7 @@ def _one_by_one(decoder: Decoder) -> Iterator[Layer]:
 
 
 def _without_memory(base: BaseModel, index: int) -> None:
-    """Let go of what transformers' modules hold of a layer."""
+    """Free what transformers' modules hold of a layer."""
     base.language_model.get_submodule(f"layers.{index}").to("meta")
 
 
@@ -232,7 +229,6 @@ class ShardedDecoder(StreamedDecoder):
 
     @property
     def sharded(self) -> ShardedLayers:
-        """The source of its layers."""
         if not isinstance(self.source, ShardedLayers):
             raise TypeError(f"the layers come from {type(self.source).__name__}")
         return self.source

@@ -1,9 +1,13 @@
 """All weights of a model, sharded over the workers (`--shard weights`, rank 0).
 
-Each layer, and each tensor before the first and behind the last of them (embedding, last norm, LM head), is a flat row of numbers, of
-which every worker keeps a part: of the float32 masters, of what AdamW remembers, of the gradients, and of what passes read in the precision
-of the base. Layers are put together while they are computed (`trained_layers.py`). The tensors around them are whole on each worker as
-well, in the precision of the base: a pass needs them at both of its ends.
+Each layer, and each tensor around them (embedding, last norm, LM head), is a flat row of numbers, of which every worker keeps a part: of
+the float32 masters, of what AdamW remembers, of the gradients, and of what passes read in the precision of the base. The tensors around
+the layers are whole on each worker as well, in the precision of the base: a pass needs them at both of its ends.
+
+A layer is put together to be computed, as those of a base model are (`sharded_layers.py`). As soon as its backward is done, its gradients
+are summed over all workers in float32, and each keeps its part of the sum: whole gradients of all layers would take more memory than what
+is sharded. A worker that has nothing to compute, or whose pass has failed, gives zeros. The gradients of a pass are kept apart until all
+workers have computed it: where it fails on one, the sums are of no use to anybody.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +32,14 @@ class GradientSums:
     """Sums over all workers of the gradients of flat rows, piece by piece where a row is larger than the buffer."""
 
     def __init__(self, group: ProcessGroup, numbers: int, device: torch.device) -> None:
-        """The buffer takes a row of `numbers` numbers in float32, which is a multiple of the number of workers."""
+        """Allocate a buffer of `numbers` numbers in float32, a multiple of the number of workers."""
         self.group = group
         self.buffer = torch.empty(numbers, dtype=torch.float32, device=device)
         self.summed: Callable[[], None] | None = None
         """Waits for the sum under way, which reads the buffer."""
 
     def begin(self, row: FlatRow, gradients: Sequence[Tensor | None], part: Tensor) -> None:
-        """Begin to add up; `part` becomes this worker's part of the sum, when `wait` has returned. None stands for zeros.
+        """Begin to sum; `part` becomes this worker's part of the sum when `wait` has returned. None stands for zeros.
 
         To be called by all workers. Takes no memory if the gradients are contiguous.
         """
@@ -49,7 +53,7 @@ class GradientSums:
             self.summed = self.group.begin_to_sum_parts(part[start : start + count], whole)
 
     def wait(self) -> None:
-        """Until all sums are there."""
+        """Wait until all sums are there."""
         if self.summed is not None:
             summed, self.summed = self.summed, None
             summed()
@@ -67,7 +71,7 @@ class TrainedLayers(ShardedLayers):
         buffers: list[Tensor],
         sums: GradientSums,
     ) -> None:
-        """`parts` are those of `rows`, flat and in the precision of the base."""
+        """Take the `parts` of `rows`, flat and in the precision of the base."""
         super().__init__(group, templates, [part.view(torch.uint8) for part in parts], buffers)
         self.rows = rows
         self.dtype = parts[0].dtype
@@ -119,7 +123,7 @@ class ShardedWeights(FullWeights):
     """This worker's part of them. `masters` and all that is laid out like these hold a flat part of each row, by the row's name."""
 
     def __init__(self, base: BaseModel, shape: LoraShape, group: ProcessGroup) -> None:
-        """Memory for them, which `take` gives numbers. The base is sharded too. Raises UserError for what cannot be sharded."""
+        """Allocate memory, which `take` gives numbers. Raises UserError for what cannot be sharded."""
         if not isinstance(base.decoder, ShardedDecoder):
             raise TypeError(f"the layers of {base.name} are not sharded")
         self.shape, self.dtype, self.group = shape, base.dtype, group
@@ -182,17 +186,15 @@ class ShardedWeights(FullWeights):
 
     @property
     def nbytes(self) -> int:
-        own = [*self.masters.values(), *self.wholes.values(), self.sums.buffer]
-        return sum(tensor.nbytes for tensor in own) + (0 if self.parts is self.masters else sum(map(_nbytes, self.parts.values())))
+        working = [] if self.parts is self.masters else self.parts.values()
+        own = [*self.masters.values(), *working, *self.wholes.values(), self.sums.buffer]
+        return sum(tensor.nbytes for tensor in own)
+            0 if self.parts is self.masters else sum(part.nbytes for part in self.parts.values())
+        )
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters of all workers together."""
         return sum(row.numbers for row in self.rows.values())
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.nbytes
 
 
 def rows_of(base: BaseModel, shape: LoraShape, workers: int) -> dict[str, FlatRow]:
@@ -217,7 +219,7 @@ def rows_of(base: BaseModel, shape: LoraShape, workers: int) -> dict[str, FlatRo
 
 
 def bytes_of(base: BaseModel, shape: LoraShape, workers: int) -> FullBytes:
-    """Return the bytes of a model of this shape on each worker."""
+    """Bytes of a model of this shape on each worker."""
     rows = [row.numbers for row in rows_of(base, shape, workers).values()]
     count = len(base.layout.layers)
     return sharded_full_bytes(rows[:count], sum(rows[count:]), base.dtype, workers)
@@ -234,12 +236,6 @@ def take_from_base(weights: ShardedWeights, base: BaseModel) -> None:
     around = base.full_targets(weights.shape)
     for name in weights.wholes:
         weights.take(name, around)
-
-
-def take_from(weights: ShardedWeights, tensors: Mapping[str, Tensor]) -> None:
-    """Give weights the numbers of a checkpoint."""
-    for name in weights.rows:
-        weights.take(name, tensors)
 
 
 def gathered(weights: ShardedWeights, parts: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> None:

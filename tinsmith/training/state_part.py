@@ -14,7 +14,7 @@ from tinsmith.models.flat_row import FlatRow
 from tinsmith.store.files import ABOUT_FILE
 from tinsmith.store.pieces import FilePiece
 from tinsmith.training.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, About
-from tinsmith.training.update_check import MOMENTS
+from tinsmith.training.update_check import ENTRIES
 
 _ALIGNED = 8
 """The tensors begin at a multiple of so many bytes."""
@@ -47,10 +47,6 @@ class TensorFile:
         return cls(header, {name: len(header) + end for name, end in zip(entries, ends, strict=False)})
 
 
-STEP, *ENTRIES = MOMENTS
-"""The number of steps, and what is laid out like the masters."""
-
-
 @dataclass(frozen=True, eq=False)
 class StatePart:
     """One worker's part of a state, in host memory, which no longer changes."""
@@ -74,7 +70,7 @@ class StatePart:
         yield from self._in_file(WEIGHTS_FILE, weights, {"": self.masters})
         if self.moments is not None:
             remembered = {f"{name}.{entry}": shape for name, shape in shapes.items() for entry in ENTRIES}
-            steps = {f"{name}.{STEP}": Size() for name in shapes}
+            steps = {f"{name}.step": Size() for name in shapes}
             optimizer = TensorFile.of(remembered | steps if self.moments else {})
             yield from self._in_file(OPTIMIZER_FILE, optimizer, {f".{entry}": parts for entry, parts in self.moments.items()})
             if self.about is not None and self.step is not None:
