@@ -298,8 +298,7 @@ class LocalBackend:
             counts = backward and not self.captured.may_have(tokens)
             counts &= not any(self._optimizer(datum.model_id).weights.shape.rank == 0 for datum in work)
             with threads_for(self.base, tokens), self.memory_retries.measured(tokens, recomputation) if counts else nullcontext():
-                optimizers = [self._optimizer(datum.model_id) for datum in work]
-                return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk, recomputation, self._look, self.captured)
+                return self._run(work, backward, recomputation)
         except (DeviceLostError, GivenUpError, EngineUnavailableError):  # the last two are of looking for what was dropped meanwhile
             raise
         except Exception as error:
@@ -308,6 +307,10 @@ class LocalBackend:
             # An error other than memory is first seen here: of a datum that a check let through, of our code, or of the device.
             log.warning("a pass of %d datums failed", len(work), exc_info=len(work) == 1)
             return PassError(f"{type(error).__name__}: {error}", out_of_memory=False)
+
+    def _run(self, work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> list[DatumResult]:
+        optimizers = [self._optimizer(datum.model_id) for datum in work]
+        return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk, recomputation, self._look, self.captured)
 
     def _reason(self, datum: DatumWork, error: PassError) -> str:
         if not error.out_of_memory:

@@ -189,8 +189,6 @@ class ShardedWeights(FullWeights):
         working = [] if self.parts is self.masters else self.parts.values()
         own = [*self.masters.values(), *working, *self.wholes.values(), self.sums.buffer]
         return sum(tensor.nbytes for tensor in own)
-            0 if self.parts is self.masters else sum(part.nbytes for part in self.parts.values())
-        )
 
     @property
     def parameter_count(self) -> int:
