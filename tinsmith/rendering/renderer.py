@@ -1,4 +1,4 @@
-"""Chunks of a ModelInput -> RenderedInput. The only place where text and images become token ids.
+"""Renders the chunks of a ModelInput to a `RenderedInput`: the only place where text and images become token ids.
 
 An image is decoded and processed once (`processor.py`), and remembered by the hash of its bytes. Placeholders are expanded here; a
 placeholder id that arrives as a text token stays text.
@@ -27,18 +27,18 @@ from tinsmith.wire.forward_backward import IMAGE_FORMATS
 from tinsmith.wire.images import check_pixels, decode, read_header
 
 Processor = Callable[[bytes, Image], ImageInput]
-"""The SHA-256 of an image's bytes, and the image in RGB -> what the vision tower takes."""
+"""(SHA-256 of an image's bytes, the image in RGB) -> what the vision tower takes."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A ModelInput that is checked, and whose length is known, before any of its images is decoded."""
+    """A ModelInput that is checked, and whose length is known, before its images are decoded."""
 
     chunks: tuple[Chunk, ...]
     lengths: tuple[int, ...]
     """Tokens of each chunk."""
     pixels: Mapping[bytes, int]
-    """Pixels of each image that is still to be decoded, by the SHA-256 of its bytes."""
+    """Pixels of each image that is still to be decoded, by SHA-256."""
 
     def __len__(self) -> int:
         return sum(self.lengths)
@@ -64,11 +64,11 @@ class _NewImage:
 
 
 Key = tuple[bytes, str]
-"""The SHA-256 of an image's bytes, and the format that they are labelled with."""
+"""SHA-256 of an image's bytes, and the format that they are labelled with."""
 
 
 class ImageCache:
-    """Processed images by key. When they take more than `max_bytes`, the least recently used ones go. Any thread may use it."""
+    """Processed images by key, for any thread; over `max_bytes` the least recently used ones go."""
 
     def __init__(self, max_bytes: int) -> None:
         self._held: LRUCache[Key, ImageInput] = LRUCache(max_bytes, getsizeof=lambda image: image.pixels.nbytes)
@@ -86,9 +86,9 @@ class ImageCache:
             return self._held.get(key)
 
     def get_or_make(self, key: Key, make: Callable[[], ImageInput]) -> ImageInput:
-        """The image; if it is not here, what `make` returns. While one thread makes it, others that want it wait.
+        """Return the image, or what `make` returns or raises if it is not here; other threads that want it wait.
 
-        Raises what `make` raises. A thread that waited for another's failed attempt makes its own, so that its error is its own too.
+        A thread that waited for another's failed attempt makes its own, so that its error is its own too.
         """
         while True:
             with self._lock:
@@ -127,12 +127,12 @@ class ImageCache:
 
 
 class Renderer:
-    """Renders for one base model, for several threads at once. `read_blob` fetches image bytes that are in the store, by SHA-256."""
+    """Renders for one base model, for several threads at once."""
 
     def __init__(
         self, base: BaseModel, limits: ImagesConfig, read_blob: Callable[[bytes], bytes], processor: Processor | None = None
     ) -> None:
-        """Load the model's own processor if none is given and it takes images. `read_blob` and `processor` are called by any thread."""
+        """Load the model's own processor unless one is given. `read_blob` fetches image bytes from the store by SHA-256."""
         self.base = base
         self.limits = limits
         self.read_blob = read_blob
@@ -143,11 +143,11 @@ class Renderer:
         self.cache = ImageCache(limits.image_cache_mib * 2**19)
 
     def render(self, chunks: Sequence[Chunk]) -> RenderedInput:
-        """The sequence that `chunks` describe. Raises UserError as `measure` and `render_measured` do."""
+        """Render the sequence that `chunks` describe. Raises UserError as `measure` and `render_measured` do."""
         return self.render_measured(self.measure(chunks))
 
     def measure(self, chunks: Sequence[Chunk]) -> Measured:
-        """Check `chunks` as far as that is cheap: no image is decoded, only its header is read.
+        """Check `chunks` as far as that is cheap: of an image only its header is read.
 
         Raises UserError: nothing in it, a token outside the vocabulary, an image that is too large or not wanted by this model, a count
         that differs from `expected_tokens`, a sequence longer than the context, or too many pixels.
@@ -166,11 +166,11 @@ class Renderer:
         return Measured(tuple(measured), tuple(lengths), pixels)
 
     def undecoded(self, measured: Measured) -> dict[bytes, int]:
-        """Pixels of each of its images that was not decoded meanwhile, by the SHA-256 of its bytes."""
+        """Pixels of each of its images that was not decoded meanwhile, by SHA-256."""
         return {sha256: size for sha256, size in measured.pixels.items() if not any(self.cache.get((sha256, f)) for f in IMAGE_FORMATS)}
 
     def render_measured(self, measured: Measured) -> RenderedInput:
-        """The sequence, with its images decoded and processed. Raises UserError for one that is broken."""
+        """Render the sequence, decoding its images. Raises UserError for one that is broken."""
         parts, spans, images, length = [], [], [], 0
         for index, (chunk, count) in enumerate(zip(measured.chunks, measured.lengths, strict=True)):
             if isinstance(chunk, TextChunk):
@@ -185,7 +185,7 @@ class Renderer:
         return RenderedInput(np.concatenate(parts), tuple(spans), tuple(images), where)
 
     def _check_tokens(self, chunks: Sequence[Chunk]) -> None:
-        """All texts at once, because there may be one for every token; the one that is wrong is looked for if there is any."""
+        """Check all texts at once, because there may be one for every token; the wrong one is looked for if there is any."""
         texts = [(index, chunk.tokens) for index, chunk in enumerate(chunks) if isinstance(chunk, TextChunk)]
         if not texts:
             return
@@ -201,7 +201,7 @@ class Renderer:
             raise UserError(f"the model input holds {length} tokens, the context window of {self.base.name} is {self.base.max_context}")
 
     def _measure_image(self, index: int, chunk: ImageChunk, new: dict[tuple[bytes, str], _NewImage]) -> tuple[ImageChunk, int]:
-        """The image and its tokens. One that is still to be decoded comes with its bytes, and is noted in `new`."""
+        """Return the image and its tokens; one that is still to be decoded comes with its bytes, and is noted in `new`."""
         key = chunk.sha256, chunk.format  # the same bytes under a wrong label are refused, whether they are known or not
         known = self.cache.get(key)
         if known is not None:
@@ -254,6 +254,6 @@ def check_token_ids(ids: "np.ndarray[Any, Any]", vocab_size: int, what: str) -> 
 
 
 def position_of(index: int, shape: tuple[int, ...]) -> int | tuple[int, ...]:
-    """Return the place of a flat index in an array of that shape, for people: a number, or one for each dimension."""
+    """Place of a flat index in an array of that shape, for people: a number, or one for each dimension."""
     place = tuple(int(i) for i in np.unravel_index(index, shape))
     return place[0] if len(place) == 1 else place

@@ -4,13 +4,13 @@ Notation of the formulas: lp the log-probabilities that the model in training gi
 (input "logprobs"), A the input "advantages", r = exp(lp - q) the ratio of the two policies, sg what no gradient flows through, and clip(r)
 = r held in [clip_low_threshold, clip_high_threshold], which are bounds of the ratio itself. Sums go over the positions of one datum.
 
-A function returns what is summed up: the loss of each position, of all datums of a row at once. Reductions are sums, never means, so that
-however a batch is split its gradients stay the same. A position whose weight or advantage is 0
-contributes exactly 0 to value and gradient, also where lp is -inf. In dro and stable_reinforce a sampled token without advantage keeps its
-penalty; what contributes exactly 0 there are the positions that do not count (`_counted`, sequence_ratio_mask), such as those of prompts.
+A function returns the loss of each position, of all datums of a row at once. Reductions are sums, never means, so that however a batch is
+split its gradients stay the same. A position whose weight or advantage is 0 contributes exactly 0 to value and gradient, also where lp is
+-inf. In dro and stable_reinforce a sampled token without advantage keeps its penalty; what contributes exactly 0 there are the positions
+that do not count (`_counted`, sequence_ratio_mask), such as those of prompts.
 
-The formulas are those of the public documentation of the Tinker API ("Loss functions"); papers are named where a loss has one. That of
-stable_reinforce is not public; ours is in `stable_reinforce.py`.
+The formulas are those of the public documentation of the Tinker API ("Loss functions"); papers are named where a loss has one. Only that of
+stable_reinforce is Tinsmith's own.
 """
 
 import math
@@ -27,7 +27,7 @@ from tinsmith.models.device import upload
 
 
 class DatumSpans:
-    """Datums of so many positions, one behind the other. Whatever their number, a sum over each is one operation.
+    """Datums of given lengths, one behind the other: a sum over each is one operation, whatever their number.
 
     Datums are never told apart by a multiplication, so that a NaN stays in its own.
     """
@@ -42,13 +42,13 @@ class DatumSpans:
         return upload(np.array(self.lengths, dtype=np.int64), self.device)
 
     def sums(self, values: Tensor) -> Tensor:
-        """[datums] in the precision of `values` [positions], of which no gradient is taken. Added up in float64."""
+        """Sum `values` [positions] of each datum to [datums], in float64 and without gradient."""
         # "unsafe": lengths are not read back from a GPU to be checked.
         total = torch.segment_reduce(values.detach().double(), "sum", lengths=self._counts, unsafe=True)
         return total.to(values.dtype)
 
     def spread(self, of_each: Tensor) -> Tensor:
-        """[positions] of which each has what its datum has in `of_each` [datums]."""
+        """Repeat `of_each` [datums] to [positions]."""
         return of_each.repeat_interleave(self._counts, output_size=sum(self.lengths))
 
 
@@ -106,13 +106,13 @@ MAX_RATIO = 2.0
 """Largest weight of a token."""
 
 STOP = 1.5
-"""Factor by which a token's probability may move in its advantage's direction before it is no longer counted."""
+"""Factor by which a token's probability may move in its advantage's direction before it no longer counts."""
 
 MAX_DRIFT = 0.2
-"""Largest root mean square of a sequence's log-ratios at which it has its whole weight: about as far as ppo lets a ratio move."""
+"""Largest root mean square of a sequence's log-ratios with which it has its whole weight: about as far as ppo lets a ratio move."""
 
 METRICS = ("tinsmith_stable_reinforce/weight", "tinsmith_stable_reinforce/limited", "tinsmith_stable_reinforce/drift")
-"""Metrics of `diagnose`: mean weight of the sampled tokens, share of them limited by `MAX_RATIO` or `STOP`, and drift."""
+"""Mean weight of the sampled tokens, share of them limited by `MAX_RATIO` or `STOP`, and drift."""
 
 NOTICE = (
     "loss_fn stable_reinforce: this formula is Tinsmith's own, because Thinking Machines has not published theirs; docs/losses.md has it, "
@@ -121,7 +121,30 @@ NOTICE = (
 
 
 def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float], spans: DatumSpans) -> Tensor:
-    """The loss of each position [positions], as above. S is where the input "sequence_ratio_mask" is not 0. All shapes [positions]."""
+    """REINFORCE that stays stable when the policy that sampled is not the policy in training.
+
+    Thinking Machines documents what its loss of this name is for, what it takes and how samples are recorded for it, but not its formula.
+    With d = lp - q, and S the positions where sequence_ratio_mask is not 0, this one is
+
+        loss  = -Σ w · A · exp(lp - sg(lp)) + kl_coeff · Σ h(d)                       both sums over S
+        w     = sg(trust · min(exp(d), MAX_RATIO)), but 0 where A > 0 and exp(d) > STOP, or A < 0 and exp(d) < 1 / STOP
+        trust = min(1, MAX_DRIFT / drift),  drift = sqrt(mean over S of min(|d|, 1)²)
+        h(d)  = d² / 2 up to |d| = 1, |d| - 1/2 beyond
+
+    exp(lp - sg(lp)) is 1 and has the gradient of lp, so each token's gradient is that of REINFORCE times w, which lies in [0, MAX_RATIO].
+
+    min(exp(d), MAX_RATIO) is truncated importance sampling (Ionides 2008, doi:10.1198/106186008X320456; as the weight of a policy gradient:
+    IMPALA, Espeholt et al. 2018, arXiv:1802.01561, section 4.1). A token stops counting once it has moved by the factor STOP the way that
+    its advantage wants, as in PPO (Schulman et al. 2017, arXiv:1707.06347): samples of old weights would push further what newer steps have
+    pushed already.
+
+    trust corrects for the sequence as a whole: a token's ratio says nothing of how unlikely the tokens before it have become. It measures
+    the second moment of the log-ratios, as M2PO does (Zheng et al. 2025, arXiv:2510.01161), but takes weight from the sequence instead of
+    masking tokens. |d| counts up to 1, so that one token in a long sequence cannot discard it. h is the Huber loss of d (Huber 1964), a
+    penalty for moving away from the sampler whose slope is at most 1.
+
+    Where no bound is reached, value and gradient are those of importance_sampling.
+    """
     sampled = inputs["sequence_ratio_mask"] != 0
     gap, weights, _ = _weights(logprobs, inputs, sampled, spans)
     moving = (logprobs - logprobs.detach()).masked_fill(logprobs.isinf() | ~sampled, 0.0)  # 0, and the gradient of lp
@@ -133,7 +156,7 @@ def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Map
 
 
 def diagnose(logprobs: Tensor, inputs: Mapping[str, Tensor], spans: DatumSpans) -> Tensor:
-    """[3, datums] one number of each datum for each of `METRICS`."""
+    """Compute one number of each datum for each of `METRICS` [3, datums]."""
     sampled = inputs["sequence_ratio_mask"] != 0
     gap, weights, drift = _weights(logprobs, inputs, sampled, spans)
     count = spans.sums(sampled.to(gap.dtype))
@@ -142,7 +165,7 @@ def diagnose(logprobs: Tensor, inputs: Mapping[str, Tensor], spans: DatumSpans) 
 
 
 def _weights(logprobs: Tensor, inputs: Mapping[str, Tensor], sampled: Tensor, spans: DatumSpans) -> tuple[Tensor, Tensor, Tensor]:
-    """The gaps d and weights w [positions], 0 where nothing was sampled, and the drifts [datums]; without gradients."""
+    """Compute gaps d and weights w [positions], 0 where nothing was sampled, and drifts [datums]; without gradients."""
     gap = torch.where(sampled, logprobs.detach() - inputs["logprobs"], 0.0)
     drift = (spans.sums(gap.clamp(-1.0, 1.0).square()) / spans.sums(sampled.to(gap.dtype))).sqrt()
     trust = spans.spread(torch.where(drift > MAX_DRIFT, MAX_DRIFT / drift, torch.ones_like(drift)))
@@ -151,12 +174,12 @@ def _weights(logprobs: Tensor, inputs: Mapping[str, Tensor], sampled: Tensor, sp
 
 
 def _has_moved(gap: Tensor, advantages: Tensor) -> Tensor:
-    """Return the tokens that have moved by the factor `STOP` the way that their advantage wants [N, bool]."""
+    """Which tokens have moved by the factor `STOP` the way that their advantage wants [N, bool]."""
     return gap * advantages.sign() > math.log(STOP)
 
 
 def _counted(inputs: Inputs) -> Tensor:
-    """Return the positions that were sampled (bool): those that the inputs "mask" and "weights" do not set to 0.
+    """Which positions were sampled (bool): those that the inputs "mask" and "weights" do not set to 0.
 
     Without both, all but those that look like the padding of a prompt: advantage and sampled log-probability exactly 0.
     """

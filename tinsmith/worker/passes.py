@@ -160,9 +160,8 @@ class Passes:
     def _enqueue(self) -> None:
         """Give the device what can be computed now.
 
-        The passes of a model keep their order, because another would round the sums of its gradients otherwise, and so do all before and
-        behind one that exchanges something. Of passes with images, which take long, the device has one at a time: what comes meanwhile
-        goes ahead of the next.
+        Passes of a model keep their order, because another would round the sums of its gradients otherwise, and so do all around one that
+        exchanges something. Of passes with images the device has one at a time: what comes meanwhile goes ahead of the next.
         """
         waiting: set[str] = set()
         """Models of passes whose images are being decoded, or that wait for such."""
@@ -182,10 +181,9 @@ class Passes:
                 self.enqueue(work)
 
     def in_turn(self, work: Callable[[], None]) -> None:
-        """Let the device's thread do something behind all passes before it that are computed with other workers.
+        """Let the device's thread do something behind all passes before it that exchange something with other workers.
 
-        Such passes and steps exchange something, so that all workers must take them in one order, and the images of a pass may be decoded
-        here sooner than there.
+        All workers must take these in one order, and images may be decoded here sooner than there.
         """
         last = next((number for number in reversed(self.passes) if self._exchanges(self.passes[number])), None)
         if last is None:
@@ -231,7 +229,6 @@ class Passes:
         )
 
     def _took(self) -> list[tuple[str, bool, list[int], float]]:
-        """Return the seconds of passes that the device has ended."""
         took = []
         while self.timed and (seconds := self.timed[0][1].seconds) is not None:
             message, _ = self.timed.popleft()
@@ -262,11 +259,11 @@ def _render(piece: Piece, datum: CheckedDatum) -> Rendered:
 
 
 Outcome = tuple[dict[Piece, DatumResult], dict[Piece, TinsmithError]]
-"""Results of a pass: datums with a result, and those that failed."""
+"""Results and errors of a pass by datum."""
 
 
 def _compute_share(backend: LocalBackend, message: RunPass, rendered: "list[Rendered]", look: Callable[[], None] | None) -> Outcome:
-    """Compute a pass, or this worker's share of one. An operation with a broken image contributes nothing more."""
+    """Compute a pass, or this worker's share of one; an operation with a broken image contributes nothing."""
     failures = {piece: type(work)(f"datum {piece[1]}: {work}") for piece, work in rendered if isinstance(work, TinsmithError)}
     broken = {operation for operation, _ in failures}
     chosen = [(piece, work) for piece, work in rendered if isinstance(work, DatumWork) and piece[0] not in broken]
@@ -285,7 +282,7 @@ def _compute_share(backend: LocalBackend, message: RunPass, rendered: "list[Rend
 
 
 def _compute_together(backend: LocalBackend, message: RunPass, rendered: "list[Rendered]") -> Outcome:
-    """Compute a sequence with all workers. One whose images are broken here takes part too: the others must hear of it."""
+    """Compute a sequence with all workers; one whose images are broken here takes part too, so that the others hear of it."""
     ((piece, work),) = rendered
     results: dict[Piece, DatumResult] = {}
     failures: dict[Piece, TinsmithError] = {}

@@ -1,4 +1,4 @@
-"""Reads database rows through the engine (`protocol/questions.py`); a worker opens no database."""
+"""Reads database rows through the engine (`protocol/questions.py`)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -29,7 +29,7 @@ class SequenceRecords(Protocol):
 
 
 class AskedRecords:
-    """Database rows of the server's host, for any thread. `ask` waits for the answer; each method raises as the store does."""
+    """Database rows of the server's host, for any thread. Each method raises as the store does."""
 
     def __init__(self, ask: Answers) -> None:
         self._ask = ask
@@ -41,7 +41,7 @@ class AskedRecords:
         return answer.checkpoint
 
     def find(self, sequence_ids: Iterable[str]) -> dict[str, RecordedSequence]:
-        """Those of these recorded sequences that are there."""
+        """Return those of these recorded sequences that exist."""
         named = sorted(sequence_ids)
         if not named:
             return {}
