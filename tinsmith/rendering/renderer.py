@@ -5,15 +5,15 @@ placeholder id that arrives as a text token stays text.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
-from PIL.Image import Image
 
 from tinsmith.config import ImagesConfig
 from tinsmith.errors import TinsmithError, UserError
@@ -25,9 +25,6 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.forward_backward import IMAGE_FORMATS
 from tinsmith.wire.images import check_pixels, decode, read_header
-
-Processor = Callable[[bytes, Image], ImageInput]
-"""(SHA-256 of an image's bytes, the image in RGB) -> what the vision tower takes."""
 
 
 @dataclass(frozen=True)
@@ -129,16 +126,12 @@ class ImageCache:
 class Renderer:
     """Renders for one base model, for several threads at once."""
 
-    def __init__(
-        self, base: BaseModel, limits: ImagesConfig, read_blob: Callable[[bytes], bytes], processor: Processor | None = None
-    ) -> None:
-        """Load the model's own processor unless one is given. `read_blob` fetches image bytes from the store by SHA-256."""
+    def __init__(self, base: BaseModel, limits: ImagesConfig, read_blob: Callable[[bytes], bytes]) -> None:
+        """Load the model's own image processor. `read_blob` fetches image bytes from the store by SHA-256."""
         self.base = base
         self.limits = limits
         self.read_blob = read_blob
-        self.local = LocalProcessor(base.tokenizer_id) if base.family.takes_images else None
-        """Counts the tokens of every image, also of those that `processor` processes."""
-        self.processor: Processor | None = processor or self.local
+        self.processor = LocalProcessor(base.tokenizer_id) if base.family.takes_images else None
         self.placeholder = int(base.config.image_token_id) if base.family.takes_images else -1
         self.cache = ImageCache(limits.image_cache_mib * 2**19)
 
@@ -218,14 +211,12 @@ class Renderer:
         return new[key].chunk if key in new else chunk, count
 
     def _read_new(self, index: int, chunk: ImageChunk) -> _NewImage:
-        if self.local is None:
+        if self.processor is None:
             raise UserError(f"chunk {index} is an image, but {self.base.name} takes text only")
         data = self._bytes_of(chunk)
-        try:
+        with _naming(index):
             header = read_header(data, chunk.format, self.limits)
-            return _NewImage(replace(chunk, data=data), self.local.tokens(header), header.width * header.height)
-        except UserError as error:
-            raise UserError(f"chunk {index}: {error}") from error
+            return _NewImage(replace(chunk, data=data), self.processor.tokens(header), header.width * header.height)
 
     def _image(self, index: int, chunk: ImageChunk, count: int) -> ImageInput:
         image = self.cache.get_or_make((chunk.sha256, chunk.format), lambda: self._process(index, chunk))
@@ -235,14 +226,21 @@ class Renderer:
 
     def _process(self, index: int, chunk: ImageChunk) -> ImageInput:
         assert self.processor is not None, "measure takes no images without it"
-        try:
+        with _naming(index):
             image = decode(self._bytes_of(chunk), chunk.format, self.limits)
-        except UserError as error:
-            raise UserError(f"chunk {index}: {error}") from error
         return self.processor(chunk.sha256, image)
 
     def _bytes_of(self, chunk: ImageChunk) -> bytes:
         return chunk.data if chunk.data is not None else self.read_blob(chunk.sha256)
+
+
+@contextmanager
+def _naming(index: int) -> Iterator[None]:
+    """Let an error of the body name the chunk."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"chunk {index}: {error}") from error
 
 
 def check_token_ids(ids: "np.ndarray[Any, Any]", vocab_size: int, what: str) -> None:

@@ -9,9 +9,11 @@ keeps the checksums of its files.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -212,12 +214,8 @@ def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> di
 def _check_fits(directory: Path, base: BaseModel) -> About:
     """Read the description of a checkpoint and check names and sizes of its weights. Raises as `read_state`."""
     about = read_about(directory)
-    path = directory / WEIGHTS_FILE
-    try:
-        with safe_open(path, "pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
-    except SafetensorError as error:
-        raise _damaged(path, error) from error
+    with _opened(directory / WEIGHTS_FILE) as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
     if about.architecture != base.family.model_type or shapes != _expected(base, about.shape):
         raise UserError(
             f"the checkpoint was made for {about.base_model} ({about.architecture}) and does not fit base model {base.name} "
@@ -248,13 +246,20 @@ def _expected(base: BaseModel, shape: LoraShape) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def _tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
-    """Read a file: `mapped`, so that its pages come and go, or copied into memory."""
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of tensors. Raises TinsmithError if it is damaged."""
     try:
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+            yield file
     except SafetensorError as error:
         raise _damaged(path, error) from error
+
+
+def _tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
+    """Read a file: `mapped`, so that its pages come and go, or copied into memory."""
+    with _opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
     return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
 
 

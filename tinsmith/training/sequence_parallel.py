@@ -1,9 +1,8 @@
 """Computes one sequence on all workers together, because it is too long for one (sequence parallelism).
 
-Each worker computes a slice of the tokens: embedding, norms, projections, MLP, LoRA and LM head. Where tokens meet, slices of tokens become
-slices of heads (`sequence_slices.py`). The log-probabilities of all slices are brought together, and every worker computes the loss of the
-whole sequence from them; its backward takes up the gradient of its own slice alone. So each worker accumulates what its tokens contribute,
-and a step, which adds up over all workers, counts every token once.
+Each worker computes a slice of the tokens. Where tokens meet, slices of tokens become slices of heads (`sequence_slices.py`). Every worker
+computes the loss of the whole sequence from the gathered log-probabilities, and in its backward takes up the gradient of its own slice
+alone: a step, which sums over all workers, counts every token once.
 
 Whatever fails, fails on all: no worker adds gradients before all have theirs (`distributed/joint_work.py`).
 """
@@ -43,7 +42,7 @@ Computed = tuple[DatumResult, list[Callable[[], None]]]
 
 
 class SequenceParallel:
-    """Sequences that all workers of a group compute together. `promised` says how many free bytes of the device others will still take."""
+    """Sequences that all workers of a group compute together. `promised` returns free bytes of the device that others will still take."""
 
     def __init__(self, base: BaseModel, logits_chunk: int, group: ProcessGroup, promised: Callable[[], int]) -> None:
         self.base = base
@@ -54,10 +53,10 @@ class SequenceParallel:
         self.memory_retries = MemoryRetries(memory, base.device, logits_chunk, promised)
 
     def run(self, number: int, work: DatumWork | TinsmithError, backward: bool, find: Callable[[str], Optimizer]) -> DatumResult:
-        """Compute one datum, which is the pass `number`; with `backward` its gradients go to the optimizer that `find` has of its model.
+        """Compute one datum, which is the pass `number`; with `backward` its gradients go to the optimizer of its model.
 
-        `work` may be why this worker cannot compute it. Raises the same error on all workers if one of them cannot, and DeviceLostError if
-        they are not at the same pass.
+        `work` may be why this worker cannot compute it. Raises the same error on all workers if one cannot, and DeviceLostError if they are
+        not at the same pass.
         """
         self.group.agree(number, "the pass that comes next")
         ready = self.joint.attempt(lambda: _ready(work, find, self.group.count))
@@ -96,7 +95,7 @@ class SequenceParallel:
         return more
 
     def _agreed(self, choose: Callable[[], Recomputation | None]) -> Recomputation | None:
-        """The most that any worker chooses, because what is computed again exchanges again; None if one has nothing to choose."""
+        """Return the most that any worker chooses, because what is computed again exchanges again; None if one has nothing to choose."""
         own = self.joint.attempt(choose)
         if isinstance(own, JointFailure):
             raise error_of(own.error_type, own.reason)
@@ -122,7 +121,7 @@ class SequenceParallel:
         return self.joint.attempt(compute)
 
     def _scored(self, datum: DatumWork, optimizer: Optimizer, slices: SequenceSlices, recomputation: Recomputation) -> Scored:
-        """Log-probabilities and losses of the whole sequence, computed from the slice of this worker and those of the others."""
+        """Compute log-probabilities and losses of the whole sequence from the slices of all workers."""
         base, owner, own = self.base, optimizer.weights, slices.own
         row = pack([datum.rendered.part(own.start, own.stop)], [owner], base.device)
         plan = SlicedPlan(slices, base.device, base.dtype)
@@ -138,7 +137,7 @@ class SequenceParallel:
 
 
 def _ready(work: DatumWork | TinsmithError, find: Callable[[str], Optimizer], count: int) -> tuple[DatumWork, Optimizer]:
-    """The datum and the optimizer of its model. Raises what keeps this worker from computing it."""
+    """Return the datum and the optimizer of its model. Raises what keeps this worker from computing it."""
     if isinstance(work, TinsmithError):
         raise work
     if len(work.rendered) < SHORTEST_SLICE * count:

@@ -50,10 +50,7 @@ class ShardedBackend(LocalBackend):
     needs_all = True
 
     def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup, gives_snapshots: bool = False) -> None:
-        """`base` is one that `sharded_layers.shard` has sharded over `group`.
-
-        With `gives_snapshots` this worker has what samples, and its `snapshot` is one of all weights too.
-        """
+        """Take a `base` that `shard` has sharded. With `gives_snapshots` this worker samples, and can take snapshots of all weights."""
         super().__init__(base, config, group)
         self.gives_snapshots = gives_snapshots
         if not isinstance(base.decoder, ShardedDecoder):
@@ -81,7 +78,7 @@ class ShardedBackend(LocalBackend):
         self.optimizers[model_id] = optimizer
 
     def restore(self, model_id: str, state: SavedState) -> None:
-        """Restore a model, of which nothing is left with rank 0 if the load fails. Exchanges nothing: files are read at any time."""
+        """Restore a model without any exchange: files are read at any time. One of rank 0 is gone if the load fails."""
         if state.about.shape.rank == 0:
             self.optimizers.pop(model_id, None)
         self._load(model_id, state)
@@ -137,7 +134,7 @@ class ShardedBackend(LocalBackend):
     # ---- What is saved
 
     def copy_part(self, model_id: str, optimizer: bool) -> StatePart | None:
-        """This worker's part of the weights; None of an adapter, of which each worker has all. To be called by all workers."""
+        """Copy this worker's part of the weights; None of an adapter, of which each worker has all. To be called by all workers."""
         model = self._agreed(model_id)
         if model is None:
             return None
@@ -157,7 +154,7 @@ class ShardedBackend(LocalBackend):
         return StatePart(about, weights.rows, place.rank, _on_host(weights.masters), moments, step)
 
     def _agreed(self, model_id: str) -> ShardedOptimizer | None:
-        """A model that all workers have; None if it is not sharded. Raises NotFoundError if none of them has it."""
+        """Return a model that all workers have; None if it is not sharded. Raises NotFoundError if none of them has it."""
         self.together.agree(model_id in self.optimizers, f"whether model {model_id} is there")
         model = self._optimizer(model_id)
         return model if isinstance(model, ShardedOptimizer) else None
@@ -205,7 +202,7 @@ class ShardedBackend(LocalBackend):
             self._with_all_weights(model, backward, list)
 
     def _with_all_weights(self, model: ShardedOptimizer, backward: bool, compute: Callable[[], Outcome]) -> Outcome | None:
-        """Make an attempt with a model's own weights, with all workers; None if another has failed, so that it is to be made again."""
+        """Compute with a model's own weights, on all workers; None if another has failed, so that it is to be done again."""
         layers = model.sharded.layers
         if backward and (lacking := self._without_room(model)) is not None:
             return lacking
@@ -234,7 +231,7 @@ class ShardedBackend(LocalBackend):
 
 
 def _number_of(model_id: str) -> int:
-    """Return the number that workers exchange for this model: the same on all, and neither NOTHING nor FROZEN."""
+    """Number that workers exchange for this model: the same on all, and neither NOTHING nor FROZEN."""
     return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7]) + 2
 
 

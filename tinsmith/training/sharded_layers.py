@@ -38,10 +38,10 @@ class ShardedLayers:
     """This worker's parts of all layers. Both `begin` and `finish` are called for every pass by all workers."""
 
     def __init__(self, group: ProcessGroup, templates: list[Layer], parts: list[Tensor], buffers: list[Tensor]) -> None:
-        """`buffers` are two that hold any of the layers. They belong to whatever is computed now."""
+        """Take two `buffers` that hold any of the layers and belong to whatever is computed now."""
         self.group = group
         self.templates = templates
-        """The layers without memory, for shapes and names."""
+        """Layers without memory, for shapes and names."""
         self.parts = parts
         """[bytes of the layer / workers] of each layer."""
         self.buffers = buffers
@@ -78,7 +78,7 @@ class ShardedLayers:
         self._start()
 
     def layer(self, index: int) -> Layer:
-        """Return a layer that can be computed until the next one is asked for. Steps before it that nobody wanted are made now."""
+        """Return a layer that can be computed until the next one is asked for. Steps before it are made now."""
         self._come_to(index)
         return self._view(index)
 
@@ -87,7 +87,7 @@ class ShardedLayers:
         return self.layer(index), ()
 
     def give(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients of what `layer_to_train` has returned last."""
+        """Take the gradients of what `layer_to_train` returned last."""
 
     def finish(self) -> None:
         """Make the steps that are left, and end the pass."""

@@ -1,7 +1,7 @@
 """Optimizer of all weights of a model that are sharded over workers: each has AdamW for its part.
 
-AdamW computes number by number, so a step of the parts is a step of the whole. All that concerns the whole is agreed on: the norm of the
-gradient, in which every number counts once, and whether the step is taken at all. What may fail on one worker alone comes before that.
+AdamW computes number by number, so a step of the parts is a step of the whole. Agreed on are the norm of the gradient, and whether the step
+is taken at all; what may fail on one worker alone comes before that.
 """
 
 import math

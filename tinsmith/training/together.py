@@ -26,10 +26,10 @@ _NO_SIGN = 2**63 - 1
 
 
 def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
-    """Take a step with the gradients of all workers; to be called by all of them.
+    """Take a step with the gradients of all workers, which all call this.
 
-    Raises what `step` raises if it does so on all of them, TinsmithError if one had no memory before anything changed, and DeviceLostError
-    if the weights are not the same any more.
+    Raises what `step` raises if it does so on all, TinsmithError if one had no memory before anything changed, and DeviceLostError if the
+    weights differ now.
     """
     if not any(group.gather(optimizer.totals is not None)):
         return optimizer.step(settings)

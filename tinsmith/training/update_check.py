@@ -107,10 +107,9 @@ def require_finite_step(
     dtype: torch.dtype,
     scale: float = 1.0,
 ) -> None:
-    """Compute AdamW's step on copies. Raises UserError naming a tensor that would not stay finite, also in `dtype`.
+    """Compute AdamW's step on copies of a few pieces. Raises UserError naming a tensor that would not stay finite, also in `dtype`.
 
-    `moments` are named as by `ModelOptimizer.moments`; `scale` is what clipping still multiplies the gradients with. Takes the memory of a
-    few pieces, and changes nothing.
+    `moments` are named as by `ModelOptimizer.moments`; `scale` is what clipping still multiplies the gradients with.
     """
     for (name, tensor), gradient in zip(weights.items(), gradients, strict=True):
         state = {entry: moments[f"{name}.{entry}"] for entry in MOMENTS} if moments else {}

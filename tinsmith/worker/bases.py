@@ -41,9 +41,9 @@ WHOLE_BASE = 1.1
 
 
 def stays_on_host(source: str, config: Config) -> bool:
-    """Whether the layers of a base model that is to be sharded wait in the host's memory, because the device has no room for all of them.
+    """Whether layers that are to be sharded wait in the host's memory, because the device has no room for all of them.
 
-    On a GPU that has room, the self-check takes seconds in place of minutes. A CPU has the same memory, where several workers share pages.
+    On a GPU that has room, the self-check takes seconds in place of minutes. On a CPU several workers share pages.
     """
     if not config.shards_weights:
         return False
@@ -55,9 +55,8 @@ def stays_on_host(source: str, config: Config) -> bool:
 
 
 def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict[str, BaseModel]:
-    """Every base model of the configuration, by name, once it has passed its self-check.
+    """Load every base model of the configuration and check it; `begin` is called before each load and each check.
 
-    `begin` is called before each is loaded, and before each is checked.
     Raises ConfigError as `load_base_model` and `check_base_model` do.
     """
     features = config.images.image_cache_mib * 2**19  # the other half is for pixel values
@@ -83,10 +82,10 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
 
 
 def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, BaseModel]:
-    """Whole copies of base models whose layers are about to be sharded, in the host's memory; none where these are whole themselves.
+    """Load whole copies of base models that are about to be sharded into the host's memory; none where they stay whole.
 
-    They take the trainer's place in what vLLM servers are compared with, and are what adapters are merged into. Their layers are mapped
-    pages of their files, if these are in the precision that is served. Raises ConfigError if the host has no room for them.
+    vLLM servers are compared with them, and adapters are merged into them. Their layers are mapped pages of their files, if these are in
+    the precision that is served. Raises ConfigError if the host has no room for them.
     """
     compared: dict[str, BaseModel] = {}
     if not config.compares_with_copy:
@@ -110,7 +109,7 @@ def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, B
 
 
 def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: bool) -> None:
-    """Check a base model in full, or quickly if that was passed before in the same surroundings, and remember that it passes."""
+    """Check a base model in full, or quickly if that was passed before in the same surroundings, which this remembers."""
     started = time.monotonic()
     known = _surroundings(base, files, samples, on_host)
     passed = Path(config.data_dir) / PASSED_DIR / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
@@ -129,7 +128,7 @@ def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: 
 
 
 def _why_full(passed: Path, known: str) -> str:
-    """Return why the quick form does not suffice; empty if it does. A file that cannot be read, or is of something else, does not count."""
+    """Return why the quick form does not suffice, empty if it does."""
     try:
         return "" if passed.read_text() == known else f"{passed} is damaged"
     except FileNotFoundError:
@@ -139,7 +138,7 @@ def _why_full(passed: Path, known: str) -> str:
 
 
 def _remember(passed: Path, known: str) -> None:
-    """Write down what has passed; other workers may do the same. Without it, the next start checks in full again."""
+    """Note what has passed. Without it, the next start checks in full again."""
     new = passed.with_suffix(f".{os.getpid()}.new")
     try:
         passed.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +149,7 @@ def _remember(passed: Path, known: str) -> None:
 
 
 def _state_of(source: str) -> str:
-    """`state_of_files` of a model; empty if it cannot be told, which is no state that anything is remembered of."""
+    """`state_of_files` of a model; empty if unknown, which is never remembered."""
     directory = local_directory(source)
     try:
         return state_of_files(directory) if directory is not None else ""
@@ -183,7 +182,7 @@ def _version(package: str) -> str | None:
 
 
 def require_same(group: ProcessGroup, bases: Mapping[str, BaseModel]) -> None:
-    """Raise ConfigError on all workers, naming what differs and where, if they have not all the same programs and base models.
+    """Raise ConfigError on all workers of several hosts, naming what differs, if programs or base models do.
 
     Replicas of different weights would train something that no single worker has. To be called by all.
     """

@@ -25,7 +25,7 @@ _SHOWN_CHARACTERS = 20
 
 
 def parse_recipients(texts: Sequence[str]) -> list[Any]:
-    """Age recipients: native keys (age1...) and SSH public keys. Raises UserError naming one that is neither."""
+    """Parse age recipients: native keys (age1...) and SSH public keys. Raises UserError naming one that is neither."""
     recipients = []
     for place, text in enumerate(texts):
         kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
@@ -39,15 +39,12 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
 
 
 def write_external(state: SavedState, layout: Layout, directory: Path, recipients: Sequence[Any]) -> None:
-    """Write the files of a model's copied state to `directory`, which is made if it is not there. Any thread may do this.
-
-    `layout` is that of the base model.
-    """
+    """Write the files of a model's copied state to `directory`, made if missing; `layout` is that of the base. Any thread may do this."""
     _write_encrypted(partial(_write_plain, state, layout), directory, recipients)
 
 
 def export_files(written: Path, directory: Path, recipients: Sequence[Any]) -> None:
-    """Write external weights of a rank-0 model whose checkpoint has been written to a directory."""
+    """Write external weights of a rank-0 model whose checkpoint has been written."""
     _write_encrypted(partial(merge, written), directory, recipients)
 
 
@@ -63,11 +60,7 @@ def _write_encrypted(write: Callable[[Path], None], directory: Path, recipients:
 
 
 def encrypt(plain: Path, encrypted: Path, recipients: Sequence[Any]) -> None:
-    """Encrypt a file.
-
-    It is handed over in blocks: `pyrage.encrypt_file` lets no other thread run, and after a minute or two without the thread that sends
-    heartbeats the server would take the engine for hung.
-    """
+    """Encrypt a file in blocks: `pyrage.encrypt_file` lets no other thread run, and the server would miss the heartbeats."""
     with plain.open("rb") as source, encrypted.open("wb") as target:
         pyrage.encrypt_io(source, target, recipients)
 
@@ -85,7 +78,7 @@ def _write_plain(state: SavedState, layout: Layout, directory: Path) -> None:
 
 @contextmanager
 def _scratch(directory: Path) -> Iterator[Path]:
-    """A directory for the time of the body. It lies in `directory`, with which it is deleted if this process dies."""
+    """Yield a scratch directory inside of `directory`, with which it is deleted if this process dies."""
     with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=directory) as scratch:
         yield Path(scratch)
 

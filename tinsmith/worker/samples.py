@@ -28,7 +28,7 @@ from tinsmith.store import ids
 from tinsmith.store.records import RecordedSequence
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, encode_sample_response, parse_sample_request
-from tinsmith.worker.background import Background
+from tinsmith.worker.background import SMALL_BYTES, Background
 from tinsmith.worker.records import SequenceRecords
 from tinsmith.worker.snapshots import Key, Snapshot, Snapshots
 
@@ -38,8 +38,6 @@ STARTED_BYTES = 2**20
 """Bytes of bodies of one session that threads parse and render at a time, and of small ones parsed between two steps; the last may go
 beyond.
 """
-
-SMALL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
