@@ -154,8 +154,8 @@ MUTATIONS = (
     Mutation(
         "results of datums come in the order of the row, not of the request",
         "tinsmith/training/step.py",
-        "results[order[place]] = result",
-        "results[place] = result",
+        "results = {order[place]: result for place, result in of_row.items()}",
+        "results = of_row",
         (BACKEND,),
     ),
     Mutation(

@@ -100,11 +100,6 @@ class ImageCache:
             if others.exception() is None:
                 return others.result()
 
-    def clear(self) -> None:
-        """Forget all images."""
-        with self._lock:
-            self._held.clear()
-
     def _make(self, key: Key, make: Callable[[], ImageInput], made: Future[ImageInput]) -> ImageInput:
         try:
             image = make()

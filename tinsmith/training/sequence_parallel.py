@@ -19,7 +19,7 @@ from tinsmith.distributed.joint_work import JointFailure, JointWork
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.device import Fetched, upload
+from tinsmith.models.device import upload
 from tinsmith.models.pass_memory import KEEP_ALL, Recomputation, sliced_pass_memory_of
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.models.threads import threads_for
@@ -27,10 +27,10 @@ from tinsmith.protocol.work import error_of
 from tinsmith.rendering.packing import pack
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.logprobs import rows_to_keep, target_logprobs
-from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, results_of, targets_per_position, trained_positions
+from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, targets_per_position, trained_positions
 from tinsmith.training.memory_retries import MemoryRetries, is_out_of_memory
 from tinsmith.training.sequence_slices import SequenceSlices, SlicedPlan, slices_of
-from tinsmith.training.step import contributions
+from tinsmith.training.step import results_and_gradients
 
 log = logging.getLogger(__name__)
 
@@ -111,11 +111,8 @@ class SequenceParallel:
         def compute() -> Computed:
             with threads_for(self.base, own.stop - own.start), torch.set_grad_enabled(backward):
                 scored = self._scored(datum, optimizer, slices, recomputation)
-            fetched = Fetched([scored.logprobs, scored.losses, scored.metrics])
-            ready = contributions([scored.losses], [optimizer]) if backward else []
-            arrays = iter(fetched.arrived())
-            (result,) = results_of(scored, [datum], next(arrays), next(arrays), next(arrays))
-            return result, ready
+            results, ready = results_and_gradients([scored], [datum], [optimizer], backward)
+            return results[0], ready
 
         log.info("computing tokens %d to %d of a sequence of %d tokens", own.start, own.stop - 1, slices.tokens)
         return self.joint.attempt(compute)

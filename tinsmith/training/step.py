@@ -55,13 +55,8 @@ def run_packed(
     with torch.set_grad_enabled(backward):
         hidden, exact = _forward(base, row, recomputation, look, captured)
         scored = _losses(base, row, in_row, owners, hidden, exact, logits_chunk)
-    fetched = Fetched([tensor for group in scored for tensor in (group.logprobs, group.losses, group.metrics)])
-    ready = contributions([group.losses for group in scored], list(dict.fromkeys(optimizers))) if backward else []
-    results: dict[int, DatumResult] = {}
-    arrays = iter(fetched.arrived())
-    for group in scored:
-        for place, result in zip(group.places, results_of(group, in_row, next(arrays), next(arrays), next(arrays)), strict=True):
-            results[order[place]] = result
+    of_row, ready = results_and_gradients(scored, in_row, list(dict.fromkeys(optimizers)), backward)
+    results = {order[place]: result for place, result in of_row.items()}
     in_order = [results[i] for i in range(len(work))]
     for add in ready:  # from here on nothing allocates: all models get their gradients, or none does
         add()
@@ -120,7 +115,20 @@ def _losses(
     return scored
 
 
-def contributions(losses: Sequence[Tensor], optimizers: list[Optimizer]) -> list[Callable[[], None]]:
+def results_and_gradients(
+    scored: Sequence[Scored], work: Sequence[DatumWork], optimizers: list[Optimizer], backward: bool
+) -> tuple[dict[int, DatumResult], list[Callable[[], None]]]:
+    """Return the result of each datum, by its index, and with `backward` functions that add the gradients of each model."""
+    fetched = Fetched([tensor for group in scored for tensor in (group.logprobs, group.losses, group.metrics)])
+    ready = _contributions([group.losses for group in scored], optimizers) if backward else []
+    results: dict[int, DatumResult] = {}
+    arrays = iter(fetched.arrived())
+    for group in scored:
+        results |= zip(group.places, results_of(group, work, next(arrays), next(arrays), next(arrays)), strict=True)
+    return results, ready
+
+
+def _contributions(losses: Sequence[Tensor], optimizers: list[Optimizer]) -> list[Callable[[], None]]:
     """Compute the gradients of the sum of all `losses`; returns functions that add them to what each model has accumulated."""
     leaves = [leaf for optimizer in optimizers for leaf in optimizer.weights.leaves()]
     ones = [torch.ones_like(of_positions) for of_positions in losses]
