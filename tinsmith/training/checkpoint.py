@@ -9,7 +9,7 @@ keeps the checksums of its files.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
@@ -92,30 +92,17 @@ def copy_beside(about: About, weights: Adapter, moments: Mapping[str, Tensor] | 
 
 def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = False) -> dict[str, Tensor]:
     """Move tensors to a device, with `anew` as copies in any case. What lies side by side in memory travels at once, and lies so again."""
-    memories: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors.values():
-        memories.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(tensor.detach())
-    stretches = {memory: _Stretch.of(there, device, anew) for memory, there in memories.items()}
-    return {name: stretches[tensor.untyped_storage().data_ptr(), tensor.dtype].view_of(tensor) for name, tensor in tensors.items()}
+    memories: dict[int, UntypedStorage] = {}
 
+    def moved(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in memories:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+            memories[memory.data_ptr()] = whole.to(device, copy=anew).untyped_storage()
+        there = memories[memory.data_ptr()]
+        return torch.empty(0, dtype=tensor.dtype, device=device).set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-@dataclass(frozen=True, eq=False)
-class _Stretch:
-    """A copy of the part of a memory that some contiguous tensors cover."""
-
-    start: int
-    """Offset in the copied memory, in elements."""
-    numbers: Tensor
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], device: torch.device, anew: bool) -> "_Stretch":
-        offsets = [int(tensor.storage_offset()) for tensor in tensors]
-        start, end = min(offsets), max(offset + tensor.numel() for offset, tensor in zip(offsets, tensors, strict=True))
-        return cls(start, tensors[0].as_strided((end - start,), (1,), start).to(device, copy=anew))
-
-    def view_of(self, tensor: Tensor) -> Tensor:
-        """Return the copy of one tensor as a view."""
-        return self.numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - self.start)
+    return {name: moved(tensor) for name, tensor in tensors.items()}
 
 
 def copy_to_host(about: About, weights: Weights, moments: Mapping[str, Tensor] | None) -> SavedState:

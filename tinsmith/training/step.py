@@ -53,8 +53,8 @@ def run_packed(
     in_row, owners = [work[i] for i in order], [optimizers[i].weights for i in order]
     row = pack([datum.rendered for datum in in_row], owners, base.device)
     with torch.set_grad_enabled(backward):
-        hidden, exact = _forward(base, row, recomputation, look, captured)
-        scored = _losses(base, row, in_row, owners, hidden, exact, logits_chunk)
+        # Hidden states have no name here, so that the backward finds their memory free.
+        scored = _losses(base, row, in_row, owners, logits_chunk, *_forward(base, row, recomputation, look, captured))
     of_row, ready = results_and_gradients(scored, in_row, list(dict.fromkeys(optimizers)), backward)
     results = {order[place]: result for place, result in of_row.items()}
     in_order = [results[i] for i in range(len(work))]
@@ -83,7 +83,7 @@ def _forward(
 
 
 def _losses(
-    base: BaseModel, row: PackedRow, work: Sequence[DatumWork], owners: Sequence[Weights], hidden: Tensor, exact: Tensor | None, chunk: int
+    base: BaseModel, row: PackedRow, work: Sequence[DatumWork], owners: Sequence[Weights], chunk: int, hidden: Tensor, exact: Tensor | None
 ) -> list[Scored]:
     """Compute log-probabilities and losses of all datums of the row.
 
