@@ -98,18 +98,22 @@ class LocalBackend:
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
         """Create a model, of LoRA or of rank 0 with all its parameters, with a fresh optimizer."""
-        base = self.base
-        weights: Weights
+        self.optimizers[model_id] = self._new_optimizer(shape)
+
+    def _new_optimizer(self, shape: LoraShape, state: SavedState | None = None) -> Optimizer:
+        """Make the optimizer of a new model, or of a saved one."""
+        base, moments = self.base, None if state is None else state.moments
         if shape.rank == 0:
             self._require_memory_to_train(shape)
             if self.full_state != "float32":
-                compact = new_compact_weights(shape, base.full_targets(shape), base.dtype, base.device, self.full_state)
-                self.optimizers[model_id] = CompactOptimizer(compact, self.full_state)
-                return
-            weights = new_full_weights(shape, base.full_targets(shape), base.dtype)
-        else:
-            weights = new_adapter(shape, base.layout, base.device, base.dtype)
-        self.optimizers[model_id] = ModelOptimizer(weights)
+                tensors = base.full_targets(shape) if state is None else state.tensors
+                compact = new_compact_weights(shape, tensors, base.dtype, base.device, self.full_state)
+                return CompactOptimizer(compact, self.full_state, moments)
+        if state is not None:
+            return ModelOptimizer(weights_from(state, base), moments)
+        if shape.rank == 0:
+            return ModelOptimizer(new_full_weights(shape, base.full_targets(shape), base.dtype))
+        return ModelOptimizer(new_adapter(shape, base.layout, base.device, base.dtype))
 
     def delete_model(self, model_id: str) -> None:
         self.optimizers.pop(model_id, None)
@@ -205,14 +209,7 @@ class LocalBackend:
             raise
 
     def _load(self, model_id: str, state: SavedState) -> None:
-        shape = state.about.shape
-        if shape.rank == 0:
-            self._require_memory_to_train(shape)
-            if self.full_state != "float32":
-                weights = new_compact_weights(shape, state.tensors, self.base.dtype, self.base.device, self.full_state)
-                self.optimizers[model_id] = CompactOptimizer(weights, self.full_state, state.moments)
-                return
-        self.optimizers[model_id] = ModelOptimizer(weights_from(state, self.base), state.moments)
+        self.optimizers[model_id] = self._new_optimizer(state.about.shape, state)
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
         """Compute log-probabilities and losses of all datums, in as many passes as it takes; with `backward` accumulate gradients too.

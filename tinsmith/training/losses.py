@@ -221,16 +221,8 @@ COUNTED_BY = ("mask", "weights")
 """Inputs of a dro datum that say which positions were sampled: 1 there, else 0."""
 
 
-def _weighted(inputs: Inputs) -> Tensor:
-    return inputs["weights"] != 0
-
-
-def _with_advantage(inputs: Inputs) -> Tensor:
-    return inputs["advantages"] != 0
-
-
-def _sampled(inputs: Inputs) -> Tensor:
-    return inputs["sequence_ratio_mask"] != 0
+def _nonzero(name: str) -> Callable[[Inputs], Tensor]:
+    return lambda inputs: inputs[name] != 0
 
 
 @dataclass(frozen=True)
@@ -280,22 +272,22 @@ _POLICY = ("logprobs", "advantages")
 LOSSES: Mapping[str, Loss] = {
     loss.name: loss
     for loss in (
-        Loss(cross_entropy, ("weights",), _weighted, many_targets=True),
-        Loss(importance_sampling, _POLICY, _with_advantage),
-        Loss(ppo, _POLICY, _with_advantage, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, CLIP_THRESHOLDS),
-        Loss(cispo, _POLICY, _with_advantage, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, CLIP_THRESHOLDS),
+        Loss(cross_entropy, ("weights",), _nonzero("weights"), many_targets=True),
+        Loss(importance_sampling, _POLICY, _nonzero("advantages")),
+        Loss(ppo, _POLICY, _nonzero("advantages"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, CLIP_THRESHOLDS),
+        Loss(cispo, _POLICY, _nonzero("advantages"), {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, CLIP_THRESHOLDS),
         Loss(dro, _POLICY, _counted, {"beta": 0.05}, COUNTED_BY),
         Loss(
             gspo,
             (*_POLICY, "sequence_ratio_mask"),
-            _with_advantage,
+            _nonzero("advantages"),
             {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
             CLIP_THRESHOLDS,
         ),
         Loss(
             stable_reinforce,
             (*_POLICY, "sequence_ratio_mask"),
-            _sampled,
+            _nonzero("sequence_ratio_mask"),
             {"kl_coeff": 0.0},
             needs_provenance=True,
             metrics=METRICS,

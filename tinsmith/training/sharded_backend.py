@@ -72,7 +72,7 @@ class ShardedBackend(LocalBackend):
             super().create_model(model_id, shape)
             return
         with failing_together(self.together, UserError, RuntimeError, MemoryError):
-            optimizer = self._new_optimizer(shape)
+            optimizer = self._new_sharded(shape)
         with self._fatal("all took the weights of the base"):
             take_from_base(optimizer.sharded, self.base)
         self.optimizers[model_id] = optimizer
@@ -88,14 +88,14 @@ class ShardedBackend(LocalBackend):
         if shape.rank > 0:
             super()._load(model_id, state)
             return
-        optimizer = self._new_optimizer(shape)
+        optimizer = self._new_sharded(shape)
         for name in optimizer.sharded.rows:
             optimizer.sharded.take(name, state.tensors)
         if state.moments:
             optimizer.take(state.moments)
         self.optimizers[model_id] = optimizer
 
-    def _new_optimizer(self, shape: LoraShape) -> ShardedOptimizer:
+    def _new_sharded(self, shape: LoraShape) -> ShardedOptimizer:
         """Create a model whose weights have no numbers yet. Raises UserError if this mode, or the memory of this worker, cannot."""
         require_float32_state(self.base, self.full_state)
         needed = bytes_of(self.base, shape, self.together.count)
