@@ -1,6 +1,8 @@
 """Writes external weights: a PEFT adapter, or a whole transformers model if all of it was trained.
 
 With recipients every file is encrypted with age (age-encryption.org) and named `.age`; nothing in plain text stays behind.
+
+`python -m tinsmith.worker.exports STATE DIRECTORY` writes a transformers model of the full weights whose checkpoint lies in STATE.
 """
 
 import subprocess
@@ -16,10 +18,10 @@ import pyrage
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.full import FullWeights
-from tinsmith.models.layout import Layout
+from tinsmith.models.layout import Layout, read_layout
 from tinsmith.store.files import WRITING_PREFIX
-from tinsmith.training.checkpoint import SavedState, weights_on_host, write_state
-from tinsmith.training.peft_format import write_download
+from tinsmith.training.checkpoint import SavedState, read_about, stored_weights, weights_on_host, write_state
+from tinsmith.training.peft_format import write_download, write_merged
 
 _SHOWN_CHARACTERS = 20
 
@@ -84,7 +86,11 @@ def _scratch(directory: Path) -> Iterator[Path]:
 
 
 def merge(state: Path, directory: Path) -> None:
-    """Write the model in a process of its own, and wait for that. Raises TinsmithError with the last line of what it says."""
+    """Write the model in a process of its own, and wait for that. Raises TinsmithError with the last line of what it says.
+
+    While transformers builds a network it sets torch's default dtype, and replaces functions of torch, for the whole process: what the
+    device's thread made meanwhile would be of the wrong precision, and after two builds at once it would stay so.
+    """
     ended = subprocess.run(
         [sys.executable, "-P", "-m", "tinsmith.worker.exports", str(state), str(directory)],
         check=False,
@@ -99,10 +105,6 @@ def merge(state: Path, directory: Path) -> None:
 
 def main() -> None:
     """Read the checkpoint, and write the model."""
-    from tinsmith.models.layout import read_layout
-    from tinsmith.training.checkpoint import read_about, stored_weights
-    from tinsmith.training.peft_format import write_merged
-
     state, directory = Path(sys.argv[1]), Path(sys.argv[2])
     about = read_about(state)
     write_merged(stored_weights(state, about), read_layout(about.base_source), about.base_source, directory)
