@@ -28,7 +28,7 @@ from tinsmith.store import ids
 from tinsmith.store.records import RecordedSequence
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, encode_sample_response, parse_sample_request
-from tinsmith.worker.background import SMALL_BYTES, Background
+from tinsmith.worker.background import SMALL_BYTES, Background, T
 from tinsmith.worker.records import SequenceRecords
 from tinsmith.worker.snapshots import Key, Snapshot, Snapshots
 
@@ -218,8 +218,7 @@ class Samples:
             self.on_the_way[base_model] += message.num_samples
             renderer = self.bases[base_model].renderer
             if len(message.payload) > SMALL_BYTES:
-                self.rendering_bytes[_session(message)] += len(message.payload)
-                self.rendering.run(partial(_measure, renderer, message), partial(self._measured, message), _session(message))
+                self._in_thread(self.rendering, message, partial(_measure, renderer, message), partial(self._render, message))
             else:
                 size += len(message.payload)
                 with failing_into(partial(self._fail_started, message)):
@@ -240,11 +239,16 @@ class Samples:
                 return waiting.first(session)
         return None
 
-    def _measured(self, message: Sample, ended: "Future[_Measured]") -> None:
-        """A large request is parsed."""
-        _take_from(self.rendering_bytes, _session(message), len(message.payload))
-        with failing_into(partial(self._fail_started, message)):
-            self._render(message, ended.result())
+    def _in_thread(self, threads: Background, message: Sample, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Let a thread parse or render a request, and go on with the result."""
+
+        def go_on(ended: "Future[T]") -> None:
+            _take_from(self.rendering_bytes, _session(message), len(message.payload))
+            with failing_into(partial(self._fail_started, message)):
+                then(ended.result())
+
+        self.rendering_bytes[_session(message)] += len(message.payload)
+        threads.run(work, go_on, _session(message))
 
     def _render(self, message: Sample, measured: "_Measured") -> None:
         """Render a request, in threads if it has images to decode."""
@@ -253,17 +257,9 @@ class Samples:
         if not measured.prompt.pixels:
             self._begin(measured.rendered())
             return
-        self.rendering_bytes[_session(message)] += len(message.payload)
         self.decoding[message.base_model][_session(message)] += message.num_samples
         self.started[_name(message)].is_decoded = True
-        self.images.run(measured.rendered, partial(self._decoded, message), _session(message))
-
-    def _decoded(self, message: Sample, ended: "Future[_Rendered]") -> None:
-        _take_from(self.rendering_bytes, _session(message), len(message.payload))
-        if _name(message) in self.started:
-            self._no_longer_decoded(self.started[_name(message)])
-        with failing_into(partial(self._fail_started, message)):
-            self._begin(ended.result())
+        self._in_thread(self.images, message, measured.rendered, self._begin)
 
     def _no_longer_decoded(self, started: Started) -> None:
         if started.is_decoded:
@@ -275,6 +271,8 @@ class Samples:
         message = rendered.message
         if _name(message) not in self.started:
             return
+        started = self.started[_name(message)]
+        self._no_longer_decoded(started)
         weights = None
         if message.weights_id is not None:
             key = (message.base_model, message.weights_id)
@@ -283,7 +281,6 @@ class Samples:
                 self._read(key, rendered)
                 return
         self.bases[message.base_model].sampler.add(_name(message), rendered.request, rendered.prompt, weights, stream=message.stream)
-        started = self.started[_name(message)]
         started.in_sampler, started.is_recorded = True, rendered.request.record_stability_info
         started.questions = rendered.request.questions
         self.on_the_way[message.base_model] -= message.num_samples
