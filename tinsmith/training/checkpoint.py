@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
@@ -92,14 +92,15 @@ def copy_beside(about: About, weights: Adapter, moments: Mapping[str, Tensor] | 
 
 def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = False) -> dict[str, Tensor]:
     """Move tensors to a device, with `anew` as copies in any case. What lies side by side in memory travels at once, and lies so again."""
-    memories: dict[int, UntypedStorage] = {}
+    memories: dict[int, tuple[Tensor, Tensor]] = {}
+    """The bytes of each memory, which must not be freed meanwhile, and where they are now."""
 
     def moved(tensor: Tensor) -> Tensor:
-        memory = tensor.untyped_storage()
-        if memory.data_ptr() not in memories:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
-            memories[memory.data_ptr()] = whole.to(device, copy=anew).untyped_storage()
-        there = memories[memory.data_ptr()]
+        place = tensor.untyped_storage().data_ptr()
+        if place not in memories:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            memories[place] = whole, whole.to(device, copy=anew)
+        there = memories[place][1].untyped_storage()
         return torch.empty(0, dtype=tensor.dtype, device=device).set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     return {name: moved(tensor) for name, tensor in tensors.items()}
