@@ -55,7 +55,6 @@ class _NewImage:
     """An image that is still to be decoded."""
 
     chunk: ImageChunk
-    """The chunk, which holds the image's bytes."""
     tokens: int
     pixels: int
 
@@ -78,7 +77,6 @@ class ImageCache:
         return len(self._held)
 
     def get(self, key: Key) -> ImageInput | None:
-        """The image, if it is here."""
         with self._lock:
             return self._held.get(key)
 

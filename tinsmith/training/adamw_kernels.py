@@ -63,7 +63,6 @@ def _step(
     eps: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Some numbers of a tensor."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = tl.load(gradient_at + at, mask=inside, other=0.0).to(tl.float32) * scale

@@ -148,7 +148,6 @@ class LocalBackend:
         return optimizer.step(settings) if self.group is None else step_together(optimizer, settings, self.group)
 
     def clear_gradients(self, model_id: str) -> None:
-        """Forget the accumulated gradients, if the model is there."""
         if model_id in self.optimizers:
             self.optimizers[model_id].clear()
 

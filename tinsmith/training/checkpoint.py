@@ -51,12 +51,10 @@ class About:
 
     @classmethod
     def of(cls, base: BaseModel, shape: LoraShape) -> "About":
-        """The description of weights for this base."""
         return cls(base.name, base.tokenizer_id, base.family.model_type, shape, base.fingerprint)
 
     @property
     def text(self) -> str:
-        """The content of checkpoint.json."""
         return json.dumps(asdict(self), indent=1)
 
     @property

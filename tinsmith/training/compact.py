@@ -225,7 +225,6 @@ class CompactOptimizer:
         return after
 
     def _update(self, number: int, name: str, gradient: Tensor, factors: Factors) -> None:
-        """Take AdamW's step of one tensor, piece by piece."""
         kept, leaf, masters = self.remembered[name], self.weights.working[name].detach().view(-1), self.weights.masters
         rests = masters.rests[name].view(-1) if isinstance(masters, SplitMasters) else None
         for index, (piece, width) in enumerate(_pieces(len(leaf), PIECE[self.device.type])):

@@ -38,7 +38,6 @@ class DatumSpans:
 
     @cached_property
     def _counts(self) -> Tensor:
-        """Return the lengths [datums]."""
         return upload(np.array(self.lengths, dtype=np.int64), self.device)
 
     def sums(self, values: Tensor) -> Tensor:
@@ -240,7 +239,6 @@ class Loss:
     optional_inputs: tuple[str, ...] = ()
     """loss_fn_inputs that it reads where a datum has them."""
     many_targets: bool = False
-    """Whether it takes K targets a position."""
     needs_provenance: bool = False
     """Whether "logprobs" and "sequence_ratio_mask" come from what was recorded when the datum's tokens were sampled, not from the datum."""
     metrics: tuple[str, ...] = ()

@@ -85,7 +85,6 @@ class MemoryRetries:
             self.factor = 0.9 * self.factor + 0.1 * ratio
 
     def succeeded(self) -> None:
-        """Count a pass that did not run out of memory."""
         self.undisturbed += 1
 
     def may_grow(self) -> bool:

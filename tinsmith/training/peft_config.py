@@ -59,7 +59,6 @@ class PeftConfig:
     alphas: Pattern
 
     def rank_of(self, name: str) -> int:
-        """The rank of a layer."""
         return int(_of_layer(name, self.ranks, self.rank))
 
     def scale_of(self, name: str) -> float:

@@ -75,7 +75,6 @@ class SequenceSlices:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the whole sequence."""
         tokens: int = self.slices[-1].stop
         return tokens
 

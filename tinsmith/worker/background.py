@@ -70,7 +70,6 @@ class Background:
         return bool(self._ended)
 
     def deliver(self) -> None:
-        """Hand over what has ended."""
         while self._ended:
             then, future = self._ended.popleft()
             self.running -= 1

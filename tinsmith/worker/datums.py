@@ -43,7 +43,6 @@ class CheckedDatum:
     renderer: Renderer
 
     def __len__(self) -> int:
-        """Positions of the sequence."""
         return len(self.measured)
 
     @property

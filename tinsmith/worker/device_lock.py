@@ -39,7 +39,6 @@ class DeviceLock:
         self._descriptors = [directory, file]
 
     def close(self) -> None:
-        """Let others have the device."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()

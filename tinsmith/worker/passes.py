@@ -46,7 +46,6 @@ class TrainingBase:
     longest_alone: int | None = None
     """Most tokens of a sequence that one worker computes, all computing longer ones together; None if they never do."""
     workers: int = 1
-    """Number of workers."""
 
     def together(self, datums: Sequence[CheckedDatum]) -> list[int]:
         """Indices of datums that all workers compute together."""
@@ -192,7 +191,6 @@ class Passes:
         return message.together or self.bases[message.base_model].backend.needs_all
 
     def _compute(self, message: RunPass, rendered: "list[Rendered]") -> None:
-        """Compute a pass and answer."""
         backend = self.bases[message.base_model].backend
         watch, exchanges = Stopwatch(backend.base.device), self._exchanges(message)
         if message.together:

@@ -35,7 +35,6 @@ class AskedRecords:
         self._ask = ask
 
     def require_checkpoint(self, tinker_path: str, kind: CheckpointKind | None = None) -> Checkpoint:
-        """The row of a checkpoint."""
         answer = self._ask(FindCheckpoint(tinker_path, kind))
         assert isinstance(answer, CheckpointRow)
         return answer.checkpoint
@@ -50,9 +49,7 @@ class AskedRecords:
         return answer.sequences
 
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
-        """Record sequences by id."""
         self._ask(KeepSequences.of(sequences))
 
     def forget_session(self, session_id: str) -> None:
-        """Delete what an ended session has sampled."""
         self._ask(ForgetSequences(session_id))

@@ -55,14 +55,12 @@ class Started:
     message: Sample
     """The request without its payload."""
     started_at: float
-    """Monotonic time of its start."""
     in_sampler: bool = False
     """Whether its sampler has it. Until then it is rendered, or its weights are read."""
     is_decoded: bool = False
     """Threads decode its images."""
     is_recorded: bool = False
     questions: PromptQuestions = field(default_factory=PromptQuestions)
-    """Questions about the prompt."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,6 @@ class Samples:
         self.recorded = recorded
         self.send = send
         self.waiting: dict[str, Turns[Sample]] = {name: Turns() for name in bases}
-        """Waiting samples by base model."""
         self.started: dict[str, Started] = {}
         """Running samples by `_name`."""
         self.sessions: dict[str, Counter[str]] = {name: Counter() for name in bases}
@@ -124,7 +121,6 @@ class Samples:
         self.sampled_tokens = 0
         """Tokens of all finished requests."""
         self.finished = 0
-        """Number of finished requests."""
         snapshots.watchers.append(self._publish)
         snapshots.in_use = self._weights_in_use
 

@@ -49,7 +49,6 @@ class Written:
 
     directory: Path
     ref: WeightsRef
-    """Identity of the weights."""
     size: int
     """Bytes on the disk."""
 
@@ -94,7 +93,6 @@ class Spill:
             return self._written.get(key)
 
     def keys(self) -> list[Key]:
-        """Keys of all snapshots on disk."""
         with self._lock:
             return [*self._written, *([self._leaving.key] if self._leaving is not None else [])]
 
