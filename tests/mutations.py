@@ -90,7 +90,7 @@ MUTATIONS = (
     # ---- What is trained on
     Mutation(
         "targets are shifted by one",
-        "tinsmith/training/packed_pass.py",
+        "tinsmith/training/step.py",
         "targets = upload(np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places]), base.device)",
         "targets = upload(np.roll(np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places]), -1, 0), base.device)",
         (PEFT,),
@@ -153,9 +153,9 @@ MUTATIONS = (
     ),
     Mutation(
         "results of datums come in the order of the row, not of the request",
-        "tinsmith/training/packed_pass.py",
-        "results[order[place]] = result",
-        "results[place] = result",
+        "tinsmith/training/step.py",
+        "results = {order[place]: result for place, result in of_row.items()}",
+        "results = of_row",
         (BACKEND,),
     ),
     Mutation(
@@ -168,7 +168,7 @@ MUTATIONS = (
     # ---- Gradients
     Mutation(
         "gradients count twice when a pass is computed again for want of memory",
-        "tinsmith/training/packed_pass.py",
+        "tinsmith/training/step.py",
         "return [optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]",
         "for optimizer in optimizers:\n"
         "        optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves()))))()\n    return []",
@@ -183,7 +183,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are divided by the number of positions in the batch",
-        "tinsmith/training/packed_pass.py",
+        "tinsmith/training/step.py",
         "ones = [torch.ones_like(of_positions) for of_positions in losses]",
         "ones = [torch.full_like(of_positions, 1 / len(of_positions)) for of_positions in losses]",
         (PEFT,),
@@ -443,17 +443,16 @@ MUTATIONS = (
     Mutation(
         "AdamW corrects no bias",
         "tinsmith/training/optimizer.py",
-        "        try:\n            self.adamw.step()",
-        "        try:\n            self.claim_moments()\n            for state in self.adamw.state.values():\n"
-        '                state["step"].clamp_(min=10**6)\n            self.adamw.step()',
+        "        self.adamw.step()",
+        '        for state in self.adamw.state.values():\n            state["step"].clamp_(min=10**6)\n        self.adamw.step()',
         (OPTIMIZER,),
     ),
     Mutation(
         "vectors, such as norms, are not decayed",
         "tinsmith/training/optimizer.py",
-        "            self.adamw.step()\n",
-        "            self.adamw.step()\n            for buffer in self.weights.buffers():\n                if buffer.ndim < 2:\n"
-        "                    buffer.data.div_(1 - settings.lr * settings.weight_decay)\n",
+        "        self.adamw.step()\n",
+        "        self.adamw.step()\n        for buffer in self.weights.buffers():\n            if buffer.ndim < 2:\n"
+        "                buffer.data.div_(1 - settings.lr * settings.weight_decay)\n",
         (OPTIMIZER, f"{PEFT}::test_steps_equal_transformers_with_adamw"),
     ),
     Mutation(

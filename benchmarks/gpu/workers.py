@@ -73,7 +73,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.sharded_backend import ShardedBackend
-from tinsmith.training.sharded_decoder import shard
+from tinsmith.training.sharded_layers import shard
 
 PARTS = (
     "lora",

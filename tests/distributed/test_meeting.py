@@ -31,7 +31,7 @@ from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import ParentLink
 from tinsmith.protocol.place import Place, meeting_at
 from tinsmith.protocol.questions import Answering, Questions
-from tinsmith.worker.sameness import require_same
+from tinsmith.worker.bases import require_same
 
 
 def main() -> None:

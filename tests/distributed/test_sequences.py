@@ -26,7 +26,7 @@ from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserE
 from tinsmith.models.base import BaseModel
 from tinsmith.models.pass_memory import Recomputation
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.training import sliced_plan
+from tinsmith.training import sequence_slices
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.training.losses import LOSSES
 from tinsmith.training.sequence_slices import share_heads, slices_of
@@ -212,10 +212,10 @@ class _Failing(torch.autograd.Function):
 @contextmanager
 def failing_in(where: str, error: Exception | None, times: int, rank: int) -> Iterator[None]:
     """The second process fails so many times in the attention of the second layer, forward or backward; without an error it ends there."""
-    plain = sliced_plan.SlicedPlan.attend
+    plain = sequence_slices.SlicedPlan.attend
     left = [times]
 
-    def attend(plan: sliced_plan.SlicedPlan, layer: int, query: Tensor, *others: Any) -> Tensor:
+    def attend(plan: sequence_slices.SlicedPlan, layer: int, query: Tensor, *others: Any) -> Tensor:
         if rank == 1 and layer == 1 and where == "attend" and error is not None and left[0] > 0:
             left[0] -= 1
             raise error
@@ -224,11 +224,11 @@ def failing_in(where: str, error: Exception | None, times: int, rank: int) -> It
             query = failing(query, error, left)
         return plain(plan, layer, query, *others)
 
-    sliced_plan.SlicedPlan.attend = attend  # type: ignore[method-assign, assignment]
+    sequence_slices.SlicedPlan.attend = attend  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        sliced_plan.SlicedPlan.attend = plain  # type: ignore[method-assign]
+        sequence_slices.SlicedPlan.attend = plain  # type: ignore[method-assign]
 
 
 @in_processes(2)

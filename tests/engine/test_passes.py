@@ -27,6 +27,7 @@ from tinsmith.models.images import ImageInput
 from tinsmith.models.pass_memory import Recomputation
 from tinsmith.protocol.serving import EndSession, Sample
 from tinsmith.protocol.work import Prepared
+from tinsmith.rendering.processor import LocalProcessor
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.training.backend import DatumResult, DatumWork, PassResult
 from tinsmith.wire import tinker_pb2
@@ -47,16 +48,15 @@ def renderer_of(here: Here) -> Renderer:
     return here.worker.passes.bases["tiny"].renderer
 
 
-def held_images(here: Here, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def held_images(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """No image is decoded before this is set."""
-    released, process = threading.Event(), renderer_of(here).processor
-    assert process is not None
+    released, process = threading.Event(), LocalProcessor.__call__
 
-    def held(sha256: bytes, image: Image) -> ImageInput:
+    def held(processor: LocalProcessor, sha256: bytes, image: Image) -> ImageInput:
         assert released.wait(LONG_S)
-        return process(sha256, image)
+        return process(processor, sha256, image)
 
-    monkeypatch.setattr(renderer_of(here), "processor", held)
+    monkeypatch.setattr(LocalProcessor, "__call__", held)
     return released
 
 
@@ -256,7 +256,7 @@ def test_gradients_of_a_part_of_an_operation_that_failed_are_never_applied(
     here: Here, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     """Nor those of a part whose image is still decoded then: the worker has it already, because it is given passes ahead."""
-    released = held_images(here, monkeypatch)
+    released = held_images(monkeypatch)
     fail_on_guilty(here, monkeypatch)
     here.forward("a", 1, [GUILTY] if is_late else [4, GUILTY], images=[png(1)] if is_late else [])
     here.forward("a", 2, [5])

@@ -25,7 +25,7 @@ from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack
-from tinsmith.training.packed_pass import run_packed
+from tinsmith.training.step import run_packed
 
 pytestmark = pytest.mark.usefixtures("two_threads")  # their sums must not depend on what else is computed either
 

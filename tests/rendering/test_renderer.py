@@ -78,23 +78,22 @@ def test_a_placeholder_that_arrives_as_text_stays_text(vision_base: BaseModel) -
     assert rendered.positions.tolist() == [[0, 1, 2, 3]] * 3
 
 
-def test_threads_render_as_one_would_and_decode_each_image_once(vision_base: BaseModel) -> None:
+def test_threads_render_as_one_would_and_decode_each_image_once(vision_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every thread wants the same images in the same order, from a cache that holds few of them, so that they meet at each."""
     prompts: list[list[Chunk]] = [[text(number), image(number, 200 + number, 150), text(number)] for number in range(12)]
     alone = [renderer(vision_base).render(prompt) for prompt in prompts]
     shared, decoded, together = renderer(vision_base, image_cache_mib=1), Counter[bytes](), threading.Barrier(4)
-    local: Any = shared.processor
+    process = LocalProcessor.__call__
 
-    def count(sha256: bytes, image: Image.Image) -> ImageInput:
+    def count(processor: LocalProcessor, sha256: bytes, image: Image.Image) -> ImageInput:
         decoded[sha256] += 1
-        found: ImageInput = local(sha256, image)
-        return found
+        return process(processor, sha256, image)
 
     def render(prompt: list[Chunk]) -> RenderedInput:
         together.wait()
         return shared.render(prompt)
 
-    shared.processor = count
+    monkeypatch.setattr(LocalProcessor, "__call__", count)
     with ThreadPoolExecutor(4) as threads:
         for prompt, expected in zip(prompts, alone, strict=True):
             for rendered in threads.map(render, [prompt] * 4):

@@ -28,6 +28,7 @@ from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
 from tinsmith.training.compact import PIECE, STEP_BUFFERS, _Sum
 from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, Code, chances, decode, encode
+from tinsmith.training.update_check import Factors
 
 SETTINGS = AdamSettings(lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
 STATES: list[FullState] = ["compact", "compact-host"]
@@ -153,7 +154,7 @@ def test_a_step_that_began_finds_its_memory(base: BaseModel, monkeypatch: pytest
     assert gradients[longest].numel() > 2**14
     kept = [tensor for moments in model.remembered.values() for tensor in moments.tensors]
     with CountedMemory([*kept, *model.weights.masters.rests.values(), *model.weights.leaves(), *gradients]) as memory:
-        model._update(longest, list(model.weights.working)[longest], gradients[longest], 1.0, SETTINGS)
+        model._update(longest, list(model.weights.working)[longest], gradients[longest], Factors.of(SETTINGS, model.steps + 1, 1.0))
     assert 4 * 2**14 * 12 < memory.peak <= 4 * 2**14 * STEP_BUFFERS
 
 

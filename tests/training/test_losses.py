@@ -15,9 +15,7 @@ from torch import Tensor
 from tests.extent import amount
 from tests.plain_losses import DEFAULTS, FORMULAS
 from tinsmith.errors import NotBuiltError, UserError
-from tinsmith.training.datum_spans import DatumSpans
-from tinsmith.training.losses import LOSSES, NOT_BUILT, cross_entropy, find_loss
-from tinsmith.training.stable_reinforce import METRICS
+from tinsmith.training.losses import LOSSES, METRICS, NOT_BUILT, DatumSpans, cross_entropy, find_loss
 
 Inputs = dict[str, Tensor]
 

@@ -23,6 +23,7 @@ from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training import optimizer as module
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.training.update_check import Factors
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 IN_KERNELS = "full in kernels"
@@ -261,7 +262,7 @@ def test_a_snapshot_does_not_follow() -> None:
 def test_tensors_with_other_strides_step_too(kernels: Any) -> None:
     """A base model may have them; the gradient lies in another order."""
     turned, straight = drawn(40, 60, seed=1).t(), drawn(40, 60, seed=1).t().contiguous()
-    gradient, factors = drawn(60, 40, seed=2), kernels.Factors.of(SETTINGS[1], 1, 0.5)
+    gradient, factors = drawn(60, 40, seed=2), Factors.of(SETTINGS[1], 1, 0.5)
     for master in (turned, straight):
         leaf = master.to(HALF)
         kernels.step(master, gradient, torch.zeros_like(master), torch.zeros_like(master), leaf, factors)

@@ -30,7 +30,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
 from tinsmith.training.memory_retries import PATIENCE, MemoryRetries
-from tinsmith.training.packed_pass import run_packed
+from tinsmith.training.step import run_packed
 
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts or limits the memory of the CPU")
 

@@ -39,10 +39,9 @@ from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import LocalBackend
-from tinsmith.training.download_format import write_download
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.peft_config import read_peft_config
-from tinsmith.training.peft_format import read_peft, write_merged, write_peft
+from tinsmith.training.peft_format import read_peft, write_download, write_merged, write_peft
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 Bases = Callable[[str], BaseModel]

@@ -40,8 +40,8 @@ from tinsmith.training.backend import LocalBackend
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.compression import unpacked_size
 from tinsmith.wire.forward_backward import StoredRequest, move_images_out
-from tinsmith.worker.background import Background
-from tinsmith.worker.passes import SMALL_BYTES, Passes, TrainingBase
+from tinsmith.worker.background import SMALL_BYTES, Background
+from tinsmith.worker.passes import Passes, TrainingBase
 
 WHOLE = png(9)
 BROKEN = WHOLE[: len(WHOLE) - 30]

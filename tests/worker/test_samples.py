@@ -34,11 +34,11 @@ from tinsmith.wire import tinker_pb2
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TargetIds, TargetLogprobs, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, encode_sample_response
 from tinsmith.worker import samples
-from tinsmith.worker.background import Background
+from tinsmith.worker.background import SMALL_BYTES, Background
 from tinsmith.worker.samples import Samples, SamplingBase
 from tinsmith.worker.snapshots import Snapshot, Snapshots
 
-BLANKS = b" " * (samples.SMALL_BYTES + 1)
+BLANKS = b" " * (SMALL_BYTES + 1)
 """Make any request a large one."""
 
 
@@ -277,7 +277,7 @@ def test_no_text_waits_for_images_large_or_small(vision_base: BaseModel, tmp_pat
     """Whatever a session sends of images, and however many sequences it wants of them. Once an image is decoded, it takes no thread."""
     bench = bench_of(vision_base, tmp_path, max_running=4)
     small, blanks = image_sample("s:sample:0/0", 5, num_samples=3), b" " * samples.STARTED_BYTES
-    assert len(small.payload) < samples.SMALL_BYTES
+    assert len(small.payload) < SMALL_BYTES
     images = [image_sample(f"s:sample:{number}/0", number) for number in range(1, 4)]
     with occupied(bench.samples.images):
         bench.samples.add(small)

@@ -6,7 +6,8 @@ the place of its next agreement. Then all stop, at the same place, and know why.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -47,6 +48,19 @@ def refuse_together(group: ProcessGroup, failure: Exception | None) -> None:
     first = next(rank for rank, each in enumerate(said) if each)
     kind = UserError if _OUT_OF_MEMORY not in said else TinsmithError
     raise kind(f"worker {first} of {group.count}: {reasons[first]}") from failure
+
+
+@contextmanager
+def failing_together(group: ProcessGroup, *kinds: type[Exception]) -> Iterator[None]:
+    """Run what each worker does for itself; if that fails with one of `kinds` on any, raise on all, as `refuse_together` does."""
+    failure: Exception | None = None
+    try:
+        yield
+    except kinds as error:
+        if not isinstance(error, TinsmithError):
+            log.warning("what each worker does for itself failed here", exc_info=True)
+        failure = error
+    refuse_together(group, failure)
 
 
 class JointWork:

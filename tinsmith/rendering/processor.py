@@ -1,8 +1,8 @@
-"""An image in RGB -> the patches that a vision tower takes, with the numbers of the model's own Hugging Face image processor.
+"""Turns an image in RGB into the patches that a vision tower takes, with the numbers of the model's own Hugging Face image processor.
 
-The processor itself computes in float32, on arrays that it copies a dozen times. It rescales and normalizes every colour value alone, so
-what it makes of each is noted once, when the model is loaded. An image is then resized by Pillow, as the processor does it, and cut into
-patches of bytes. On images of random pixels this is compared, bit for bit, with what the processor returns.
+The processor computes in float32, on arrays that it copies a dozen times. It rescales and normalizes every colour value alone, so what it
+makes of each is noted once, when the model is loaded. An image is then resized by Pillow, as the processor does it, and cut into patches of
+bytes. On images of random pixels this is compared, bit for bit, with what the processor returns.
 """
 
 import math
@@ -20,14 +20,14 @@ from tinsmith.models.images import ImageInput, PixelLevels
 from tinsmith.wire.images import ImageHeader
 
 KNOWN = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
-"""Names of the image processor of the supported families, some with "Fast" at the end. It is one and the same."""
+"""Names of the image processor of the supported families, some with "Fast" at the end: all are one."""
 
 CHANNELS = 3
 """Images come in RGB."""
 
 
 class LocalProcessor:
-    """A model's own image processor, in this process. Any thread may use it."""
+    """A model's own image processor, for any thread."""
 
     def __init__(self, source: str) -> None:
         """Load the processor of a local directory or Hub id. Raises ConfigError if it computes in an unknown way."""
@@ -53,7 +53,7 @@ class LocalProcessor:
             )
 
     def __call__(self, sha256: bytes, image: Image.Image) -> ImageInput:
-        """The patches of an image in RGB; `sha256` is that of its bytes."""
+        """Cut an image in RGB, whose bytes have this hash, into patches."""
         height, width = self._resized(image.height, image.width)
         if image.size != (width, height):
             image = image.resize((width, height), self.processor.resample)
@@ -63,7 +63,7 @@ class LocalProcessor:
         return ImageInput(sha256, torch.from_numpy(pixels), self.levels, grid, slice(0, tokens))
 
     def tokens(self, header: ImageHeader) -> int:
-        """Return the number of image tokens for an image of that size. Raises UserError if the processor takes none of that shape."""
+        """Number of image tokens for an image of that size. Raises UserError if the processor takes none of that shape."""
         try:
             patches: int = self.processor.get_number_of_image_patches(header.height, header.width, {})
         except ValueError as error:
@@ -71,20 +71,20 @@ class LocalProcessor:
         return patches // self.merge_size**2
 
     def _patches(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """[height, width, channels] -> [patches, channels * area], merged patches next to each other."""
+        """Cut [height, width, channels] into [patches, channels * area], merged patches next to each other."""
         size, merge = self.patch_size, self.merge_size
         rows, columns = pixels.shape[0] // (size * merge), pixels.shape[1] // (size * merge)
         blocks = pixels.reshape(rows, merge, size, columns, merge, size, CHANNELS)
         return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(rows * columns * merge**2, CHANNELS * size**2)
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of an image after resizing: multiples of a merged patch, with no more pixels than the model takes."""
+        """Height and width of an image after resizing."""
         smallest, largest = (self.processor.size[edge] for edge in ("shortest_edge", "longest_edge"))
         size: tuple[int, int] = smart_resize(height, width, self.patch_size * self.merge_size, smallest, largest)
         return size
 
     def _read_levels(self) -> PixelLevels:
-        """Read the processor's output for an image with every value in every channel that it does not resize."""
+        """Read off the processor's output for every value in every channel."""
         block = self.patch_size * self.merge_size
         side = math.ceil(math.sqrt(self.processor.size["shortest_edge"]) / block) * block
         counted = (np.arange(side**2) % 256).astype(np.uint8).reshape(side, side, 1).repeat(CHANNELS, axis=2)
@@ -97,7 +97,7 @@ class LocalProcessor:
         return PixelLevels(table, frames)
 
     def _processed(self, image: Image.Image) -> Tensor:
-        """Return the output of the processor itself: [patches, patch_dim] float32."""
+        """Run the processor itself: [patches, patch_dim] float32."""
         values: Tensor = self.processor(images=[image], return_tensors="pt")["pixel_values"]
         return values
 

@@ -14,7 +14,7 @@ from tinsmith.models.images import ImageInput
 
 @dataclass(frozen=True, eq=False)
 class RenderedInput:
-    """A ModelInput as the model sees it. Trainer and sampler both work from this and from nothing else.
+    """A ModelInput as the model sees it: all that trainer and sampler work from.
 
     Example: "<vision_start> image of 4 tokens <vision_end> hi" has 7 token ids, one span (offset 1, length 4) and one image.
     """
@@ -33,19 +33,19 @@ class RenderedInput:
 
     @cached_property
     def next_position(self) -> int:
-        """The rotary position of the token that follows. Asked for at every decoding step, so it is remembered."""
+        """Rotary position of the token that follows, remembered because every decoding step asks for it."""
         return int(self.positions.max()) + 1
 
     @cached_property
     def is_text(self) -> NDArray[np.bool_]:
-        """[n] True where a token is text, False inside images: an image's tokens are not predicted, so that they have no scores."""
+        """[n] True where a token is text, False inside images, whose tokens are not predicted."""
         text = np.ones(len(self), dtype=np.bool_)
         for span in self.spans:
             text[span.offset : span.offset + span.length] = False
         return text
 
     def part(self, start: int, end: int) -> "RenderedInput":
-        """Tokens [start, end). Of an image that is cut, the span and the rows of its features that lie inside remain."""
+        """Cut out tokens [start, end). Of an image that is cut, the span and the rows of its features that lie inside remain."""
         spans, images = [], []
         for span, image in zip(self.spans, self.images, strict=True):
             first, last = max(span.offset, start), min(span.offset + span.length, end)
@@ -56,7 +56,7 @@ class RenderedInput:
         return RenderedInput(self.token_ids[start:end], tuple(spans), tuple(images), self.positions[:, start:end])
 
     def followed_by(self, tail: "RenderedInput") -> "RenderedInput":
-        """This and then `tail`, whose positions go on from here."""
+        """Append `tail`, whose positions go on from here."""
         moved = (replace(span, offset=span.offset + len(self)) for span in tail.spans)
         return RenderedInput(
             np.concatenate([self.token_ids, tail.token_ids]),

@@ -1,42 +1,41 @@
-"""Chunks of a ModelInput -> RenderedInput. The only place where text and images become token ids.
+"""Renders the chunks of a ModelInput to a `RenderedInput`: the only place where text and images become token ids.
 
 An image is decoded and processed once (`processor.py`), and remembered by the hash of its bytes. Placeholders are expanded here; a
 placeholder id that arrives as a text token stays text.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
-from PIL.Image import Image
 
 from tinsmith.config import ImagesConfig
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.families import ImageSpan, positions
 from tinsmith.models.images import ImageInput
-from tinsmith.rendering.images import ImageCache
 from tinsmith.rendering.processor import LocalProcessor
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.forward_backward import IMAGE_FORMATS
 from tinsmith.wire.images import check_pixels, decode, read_header
 
-Processor = Callable[[bytes, Image], ImageInput]
-"""The SHA-256 of an image's bytes, and the image in RGB -> what the vision tower takes."""
-
 
 @dataclass(frozen=True)
 class Measured:
-    """A ModelInput that is checked, and whose length is known, before any of its images is decoded."""
+    """A ModelInput that is checked, and whose length is known, before its images are decoded."""
 
     chunks: tuple[Chunk, ...]
     lengths: tuple[int, ...]
     """Tokens of each chunk."""
     pixels: Mapping[bytes, int]
-    """Pixels of each image that is still to be decoded, by the SHA-256 of its bytes."""
+    """Pixels of each image that is still to be decoded, by SHA-256."""
 
     def __len__(self) -> int:
         return sum(self.lengths)
@@ -56,33 +55,85 @@ class _NewImage:
     """An image that is still to be decoded."""
 
     chunk: ImageChunk
-    """The chunk, which holds the image's bytes."""
     tokens: int
     pixels: int
 
 
-class Renderer:
-    """Renders for one base model, for several threads at once. `read_blob` fetches image bytes that are in the store, by SHA-256."""
+Key = tuple[bytes, str]
+"""SHA-256 of an image's bytes, and the format that they are labelled with."""
 
-    def __init__(
-        self, base: BaseModel, limits: ImagesConfig, read_blob: Callable[[bytes], bytes], processor: Processor | None = None
-    ) -> None:
-        """Load the model's own processor if none is given and it takes images. `read_blob` and `processor` are called by any thread."""
+
+class ImageCache:
+    """Processed images by key, for any thread; over `max_bytes` the least recently used ones go."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._held: LRUCache[Key, ImageInput] = LRUCache(max_bytes, getsizeof=lambda image: image.pixels.nbytes)
+        self._making: dict[Key, Future[ImageInput]] = {}
+        """Images that a thread is processing now."""
+        self._lock = threading.Lock()
+        """Held for look-ups only, never while an image is decoded."""
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: Key) -> ImageInput | None:
+        with self._lock:
+            return self._held.get(key)
+
+    def get_or_make(self, key: Key, make: Callable[[], ImageInput]) -> ImageInput:
+        """Return the image, or what `make` returns or raises if it is not here; other threads that want it wait.
+
+        A thread that waited for another's failed attempt makes its own, so that its error is its own too.
+        """
+        while True:
+            with self._lock:
+                image = self._held.get(key)
+                if image is not None:
+                    return image
+                others = self._making.get(key)
+                if others is None:
+                    mine = self._making[key] = Future()
+            if others is None:
+                return self._make(key, make, mine)
+            if others.exception() is None:
+                return others.result()
+
+    def _make(self, key: Key, make: Callable[[], ImageInput], made: Future[ImageInput]) -> ImageInput:
+        try:
+            image = make()
+        except BaseException as error:
+            self._end(key, None)
+            made.set_exception(error)
+            raise
+        self._end(key, image)
+        made.set_result(image)
+        return image
+
+    def _end(self, key: Key, image: ImageInput | None) -> None:
+        with self._lock:
+            del self._making[key]
+            if image is not None and image.pixels.nbytes <= self._held.maxsize:
+                self._held[key] = image
+
+
+class Renderer:
+    """Renders for one base model, for several threads at once."""
+
+    def __init__(self, base: BaseModel, limits: ImagesConfig, read_blob: Callable[[bytes], bytes]) -> None:
+        """Load the model's own image processor. `read_blob` fetches image bytes from the store by SHA-256."""
         self.base = base
         self.limits = limits
         self.read_blob = read_blob
-        self.local = LocalProcessor(base.tokenizer_id) if base.family.takes_images else None
-        """Counts the tokens of every image, also of those that `processor` processes."""
-        self.processor: Processor | None = processor or self.local
+        self.processor = LocalProcessor(base.tokenizer_id) if base.family.takes_images else None
         self.placeholder = int(base.config.image_token_id) if base.family.takes_images else -1
         self.cache = ImageCache(limits.image_cache_mib * 2**19)
 
     def render(self, chunks: Sequence[Chunk]) -> RenderedInput:
-        """The sequence that `chunks` describe. Raises UserError as `measure` and `render_measured` do."""
+        """Render the sequence that `chunks` describe. Raises UserError as `measure` and `render_measured` do."""
         return self.render_measured(self.measure(chunks))
 
     def measure(self, chunks: Sequence[Chunk]) -> Measured:
-        """Check `chunks` as far as that is cheap: no image is decoded, only its header is read.
+        """Check `chunks` as far as that is cheap: of an image only its header is read.
 
         Raises UserError: nothing in it, a token outside the vocabulary, an image that is too large or not wanted by this model, a count
         that differs from `expected_tokens`, a sequence longer than the context, or too many pixels.
@@ -101,11 +152,11 @@ class Renderer:
         return Measured(tuple(measured), tuple(lengths), pixels)
 
     def undecoded(self, measured: Measured) -> dict[bytes, int]:
-        """Pixels of each of its images that was not decoded meanwhile, by the SHA-256 of its bytes."""
+        """Pixels of each of its images that was not decoded meanwhile, by SHA-256."""
         return {sha256: size for sha256, size in measured.pixels.items() if not any(self.cache.get((sha256, f)) for f in IMAGE_FORMATS)}
 
     def render_measured(self, measured: Measured) -> RenderedInput:
-        """The sequence, with its images decoded and processed. Raises UserError for one that is broken."""
+        """Render the sequence, decoding its images. Raises UserError for one that is broken."""
         parts, spans, images, length = [], [], [], 0
         for index, (chunk, count) in enumerate(zip(measured.chunks, measured.lengths, strict=True)):
             if isinstance(chunk, TextChunk):
@@ -120,7 +171,7 @@ class Renderer:
         return RenderedInput(np.concatenate(parts), tuple(spans), tuple(images), where)
 
     def _check_tokens(self, chunks: Sequence[Chunk]) -> None:
-        """All texts at once, because there may be one for every token; the one that is wrong is looked for if there is any."""
+        """Check all texts at once, because there may be one for every token; the wrong one is looked for if there is any."""
         texts = [(index, chunk.tokens) for index, chunk in enumerate(chunks) if isinstance(chunk, TextChunk)]
         if not texts:
             return
@@ -136,7 +187,7 @@ class Renderer:
             raise UserError(f"the model input holds {length} tokens, the context window of {self.base.name} is {self.base.max_context}")
 
     def _measure_image(self, index: int, chunk: ImageChunk, new: dict[tuple[bytes, str], _NewImage]) -> tuple[ImageChunk, int]:
-        """The image and its tokens. One that is still to be decoded comes with its bytes, and is noted in `new`."""
+        """Return the image and its tokens; one that is still to be decoded comes with its bytes, and is noted in `new`."""
         key = chunk.sha256, chunk.format  # the same bytes under a wrong label are refused, whether they are known or not
         known = self.cache.get(key)
         if known is not None:
@@ -153,14 +204,12 @@ class Renderer:
         return new[key].chunk if key in new else chunk, count
 
     def _read_new(self, index: int, chunk: ImageChunk) -> _NewImage:
-        if self.local is None:
+        if self.processor is None:
             raise UserError(f"chunk {index} is an image, but {self.base.name} takes text only")
         data = self._bytes_of(chunk)
-        try:
+        with _naming(index):
             header = read_header(data, chunk.format, self.limits)
-            return _NewImage(replace(chunk, data=data), self.local.tokens(header), header.width * header.height)
-        except UserError as error:
-            raise UserError(f"chunk {index}: {error}") from error
+            return _NewImage(replace(chunk, data=data), self.processor.tokens(header), header.width * header.height)
 
     def _image(self, index: int, chunk: ImageChunk, count: int) -> ImageInput:
         image = self.cache.get_or_make((chunk.sha256, chunk.format), lambda: self._process(index, chunk))
@@ -170,14 +219,21 @@ class Renderer:
 
     def _process(self, index: int, chunk: ImageChunk) -> ImageInput:
         assert self.processor is not None, "measure takes no images without it"
-        try:
+        with _naming(index):
             image = decode(self._bytes_of(chunk), chunk.format, self.limits)
-        except UserError as error:
-            raise UserError(f"chunk {index}: {error}") from error
         return self.processor(chunk.sha256, image)
 
     def _bytes_of(self, chunk: ImageChunk) -> bytes:
         return chunk.data if chunk.data is not None else self.read_blob(chunk.sha256)
+
+
+@contextmanager
+def _naming(index: int) -> Iterator[None]:
+    """Let an error of the body name the chunk."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"chunk {index}: {error}") from error
 
 
 def check_token_ids(ids: "np.ndarray[Any, Any]", vocab_size: int, what: str) -> None:
@@ -189,6 +245,6 @@ def check_token_ids(ids: "np.ndarray[Any, Any]", vocab_size: int, what: str) -> 
 
 
 def position_of(index: int, shape: tuple[int, ...]) -> int | tuple[int, ...]:
-    """Return the place of a flat index in an array of that shape, for people: a number, or one for each dimension."""
+    """Place of a flat index in an array of that shape, for people: a number, or one for each dimension."""
     place = tuple(int(i) for i in np.unravel_index(index, shape))
     return place[0] if len(place) == 1 else place

@@ -92,8 +92,8 @@ def check_base_model(base: BaseModel, samples: bool, quick: bool = False) -> Non
     try:
         with _short_windows(base):
             renderer = Renderer(base, ImagesConfig(), _no_blob)
-            if renderer.local is not None:
-                check_tower(base, renderer.local, quick)
+            if renderer.processor is not None:
+                check_tower(base, renderer.processor, quick)
             probes = _probes(base, renderer)
             _compile(base, probes, samples)
             if quick:

@@ -1,12 +1,9 @@
 """AdamW's step of one tensor of full weights in one Triton kernel, which also writes the copy that passes read.
 
-A step moves many bytes and computes little. PyTorch's fused AdamW takes gradients in float32 only, and leaves the working copy to another
-kernel: the gradient of a single pass would be written and read again as float32, and the masters read once more. Here each number is read
-and written once, as it lies in memory.
+PyTorch's fused AdamW takes gradients in float32 only, and leaves the working copy to another kernel. Here each number is read and written
+once, as it lies in memory.
 """
 
-from dataclasses import dataclass
-from math import sqrt
 from typing import Any
 
 import torch
@@ -14,48 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinsmith.protocol.shapes import AdamSettings
+from tinsmith.training.update_check import Factors
 
 BLOCK = 2048
 """Numbers that a program computes."""
-
-
-@dataclass(frozen=True)
-class Factors:
-    """Factors of one step, the same for all tensors of a model.
-
-        g = scale · gradient
-        m = beta1 · m + (1 - beta1) · g
-        v = beta2 · v + (1 - beta2) · g · g
-        w = decay · w - rate · m / (sqrt(v) / root + eps)
-
-    This is torch's AdamW (Loshchilov and Hutter, 2019) with `decay` = 1 - lr · weight_decay, `rate` = lr / (1 - beta1^t) and
-    `root` = sqrt(1 - beta2^t), t being the number of the step, from 1.
-    """
-
-    scale: float
-    """Factor of the gradient for clipping; 1 for none."""
-    beta1: float
-    beta2: float
-    decay: float
-    rate: float
-    root: float
-    eps: float
-
-    @classmethod
-    def of(cls, settings: AdamSettings, number: int, scale: float) -> "Factors":
-        """Those of a step with this number, from 1."""
-        beta1, beta2 = settings.betas
-        decay, rate = 1 - settings.lr * settings.weight_decay, settings.lr / (1 - beta1**number)
-        return cls(scale, beta1, beta2, decay, rate, sqrt(1 - beta2**number), settings.eps)
 
 
 @torch.no_grad()
 def step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, working: Tensor, factors: Factors) -> None:
     """Update a master, both of its moments (all float32) and its working copy in place; all five tensors have one shape.
 
-    `gradient` and `working` may be of any precision. Tensors that are not contiguous, as a base model may have them, are computed by
-    `step_as_written`.
+    `gradient` and `working` may be of any precision. Tensors that are not contiguous are computed by `step_as_written`.
     """
     tensors = (master, gradient, first, second, working)
     if not all(tensor.is_contiguous() for tensor in tensors):
@@ -97,7 +63,6 @@ def _step(
     eps: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Some numbers of a tensor."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = tl.load(gradient_at + at, mask=inside, other=0.0).to(tl.float32) * scale

@@ -1,7 +1,7 @@
 """Training on one base model in one process.
 
-It holds the models and their optimizers, and divides work into passes (`packed_pass.py`). A pass that finds too little memory recomputes
-more of itself (`memory_retries.py`), and one that fails in any other way, or still, is halved until the datum is found that fails.
+It holds the models and their optimizers, and divides work into passes (`step.py`). A pass that finds too little memory recomputes more
+of itself (`memory_retries.py`), and one that fails in any other way, or still, is halved until the datum is found that fails.
 """
 
 import logging
@@ -33,9 +33,9 @@ from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.loss_groups import DatumResult, DatumWork
 from tinsmith.training.memory_retries import MemoryRetries, is_out_of_memory
 from tinsmith.training.optimizer import ModelOptimizer
-from tinsmith.training.packed_pass import run_packed
 from tinsmith.training.sequence_parallel import SequenceParallel
 from tinsmith.training.state_part import StatePart
+from tinsmith.training.step import run_packed
 from tinsmith.training.together import step_together
 
 __all__ = ["DatumResult", "DatumWork", "LocalBackend", "PassError", "PassResult", "is_out_of_memory"]
@@ -45,40 +45,36 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassResult:
-    """Outcome of each datum, by its index in the work: either a result or a failure."""
+    """Outcome of each datum: a result, or a failure that left no gradient."""
 
     results: list[DatumResult | None]
     """Results in the order of the work; None for a datum that failed."""
     failures: dict[int, str]
-    """The reason why a datum failed, by its index. It left no gradient."""
+    """Reasons of failures, by index in the work."""
 
 
 @dataclass(frozen=True)
 class PassError:
-    """The reason why a pass failed. It holds no tensors of the pass, as the exception and its traceback do."""
+    """Why a pass failed, without the tensors that an exception and its traceback hold."""
 
     reason: str
     out_of_memory: bool
-    """Whether the same work may succeed in smaller passes for no other reason than their size."""
+    """Whether the same work may succeed in smaller passes."""
 
 
 class LocalBackend:
-    """Training on one base model, on its device. Weights given out by `snapshot` stay as they are whatever happens later.
-
-    What copies weights raises UserError, with both numbers, if the copy does not fit into the memory. `ShardedBackend` is the one of
-    workers that share the layers.
-    """
+    """Training on one base model, on its device. What copies weights raises UserError if the copy does not fit into the memory."""
 
     needs_all = False
-    """Whether each of several workers must be given every pass, be it one without a datum: they compute it together."""
+    """Whether each of several workers must be given every pass, even one without a datum: they compute it together."""
 
     def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup | None = None, eager: bool = False) -> None:
-        """Join a `group`, if given: its workers hold the same models, and steps add up all their gradients. `eager`: no pass is a graph."""
+        """Join a `group`, if given, whose workers hold the same models and sum their gradients. `eager` forbids graphs of passes."""
         self.base = base
         self.group = group
         self.config = config
         self.tokens_per_pass = config.tokens_per_pass
-        """Most tokens to give to one pass. It falls when memory runs out."""
+        """Most tokens of one pass. It falls when memory runs out."""
         self.full_state = full_state(config)
         self.optimizers: dict[str, Optimizer] = {}
         memory = pass_memory_of(base.layout, base.text_config, base.dtype)
@@ -89,35 +85,37 @@ class LocalBackend:
         self._look: Callable[[], None] | None = None
         """Callback of the current pass, called between layers."""
         self.host_share: float = math.inf
-        """Bytes of the host's memory that may hold what models `beside` keep there (--full-state compact-host)."""
+        """Bytes of the host's memory for what models of all backends keep there (--full-state compact-host)."""
         self.beside: Sequence[LocalBackend] = [self]
-        """All backends of this process, this one included."""
+        """All backends of this process."""
 
     def share_host(self, share: int, beside: "Sequence[LocalBackend]") -> None:
-        """Let what models of all the backends `beside` keep in the host's memory take at most `share` bytes: other workers have the rest.
+        """Let models of all backends keep at most `share` bytes in the host's memory.
 
-        All workers have the same models and the same share, so all of them refuse a model or none. What is free at the moment is less
-        sure: some may have taken their part by then, and others not.
+        All workers have the same models and share, so all refuse a model or none, whatever is free at the moment.
         """
         self.host_share, self.beside = share, beside
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
-        """A new model, of LoRA or of rank 0 with all its parameters, with gradient accumulators and a fresh optimizer."""
-        base = self.base
-        weights: Weights
+        """Create a model, of LoRA or of rank 0 with all its parameters, with a fresh optimizer."""
+        self.optimizers[model_id] = self._new_optimizer(shape)
+
+    def _new_optimizer(self, shape: LoraShape, state: SavedState | None = None) -> Optimizer:
+        """Make the optimizer of a new model, or of a saved one."""
+        base, moments = self.base, None if state is None else state.moments
         if shape.rank == 0:
             self._require_memory_to_train(shape)
             if self.full_state != "float32":
-                compact = new_compact_weights(shape, base.full_targets(shape), base.dtype, base.device, self.full_state)
-                self.optimizers[model_id] = CompactOptimizer(compact, self.full_state)
-                return
-            weights = new_full_weights(shape, base.full_targets(shape), base.dtype)
-        else:
-            weights = new_adapter(shape, base.layout, base.device, base.dtype)
-        self.optimizers[model_id] = ModelOptimizer(weights)
+                tensors = base.full_targets(shape) if state is None else state.tensors
+                compact = new_compact_weights(shape, tensors, base.dtype, base.device, self.full_state)
+                return CompactOptimizer(compact, self.full_state, moments)
+        if state is not None:
+            return ModelOptimizer(weights_from(state, base), moments)
+        if shape.rank == 0:
+            return ModelOptimizer(new_full_weights(shape, base.full_targets(shape), base.dtype))
+        return ModelOptimizer(new_adapter(shape, base.layout, base.device, base.dtype))
 
     def delete_model(self, model_id: str) -> None:
-        """Free what the model holds."""
         self.optimizers.pop(model_id, None)
 
     def optim_step(self, model_id: str, settings: AdamSettings) -> dict[str, float]:
@@ -150,12 +148,11 @@ class LocalBackend:
         return optimizer.step(settings) if self.group is None else step_together(optimizer, settings, self.group)
 
     def clear_gradients(self, model_id: str) -> None:
-        """Forget the accumulated gradients. A model that is not there has none."""
         if model_id in self.optimizers:
             self.optimizers[model_id].clear()
 
     def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
-        """A frozen copy of the model's weights, to sample from under the identity `ref`."""
+        """Copy the model's weights, to sample from under the identity `ref`: later steps do not change the copy."""
         weights = self._optimizer(model_id).weights
         if isinstance(weights, FullWeights):
             size = snapshot_bytes(weights.parameter_count, weights.dtype)
@@ -163,31 +160,30 @@ class LocalBackend:
         return weights.snapshot(ref)
 
     def help_to_snapshot(self, model_id: str) -> None:
-        """Give the worker that samples what its `snapshot` needs of this one: nothing, where each has all of it."""
+        """Give the worker that samples what its `snapshot` needs of this one; nothing here."""
 
     def agree_to_create(self, refusal: TinsmithError | None) -> None:
-        """Before `create_model`: raise `refusal`, if there is one, on all workers that would compute the model together."""
+        """Before `create_model`, raise `refusal`, if there is one, on all workers that would compute the model together."""
         if refusal is not None:
             raise refusal
 
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
-        """A copy of the weights, and with `optimizer` of what AdamW remembers, for `checkpoint.write_state`.
+        """Copy the weights, and with `optimizer` what AdamW remembers, but no gradients, for `checkpoint.write_state`.
 
-        An adapter's copy lies on the device as long as that has room, so that training goes on after a few operations. Accumulated
-        gradients are not part of it. Training may go on at once, while another thread writes the copy.
+        An adapter's copy lies on the device if that has room, so that training goes on after a few operations.
         """
         model = self._optimizer(model_id)
         return self.copied(model, About.of(self.base, model.weights.shape), optimizer)
 
     def copy_part(self, model_id: str, optimizer: bool) -> StatePart | None:
-        """This worker's part of such a copy, in host memory; None here, as each worker has all of the model, which `copy_state` copies.
+        """Copy this worker's part of a sharded model to host memory; None here, where each worker has all of it.
 
-        To be called by all workers, which `needs_all`. If one cannot copy its part, the same error is raised on all.
+        To be called by all workers. If one cannot copy its part, the same error is raised on all.
         """
         return None
 
     def copied(self, model: Optimizer, about: About, optimizer: bool) -> SavedState:
-        """Copy the state of a loaded model, with the caller's description."""
+        """Copy the state of a loaded model, described by `about`."""
         moments = model.moments() if optimizer else None
         size = model.weights.parameter_count * 4 * (3 if moments else 1)
         self._require_memory("the copy that is saved", size, torch.device("cpu"))
@@ -198,8 +194,8 @@ class LocalBackend:
     def restore(self, model_id: str, state: SavedState) -> None:
         """Create the model from what `checkpoint.read_state` read, or replace it. Without moments the optimizer starts fresh.
 
-        A model of rank 0 that is replaced is freed before its memory is taken again: if the load fails after that, the model starts anew
-        from the base, or is gone if there is no memory for that either.
+        One of rank 0 is freed before its memory is taken again: if the load then fails, it starts anew from the base, or is gone if there
+        is no memory for that either.
         """
         if state.about.shape.rank > 0 or model_id not in self.optimizers:
             self._load(model_id, state)
@@ -212,21 +208,13 @@ class LocalBackend:
             raise
 
     def _load(self, model_id: str, state: SavedState) -> None:
-        shape = state.about.shape
-        if shape.rank == 0:
-            self._require_memory_to_train(shape)
-            if self.full_state != "float32":
-                weights = new_compact_weights(shape, state.tensors, self.base.dtype, self.base.device, self.full_state)
-                self.optimizers[model_id] = CompactOptimizer(weights, self.full_state, state.moments)
-                return
-        self.optimizers[model_id] = ModelOptimizer(weights_from(state, self.base), state.moments)
+        self.optimizers[model_id] = self._new_optimizer(state.about.shape, state)
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
-        """Log-probabilities and losses of all datums, in as many passes as it takes; with `backward` gradients are accumulated too.
+        """Compute log-probabilities and losses of all datums, in as many passes as it takes; with `backward` accumulate gradients too.
 
-        `look` is called between layers. What it raises ends the pass: GivenUpError, when nobody waits for any of its datums any more,
-        who may have left gradients then. Full weights have passes of their own. Work that fails is halved until what fails is a single
-        datum: one that is bad, or that needs more memory than there is. A datum of a model that is not there fails alone.
+        `look` is called between layers and may raise GivenUpError to end the pass, of which some gradients may stay. Work that fails is
+        halved until a single datum fails, because it is bad or needs more memory than there is.
         """
         self._look = look
         results: list[DatumResult | None] = [None] * len(work)
@@ -271,16 +259,13 @@ class LocalBackend:
         return list(models.values()) if len(texts) == len(models) and self.captured.are_faster_apart(texts) else [row]
 
     def run_together(self, number: int, work: DatumWork | TinsmithError, backward: bool) -> DatumResult:
-        """One sequence, of which every worker computes a slice: to be called by all, for passes in one order (`sequence_parallel.py`).
-
-        `work` may be why it cannot be computed. Raises the same error on all workers, and leaves no gradient then.
-        """
+        """Compute one sequence, of which every worker computes a slice (`SequenceParallel.run`)."""
         if self.sequences is None:
             raise TinsmithError("this worker is alone: it computes no sequence together with others")
         return self.sequences.run(number, work, backward, self._optimizer)
 
     def _compute(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult] | PassError:
-        """One pass, with as much recomputation as it takes to fit into the memory."""
+        """Compute one pass, with as much recomputation as it takes to fit into the memory."""
         tokens = sum(len(datum.rendered) for datum in work)
         recomputation = self.memory_retries.first(tokens, backward)
         if recomputation != KEEP_ALL and self._give_back():
@@ -302,7 +287,7 @@ class LocalBackend:
             log.warning("out of memory in a pass of %d tokens: it recomputes %d layers%s", tokens, recomputation.recompute, where)
 
     def _attempt(self, work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> list[DatumResult] | PassError:
-        """One pass. Whatever it raises is returned, so that the tensors of the failed pass are free before the next one starts."""
+        """Compute one pass; an error is returned, so that the tensors of the failed pass are free before the next one starts."""
         tokens = sum(len(datum.rendered) for datum in work)
         try:
             # Gradients of full weights are no part of the estimate, and would be most of what is measured. Graphs take nothing anew.
@@ -330,13 +315,13 @@ class LocalBackend:
         return f"the pass failed: {needs}: {error.reason}"
 
     def _plan_smaller_passes(self, work: Sequence[DatumWork]) -> None:
-        """This work was too much for the memory: later passes are planned no larger than half of it."""
+        """Plan later passes no larger than half of this work, for which the memory did not suffice."""
         total = sum(len(datum.rendered) for datum in work)
         self.tokens_per_pass = max(1, min(self.tokens_per_pass, total // 2))
         log.warning("out of memory in a pass of %d tokens: it goes on in two, later ones take %d tokens", total, self.tokens_per_pass)
 
     def _give_back(self) -> bool:
-        """Let what comes have free memory in pieces of other sizes, and that of graphs. Returns whether there were graphs."""
+        """Free the memory of graphs, and what torch keeps for tensors of other sizes. Returns whether there were graphs."""
         gave_way = self.captured.give_way()
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -364,18 +349,18 @@ class LocalBackend:
                 )
 
     def kept_on_host(self) -> int:
-        """Bytes that its models keep in the host's memory, or will when they have taken a step."""
+        """Bytes that models keep in the host's memory, or will when they have taken a step."""
         sizes = [model.weights.parameter_count for model in self.optimizers.values() if isinstance(model, CompactOptimizer)]
         return sum(full_bytes(size, self.base.dtype, self.full_state).host for size in sizes)
 
     def _require_memory(self, purpose: str, needed: int, device: torch.device) -> None:
-        """Raise UserError if `device` has not so many bytes free, beside what the models on it will still take when they train."""
+        """Raise UserError if `device` lacks these free bytes, beside what the models on it will still take when they train."""
         if device == self.base.device and needed > free_memory(device) - self._promised() and self.captured.held:
             self._give_back()
         require_memory(purpose, needed, device, self._promised() if device == self.base.device else 0)
 
     def _promised(self) -> int:
-        """Bytes of the device that its models will still take when they train, and those of graphs, which look free."""
+        """Bytes of the device that models will still take when they train, and those of graphs, which look free."""
         return self.captured.held + sum(model.unclaimed for model in self.optimizers.values())
 
 

@@ -1,9 +1,8 @@
 """Small passes of one adapter as CUDA graphs: a GPU computes 2,048 tokens faster than Python launches the two thousand kernels for them.
 
 The layers of a decoder, forward and backward, are captured once for a number of tokens and replayed for every row that fits into it. A
-graph reads and writes where its tensors lay when it was captured. So a row is copied there first: its embeddings, with zeros behind them up
-to the number of tokens; its positions; where its sequences begin; and the matrices of its adapter. Embedding, LM head and loss are computed
-as in any other pass.
+graph reads and writes where its tensors lay when it was captured, so a row is copied there first: its embeddings, with zeros behind them;
+its positions; where its sequences begin; and the matrices of its adapter. Embedding, LM head and loss are computed as in any other pass.
 """
 
 import logging
@@ -28,25 +27,25 @@ from tinsmith.models.pass_plan import PackedPlan
 log = logging.getLogger(__name__)
 
 TOKENS = (256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
-"""Numbers of tokens of which there may be a graph. Longer passes take the device longer than Python."""
+"""Numbers of tokens of which there may be a graph. A longer pass takes the device longer than Python."""
 SEQUENCES = (8, 64)
 """Numbers of sequences, likewise."""
 PATIENCE = 2
-"""A graph is captured when it is needed for this time."""
+"""Times that a graph is needed until it is captured."""
 PAUSE = 256
 """Passes after which graphs are captured again when memory was short."""
 MOST = 12
-"""So many graphs are kept. One that gives its place to another is not captured again before it was needed `PAUSE` times more."""
+"""Most graphs that are kept. One that gives its place to another is not captured again before it was needed `PAUSE` times more."""
 MEMORY_SHARE = 0.1
-"""All graphs together may hold so much of the device's memory."""
+"""Share of the device's memory that all graphs together may hold."""
 APART = 1.1
-"""So much longer may graphs of several adapters take than one row: the first results come sooner."""
+"""Factor of time that graphs of several adapters may take more than one row: the first results come sooner."""
 TOLERANCE = 0.02
 """Maximum distance, relative to the norm, of a graph's results from the same computation without it, which sums in another order."""
 
 Replay = Callable[[], None]
 Recorder = Callable[[Callable[[], None]], Replay]
-"""Makes something that repeats a function, which reads and writes the same tensors every time."""
+"""Returns what repeats a function, which reads and writes the same tensors every time."""
 
 
 class PassKind(NamedTuple):
@@ -75,7 +74,7 @@ class PaddedPlan:
     """A `PackedPlan` for sequences whose number and lengths may change between replays."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
-        """`cu_seqlens` [sequences + 2] int32: where each sequence begins; the last is what fills the row, those before it may be empty."""
+        """`cu_seqlens` [sequences + 2] int32 says where each sequence begins; the last fills the row, those before it may be empty."""
         self.cu_seqlens = cu_seqlens
         self.tokens = tokens
 
@@ -101,9 +100,9 @@ class CapturedPass:
     forward: Replay
     backward: Replay
     hidden: Tensor
-    """[kind.tokens, hidden]: what `forward` leaves."""
+    """[kind.tokens, hidden], written by `forward`."""
     reached: Sequence[bool]
-    """The leaves of the adapter that get a gradient from the layers."""
+    """Which leaves of the adapter get a gradient from the layers."""
     launched_s: float = 0.0
     """Seconds of the layers launch by launch."""
     seconds: float = 0.0
@@ -122,7 +121,7 @@ class CapturedPass:
         return self.hidden[:tokens].clone()
 
     def replay_backward(self, d_hidden: Tensor) -> list[Tensor | None]:
-        """Gradients of the adapter's leaves, from that of the hidden states [tokens, hidden]. The next pass overwrites them."""
+        """Compute gradients of the adapter's leaves from that of the hidden states [tokens, hidden]. The next pass overwrites them."""
         tokens = len(d_hidden)
         self.frame.d_hidden[:tokens].copy_(d_hidden)
         self.frame.d_hidden[tokens : self.kind.tokens].zero_()
@@ -148,12 +147,12 @@ class CapturedPasses:
     """The graphs of one base model."""
 
     def __init__(self, base: BaseModel, memory: PassMemory, logits_chunk: int, record: Recorder | None = None) -> None:
-        """`record` is what repeats a function; by default a CUDA graph of it. Without a GPU in half precision nothing is captured."""
+        """Record functions with `record`, by default as CUDA graphs; without a GPU in half precision nothing is captured."""
         self.base = base
         self.memory = memory
         self.logits_chunk = logits_chunk
         self.pool: Any = None
-        """The memory that all graphs share: only one of them runs at a time."""
+        """Memory that all graphs share: only one runs at a time."""
         self.held = 0
         """Bytes of it, which no other pass can use."""
         self.passes: OrderedDict[PassKind, CapturedPass] = OrderedDict()
@@ -161,13 +160,13 @@ class CapturedPasses:
         self.frames: dict[tuple[Any, ...], Frame] = {}
         self.seen = Counter[PassKind]()
         self.paused = 0
-        """So many passes are not captured, because others needed the memory."""
+        """Passes that are not captured, because others needed the memory."""
         self.record = record or self._capture
         on_gpu = base.device.type == "cuda" and base.dtype in (torch.bfloat16, torch.float16)
         self.possible = (on_gpu or record is not None) and not base.deterministic and _can_be_captured(base.decoder)
 
     def hidden_states(self, row: PackedRow) -> Tensor | None:
-        """Final hidden states [tokens, hidden] of a row, with gradients of its adapter's leaves; None if there is no graph for it."""
+        """Compute final hidden states [tokens, hidden] of a row, differentiable in its adapter's leaves; None without a graph for it."""
         found = self._find(row)
         if found is None:
             return None
@@ -179,7 +178,7 @@ class CapturedPasses:
         return hidden
 
     def _find(self, row: PackedRow) -> CapturedPass | None:
-        """The graph for a row, captured now if it is time."""
+        """Return the graph for a row, captured now if it is time."""
         if row.full is not None or row.images or len(row.segments) != 1:
             return None
         adapter = row.segments[0].adapter
@@ -230,7 +229,7 @@ class CapturedPasses:
         return self.possible and tokens <= TOKENS[-1]
 
     def give_way(self) -> bool:
-        """Let others have the memory for a while. Returns whether there was any."""
+        """Free the memory of all graphs for a while. Returns whether there were any."""
         if not self.passes:
             return False
         log.info("%d graphs of small passes give their %.1f GiB to what needs it", len(self.passes), self.held / 2**30)
@@ -245,11 +244,11 @@ class CapturedPasses:
         self.pool, self.held = None, 0
 
     def _has_room(self, tokens: int) -> bool:
-        """Whether a graph of so many tokens can be captured, be it in the place of others."""
+        """Whether a graph of so many tokens can be captured, perhaps in the place of others."""
         return self._is_within_another(tokens) or self._needed(tokens) <= self._most()
 
     def _make_room(self, tokens: int) -> bool:
-        """Whether a graph can be captured. Graphs of fewer tokens are dropped for it if there is not room for both."""
+        """Whether a graph can be captured; graphs of fewer tokens are dropped if there is not room for both."""
         if self._is_within_another(tokens):
             return True
         needed, most = self._needed(tokens), self._most()
@@ -271,7 +270,7 @@ class CapturedPasses:
         return min(MEMORY_SHARE * total, (free + reserved - allocated - self.held) / 2)
 
     def _make(self, kind: PassKind, adapter: Adapter) -> CapturedPass | None:
-        """The graph, tried out; None if it cannot be captured. It is tried again later if only memory was short."""
+        """Capture a graph and try it out; None if that fails. It is tried again later if only memory was short."""
         try:
             made = self._captured(kind, adapter)
         except RuntimeError as error:

@@ -9,9 +9,11 @@ keeps the checksums of its files.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,41 +42,39 @@ class About:
 
     base_model: str
     base_source: str
-    """Directory or Hub id that the base model was loaded from."""
+    """Directory or Hub id of the base model."""
     architecture: str
     shape: LoraShape
     base_fingerprint: str | None
-    """Fingerprint of the base's weights (`models/fingerprint.py`); None if they are not known."""
+    """Fingerprint of the base's weights (`models/fingerprint.py`); None if unknown."""
     format_version: int = FORMAT_VERSION
 
     @classmethod
     def of(cls, base: BaseModel, shape: LoraShape) -> "About":
-        """The description of weights for this base."""
         return cls(base.name, base.tokenizer_id, base.family.model_type, shape, base.fingerprint)
 
     @property
     def text(self) -> str:
-        """The content of checkpoint.json."""
         return json.dumps(asdict(self), indent=1)
 
     @property
     def public_base(self) -> str:
-        """The base's name outside this machine: its Hub id, or the name that it is served under if it was loaded from a directory."""
+        """The base's name outside this machine: its Hub id, or the served name of a directory."""
         return self.base_model if Path(self.base_source).is_absolute() else self.base_source
 
 
 @dataclass(frozen=True, eq=False)
 class SavedState:
-    """State of a checkpoint: copied from a model (`copy_beside`, `copy_to_host`), or read from files (`read_state`)."""
+    """State of a checkpoint, copied from a model or read from files."""
 
     about: About
     tensors: dict[str, Tensor]
-    """Masters by name, in the order of fresh weights of that shape: float32, or the base's precision for a frozen copy of full weights."""
+    """Masters by name, in the order of fresh weights: float32, or the base's precision for a frozen copy of full weights."""
     moments: dict[str, Tensor] | None = None
-    """Moments of AdamW (`ModelOptimizer.moments`); None if only the weights were wanted."""
+    """Moments of AdamW (`ModelOptimizer.moments`); None for weights alone."""
 
     def on_host(self) -> "SavedState":
-        """The same in host memory. What lies there already is not copied; any thread may do this, and waits for the device alone."""
+        """Copy to host memory what does not lie there. Any thread may do this, and waits for the device alone."""
         moments = None if self.moments is None else copied(self.moments, _HOST)
         if moments is not None:  # the number of steps may be one tensor under many names, which no file takes
             moments = {name: tensor.clone() if tensor.ndim == 0 else tensor for name, tensor in moments.items()}
@@ -82,55 +82,36 @@ class SavedState:
 
 
 def copy_beside(about: About, weights: Adapter, moments: Mapping[str, Tensor] | None) -> SavedState:
-    """A copy on the device of the weights, which later steps do not change, made in a few operations.
-
-    The host does not wait for it: `SavedState.on_host`, in another thread, brings it to where it is written from.
-    """
+    """Copy weights and moments on the device in a few operations, for which the host does not wait (see `SavedState.on_host`)."""
     device = weights.flat.device
     remembered = None if moments is None else copied(moments, device, anew=True)
     return SavedState(about, copied(weights.named_tensors(), device, anew=True), remembered)
 
 
 def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = False) -> dict[str, Tensor]:
-    """The tensors on a device; copies in any case with `anew`. What lies side by side in one memory travels at once, and lies so again."""
-    memories: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors.values():
-        memories.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(tensor.detach())
-    stretches = {memory: _Stretch.of(there, device, anew) for memory, there in memories.items()}
-    return {name: stretches[tensor.untyped_storage().data_ptr(), tensor.dtype].view_of(tensor) for name, tensor in tensors.items()}
+    """Move tensors to a device, with `anew` as copies in any case. What lies side by side in memory travels at once, and lies so again."""
+    memories: dict[int, tuple[Tensor, Tensor]] = {}
+    """The bytes of each memory, which must not be freed meanwhile, and where they are now."""
 
+    def moved(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in memories:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            memories[place] = whole, whole.to(device, copy=anew)
+        there = memories[place][1].untyped_storage()
+        return torch.empty(0, dtype=tensor.dtype, device=device).set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-@dataclass(frozen=True, eq=False)
-class _Stretch:
-    """A copy of the part of a memory that some tensors cover."""
-
-    start: int
-    """Offset in the copied memory, in elements."""
-    numbers: Tensor
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], device: torch.device, anew: bool) -> "_Stretch":
-        """The copy of what contiguous tensors of one memory cover."""
-        offsets = [int(tensor.storage_offset()) for tensor in tensors]
-        start, end = min(offsets), max(offset + tensor.numel() for offset, tensor in zip(offsets, tensors, strict=True))
-        return cls(start, tensors[0].as_strided((end - start,), (1,), start).to(device, copy=anew))
-
-    def view_of(self, tensor: Tensor) -> Tensor:
-        """Return the copy of one tensor as a view."""
-        return self.numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - self.start)
+    return {name: moved(tensor) for name, tensor in tensors.items()}
 
 
 def copy_to_host(about: About, weights: Weights, moments: Mapping[str, Tensor] | None) -> SavedState:
-    """A copy that later steps do not change. For the thread that trains: afterwards any thread may write the copy.
-
-    `moments` are what AdamW remembers, None to save the weights alone.
-    """
+    """Copy weights and moments (None to save the weights alone) to host memory. Any thread may write the copy while training goes on."""
     copied = None if moments is None else {name: tensor.to("cpu", copy=True) for name, tensor in moments.items()}
     return SavedState(about, {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.named_tensors().items()}, copied)
 
 
 def write_state(state: SavedState, directory: Path) -> None:
-    """Write the files of a checkpoint to `directory`, which is made if it is not there. Any thread may do this while training goes on.
+    """Write the files of a checkpoint to `directory`, which is made if missing; any thread may do this.
 
     Raises TinsmithError if the disk does not take it; delete then what is in the directory.
     """
@@ -169,13 +150,12 @@ def _damaged(path: Path, error: Exception) -> TinsmithError:
 
 
 def read_state(directory: Path, base: BaseModel, optimizer: bool = False) -> SavedState:
-    """The checkpoint in `directory`, checked to fit `base`. Any thread may do this: it touches neither the device nor a model.
+    """Read the checkpoint in `directory`, checked to fit `base`, with AdamW's moments if `optimizer`; any thread may do this.
 
-    With `optimizer` what AdamW remembers is read too. Adapters are read into memory. Full weights are mapped, so that they take no memory
-    before a model of rank 0 that they replace has given up its own.
+    Adapters are read into memory. Full weights are mapped, so that they take none before a model that they replace has given up its own.
 
-    Raises UserError if the checkpoint does not fit, was trained on other weights of the base, or holds no optimizer state and `optimizer`
-    is set; TinsmithError naming a file that is damaged.
+    Raises UserError if the checkpoint does not fit, was trained on other weights of the base, or lacks the moments; TinsmithError naming a
+    file that is damaged.
     """
     about = _check_fits(directory, base)
     mapped = about.shape.rank == 0
@@ -186,10 +166,9 @@ def read_state(directory: Path, base: BaseModel, optimizer: bool = False) -> Sav
 
 
 def weights_from(state: SavedState, base: BaseModel, ref: WeightsRef | None = None) -> Weights:
-    """Weights on the device of `base`, to train.
+    """Make weights of a state, whose tensors they may take, on the device of `base`.
 
-    With a `ref` they are only sampled from, under that identity: full weights then come in the precision of the base alone. The
-    tensors of `state` may become those of the weights, so a state is used once.
+    With a `ref` they are only sampled from, under that identity: full weights then come in the precision of the base alone.
     """
     shape = state.about.shape
     if shape.rank > 0:
@@ -199,7 +178,7 @@ def weights_from(state: SavedState, base: BaseModel, ref: WeightsRef | None = No
 
 
 def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> dict[str, Tensor]:
-    """Return the optimizer's moments for these weights. Raises UserError if the checkpoint holds weights only."""
+    """Read AdamW's moments of these weights. Raises UserError if the checkpoint holds weights only."""
     path = directory / OPTIMIZER_FILE
     if not has_moments(directory):
         raise UserError("the checkpoint holds no optimizer state; load it without (create_training_client_from_state)")
@@ -219,14 +198,10 @@ def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> di
 
 
 def _check_fits(directory: Path, base: BaseModel) -> About:
-    """Read the description of a checkpoint, after a check of its weights' names and sizes. Raises as `read_state`."""
+    """Read the description of a checkpoint and check names and sizes of its weights. Raises as `read_state`."""
     about = read_about(directory)
-    path = directory / WEIGHTS_FILE
-    try:
-        with safe_open(path, "pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
-    except SafetensorError as error:
-        raise _damaged(path, error) from error
+    with _opened(directory / WEIGHTS_FILE) as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
     if about.architecture != base.family.model_type or shapes != _expected(base, about.shape):
         raise UserError(
             f"the checkpoint was made for {about.base_model} ({about.architecture}) and does not fit base model {base.name} "
@@ -237,18 +212,18 @@ def _check_fits(directory: Path, base: BaseModel) -> About:
 
 
 def stored_weights(directory: Path, about: About) -> Weights:
-    """The weights as they lie in `directory`, whatever their base, on the CPU."""
+    """Map the weights in `directory`, whatever their base, on the CPU."""
     return weights_on_host(SavedState(about, _tensors(directory / WEIGHTS_FILE, mapped=True)))
 
 
 def weights_on_host(state: SavedState) -> Weights:
-    """Weights on the CPU in float32. Full weights are made of the tensors of `state` without a copy."""
+    """Make weights on the CPU in float32; full weights take the tensors of `state`."""
     shape, tensors = state.about.shape, state.on_host().tensors
     return _adapter(shape, tensors, torch.float32) if shape.rank > 0 else FullWeights(shape, tensors, torch.float32)
 
 
 def _expected(base: BaseModel, shape: LoraShape) -> dict[str, tuple[int, ...]]:
-    """The shape of every master tensor that weights of this base have, by name, in order."""
+    """The shape of every master tensor of weights of this base, by name, in order."""
     if shape.rank == 0:
         return {name: tuple(parameter.shape) for name, parameter in base.full_targets(shape).items()}
     expected: dict[str, tuple[int, ...]] = {}
@@ -257,13 +232,20 @@ def _expected(base: BaseModel, shape: LoraShape) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def _tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU: `mapped` so that their pages come and go with the file's, or copied into memory."""
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of tensors. Raises TinsmithError if it is damaged."""
     try:
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+            yield file
     except SafetensorError as error:
         raise _damaged(path, error) from error
+
+
+def _tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
+    """Read a file: `mapped`, so that its pages come and go, or copied into memory."""
+    with _opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
     return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -276,5 +258,5 @@ def _adapter(
 
 
 def has_moments(directory: Path) -> bool:
-    """Whether the checkpoint holds what its optimizer remembers."""
+    """Whether the checkpoint holds AdamW's moments."""
     return (directory / OPTIMIZER_FILE).exists()

@@ -1,9 +1,8 @@
 """Full-parameter training in little memory: AdamW whose moments take 8 bits a number, with gradients in the precision of the base.
 
 In bfloat16 a parameter takes 2 bytes for the weight that passes read, 2 for the rest of its float32 master (`models/split_masters.py`), 2
-for both moments (`eight_bit.py`) and 2 for its gradient: 8 in place of 18. The gradients of the first pass after a step are kept as they
-came. Those of further passes are added to them and rounded up or down by chance: rounded to the nearest, small ones would be lost one after
-the other beside a large sum, while by chance they are right in the mean, and nothing more has to be kept.
+for both moments (`eight_bit.py`) and 2 for its gradient: 8 in place of 18. Gradients of further passes are added to those of the first and
+rounded up or down by chance: rounded to the nearest, small ones would all be lost beside a large sum; by chance they are right in the mean.
 
 A step goes through the parameters in pieces, which are float32 meanwhile. Moments and rests may lie in host memory; the pieces then travel.
 What chance decides is a function of the number of the step, so that a resumed run takes the same steps as an undisturbed one.
@@ -11,19 +10,16 @@ What chance decides is a function of the number of the step, so that a resumed r
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
 
-from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.models.full import FullState, FullWeights, full_bytes, state_device
 from tinsmith.models.split_masters import SplitMasters, join, split
 from tinsmith.protocol.shapes import AdamSettings
-from tinsmith.training.accumulation import apart
-from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, Code, chances, decode, encode
-from tinsmith.training.optimizer import ModelOptimizer
-from tinsmith.training.update_check import Bounds, require_finite_step
+from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, chances, decode, encode
+from tinsmith.training.optimizer import STEP_FAILED, ModelOptimizer, apart, fatal, require_finite_norm
+from tinsmith.training.update_check import ENTRIES, MOMENTS, Bounds, Factors, clip_scale, require_finite_step
 
 PIECE = {"cpu": 2**18, "cuda": 2**23}
 """Numbers of a tensor that are float32 at a time: few enough to take little memory, enough to keep the device busy."""
@@ -55,12 +51,12 @@ class Moments:
     """Both moments of one tensor, as flat codes and the scales of their blocks."""
 
     def __init__(self, count: int, where: torch.device, pinned: bool) -> None:
-        """All 0. Host memory is `pinned` where a GPU reads and writes it beside its work."""
+        """Begin with 0. Host memory is `pinned` where a GPU reads and writes it beside its work."""
         self.codes = [torch.zeros(count, dtype=torch.uint8, device=where, pin_memory=pinned) for _ in range(2)]
         self.scales = [torch.zeros(-(-count // BLOCK), device=where, pin_memory=pinned) for _ in range(2)]
 
     def read(self, piece: slice, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Both in float32 on `device`, [blocks, width] each."""
+        """Decode both to float32 on `device`, [blocks, width] each."""
         blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
         first, second = (
             decode(
@@ -71,14 +67,14 @@ class Moments:
         return first, second
 
     def write(self, piece: slice, number: int, values: Tensor, chance: Tensor | None) -> None:
-        """Keep the first (0) or second (1) moment, [blocks, width]; rounded by `chance` of that shape, or to the nearest code without."""
+        """Keep the first (0) or second (1) moment [blocks, width], rounded by `chance` of that shape, or to the nearest code without."""
         blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
         codes, scales = encode(values, (FIRST, SECOND)[number], chance)
         self.codes[number][piece].copy_(codes.view(-1), non_blocking=True)
         self.scales[number][blocks].copy_(scales.view(-1), non_blocking=True)
 
-    def decoded(self, number: int, code: Code, device: torch.device) -> Tensor:
-        """One of them whole, flat and in float32, on `device`."""
+    def decoded(self, number: int, device: torch.device) -> Tensor:
+        """Decode one of them to a flat tensor in float32 on `device`."""
         found = torch.empty(len(self.codes[number]), device=device)
         for piece, width in _pieces(len(found), PIECE[device.type]):
             found[piece] = self.read(piece, width, device)[number].view(-1)
@@ -86,7 +82,6 @@ class Moments:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
         return [*self.codes, *self.scales]
 
 
@@ -102,12 +97,11 @@ class DecodedMoments(Mapping[str, Tensor]):
         leaf = optimizer.weights.working[tensor]
         if entry == "step":
             return torch.tensor(float(optimizer.steps))
-        number, code = {"exp_avg": (0, FIRST), "exp_avg_sq": (1, SECOND)}[entry]
         optimizer.wait()
-        return optimizer.remembered[tensor].decoded(number, code, leaf.device).view(leaf.shape)
+        return optimizer.remembered[tensor].decoded(ENTRIES.index(entry), leaf.device).view(leaf.shape)
 
     def __iter__(self) -> Iterator[str]:
-        return (f"{name}.{entry}" for name in self.optimizer.remembered for entry in ("step", "exp_avg", "exp_avg_sq"))
+        return (f"{name}.{entry}" for name in self.optimizer.remembered for entry in MOMENTS)
 
     def __len__(self) -> int:
         return 3 * len(self.optimizer.remembered)
@@ -117,12 +111,12 @@ class CompactOptimizer:
     """Optimizer of one full-parameter model that needs less memory than `ModelOptimizer`."""
 
     def __init__(self, weights: FullWeights, state: FullState, moments: Mapping[str, Tensor] | None = None) -> None:
-        """Start anew, or from what the optimizer of a saved model remembered (`moments`), in whatever state that was."""
+        """Start anew, or from the `moments` of a saved model, in whatever state that was."""
         self.weights = weights
         self.state = state
         self.device = weights.leaves()[0].device
         self.totals: list[Tensor] | None = None
-        """The gradients that have been accumulated, in the precision of the base; None before the first."""
+        """Accumulated gradients in the precision of the base; None before the first."""
         self.passes = 0
         """Passes whose gradients are in `totals`."""
         self.bounds: Bounds | None = None
@@ -136,7 +130,7 @@ class CompactOptimizer:
         self.remembered = self._new_moments()
         for name, kept in self.remembered.items():
             self.steps = int(moments[f"{name}.step"])
-            for number, entry in enumerate(("exp_avg", "exp_avg_sq")):
+            for number, entry in enumerate(ENTRIES):
                 moment = moments[f"{name}.{entry}"].reshape(-1)
                 for piece, width in _pieces(len(moment), PIECE[self.device.type]):
                     kept.write(piece, number, moment[piece].to(self.device, torch.float32).view(-1, width), None)
@@ -151,7 +145,6 @@ class CompactOptimizer:
 
     @property
     def gradients(self) -> list[Tensor] | None:
-        """Accumulated gradients in the order of `Weights.tensors`; None before the first."""
         return self.totals
 
     @property
@@ -162,11 +155,7 @@ class CompactOptimizer:
         return full_bytes(self.weights.parameter_count, self.weights.dtype, self.state).device - holds
 
     def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
-        """The gradients of one pass, in the order of `Weights.tensors`; None where the pass did not reach a tensor.
-
-        They are added when what is returned is called. Making it may run out of memory and changes nothing; calling it cannot fail. The
-        gradients belong to the optimizer from then on, and may be changed in place.
-        """
+        """Return a function that adds the gradients of one pass, as `ModelOptimizer.contribution` does."""
         if self.totals is None:
             pairs = zip(self.weights.leaves(), gradients, strict=True)
             return partial(self._begin_with, apart([torch.zeros_like(leaf) if g is None else g for leaf, g in pairs]))
@@ -183,19 +172,16 @@ class CompactOptimizer:
             buffers.add(total, gradient, _seed(self.steps, self.passes, number))
 
     def begin_with_zeros(self) -> None:
-        """Accumulate from 0 where nothing has been accumulated."""
         like = self.weights.leaves()
         self._begin_with([torch.zeros_like(leaf, requires_grad=False, memory_format=torch.contiguous_format) for leaf in like])
 
     def widen(self) -> None:
-        """Nothing: what has been accumulated stays in the precision of the base."""
+        """Do nothing: what has been accumulated stays in the precision of the base."""
 
     def claim_moments(self) -> None:
-        """Take the memory of the moments before the first step, which begins with them at 0."""
         self.remembered = self.remembered or self._new_moments()
 
     def clear(self) -> None:
-        """Forget what has been accumulated."""
         self.totals, self.passes = None, 0
 
     def step(self, settings: AdamSettings) -> dict[str, float]:
@@ -208,13 +194,8 @@ class CompactOptimizer:
         if totals is None:
             return {"grad_norm": 0.0, "learning_rate": settings.lr}
         grad_norm = self._norm(totals)
-        if not isfinite(grad_norm):
-            raise UserError(
-                f"the gradient norm is {grad_norm}: the step was refused, the gradients are cleared and the weights stay as "
-                "they were; look for infinite weights, -inf log-probabilities or a learning rate that is too high"
-            )
-        limit = settings.grad_clip_norm
-        clip = min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0
+        require_finite_norm(grad_norm)
+        clip = clip_scale(grad_norm, settings)
         bounds = self._checked(totals, grad_norm, clip, settings)
         remembered = self.remembered or self._new_moments()  # which may run out of memory, before anything has changed
         # So much is free for the pieces. Some of their tensors are int64, and need twice the memory of a piece in one stretch.
@@ -222,11 +203,10 @@ class CompactOptimizer:
         del buffers
         self.remembered = remembered
         self.steps += 1
-        try:
+        factors = Factors.of(settings, self.steps, clip)
+        with fatal(STEP_FAILED):
             for number, (name, total) in enumerate(zip(self.weights.working, totals, strict=True)):
-                self._update(number, name, total, clip, settings)
-        except Exception as error:
-            raise DeviceLostError(f"a step failed when it had changed some of the weights: {error!r}") from error
+                self._update(number, name, total, factors)
         self.bounds = bounds
         return {"grad_norm": grad_norm, "learning_rate": settings.lr}
 
@@ -235,7 +215,7 @@ class CompactOptimizer:
         return float(torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]).double().norm())
 
     def _checked(self, totals: list[Tensor], grad_norm: float, clip: float, settings: AdamSettings) -> Bounds | None:
-        """The bounds after a step, None if they must be measured then. Raises UserError if the step is not finite."""
+        """Return the bounds after a step, None if they must be measured then. Raises UserError if the step is not finite."""
         if self.bounds is None:
             scales = [[kept.scales[number] for kept in self.remembered.values()] for number in range(2)]
             self.bounds = Bounds.measured([leaf.detach() for leaf in self.weights.leaves()], *scales)
@@ -244,24 +224,20 @@ class CompactOptimizer:
             require_finite_step(self.weights.named_tensors(), totals, self.moments(), settings, self.weights.dtype, clip)
         return after
 
-    def _update(self, number: int, name: str, gradient: Tensor, clip: float, settings: AdamSettings) -> None:
-        """AdamW's step of one tensor, piece by piece."""
+    def _update(self, number: int, name: str, gradient: Tensor, factors: Factors) -> None:
         kept, leaf, masters = self.remembered[name], self.weights.working[name].detach().view(-1), self.weights.masters
         rests = masters.rests[name].view(-1) if isinstance(masters, SplitMasters) else None
-        beta1, beta2 = settings.betas
-        rate = settings.lr / (1 - beta1**self.steps)
-        root = sqrt(1 - beta2**self.steps)
         for index, (piece, width) in enumerate(_pieces(len(leaf), PIECE[self.device.type])):
             near = leaf[piece]
             rest = None if rests is None else rests[piece].to(self.device, non_blocking=True)
             master = (near if rest is None else join(near, rest)).view(-1, width)
             first, second = kept.read(piece, width, self.device)
-            g = gradient.view(-1)[piece].view(-1, width).float() * clip
-            first.mul_(beta1).add_(g, alpha=1 - beta1)
-            second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            g = gradient.view(-1)[piece].view(-1, width).float() * factors.scale
+            first.mul_(factors.beta1).add_(g, alpha=1 - factors.beta1)
+            second.mul_(factors.beta2).addcmul_(g, g, value=1 - factors.beta2)
             del g
-            master.mul_(1 - settings.lr * settings.weight_decay)
-            master.addcdiv_(first, (second.sqrt() / root).add_(settings.eps), value=-rate)
+            master.mul_(factors.decay)
+            master.addcdiv_(first, (second.sqrt() / factors.root).add_(factors.eps), value=-factors.rate)
             for moment, values in enumerate((first, second)):
                 kept.write(piece, moment, values, chances(values, self._seed_tensor(self.steps, number, index, moment)))
             if rests is not None:
@@ -273,13 +249,13 @@ class CompactOptimizer:
         return torch.full((), _seed(*numbers), dtype=torch.int64, device=self.device)  # without a copy from the host
 
     def wait(self) -> None:
-        """Until what steps have written to host memory is there."""
+        """Wait until what steps have written to host memory is there."""
         if self.device.type == "cuda" and self.state == "compact-host":
             torch.cuda.synchronize(self.device)
 
 
 class _Sum:
-    """Adds flat gradients to totals of their precision. All memory that it takes, it takes when it is made."""
+    """Adds flat gradients to totals of their precision; takes memory only when it is made."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.wide = torch.empty(size, dtype=torch.float32, device=device)
@@ -287,7 +263,6 @@ class _Sum:
         self.generator = torch.Generator(device)
 
     def add(self, total: Tensor, gradient: Tensor, seed: int) -> None:
-        """Add; bfloat16 is rounded up or down by chance."""
         if total.dtype == torch.float32:
             total.add_(gradient)
             return

@@ -1,11 +1,11 @@
 """Moments of AdamW in 8 bits a number: logarithms, scaled by the largest number of each block of 256.
 
-A number is |x| / scale = 2^-((top - code) · octaves / (top - 1)), with code 0 for 0: neighbouring codes are 9 % apart for first moments
-(a sign and 7 bits, over 16 octaves), and 12 % for second moments (8 bits, over 40 octaves), of which the update takes the root.
+A number is |x| / scale = 2^-((top - code) · octaves / (top - 1)), with code 0 for 0: neighbouring codes are 9 % apart for first moments (a
+sign and 7 bits, over 16 octaves), and 12 % for second moments (8 bits, over 40 octaves), of which the update takes the root.
 
 Numbers between two codes are rounded up or down by chance, so that the expectation is exact: the change of a moment in one step is often
-smaller than the distance of two codes, and would otherwise be lost every time. A second moment that is not 0 never becomes 0, because the
-update divides by its root. Rounding to the nearest code, of numbers that came from codes, gives these codes again.
+smaller than the distance of two codes. A second moment that is not 0 never becomes 0, because the update divides by its root. Rounding to
+the nearest code, of numbers that came from codes, gives these codes again.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Code:
     top: int
     """The code of the largest number of a block."""
     octaves: float
-    """The smallest number that is not 0 is so many times half of the largest."""
+    """Octaves between the largest and the smallest number that is not 0."""
     signed: bool
 
     @property
@@ -39,7 +39,7 @@ FIRST, SECOND = Code(127, 16.0, signed=True), Code(255, 40.0, signed=False)
 
 
 def decode(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
-    """Codes [blocks, width] uint8 and scales [blocks, 1] -> [blocks, width] float32."""
+    """Turn codes [blocks, width] uint8 and scales [blocks, 1] into numbers [blocks, width] float32."""
     wide = codes.to(torch.int32)
     level = wide & code.top
     size = torch.where(level == 0, 0.0, torch.exp2((level - code.top).float() * code.octaves_each) * scales)
@@ -47,9 +47,9 @@ def decode(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
 
 
 def encode(values: Tensor, code: Code, chance: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Values [blocks, width] float32 -> codes uint8 and scales [blocks, 1].
+    """Turn numbers [blocks, width] float32 into codes uint8 and scales [blocks, 1].
 
-    `chance` [blocks, width], from 0 to below 1, decides which of the two neighbours a number becomes; None means the nearest.
+    `chance` [blocks, width] in [0, 1) decides which of the two neighbours a number becomes; None means the nearest.
     """
     size = values.abs()
     scales = size.amax(-1, keepdim=True)
@@ -65,7 +65,7 @@ def encode(values: Tensor, code: Code, chance: Tensor | None) -> tuple[Tensor, T
 
 
 def chances(like: Tensor, seed: Tensor) -> Tensor:
-    """Numbers from 0 to below 1 in the shape of `like` [blocks, width]: a function of `seed` [] int64 and place, the same on every device.
+    """Numbers in [0, 1) in the shape of `like` [blocks, width]: a function of `seed` [] int64 and place, the same on every device.
 
     A mixing function of 32 bits (Wellons, "lowbias32") of the place, with the seed added.
     """

@@ -63,7 +63,6 @@ def _become_gradient(
     grads: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A block of one row."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits + row.to(tl.int64) * stride + column

@@ -30,7 +30,7 @@ from tinsmith.models.lora import Adapter, Segment
 from tinsmith.models.with_kernel import with_kernel
 
 PIECE, GPU_PIECE = 2**24, 2**27
-"""Logits that are turned into probabilities at a time: 64 MiB in float32 on a CPU; on a GPU more, so that few kernels do it."""
+"""Logits that are turned into probabilities at a time; on a GPU more, so that few kernels do it."""
 
 
 class HeadPart(NamedTuple):
@@ -47,7 +47,7 @@ class _Rows:
     """The order in which the rows of a pass are computed."""
 
     order: Tensor | None
-    """[tokens] int64: the place of each in the row, first those that may have a gradient; None if all may, or none."""
+    """[tokens] int64: the place of each in the row, first those that may have a gradient; None to keep the order."""
     wanted: int
     """Number of rows that may have a gradient."""
     kept: int
@@ -58,16 +58,15 @@ class _Rows:
     """Parts of the LM head in this order."""
 
     def take(self, values: Tensor) -> Tensor:
-        """Rows [tokens, ...] of the pass in this order."""
         return values if self.order is None else values.index_select(0, self.order)
 
     def stretches(self, start: int, end: int) -> Iterator[slice]:
-        """Rows [start, end) of this order, as many at a time as may have logits."""
+        """Yield rows [start, end) of this order, as many at a time as may have logits."""
         for first in range(start, end, self.chunk):
             yield slice(first, min(first + self.chunk, end))
 
     def parts_within(self, rows: slice) -> list[HeadPart]:
-        """The parts of adapters as they lie among a stretch of rows; those that have none there are left out."""
+        """Cut the parts of adapters to a stretch of rows."""
         within = [
             HeadPart(max(part.start, rows.start) - rows.start, min(part.end, rows.stop) - rows.start, part.scale, part.adapter)
             for part in self.parts
@@ -76,7 +75,7 @@ class _Rows:
 
 
 def rows_to_keep(chunk: int, dtype: torch.dtype) -> int:
-    """Return the number of rows whose logits can stay in memory until the backward, if `chunk` rows are computed at a time.
+    """Number of rows whose logits can stay in memory until the backward, if `chunk` rows are computed at a time.
 
     In half precision four times as many: they take the memory of `chunk` rows in float32, once as logits and once as probabilities.
     """
@@ -94,9 +93,9 @@ def target_logprobs(
 ) -> Tensor:
     """Log-probabilities [tokens, K] in float32 of `targets` [tokens, K], each segment with its own LoRA on the LM head.
 
-    Logits of `chunk` rows are computed at a time; those of up to `keep` rows stay for the backward pass. That pass computes in their place,
-    so there can be only one. `wanted` [tokens] says which rows may have a gradient, whatever gradient arrives: None means all.
-    hidden [tokens, hidden]; lm_head [vocabulary, hidden]; differentiable in `hidden`, `lm_head` and the adapters' working copies.
+    Logits of `chunk` rows are computed at a time; those of up to `keep` rows stay for the one backward pass, which computes in their place.
+    `wanted` [tokens] says which rows may have a gradient; None means all. hidden [tokens, hidden]; lm_head [vocabulary, hidden];
+    differentiable in `hidden`, `lm_head` and the adapters' working copies.
     """
     parts: list[HeadPart] = []
     matrices: list[Tensor] = []
@@ -112,7 +111,7 @@ def target_logprobs(
 
 
 def _ordered(parts: list[HeadPart], tokens: int, chunk: int, keep: int, wanted: NDArray[np.bool_] | None, device: torch.device) -> _Rows:
-    """The rows that are wanted first, decided on the host: nobody waits for the device."""
+    """Order rows, the wanted ones first, on the host: nobody waits for the device."""
     if not torch.is_grad_enabled():
         return _Rows(None, 0, 0, chunk, parts)
     count = tokens if wanted is None else int(wanted.sum())
@@ -130,7 +129,7 @@ def _ordered(parts: list[HeadPart], tokens: int, chunk: int, keep: int, wanted: 
 
 @torch.no_grad()
 def stable_target_logprobs(hidden: Tensor, lm_head: Tensor, targets: Tensor, segments: Sequence[Segment], chunk: int) -> Tensor:
-    """The values of `target_logprobs`, each of which depends on its own token's hidden state alone (`models/deterministic.py`)."""
+    """The values of `target_logprobs`, each a function of its own token's hidden state alone (`models/deterministic.py`)."""
     found = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
     for segment in segments:
         for start in range(segment.start, segment.end, chunk):
@@ -167,16 +166,16 @@ def _logits(hidden: Tensor, lm_head: Tensor, parts: Sequence[HeadPart], matrices
 
 
 class _Distribution:
-    """The distributions over the vocabulary of some rows, from which log-probabilities are read, and which then become their gradient."""
+    """The distributions over the vocabulary of some rows, which become their gradient after log-probabilities were read."""
 
     def __init__(self, logits: Tensor) -> None:
-        """`logits` [rows, vocabulary] belong to this object from now on."""
+        """Take over `logits` [rows, vocabulary]."""
         self.half = logits.dtype.itemsize < 4
         self.logits = logits if self.half else logits.log_softmax(-1)
         self.norms: list[tuple[Tensor, Tensor]] = [logit_norms(piece) for piece in self._pieces(logits)] if self.half else []
 
     def _pieces(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Some rows at a time of something that has as many rows as the logits."""
+        """Split something that has as many rows as the logits."""
         pieces: tuple[Tensor, ...] = values.split(max(1, (GPU_PIECE if values.is_cuda else PIECE) // self.logits.shape[1]))
         return pieces
 
@@ -189,7 +188,7 @@ class _Distribution:
         return found.sub_(peaks).sub_(totals)
 
     def gradient(self, targets: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the logits [rows, vocabulary], in their place, from `grad` [rows, K] of the log-probabilities of `targets`."""
+        """Turn the logits [rows, vocabulary] into their gradient, from `grad` [rows, K] of the log-probabilities of `targets`."""
         norms = iter(self.norms)
         for logits, t, g in zip(self._pieces(self.logits), self._pieces(targets), self._pieces(grad), strict=True):
             if self.half and t.shape[1] == 1:
@@ -220,7 +219,6 @@ def become_gradient(logits: Tensor, peak: Tensor, total: Tensor, target: Tensor,
 
 
 def _logprobs_of(logits: Tensor, peak: Tensor, total: Tensor) -> Tensor:
-    """The log-probabilities [rows, vocabulary] in float32 of a piece."""
     return logits.float().sub_(peak).sub_(total)
 
 
@@ -278,7 +276,7 @@ def _distribution(h: Tensor, lm_head: Tensor, rows: _Rows, stretch: slice, matri
 
 
 def _add(sums: list[Tensor | None], place: int, found: Tensor, summands: int) -> None:
-    """Add `found` to one of the sums. Several summands are added up in float32."""
+    """Add `found` to one of the sums, in float32 if there are several summands."""
     total = sums[place]
     if total is None:
         sums[place] = found if summands == 1 else found.float()

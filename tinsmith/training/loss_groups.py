@@ -1,7 +1,4 @@
-"""The work and results of a pass, datum by datum, grouped by loss.
-
-Whatever computes log-probabilities, one worker or several together, hands them to these groups.
-"""
+"""The work and results of a pass, datum by datum, grouped by loss."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +11,7 @@ from torch import Tensor
 
 from tinsmith.models.device import upload
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.training.datum_spans import DatumSpans
-from tinsmith.training.losses import Loss
+from tinsmith.training.losses import DatumSpans, Loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +24,7 @@ class DatumWork:
     """[N] or [N, K], N the length of `rendered`."""
     loss: Loss
     loss_inputs: Mapping[str, NDArray[np.float32]]
-    """Inputs of the loss besides target_tokens, each of the shape of `target_tokens`."""
+    """Inputs of the loss besides target_tokens, each of their shape."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +40,10 @@ class DatumResult:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Datums that have the same loss and number K of targets a position, one behind the other."""
+    """Datums with the same loss and number K of targets a position, one behind the other."""
 
     places: list[int]
-    """Indices of the datums in the row: 0 for the first."""
+    """Indices of the datums in the row."""
     logprobs: Tensor
     """[positions, K] of their targets."""
     losses: Tensor
@@ -58,11 +54,11 @@ class Scored:
 
 @dataclass(frozen=True, eq=False)
 class LossGroup:
-    """Datums that have the same loss, K and kinds of inputs, and these inputs, one behind the other. Still on the host."""
+    """Datums with the same loss, K and kinds of inputs, one behind the other, still on the host."""
 
     loss: Loss
     places: list[int]
-    """Indices of the datums in the row: 0 for the first."""
+    """Indices of the datums in the row."""
     lengths: list[int]
     """Positions of each datum."""
     inputs: dict[str, NDArray[np.float32]]
@@ -70,7 +66,7 @@ class LossGroup:
 
     @classmethod
     def of(cls, work: Sequence[DatumWork], places: Sequence[int], width: int) -> list["LossGroup"]:
-        """The groups of the datums at these places, which have `width` targets a position."""
+        """Group the datums at these places, which have `width` targets a position."""
         alike: dict[tuple[Any, ...], list[int]] = {}
         for place in places:
             loss = work[place].loss
@@ -87,7 +83,7 @@ class LossGroup:
         return cls(datums[0].loss, places, lengths, inputs)
 
     def computed(self, logprobs: Tensor) -> Scored:
-        """The losses of the group from its log-probabilities [positions, K]."""
+        """Compute the losses of the group from its log-probabilities [positions, K]."""
         device = logprobs.device
         shape = logprobs.shape if logprobs.shape[1] > 1 else logprobs.shape[:1]  # losses over sequences have one target a position
         inputs = {name: upload(array, device).view(shape) for name, array in self.inputs.items()}
@@ -98,7 +94,7 @@ class LossGroup:
 
 
 def trained_positions(groups: Sequence[LossGroup]) -> NDArray[np.bool_]:
-    """Return the positions of neighbouring datums, which these groups hold, that may have a gradient."""
+    """The positions of neighbouring datums, all of these groups, that may have a gradient."""
     found: dict[int, NDArray[np.bool_]] = {}
     for group in groups:
         trained = group.loss.trains({name: torch.from_numpy(array) for name, array in group.inputs.items()}).any(-1)  # [positions]
@@ -109,7 +105,7 @@ def trained_positions(groups: Sequence[LossGroup]) -> NDArray[np.bool_]:
 def results_of(
     group: Scored, work: Sequence[DatumWork], logprobs: NDArray[np.float32], losses: NDArray[np.float32], metrics: NDArray[np.float32]
 ) -> Iterator[DatumResult]:
-    """Split the pass's results of a group into results of its datums."""
+    """Split the results of a group into those of its datums."""
     start = 0
     for place, of_datum in zip(group.places, metrics.T, strict=True):
         datum = work[place]
@@ -121,5 +117,5 @@ def results_of(
 
 
 def targets_per_position(datum: DatumWork) -> int:
-    """Return the number K of targets of each position."""
+    """The number K of targets of each position."""
     return datum.target_tokens.shape[1] if datum.target_tokens.ndim == 2 else 1

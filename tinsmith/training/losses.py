@@ -4,25 +4,52 @@ Notation of the formulas: lp the log-probabilities that the model in training gi
 (input "logprobs"), A the input "advantages", r = exp(lp - q) the ratio of the two policies, sg what no gradient flows through, and clip(r)
 = r held in [clip_low_threshold, clip_high_threshold], which are bounds of the ratio itself. Sums go over the positions of one datum.
 
-A function returns what is summed up: the loss of each position, of all datums of a row at once. Reductions are sums, never means, so that
-however a batch is split its gradients stay the same. A position whose weight or advantage is 0
-contributes exactly 0 to value and gradient, also where lp is -inf. In dro and stable_reinforce a sampled token without advantage keeps its
-penalty; what contributes exactly 0 there are the positions that do not count (`_counted`, sequence_ratio_mask), such as those of prompts.
+A function returns the loss of each position, of all datums of a row at once. Reductions are sums, never means, so that however a batch is
+split its gradients stay the same. A position whose weight or advantage is 0 contributes exactly 0 to value and gradient, also where lp is
+-inf. In dro and stable_reinforce a sampled token without advantage keeps its penalty; what contributes exactly 0 there are the positions
+that do not count (`_counted`, sequence_ratio_mask), such as those of prompts.
 
-The formulas are those of the public documentation of the Tinker API ("Loss functions"); papers are named where a loss has one. That of
-stable_reinforce is not public; ours is in `stable_reinforce.py`.
+The formulas are those of the public documentation of the Tinker API ("Loss functions"); papers are named where a loss has one. Only that of
+stable_reinforce is Tinsmith's own.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.errors import NotBuiltError, UserError
-from tinsmith.training.datum_spans import DatumSpans
-from tinsmith.training.stable_reinforce import METRICS, NOTICE, diagnose, stable_reinforce
+from tinsmith.models.device import upload
+
+
+class DatumSpans:
+    """Datums of given lengths, one behind the other: a sum over each is one operation, whatever their number.
+
+    Datums are never told apart by a multiplication, so that a NaN stays in its own.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = list(lengths)
+        self.device = device
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        return upload(np.array(self.lengths, dtype=np.int64), self.device)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum `values` [positions] of each datum to [datums], in float64 and without gradient."""
+        # "unsafe": lengths are not read back from a GPU to be checked.
+        total = torch.segment_reduce(values.detach().double(), "sum", lengths=self._counts, unsafe=True)
+        return total.to(values.dtype)
+
+    def spread(self, of_each: Tensor) -> Tensor:
+        """Repeat `of_each` [datums] to [positions]."""
+        return of_each.repeat_interleave(self._counts, output_size=sum(self.lengths))
+
 
 Inputs = Mapping[str, Tensor]
 """loss_fn_inputs by name, each of the shape of the log-probabilities: [positions, K], or [positions] for one target a position."""
@@ -74,8 +101,84 @@ def gspo(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: D
     return _surrogate(_clipped(mean + own, inputs, config), inputs["advantages"])
 
 
+MAX_RATIO = 2.0
+"""Largest weight of a token."""
+
+STOP = 1.5
+"""Factor by which a token's probability may move in its advantage's direction before it no longer counts."""
+
+MAX_DRIFT = 0.2
+"""Largest root mean square of a sequence's log-ratios with which it has its whole weight: about as far as ppo lets a ratio move."""
+
+METRICS = ("tinsmith_stable_reinforce/weight", "tinsmith_stable_reinforce/limited", "tinsmith_stable_reinforce/drift")
+"""Mean weight of the sampled tokens, share of them limited by `MAX_RATIO` or `STOP`, and drift."""
+
+NOTICE = (
+    "loss_fn stable_reinforce: this formula is Tinsmith's own, because Thinking Machines has not published theirs; docs/losses.md has it, "
+    "and replies name it in their metrics (tinsmith_stable_reinforce)"
+)
+
+
+def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float], spans: DatumSpans) -> Tensor:
+    """REINFORCE that stays stable when the policy that sampled is not the policy in training.
+
+    Thinking Machines documents what its loss of this name is for, what it takes and how samples are recorded for it, but not its formula.
+    With d = lp - q, and S the positions where sequence_ratio_mask is not 0, this one is
+
+        loss  = -Σ w · A · exp(lp - sg(lp)) + kl_coeff · Σ h(d)                       both sums over S
+        w     = sg(trust · min(exp(d), MAX_RATIO)), but 0 where A > 0 and exp(d) > STOP, or A < 0 and exp(d) < 1 / STOP
+        trust = min(1, MAX_DRIFT / drift),  drift = sqrt(mean over S of min(|d|, 1)²)
+        h(d)  = d² / 2 up to |d| = 1, |d| - 1/2 beyond
+
+    exp(lp - sg(lp)) is 1 and has the gradient of lp, so each token's gradient is that of REINFORCE times w, which lies in [0, MAX_RATIO].
+
+    min(exp(d), MAX_RATIO) is truncated importance sampling (Ionides 2008, doi:10.1198/106186008X320456; as the weight of a policy gradient:
+    IMPALA, Espeholt et al. 2018, arXiv:1802.01561, section 4.1). A token stops counting once it has moved by the factor STOP the way that
+    its advantage wants, as in PPO (Schulman et al. 2017, arXiv:1707.06347): samples of old weights would push further what newer steps have
+    pushed already.
+
+    trust corrects for the sequence as a whole: a token's ratio says nothing of how unlikely the tokens before it have become. It measures
+    the second moment of the log-ratios, as M2PO does (Zheng et al. 2025, arXiv:2510.01161), but takes weight from the sequence instead of
+    masking tokens. |d| counts up to 1, so that one token in a long sequence cannot discard it. h is the Huber loss of d (Huber 1964), a
+    penalty for moving away from the sampler whose slope is at most 1.
+
+    Where no bound is reached, value and gradient are those of importance_sampling.
+    """
+    sampled = inputs["sequence_ratio_mask"] != 0
+    gap, weights, _ = _weights(logprobs, inputs, sampled, spans)
+    moving = (logprobs - logprobs.detach()).masked_fill(logprobs.isinf() | ~sampled, 0.0)  # 0, and the gradient of lp
+    loss = -(weights * inputs["advantages"] * moving.exp())
+    if config["kl_coeff"]:
+        near = gap.clamp(-1.0, 1.0)  # the slope of h
+        loss = loss + config["kl_coeff"] * (near * (gap - near / 2) + near * moving)
+    return loss
+
+
+def diagnose(logprobs: Tensor, inputs: Mapping[str, Tensor], spans: DatumSpans) -> Tensor:
+    """Compute one number of each datum for each of `METRICS` [3, datums]."""
+    sampled = inputs["sequence_ratio_mask"] != 0
+    gap, weights, drift = _weights(logprobs, inputs, sampled, spans)
+    count = spans.sums(sampled.to(gap.dtype))
+    limited = (gap > math.log(MAX_RATIO)) | _has_moved(gap, inputs["advantages"])
+    return torch.stack([spans.sums(weights) / count, spans.sums(limited.to(gap.dtype)) / count, drift])
+
+
+def _weights(logprobs: Tensor, inputs: Mapping[str, Tensor], sampled: Tensor, spans: DatumSpans) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute gaps d and weights w [positions], 0 where nothing was sampled, and drifts [datums]; without gradients."""
+    gap = torch.where(sampled, logprobs.detach() - inputs["logprobs"], 0.0)
+    drift = (spans.sums(gap.clamp(-1.0, 1.0).square()) / spans.sums(sampled.to(gap.dtype))).sqrt()
+    trust = spans.spread(torch.where(drift > MAX_DRIFT, MAX_DRIFT / drift, torch.ones_like(drift)))
+    ratio = gap.clamp(max=math.log(MAX_RATIO)).exp()  # clamped before exp, which float32 could not hold
+    return gap, torch.where(sampled & ~_has_moved(gap, inputs["advantages"]), trust * ratio, 0.0), drift
+
+
+def _has_moved(gap: Tensor, advantages: Tensor) -> Tensor:
+    """Which tokens have moved by the factor `STOP` the way that their advantage wants [N, bool]."""
+    return gap * advantages.sign() > math.log(STOP)
+
+
 def _counted(inputs: Inputs) -> Tensor:
-    """Return the positions that were sampled (bool): those that the inputs "mask" and "weights" do not set to 0.
+    """Which positions were sampled (bool): those that the inputs "mask" and "weights" do not set to 0.
 
     Without both, all but those that look like the padding of a prompt: advantage and sampled log-probability exactly 0.
     """
@@ -117,16 +220,8 @@ COUNTED_BY = ("mask", "weights")
 """Inputs of a dro datum that say which positions were sampled: 1 there, else 0."""
 
 
-def _weighted(inputs: Inputs) -> Tensor:
-    return inputs["weights"] != 0
-
-
-def _with_advantage(inputs: Inputs) -> Tensor:
-    return inputs["advantages"] != 0
-
-
-def _sampled(inputs: Inputs) -> Tensor:
-    return inputs["sequence_ratio_mask"] != 0
+def _nonzero(name: str) -> Callable[[Inputs], Tensor]:
+    return lambda inputs: inputs[name] != 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +239,6 @@ class Loss:
     optional_inputs: tuple[str, ...] = ()
     """loss_fn_inputs that it reads where a datum has them."""
     many_targets: bool = False
-    """Whether it takes K targets a position."""
     needs_provenance: bool = False
     """Whether "logprobs" and "sequence_ratio_mask" come from what was recorded when the datum's tokens were sampled, not from the datum."""
     metrics: tuple[str, ...] = ()
@@ -176,22 +270,22 @@ _POLICY = ("logprobs", "advantages")
 LOSSES: Mapping[str, Loss] = {
     loss.name: loss
     for loss in (
-        Loss(cross_entropy, ("weights",), _weighted, many_targets=True),
-        Loss(importance_sampling, _POLICY, _with_advantage),
-        Loss(ppo, _POLICY, _with_advantage, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, CLIP_THRESHOLDS),
-        Loss(cispo, _POLICY, _with_advantage, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, CLIP_THRESHOLDS),
+        Loss(cross_entropy, ("weights",), _nonzero("weights"), many_targets=True),
+        Loss(importance_sampling, _POLICY, _nonzero("advantages")),
+        Loss(ppo, _POLICY, _nonzero("advantages"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, CLIP_THRESHOLDS),
+        Loss(cispo, _POLICY, _nonzero("advantages"), {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, CLIP_THRESHOLDS),
         Loss(dro, _POLICY, _counted, {"beta": 0.05}, COUNTED_BY),
         Loss(
             gspo,
             (*_POLICY, "sequence_ratio_mask"),
-            _with_advantage,
+            _nonzero("advantages"),
             {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
             CLIP_THRESHOLDS,
         ),
         Loss(
             stable_reinforce,
             (*_POLICY, "sequence_ratio_mask"),
-            _sampled,
+            _nonzero("sequence_ratio_mask"),
             {"kl_coeff": 0.0},
             needs_provenance=True,
             metrics=METRICS,

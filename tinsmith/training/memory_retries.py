@@ -36,21 +36,18 @@ class MemoryRetries:
         """Passes since the last out-of-memory."""
 
     def estimate(self, tokens: int, recomputation: Recomputation) -> int:
-        """Bytes that a forward_backward pass of so many tokens will take, as far as is known by now."""
+        """Bytes that a forward_backward pass of so many tokens will take, as far as known."""
         return int(self.factor * self.memory.bytes(tokens, self.logits_chunk, recomputation))
 
     def first(self, tokens: int, backward: bool) -> Recomputation:
-        """Return the recomputation to begin with. A pass without backward keeps nothing anyway."""
+        """Return the recomputation to begin with."""
         if not backward or self.estimate(tokens, KEEP_ALL) < TOO_SMALL:
             return KEEP_ALL
         free = int(FREE_SHARE * (free_memory(self.device) - self.promised()) / self.factor)
         return self.memory.recomputation_for(tokens, self.logits_chunk, free) or self.memory.smallest
 
     def more(self, recomputation: Recomputation, tokens: int, alone: bool) -> Recomputation | None:
-        """Return what to try after an out-of-memory with `recomputation`; None if only fewer sequences can help, or for one alone nothing.
-
-        The estimate was too low then, and is corrected.
-        """
+        """Correct the estimate after an out-of-memory; returns what to try next, None if only fewer sequences can help."""
         self.undisturbed = 0
         if self.device.type != "cpu":  # where nothing is measured that could correct the factor again
             self.factor *= 1.1
@@ -66,7 +63,7 @@ class MemoryRetries:
 
     @contextmanager
     def measured(self, tokens: int, recomputation: Recomputation) -> Iterator[None]:
-        """Compare what the body, a forward_backward pass with LoRA, takes of the device with the estimate. A CPU keeps no such count."""
+        """Compare what the body, a forward_backward pass with LoRA, takes of a GPU with the estimate."""
         expected = self.memory.bytes(tokens, self.logits_chunk, recomputation)
         if self.device.type != "cuda" or expected < TOO_SMALL:
             yield
@@ -76,10 +73,10 @@ class MemoryRetries:
         self.learn(expected, before, former, torch.cuda.max_memory_allocated(self.device))
 
     def learn(self, expected: int, before: int, former: int, peak: int) -> None:
-        """Note what a pass took for which `PassMemory` says `expected` bytes, when `before` bytes were in use.
+        """Note what a pass took, of which `expected` bytes were expected and which began with `before` bytes in use.
 
-        `peak` is the most that was ever in use until the end of the pass, and `former` until its beginning. If both are the same, the pass
-        took at most what lies between: that can only lower the estimate.
+        `peak` is the most ever in use until its end, `former` until its beginning. If both are equal, the pass took at most what lies
+        between, which can only lower the estimate.
         """
         ratio = (peak - before) / expected
         if peak > former and ratio > self.factor:
@@ -88,11 +85,10 @@ class MemoryRetries:
             self.factor = 0.9 * self.factor + 0.1 * ratio
 
     def succeeded(self) -> None:
-        """Count a pass that did not run out of memory."""
         self.undisturbed += 1
 
     def may_grow(self) -> bool:
-        """Whether larger passes may be tried again. Asked once, it takes as many passes until it is so again."""
+        """Whether larger passes may be tried again, which this counts as tried."""
         if self.undisturbed < PATIENCE:
             return False
         self.undisturbed = 0

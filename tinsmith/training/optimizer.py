@@ -1,11 +1,17 @@
-"""One optimizer step of one model: torch's own AdamW over the float32 masters, with hyper-parameters given anew at every step.
+"""The optimizer of one model: accumulated gradients, AdamW's moments, and the step that uses both.
 
-On a GPU, full weights in half precision take the same step in kernels of ours (`adamw_kernels.py`), which move fewer bytes.
+The step is torch's own AdamW over the float32 masters. On a GPU, full weights in half precision take the same step in kernels of ours
+(`adamw_kernels.py`), which move fewer bytes.
+
+A pass serves several models. If memory ran out while their gradients are added, the pass would be computed again and some gradients would
+count twice. So everything that allocates is done when a contribution is made (`Addition`); to add it only writes to tensors that exist.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from itertools import accumulate
 from math import isfinite
 from typing import Any
 
@@ -19,39 +25,41 @@ from tinsmith.models.full import FullWeights, Weights, training_bytes
 from tinsmith.models.split_masters import SplitMasters
 from tinsmith.models.with_kernel import HALF
 from tinsmith.protocol.shapes import AdamSettings
-from tinsmith.training.accumulation import Addition, apart
-from tinsmith.training.update_check import Bounds, configure, require_finite_step
+from tinsmith.training.update_check import ENTRIES, Bounds, Factors, clip_scale, configure, require_finite_step
+
+BUFFER_SIZE = 2**22
+"""Numbers that are converted to float32 at a time."""
+
+Batch = tuple[list[Tensor], list[Tensor]]
+"""Parts of the float32 totals, and of the gradients to add to them."""
 
 NORM_PIECE = 2**16
-"""Numbers whose squares are added up before they meet the others: on a CPU float32 loses digits in longer sums. A GPU does so by itself."""
+"""Numbers whose squares are added up before they meet the others: on a CPU float32 loses digits in longer sums."""
+
+STEP_FAILED = "a step failed when it had changed some of the weights"
 
 
 class ModelOptimizer:
-    """Gradient accumulators and AdamW's moments of one model, all float32 and laid out like `Weights.buffers`.
-
-    Where a step is taken in kernels, the gradients of a single pass stay as they came until others are added to them.
-    """
+    """Gradient accumulators and AdamW's moments of one model, all float32 and laid out like `Weights.buffers`."""
 
     def __init__(self, weights: Weights, moments: Mapping[str, Tensor] | None = None) -> None:
-        """Start anew, or from what the optimizer of a saved model remembered (`moments`), which is copied from wherever it lies."""
+        """Start anew, or from a copy of a saved model's `moments`."""
         self.weights = weights
         self.totals: list[Tensor] | None = None
-        """The gradients that have been accumulated; None before the first. Those of a single pass may be in the base's precision."""
+        """Accumulated gradients; None before the first. With `kernels`, those of a single pass stay in the precision of the base."""
         self.bounds: Bounds | None = None
         """Upper bounds of weights and moments; None if they must be measured."""
         self.kernels: Any = import_module("tinsmith.training.adamw_kernels") if _steps_in_kernels(weights) else None
-        """The module that takes the steps, where torch does not."""
+        """Module that takes the steps in place of torch."""
         self.steps: int | None = None
-        """Number of steps; None if the moments must be asked, because steps were taken outside of the kernels."""
+        """Number of steps in kernels; None if the moments must be asked."""
         self.adamw = torch.optim.AdamW(weights.buffers(), lr=0.0, fused=True)
         if moments:
             self._remember(moments)
 
     def _remember(self, moments: Mapping[str, Tensor]) -> None:
-        """Take over what `moments` returned once: that of all tensors, after the same number of steps."""
         buffers = self.weights.buffers()
-        for buffer in buffers:
-            self.adamw.state[buffer] = _fresh_state(buffer)
+        self.claim_moments()
         places = self.moments()
         for name, value in moments.items():
             places[name].copy_(value)
@@ -59,14 +67,11 @@ class ModelOptimizer:
             self.adamw.state[buffer]["step"].copy_(self.adamw.state[buffers[0]]["step"])
 
     def moments(self) -> dict[str, Tensor]:
-        """AdamW's moments, as TENSOR.step, TENSOR.exp_avg and TENSOR.exp_avg_sq; empty before the first step.
-
-        These are the optimizer's own tensors: the next step changes them. All tensors of a model have made the same steps.
-        """
+        """AdamW's own tensors, as TENSOR.step, TENSOR.exp_avg and TENSOR.exp_avg_sq; empty before the first step."""
         states = [self.adamw.state[buffer] for buffer in self.weights.buffers()]
         if not all(states):
             return {}
-        firsts, seconds = (self.weights.cut([state[entry] for state in states]) for entry in ("exp_avg", "exp_avg_sq"))
+        firsts, seconds = (self.weights.cut([state[entry] for state in states]) for entry in ENTRIES)
         found: dict[str, Tensor] = {}
         for name, first, second in zip(self.weights.named_tensors(), firsts, seconds, strict=True):
             found |= {f"{name}.step": states[0]["step"], f"{name}.exp_avg": first, f"{name}.exp_avg_sq": second}
@@ -85,10 +90,10 @@ class ModelOptimizer:
         return training_bytes(self.weights.parameter_count, self.weights.dtype) - self.weights.nbytes - held
 
     def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
-        """The gradients of one pass, in the order of `Weights.tensors`; None where the pass did not reach a tensor.
+        """Return a function that adds the gradients of one pass, which belong to the optimizer from now on.
 
-        They are added when what is returned is called. Making it may run out of memory and changes nothing; calling it cannot fail. The
-        gradients belong to the optimizer from then on, and may be changed in place.
+        They come in the order of `Weights.tensors`, None where the pass did not reach a tensor. This may run out of memory, and changes
+        nothing then; calling what it returns cannot fail.
         """
         joined = self.weights.joined(gradients)
         if self.totals is not None:
@@ -100,34 +105,26 @@ class ModelOptimizer:
         self.totals = totals
 
     def widen(self) -> None:
-        """Let what has been accumulated be float32. May run out of memory, and changes no number then.
-
-        One tensor after the other: there need not be room for all in both precisions.
-        """
+        """Turn what has been accumulated into float32, tensor by tensor: there need not be room for all in both precisions."""
         totals = self.totals or []
         for index, total in enumerate(totals):
             totals[index] = total.float()
 
     def begin_with_zeros(self) -> None:
-        """Accumulate from 0 where nothing has been accumulated."""
         like = self.weights.buffers()
         self.totals = [torch.zeros_like(buffer, requires_grad=False, memory_format=torch.contiguous_format) for buffer in like]
 
     def claim_moments(self) -> None:
-        """Take the memory of the moments before the first step, which begins with them at 0."""
-        for buffer in self.weights.buffers():
-            if not self.adamw.state[buffer]:
-                self.adamw.state[buffer] = _fresh_state(buffer)
+        """Take the memory of the moments, which begin at 0: of all tensors or, if it runs out, of none."""
+        self.adamw.state.update({buffer: _fresh_state(buffer) for buffer in self.weights.buffers() if not self.adamw.state[buffer]})
 
     def clear(self) -> None:
-        """Forget what has been accumulated."""
         self.totals = None
 
     def step(self, settings: AdamSettings) -> dict[str, float]:
         """Update the masters and clear the accumulators; returns metrics (`grad_norm` is taken before clipping).
 
-        Without gradients nothing moves, as in torch. Raises UserError when the gradient or the update is not finite; weights and moments
-        stay as they were then.
+        Without gradients nothing moves. Raises UserError, and changes no weight or moment, if gradient or update are not finite.
         """
         totals, self.totals = self.totals, None
         if totals is None:
@@ -138,55 +135,52 @@ class ModelOptimizer:
         if self.kernels:
             self._step_in_kernels(totals, metrics["grad_norm"], settings)
             return metrics
-        buffers = self.weights.buffers()
-        try:
-            for buffer, total in zip(buffers, totals, strict=True):
-                buffer.grad = total
+        with self._lent(totals) as buffers:
             if settings.grad_clip_norm > 0:
                 clip_grads_with_norm_(buffers, settings.grad_clip_norm, total_norm)
             bounds = self._checked(totals, metrics["grad_norm"], settings)
             self._update(settings)
             self.bounds = bounds
-        finally:
-            for buffer in buffers:
-                buffer.grad = None
         self.weights.refresh()
         return metrics
 
-    def _step_in_kernels(self, totals: list[Tensor], grad_norm: float, settings: AdamSettings) -> None:
-        """Update masters, moments and working copies. Raises DeviceLostError if that fails halfway: then the weights are of no step."""
-        limit = settings.grad_clip_norm
-        scale = min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0  # as torch clips
-        bounds = self._checked(totals, grad_norm, settings, scale)
-        first = not any(self.adamw.state.values())
+    @contextmanager
+    def _lent(self, totals: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield the masters, which have these gradients while the body runs."""
+        buffers = self.weights.buffers()
         try:
-            self.claim_moments()
-        except RuntimeError:
-            if first:  # out of memory: there are moments of some tensors now, and not of others
-                self.adamw.state.clear()
-            raise
+            for buffer, total in zip(buffers, totals, strict=True):
+                buffer.grad = total
+            yield buffers
+        finally:
+            for buffer in buffers:
+                buffer.grad = None
+
+    def _step_in_kernels(self, totals: list[Tensor], grad_norm: float, settings: AdamSettings) -> None:
+        """Update masters, moments and working copies."""
+        scale = clip_scale(grad_norm, settings)
+        bounds = self._checked(totals, grad_norm, settings, scale)
+        self.claim_moments()
         states = [self.adamw.state[buffer] for buffer in self.weights.buffers()]
         if self.steps is None:
-            self.steps = 0 if first else int(states[0]["step"].item())
-        factors = self.kernels.Factors.of(settings, self.steps + 1, scale)
-        try:  # all memory is there; a kernel that cannot be compiled is what may still fail
+            self.steps = int(states[0]["step"].item())
+        factors = Factors.of(settings, self.steps + 1, scale)
+        with fatal(STEP_FAILED):  # all memory is there; a kernel that cannot be compiled is what may still fail
             for master, total, state, leaf in zip(self.weights.buffers(), totals, states, self.weights.leaves(), strict=True):
                 self.kernels.step(master, total, state["exp_avg"], state["exp_avg_sq"], leaf, factors)
             torch._foreach_add_([state["step"] for state in states], 1)
-        except Exception as error:
-            raise DeviceLostError(f"a step failed when it had changed some of the weights: {error!r}") from error
         self.steps += 1
         self.bounds = bounds
 
     def _checked(self, totals: list[Tensor], grad_norm: float, settings: AdamSettings, scale: float = 1.0) -> Bounds | None:
-        """The bounds after a step, None if they must be measured then. Raises UserError if the step is not finite.
+        """Return the bounds after a step, None if they must be measured then. Raises UserError if the step is not finite.
 
         `scale` is what clipping still multiplies the gradients with.
         """
         buffers = self.weights.buffers()
         if self.bounds is None:
             states = [state for buffer in buffers if (state := self.adamw.state[buffer])]
-            first, second = ([state[entry] for state in states] for entry in ("exp_avg", "exp_avg_sq"))
+            first, second = ([state[entry] for state in states] for entry in ENTRIES)
             self.bounds = Bounds.measured(buffers, first, second)
         after = self.bounds.after(grad_norm, settings)
         if after is None:
@@ -196,13 +190,8 @@ class ModelOptimizer:
 
     def _update(self, settings: AdamSettings) -> None:
         configure(self.adamw, settings)
-        first = not any(self.adamw.state.values())
-        try:
-            self.adamw.step()
-        except RuntimeError:
-            if first:  # out of memory: there are moments of some tensors now, and not of others
-                self.adamw.state.clear()
-            raise
+        self.claim_moments()
+        self.adamw.step()
 
 
 def norm_of(totals: Sequence[Tensor]) -> Tensor:
@@ -214,7 +203,6 @@ def norm_of(totals: Sequence[Tensor]) -> Tensor:
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same numbers in float32: copies of those that are not."""
     return [tensor.float() for tensor in tensors]
 
 
@@ -224,6 +212,17 @@ def _steps_in_kernels(weights: Weights) -> bool:
         return False
     leaf = weights.leaves()[0]
     return leaf.is_cuda and leaf.dtype in HALF and has_triton()
+
+
+@contextmanager
+def fatal(what: str) -> Iterator[None]:
+    """Turn any error of the body into DeviceLostError: it leaves weights or workers in no state to go on from."""
+    try:
+        yield
+    except DeviceLostError:
+        raise
+    except Exception as error:
+        raise DeviceLostError(f"{what}: {error!r}") from error
 
 
 def require_finite_norm(grad_norm: float) -> None:
@@ -236,7 +235,67 @@ def require_finite_norm(grad_norm: float) -> None:
 
 
 def _fresh_state(buffer: Tensor) -> dict[str, Tensor]:
-    """Return the state of torch's fused AdamW for a tensor before its first step."""
+    """Return the state that torch's fused AdamW begins with."""
     step = torch.zeros((), dtype=torch.float32, device=buffer.device)
-    moments = {name: torch.zeros_like(buffer, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    moments = {name: torch.zeros_like(buffer, requires_grad=False) for name in ENTRIES}
     return {"step": step, **moments}
+
+
+class Addition:
+    """The gradients of one pass for one model. Making it may run out of memory; `add` cannot."""
+
+    def __init__(self, totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Take `totals` in float32. A GPU converts gradients of another precision as it adds; a CPU needs a buffer for that."""
+        pairs = list(zip(totals, gradients, strict=True))
+        self._whole = _batch([pair for pair in pairs if pair[1].dtype == torch.float32 or pair[1].is_cuda])
+        converted = list(_batches([pair for pair in pairs if pair[1].dtype != torch.float32 and not pair[1].is_cuda]))
+        size = max((sum(part.numel() for part in parts) for _, parts in converted), default=0)
+        buffer = torch.empty(size, dtype=torch.float32, device=totals[0].device)
+        self._converted = [(*batch, _views(buffer, batch[1])) for batch in converted]
+
+    def add(self) -> None:
+        """Add the gradients to the totals. Allocates nothing."""
+        totals, gradients = self._whole
+        if totals:
+            torch._foreach_add_(totals, gradients)
+        for parts, narrow, wide in self._converted:
+            torch._foreach_copy_(wide, narrow)
+            torch._foreach_add_(parts, wide)
+
+
+def apart(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Copy those that share their memory: autograd may give one tensor for two leaves, or a part of one."""
+    seen: set[int] = set()
+    found = []
+    for gradient in gradients:
+        place = gradient.untyped_storage().data_ptr()
+        alone = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes and place not in seen
+        found.append(gradient if alone else gradient.clone(memory_format=torch.contiguous_format))
+        seen.add(place)
+    return found
+
+
+def _batch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Batch:
+    return [total for total, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _batches(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Batch]:
+    """Yield neighbouring tensors, or rows of a large one, of BUFFER_SIZE numbers together; one row may be larger."""
+    batch: list[tuple[Tensor, Tensor]] = []
+    size = 0
+    for total, gradient in pairs:
+        rows = max(1, BUFFER_SIZE * len(total) // max(1, total.numel()))
+        for part in zip(total.split(rows), gradient.split(rows), strict=True):
+            if batch and size + part[0].numel() > BUFFER_SIZE:
+                yield _batch(batch)
+                batch, size = [], 0
+            batch.append(part)
+            size += part[0].numel()
+    if batch:
+        yield _batch(batch)
+
+
+def _views(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Cut the beginning of a flat buffer into views of the shapes of `like`."""
+    ends = accumulate(part.numel() for part in like)
+    return [buffer[end - part.numel() : end].view(part.shape) for end, part in zip(ends, like, strict=True)]

@@ -1,4 +1,4 @@
-"""The folder of a PEFT adapter, and its `adapter_config.json`: rank and alpha of each layer, checked. Only plain LoRA is taken."""
+"""The folder of a PEFT adapter, and its `adapter_config.json`, checked. Only plain LoRA is taken."""
 
 import math
 import re
@@ -29,11 +29,11 @@ _UNSUPPORTED = (
 )
 """Options of PEFT that change what an adapter computes."""
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of PEFT's `init_lora_weights` that leave the base model as it is. With the others, such as "pissa", it is another one."""
+"""Values of PEFT's `init_lora_weights` that leave the base model as it is; others, such as "pissa", change it."""
 _NUMBER = r"(?:\\d|\[(?:[0-9](?:-[0-9])?)+\])\+?"
 _LETTER = r"[\w-]|\\\.|\.(?!\*)|\[[A-Za-z_](?:-[A-Za-z])?(?:\w(?:-\w)?)*\]"
 _PLAIN_PATTERN = re.compile(rf"\^?(?:{_LETTER}|{_NUMBER}|\.\*|\((?:\?:)?(?:[\w|.-]|\\\.)+\))*\$?")
-"""Regular expressions of names, numbers, classes of characters, `.*` and alternatives: what may be repeated is any text or digits.
+"""Regular expressions of names, numbers, classes of characters, `.*` and alternatives.
 
 With few of the last two such an expression takes little time on any name.
 """
@@ -59,7 +59,6 @@ class PeftConfig:
     alphas: Pattern
 
     def rank_of(self, name: str) -> int:
-        """The rank of a layer."""
         return int(_of_layer(name, self.ranks, self.rank))
 
     def scale_of(self, name: str) -> float:
@@ -69,9 +68,9 @@ class PeftConfig:
 
 
 def require_peft(directory: Path) -> PeftConfig:
-    """The configuration of a folder whose files are those of a PEFT adapter, and whole. No weights are read.
+    """Return the configuration of a folder with the whole files of a PEFT adapter; reads no weights.
 
-    Raises UserError: other files, or more than plain LoRA. Raises ConfigError for a damaged file.
+    Raises UserError for other files or more than plain LoRA, ConfigError for a damaged file.
     """
     if (directory / _PICKLED_FILE).is_file() and not (directory / WEIGHTS_FILE).is_file():
         raise UserError(f"{directory} holds {_PICKLED_FILE} and no {WEIGHTS_FILE}: save the adapter again with safe_serialization=True")
@@ -82,7 +81,7 @@ def require_peft(directory: Path) -> PeftConfig:
 
 
 def read_peft_config(file: Path) -> PeftConfig:
-    """Raises ConfigError for a damaged file, and UserError for a value that cannot be used or more than plain LoRA."""
+    """Read the file. Raises ConfigError if it is damaged, UserError for a value that cannot be used or more than plain LoRA."""
     config = read_object(file)
     wrong = [name for name in _UNSUPPORTED if config.get(name)] + (["bias"] if config.get("bias", "none") != "none" else [])
     if config.get("init_lora_weights") not in _PLAIN_STARTS:
@@ -135,5 +134,5 @@ def _compiled(file: Path, name: str, key: str) -> re.Pattern[str]:
 
 
 def _of_layer(name: str, pattern: Pattern, usual: float) -> float:
-    """PEFT's setting for one layer: that of the first regular expression in its pattern that matches the end of the name, or the usual."""
+    """Return PEFT's setting for one layer: that of the first pattern that matches the end of the name, or the usual."""
     return next((value for key, value in pattern if key.match(name)), usual)

@@ -1,10 +1,17 @@
 """Reads and writes adapters in PEFT's format, and merges weights into their base model.
 
-A PEFT adapter holds lora_A and lora_B of each layer under the name that transformers gives it, and nothing of the base. Our names begin
-inside the language model; the `Layout` of the base translates, and is made without reading a weight.
+A PEFT adapter holds lora_A and lora_B of each layer under the name that transformers gives it. Our names begin inside the language model;
+the `Layout` of the base translates, and is made without reading a weight.
 
 Of a fused layer our LoRA may cover n parts, each with an adapter of its own, as of `in_proj_qkv` of a gated delta net. PEFT has one adapter
 for all of it: its rank is n times as large and B is block-diagonal. The scale stays 32 / rank, because its alpha is n times as large too.
+
+Downloads have names that the cookbook's `weights` tools turn into PEFT's. Where the files of the base model have names that begin with
+`model.language_model.`, as in Qwen3-VL and Qwen3.5, the tools put `language_model.` behind every `model.`, so an adapter must leave it out.
+There queries, keys and values of a gated delta net are adapters of their own on `in_proj_q`, `in_proj_k` and `in_proj_v`, which the tools
+add to their rows of `in_proj_qkv`. Everywhere else the file is the one that PEFT loads directly. The output projection is always `lm_head`.
+The tools also know it as `model.unembed_tokens`; but where the base has no output projection of its own they would take that for the
+embedding of the input.
 """
 
 import json
@@ -40,10 +47,7 @@ _READ = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) -> None:
-    """Write a PEFT adapter folder, created if it is not there. It names its base model `base_name`.
-
-    Raises UserError for layers that the base does not have.
-    """
+    """Write a PEFT adapter folder, created if missing. Raises UserError for layers that the base does not have."""
     layers = _whole_layers(adapter, base)
     # Whole names: a part of a name would also reach the vision tower.
     _write(layers, list(layers), adapter.shape.rank, base_name, directory)
@@ -60,7 +64,7 @@ def write_adapter(
 
 
 def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:
-    """The matrices of each layer that the adapter reaches, by the name that transformers gives it. Parts of a layer are joined."""
+    """Return the matrices of each layer that the adapter reaches, by transformers' name, with the parts of a layer joined."""
     _require_places(adapter, base)
     layers = {}
     covered = (name for name in base.targets if name in adapter.masters)  # which a checkpoint may hold in another order
@@ -109,7 +113,7 @@ def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_n
 
 @torch.no_grad()
 def write_merged(weights: Weights, base: Layout, base_source: str, directory: Path) -> None:
-    """Write a transformers model with what was trained, in the dtype of the base; files that hold no weights are copied from the base.
+    """Write a transformers model with what was trained, in the dtype of the base; other files are copied from the base.
 
     Raises UserError for weights of other names or sizes than those of the base, and ConfigError for a base that cannot be used.
     """
@@ -126,7 +130,7 @@ def write_merged(weights: Weights, base: Layout, base_source: str, directory: Pa
 
 
 def _copy_files(source: str, directory: Path) -> None:
-    """Copy tokenizer, chat templates, processors and generation settings of a model as they are: saved again they may differ or fail."""
+    """Copy tokenizer, chat templates, processors and generation settings as they are: saved again they may differ or fail."""
     files = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=list(_COPIED)))
     for file in (file for pattern in _COPIED for file in files.glob(pattern)):
         if file.name != "config.json" and not file.name.endswith(".index.json"):
@@ -136,13 +140,12 @@ def _copy_files(source: str, directory: Path) -> None:
 
 
 def _share_as(config: Path) -> None:
-    """Let those read the weights who may read the configuration beside them: safetensors makes files for their owner alone (0600)."""
+    """Let those read the weights who may read the configuration: safetensors makes files for their owner alone (0600)."""
     for file in config.parent.glob("*.safetensors"):
         file.chmod(config.stat().st_mode & 0o777)
 
 
 def _replace(network: Any, weights: FullWeights, base: Layout) -> None:
-    """Put full weights into the place of the base's."""
     parameters = dict(network.named_parameters())
     for name, master in weights.masters.items():
         parameter = parameters.get(base.parameter_name(name))
@@ -152,7 +155,7 @@ def _replace(network: Any, weights: FullWeights, base: Layout) -> None:
 
 
 def _add(network: Any, adapter: Adapter, base: Layout) -> None:
-    """Add an adapter to the weights that it changes. An output projection among them becomes the model's own, if it was the embedding."""
+    """Add an adapter to the weights. An output projection that was the embedding becomes the model's own."""
     _require_places(adapter, base)
     head = network.get_submodule(base.head)
     if LM_HEAD in adapter.masters and head.weight is network.get_input_embeddings().weight:
@@ -161,6 +164,30 @@ def _add(network: Any, adapter: Adapter, base: Layout) -> None:
     for name, pair in adapter.masters.items():
         weight = network.get_submodule(base.module_name(name)).weight[slice(*(base.targets[name].rows or (None, None)))]
         weight.copy_(weight.float() + adapter.scale * (pair.b @ pair.a))
+
+
+_STORED_PREFIX = "model.language_model."
+"""Prefix of names in base models for which the download tools rename tensors."""
+
+
+def write_download(adapter: Adapter, base: Layout, source: str, label: str, directory: Path) -> None:
+    """Write an adapter for download, created if missing; the base's files are at `source`, and `adapter_config.json` calls it `label`."""
+    if not any(name.startswith(_STORED_PREFIX) for name in _stored_names(source)):
+        write_peft(adapter, base, label, directory)
+        return
+    names = {name: name if name == LM_HEAD else f"model.{base.name_apart(name)}" for name in adapter.masters}
+    targets = list(names.values())
+    if len(names) > 1 and LM_HEAD in names:
+        # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.
+        targets.remove(LM_HEAD)
+    write_adapter(adapter.masters, adapter.shape.rank, names, targets, label, directory)
+
+
+def _stored_names(source: str) -> Iterator[str]:
+    """Yield the names of the tensors in the safetensors files of a model, if it has any."""
+    directory = local_directory(source)
+    for path in safetensors_files(directory) if directory is not None else []:
+        yield from read_header(path)[1]
 
 
 # Reading
@@ -178,7 +205,7 @@ class _Found:
     scale: float
 
     def pairs(self, rank: int) -> dict[str, LoraPair]:
-        """Its matrices as those of targets of ours of this rank; none if they cannot be."""
+        """Return its matrices as those of targets of ours of this rank; none if they cannot be."""
         a, b = self.pair
         count = len(self.targets)
         rows = b.split([target.out_features for target in self.targets.values()])  # of each target
@@ -193,11 +220,11 @@ class _Found:
 
 
 def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapter:
-    """The adapter of a PEFT folder, or of a download of the Tinker API, with its scale taken into B.
+    """Read a PEFT folder, or a download of the Tinker API, with its scale taken into B.
 
-    It trains attention, MLP and output projection, each wholly or not at all: a group that the folder covers in part is completed with
-    modules that change nothing yet. PEFT saves the base's output projection beside an adapter of it, and with `save_embedding_layers` the
-    embedding too: copies are compared with the files of the base, `source`.
+    Attention, MLP and output projection are each trained wholly or not at all: a group that the folder covers in part is completed with
+    modules that change nothing yet. Copies of the base's output projection and embedding, which PEFT saves beside an adapter of them, are
+    compared with the files of the base, `source`.
 
     Raises UserError for what LoRA on this base cannot be, and ConfigError for a damaged file.
     """
@@ -224,7 +251,7 @@ def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapt
 
 
 def _adapters(tensors: Mapping[str, Tensor], config: PeftConfig, base: Layout) -> list[_Found]:
-    """The adapters of a file. Raises UserError naming a tensor that has no place in the base, or not the right shape."""
+    """Find the adapters of a file. Raises UserError naming a tensor that has no place in the base, or not the right shape."""
     found: list[_Found] = []
     rest = set(tensors)
     for name, targets in _places(base):
@@ -262,7 +289,7 @@ def _places(base: Layout) -> Iterator[tuple[str, dict[str, LoraTarget]]]:
 
 
 def _drop_copies(tensors: dict[str, Tensor], base: Layout, source: str | None) -> None:
-    """Take copies of the base's output projection and embedding out. Raises UserError if one is another, or cannot be compared."""
+    """Drop copies of the base's output projection and embedding. Raises UserError if one differs, or cannot be compared."""
     for module in (base.head, f"{base.language_model}.embed_tokens"):
         for name in (f"{_ROOT}{module}.base_layer.weight", f"{_ROOT}{module}.weight"):
             if name not in tensors:
@@ -281,7 +308,7 @@ def _drop_copies(tensors: dict[str, Tensor], base: Layout, source: str | None) -
 
 
 def _weight_of(source: str, module: str, shape: list[int]) -> Tensor | None:
-    """The embedding or output projection in the files of a base model; where they are tied, the one that is there."""
+    """Read the embedding or output projection in the files of a base model; where they are tied, the one that is there."""
     directory = local_directory(source)
     found: dict[str, Path] = {}
     for file in safetensors_files(directory) if directory is not None and holds_all_weights(directory) else []:
@@ -295,7 +322,7 @@ def _weight_of(source: str, module: str, shape: list[int]) -> Tensor | None:
 
 
 def _common_rank(found: list[_Found], usual: int) -> int:
-    """The one rank that all adapters have as adapters of our targets. `usual` is the rank in PEFT's configuration.
+    """Return the one rank that all adapters have as adapters of our targets; `usual` is that of PEFT's configuration.
 
     Raises UserError if they have several, or if one on a fused layer is neither one for all of its parts nor one for each.
     """
@@ -315,5 +342,5 @@ def _common_rank(found: list[_Found], usual: int) -> int:
 
 
 def _downloaded_name(name: str) -> str:
-    """Return the name of a layer in downloads of the Tinker API, whatever model the language model is a part of."""
+    """Return the name of a layer in downloads of the Tinker API."""
     return "model.unembed_tokens" if name == LM_HEAD else f"model.{name}"

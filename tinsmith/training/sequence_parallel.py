@@ -1,9 +1,8 @@
 """Computes one sequence on all workers together, because it is too long for one (sequence parallelism).
 
-Each worker computes a slice of the tokens: embedding, norms, projections, MLP, LoRA and LM head. Where tokens meet, slices of tokens become
-slices of heads (`sequence_slices.py`). The log-probabilities of all slices are brought together, and every worker computes the loss of the
-whole sequence from them; its backward takes up the gradient of its own slice alone. So each worker accumulates what its tokens contribute,
-and a step, which adds up over all workers, counts every token once.
+Each worker computes a slice of the tokens. Where tokens meet, slices of tokens become slices of heads (`sequence_slices.py`). Every worker
+computes the loss of the whole sequence from the gathered log-probabilities, and in its backward takes up the gradient of its own slice
+alone: a step, which sums over all workers, counts every token once.
 
 Whatever fails, fails on all: no worker adds gradients before all have theirs (`distributed/joint_work.py`).
 """
@@ -20,7 +19,7 @@ from tinsmith.distributed.joint_work import JointFailure, JointWork
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.device import Fetched, upload
+from tinsmith.models.device import upload
 from tinsmith.models.pass_memory import KEEP_ALL, Recomputation, sliced_pass_memory_of
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.models.threads import threads_for
@@ -28,11 +27,10 @@ from tinsmith.protocol.work import error_of
 from tinsmith.rendering.packing import pack
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.logprobs import rows_to_keep, target_logprobs
-from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, results_of, targets_per_position, trained_positions
+from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, targets_per_position, trained_positions
 from tinsmith.training.memory_retries import MemoryRetries, is_out_of_memory
-from tinsmith.training.packed_pass import contributions
-from tinsmith.training.sequence_slices import SequenceSlices, slices_of
-from tinsmith.training.sliced_plan import SlicedPlan
+from tinsmith.training.sequence_slices import SequenceSlices, SlicedPlan, slices_of
+from tinsmith.training.step import results_and_gradients
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ Computed = tuple[DatumResult, list[Callable[[], None]]]
 
 
 class SequenceParallel:
-    """Sequences that all workers of a group compute together. `promised` says how many free bytes of the device others will still take."""
+    """Sequences that all workers of a group compute together. `promised` returns free bytes of the device that others will still take."""
 
     def __init__(self, base: BaseModel, logits_chunk: int, group: ProcessGroup, promised: Callable[[], int]) -> None:
         self.base = base
@@ -55,10 +53,10 @@ class SequenceParallel:
         self.memory_retries = MemoryRetries(memory, base.device, logits_chunk, promised)
 
     def run(self, number: int, work: DatumWork | TinsmithError, backward: bool, find: Callable[[str], Optimizer]) -> DatumResult:
-        """Compute one datum, which is the pass `number`; with `backward` its gradients go to the optimizer that `find` has of its model.
+        """Compute one datum, which is the pass `number`; with `backward` its gradients go to the optimizer of its model.
 
-        `work` may be why this worker cannot compute it. Raises the same error on all workers if one of them cannot, and DeviceLostError if
-        they are not at the same pass.
+        `work` may be why this worker cannot compute it. Raises the same error on all workers if one cannot, and DeviceLostError if they are
+        not at the same pass.
         """
         self.group.agree(number, "the pass that comes next")
         ready = self.joint.attempt(lambda: _ready(work, find, self.group.count))
@@ -97,7 +95,7 @@ class SequenceParallel:
         return more
 
     def _agreed(self, choose: Callable[[], Recomputation | None]) -> Recomputation | None:
-        """The most that any worker chooses, because what is computed again exchanges again; None if one has nothing to choose."""
+        """Return the most that any worker chooses, because what is computed again exchanges again; None if one has nothing to choose."""
         own = self.joint.attempt(choose)
         if isinstance(own, JointFailure):
             raise error_of(own.error_type, own.reason)
@@ -113,17 +111,14 @@ class SequenceParallel:
         def compute() -> Computed:
             with threads_for(self.base, own.stop - own.start), torch.set_grad_enabled(backward):
                 scored = self._scored(datum, optimizer, slices, recomputation)
-            fetched = Fetched([scored.logprobs, scored.losses, scored.metrics])
-            ready = contributions([scored.losses], [optimizer]) if backward else []
-            arrays = iter(fetched.arrived())
-            (result,) = results_of(scored, [datum], next(arrays), next(arrays), next(arrays))
-            return result, ready
+            results, ready = results_and_gradients([scored], [datum], [optimizer], backward)
+            return results[0], ready
 
         log.info("computing tokens %d to %d of a sequence of %d tokens", own.start, own.stop - 1, slices.tokens)
         return self.joint.attempt(compute)
 
     def _scored(self, datum: DatumWork, optimizer: Optimizer, slices: SequenceSlices, recomputation: Recomputation) -> Scored:
-        """Log-probabilities and losses of the whole sequence, computed from the slice of this worker and those of the others."""
+        """Compute log-probabilities and losses of the whole sequence from the slices of all workers."""
         base, owner, own = self.base, optimizer.weights, slices.own
         row = pack([datum.rendered.part(own.start, own.stop)], [owner], base.device)
         plan = SlicedPlan(slices, base.device, base.dtype)
@@ -139,7 +134,7 @@ class SequenceParallel:
 
 
 def _ready(work: DatumWork | TinsmithError, find: Callable[[str], Optimizer], count: int) -> tuple[DatumWork, Optimizer]:
-    """The datum and the optimizer of its model. Raises what keeps this worker from computing it."""
+    """Return the datum and the optimizer of its model. Raises what keeps this worker from computing it."""
     if isinstance(work, TinsmithError):
         raise work
     if len(work.rendered) < SHORTEST_SLICE * count:

@@ -1,8 +1,8 @@
 """One sequence on several workers: slices of its tokens become slices of heads and back (Ulysses, Jacobs et al., arXiv 2309.14509).
 
-Each worker has a contiguous slice of the tokens. What mixes tokens gets all tokens of some heads: an exchange gives each worker the heads
-that it computes, and another brings the results back to the tokens. The backward of the one exchange is the other. All of it is
-differentiable, and leaves to each worker the gradients of its own tokens.
+What mixes tokens gets all tokens of some heads: an exchange gives each worker the heads that it computes, and another brings the results
+back to the tokens. The backward of the one is the other. All of it is differentiable, and leaves to each worker the gradients of its own
+tokens.
 """
 
 import math
@@ -15,25 +15,27 @@ import torch
 from torch import Tensor
 
 from tinsmith.distributed.joint_work import JointWork
+from tinsmith.models.delta_rule import Lengths, convolve_anew
+from tinsmith.models.pass_plan import PackedPlan
 
 
 @dataclass(frozen=True)
 class HeadShares:
-    """The heads that each worker computes, where groups of heads share one head of another kind: queries share keys and values."""
+    """The heads that each worker computes, where groups of heads share one of another kind: queries share keys and values."""
 
     heads: tuple[slice, ...]
-    """Heads of each worker; empty for one that has none. They cover all heads."""
+    """Heads of each worker, perhaps none. They cover all heads."""
     shared: tuple[slice, ...]
-    """Those that its heads share, of each worker. Several workers may have the same."""
+    """Shared heads of each worker. Several workers may have the same."""
     places: tuple[tuple[int, ...] | None, ...]
-    """For each of a worker's heads the place of its shared one; None where each is shared by as many, one group behind the other."""
+    """For each of a worker's heads the place of its shared one; None where each is shared by equal groups in order."""
 
 
 @lru_cache(maxsize=64)
 def share_heads(heads: int, shared: int, count: int) -> HeadShares:
-    """Divide `heads` heads, of which as many neighbours share each of `shared` others, among `count` workers.
+    """Divide `heads` heads, of which equal groups share each of `shared` others, among `count` workers.
 
-    Whole groups where there are enough, or else heads, as evenly as it goes.
+    Whole groups where there are enough, or else heads, as evenly as possible.
     """
     group = heads // shared
     unit = group if shared >= count else 1
@@ -58,45 +60,41 @@ def slices_of(tokens: int, count: int) -> tuple[slice, ...]:
 
 @dataclass(frozen=True, eq=False)
 class SequenceSlices:
-    """The slices of one sequence, seen from one of the workers that have them. To be used inside of `JointWork.attempt`."""
+    """The slices of one sequence, seen from one worker. To be used inside of `JointWork.attempt`."""
 
     joint: JointWork
     slices: tuple[slice, ...]
-    """Tokens of each worker."""
 
     @property
     def rank(self) -> int:
-        """Rank of this worker."""
         return self.joint.group.place.rank
 
     @property
     def own(self) -> slice:
-        """The tokens of this worker."""
         return self.slices[self.rank]
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the whole sequence."""
         tokens: int = self.slices[-1].stop
         return tokens
 
     def to_heads(self, *parts: tuple[Tensor, tuple[slice, ...]]) -> tuple[Tensor, ...]:
-        """All tokens of the heads of this worker: x [own tokens, heads, ...] -> [tokens, own heads, ...], each with all workers' heads.
+        """Exchange x [own tokens, heads, ...] for [tokens, own heads, ...], each with all workers' heads.
 
-        They are brought together, so that the backward brings all of them back, also those that a worker without heads does not use.
+        Several at once, so that the backward brings all of them back, also those that a worker without heads does not use.
         """
         compute: Any = _ToHeads.apply
         out: tuple[Tensor, ...] = compute(self, tuple(heads for _, heads in parts), *(x for x, _ in parts))
         return out
 
     def to_tokens(self, y: Tensor, heads: tuple[slice, ...], count: int) -> Tensor:
-        """All heads, `count` of them, of the tokens of this worker: y [tokens, own heads, ...] -> [own tokens, heads, ...]."""
+        """Exchange y [tokens, own heads, ...] for [own tokens, heads, ...] with all `count` heads."""
         compute: Any = _ToTokens.apply
         out: Tensor = compute(y, self, heads, count)
         return out
 
     def after_the_last(self, x: Tensor, history: int) -> Tensor:
-        """The tokens of this worker behind the last `history` of the worker before it, which are 0 for the first.
+        """Put the last `history` tokens of the worker before in front of this one's, zeros for the first.
 
         x [own tokens, channels] -> [history + own tokens, channels]. No worker may have fewer than `history` tokens.
         """
@@ -107,7 +105,7 @@ class SequenceSlices:
     def whole(self, x: Tensor) -> Tensor:
         """Gather x [own tokens, ...] of all workers to [tokens, ...], with the same bits everywhere.
 
-        Each worker is to compute the same of it, so that its backward takes what belongs to its own tokens and nothing of the others'.
+        Each worker must compute the same of it: its backward takes what belongs to its own tokens alone.
         """
         compute: Any = _Whole.apply
         out: Tensor = compute(x, self)
@@ -208,3 +206,41 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0][ctx.own], None
+
+
+class SlicedPlan:
+    """A `PassPlan` of a slice of one sequence: attention and delta rules by heads, convolutions with the neighbour's last tokens."""
+
+    def __init__(self, slices: SequenceSlices, device: torch.device, dtype: torch.dtype) -> None:
+        self.slices = slices
+        self.whole = PackedPlan([slices.tokens], device, dtype)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        heads = query.shape[1]
+        shares = self._shares(heads, key.shape[1])
+        query, key, value = self.slices.to_heads((query, shares.heads), (key, shares.shared), (value, shares.shared))
+        key, value = self._matched(key, shares), self._matched(value, shares)
+        out = query if query.shape[1] == 0 else self.whole.attend(layer, query, key, value, scale, window)
+        return self.slices.to_tokens(out, shares.heads, heads)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        history = weight.shape[1] - 1
+        longer = self.slices.after_the_last(x, history)
+        return convolve_anew(longer, weight, Lengths((len(longer),)))[history:]
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        heads = value.shape[1]
+        shares = self._shares(heads, key.shape[1])
+        of_keys, of_values = ((x, shares.shared) for x in (query, key)), ((x, shares.heads) for x in (value, decay, beta))
+        query, key, value, decay, beta = self.slices.to_heads(*of_keys, *of_values)
+        query, key = self._matched(query, shares), self._matched(key, shares)
+        out = value if value.shape[1] == 0 else self.whole.delta_rule(layer, query, key, value, decay, beta)
+        return self.slices.to_tokens(out, shares.heads, heads)
+
+    def _shares(self, heads: int, shared: int) -> HeadShares:
+        return share_heads(heads, shared, len(self.slices.slices))
+
+    def _matched(self, x: Tensor, shares: HeadShares) -> Tensor:
+        """Repeat shared heads [tokens, heads, width] for the heads that share them, where these are not as many of each."""
+        places = shares.places[self.slices.rank]
+        return x if places is None else x[:, list(places)]

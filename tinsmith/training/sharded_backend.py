@@ -6,13 +6,13 @@ their slices. The pass ends when no rank has work left. A rank is without work i
 its share in halves after it ran out of memory.
 
 A LoRA attempt that fails concerns its own worker alone. Gradients of all weights are summed over all workers during the backward
-(`trained_layers.py`), so if such an attempt fails on one, all drop their sums, and those that did not fail compute it again.
+(`sharded_weights.py`), so if such an attempt fails on one, all drop their sums, and those that did not fail compute it again.
 """
 
 import hashlib
-import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tinsmith.config import TrainingConfig
 from tinsmith.distributed.hosts import workers_beside
-from tinsmith.distributed.joint_work import refuse_together
+from tinsmith.distributed.joint_work import failing_together, refuse_together
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
@@ -31,12 +31,12 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend, PassError, PassResult
 from tinsmith.training.checkpoint import About, SavedState
 from tinsmith.training.compact import Optimizer
-from tinsmith.training.sharded_decoder import ShardedDecoder
+from tinsmith.training.optimizer import fatal
+from tinsmith.training.sharded_layers import ShardedDecoder
 from tinsmith.training.sharded_optimizer import ShardedOptimizer
-from tinsmith.training.sharded_weights import ShardedWeights, bytes_of, gathered, take_from, take_from_base
-from tinsmith.training.state_part import ENTRIES, StatePart
-
-log = logging.getLogger(__name__)
+from tinsmith.training.sharded_weights import ShardedWeights, bytes_of, gathered, take_from_base
+from tinsmith.training.state_part import StatePart
+from tinsmith.training.update_check import ENTRIES
 
 NOTHING, FROZEN = 0, 1
 """Numbers that workers exchange for no work and for the base's layers; each model with weights of its own has a larger one."""
@@ -50,10 +50,7 @@ class ShardedBackend(LocalBackend):
     needs_all = True
 
     def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup, gives_snapshots: bool = False) -> None:
-        """`base` is one that `sharded_decoder.shard` has sharded over `group`.
-
-        With `gives_snapshots` this worker has what samples, and its `snapshot` is one of all weights too.
-        """
+        """Take a `base` that `shard` has sharded. With `gives_snapshots` this worker samples, and can take snapshots of all weights."""
         super().__init__(base, config, group)
         self.gives_snapshots = gives_snapshots
         if not isinstance(base.decoder, ShardedDecoder):
@@ -70,21 +67,18 @@ class ShardedBackend(LocalBackend):
         refuse_together(self.together, refusal)
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
-        """Create a model. To be called by all workers; with rank 0 at the same place among passes and other calls."""
+        """Create a model. To be called by all workers, with rank 0 at the same place among passes and other calls."""
         if shape.rank > 0:
             super().create_model(model_id, shape)
             return
-        failure: Exception | None = None
-        try:
-            optimizer = self._new_optimizer(shape)
-        except (UserError, RuntimeError, MemoryError) as error:
-            failure = error
-        refuse_together(self.together, failure)
-        self._all_of_them("took the weights of the base", lambda: take_from_base(optimizer.sharded, self.base))
+        with failing_together(self.together, UserError, RuntimeError, MemoryError):
+            optimizer = self._new_sharded(shape)
+        with self._fatal("all took the weights of the base"):
+            take_from_base(optimizer.sharded, self.base)
         self.optimizers[model_id] = optimizer
 
     def restore(self, model_id: str, state: SavedState) -> None:
-        """Restore a model; one of rank 0 is gone if the load fails. Exchanges nothing: files are read at any time."""
+        """Restore a model without any exchange: files are read at any time. One of rank 0 is gone if the load fails."""
         if state.about.shape.rank == 0:
             self.optimizers.pop(model_id, None)
         self._load(model_id, state)
@@ -94,13 +88,14 @@ class ShardedBackend(LocalBackend):
         if shape.rank > 0:
             super()._load(model_id, state)
             return
-        optimizer = self._new_optimizer(shape)
-        take_from(optimizer.sharded, state.tensors)
+        optimizer = self._new_sharded(shape)
+        for name in optimizer.sharded.rows:
+            optimizer.sharded.take(name, state.tensors)
         if state.moments:
             optimizer.take(state.moments)
         self.optimizers[model_id] = optimizer
 
-    def _new_optimizer(self, shape: LoraShape) -> ShardedOptimizer:
+    def _new_sharded(self, shape: LoraShape) -> ShardedOptimizer:
         """Create a model whose weights have no numbers yet. Raises UserError if this mode, or the memory of this worker, cannot."""
         require_float32_state(self.base, self.full_state)
         needed = bytes_of(self.base, shape, self.together.count)
@@ -108,56 +103,43 @@ class ShardedBackend(LocalBackend):
         return ShardedOptimizer(ShardedWeights(self.base, shape, self.together), needed.device)
 
     def _stepped(self, optimizer: Optimizer, settings: AdamSettings) -> dict[str, float]:
-        """A step of sharded weights adds nothing up: that was done pass by pass."""
+        # Gradients of sharded weights were summed pass by pass.
         return optimizer.step(settings) if isinstance(optimizer, ShardedOptimizer) else super()._stepped(optimizer, settings)
 
     # ---- Copies that are sampled
 
     def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
-        """Take a snapshot while all other workers call `help_to_snapshot`. All weights come to the host's memory.
+        """Take a snapshot while all others call `help_to_snapshot`: all weights come to the host's memory.
 
-        Where nothing samples nobody helps: it raises UserError for a model that is sharded.
+        Raises UserError for a model that is sharded where nothing samples, so that nobody helps.
         """
         model = self._agreed(model_id) if self.gives_snapshots else None
         if model is None:
             return super().snapshot(model_id, ref)
-        failure: Exception | None = None
-        try:
-            tensors = self._room_for_snapshot(model)
-        except Exception as error:  # of whatever kind: the others wait for what this one says
-            log.warning("there is no room for a snapshot of model %s: %s", model_id, error, exc_info=True)
-            failure = error
-        refuse_together(self.together, failure)
-        self._all_of_them("put a snapshot together", lambda: gathered(model.sharded, model.sharded.parts, tensors))
+        with failing_together(self.together, Exception):
+            size = snapshot_bytes(model.weights.parameter_count, self.base.dtype)
+            self._require_memory("a snapshot of full weights", size, torch.device("cpu"))
+            tensors = _empty(model.sharded, self.base.dtype)
+        with self._fatal("all put a snapshot together"):
+            gathered(model.sharded, model.sharded.parts, tensors)
         return FullWeights(model.weights.shape, tensors, self.base.dtype, ref)
-
-    def _room_for_snapshot(self, model: ShardedOptimizer) -> dict[str, Tensor]:
-        """Tensors without numbers, in the precision that passes read."""
-        size = snapshot_bytes(model.weights.parameter_count, self.base.dtype)
-        self._require_memory("a snapshot of full weights", size, torch.device("cpu"))
-        return _empty(model.sharded, self.base.dtype)
 
     def help_to_snapshot(self, model_id: str) -> None:
         model = self._agreed(model_id)
         if model is not None:
             refuse_together(self.together, None)
-            self._all_of_them("put a snapshot together", lambda: gathered(model.sharded, model.sharded.parts, None))
+            with self._fatal("all put a snapshot together"):
+                gathered(model.sharded, model.sharded.parts, None)
 
     # ---- What is saved
 
     def copy_part(self, model_id: str, optimizer: bool) -> StatePart | None:
-        """This worker's part of the weights; None of an adapter, of which each worker has all. To be called by all workers."""
+        """Copy this worker's part of the weights; None of an adapter, of which each worker has all. To be called by all workers."""
         model = self._agreed(model_id)
         if model is None:
             return None
-        failure: Exception | None = None
-        try:
-            part = self._copied_part(model_id, model, optimizer)
-        except Exception as error:  # of whatever kind: the others wait for what this one says
-            log.warning("the copy of model %s failed: %s", model_id, error, exc_info=True)
-            failure = error
-        refuse_together(self.together, failure)
-        return part
+        with failing_together(self.together, Exception):
+            return self._copied_part(model_id, model, optimizer)
 
     def _copied_part(self, model_id: str, model: ShardedOptimizer, optimizer: bool) -> StatePart:
         weights, place = model.sharded, self.together.place
@@ -172,19 +154,14 @@ class ShardedBackend(LocalBackend):
         return StatePart(about, weights.rows, place.rank, _on_host(weights.masters), moments, step)
 
     def _agreed(self, model_id: str) -> ShardedOptimizer | None:
-        """A model that all workers have; None if it is not sharded. Raises NotFoundError if none of them has it."""
+        """Return a model that all workers have; None if it is not sharded. Raises NotFoundError if none of them has it."""
         self.together.agree(model_id in self.optimizers, f"whether model {model_id} is there")
         model = self._optimizer(model_id)
         return model if isinstance(model, ShardedOptimizer) else None
 
-    def _all_of_them(self, what: str, exchange: Callable[[], None]) -> None:
-        """An exchange that nobody may leave alone."""
-        try:
-            exchange()
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            raise DeviceLostError(f"{self.together.place.name} failed while all {what}: {error!r}") from error
+    def _fatal(self, what: str) -> AbstractContextManager[None]:
+        """Return the context of an exchange that nobody may leave alone: the others would wait for this worker."""
+        return fatal(f"{self.together.place.name} failed while {what}")
 
     # ---- Passes
 
@@ -192,13 +169,9 @@ class ShardedBackend(LocalBackend):
         """Compute a pass. To be called by all workers, also by those that have no work; `look` is never called."""
         what = zlib.crc32(f"{'forward_backward' if backward else 'forward'} on {self.base.name}".encode())
         self.together.agree(what, "the pass that comes next")
-        try:
+        with self._fatal("all computed a pass"):
             result = super().run_pass(work, backward)
             self._help_until(NOTHING, backward)
-        except DeviceLostError:
-            raise
-        except Exception as error:  # the others are in the middle of the pass, and would wait for this one
-            raise DeviceLostError(f"{self.together.place.name} failed within a pass of all workers: {error!r}") from error
         return result
 
     def _attempt(self, work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> Outcome:
@@ -229,7 +202,7 @@ class ShardedBackend(LocalBackend):
             self._with_all_weights(model, backward, list)
 
     def _with_all_weights(self, model: ShardedOptimizer, backward: bool, compute: Callable[[], Outcome]) -> Outcome | None:
-        """One attempt of all workers with a model's own weights; None if the same is to be computed again, because another has failed."""
+        """Compute with a model's own weights, on all workers; None if another has failed, so that it is to be done again."""
         layers = model.sharded.layers
         if backward and (lacking := self._without_room(model)) is not None:
             return lacking
@@ -258,12 +231,11 @@ class ShardedBackend(LocalBackend):
 
 
 def _number_of(model_id: str) -> int:
-    """Return the number that workers exchange for this model: the same on all, and neither NOTHING nor FROZEN."""
+    """Number that workers exchange for this model: the same on all, and neither NOTHING nor FROZEN."""
     return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7]) + 2
 
 
 def _empty(weights: ShardedWeights, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Memory of the host for all parameters, by their names."""
     return {name: torch.empty(shape, dtype=dtype) for row in weights.rows.values() for name, shape in row.shapes.items()}
 
 

@@ -1,4 +1,7 @@
-"""The sharded layers of a decoder: each worker keeps a slice of every layer, and all gather it when it is computed.
+"""A decoder with sharded layers (`--shard weights`): each worker keeps a slice of every layer, and all gather it when it is computed.
+
+What is sharded is the weights of all layers: of a base model, which LoRA leaves as they are, or of a model with weights of its own
+(`sharded_weights.py`). Embedding, LM head, last norm, vision tower and adapters are whole on each worker.
 
 The tensors of a layer lie end to end in a row of bytes, of which worker R of N keeps the part number R. A pass needs the layers in an order
 that all workers know before it begins:
@@ -12,14 +15,20 @@ the next one is under way. Two buffers hold the layer that is computed and the n
 run out of memory.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tinsmith.distributed.process_group import ProcessGroup
-from tinsmith.models.decoder import Layer
+from tinsmith.errors import ConfigError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.decoder import Decoder, Layer
 from tinsmith.models.layer_tensors import tensors_of, with_tensors
+from tinsmith.models.machine import size_text
+from tinsmith.models.streamed_decoder import StreamedDecoder
 
 ALIGNED = 64
 """Tensors begin at multiples of so many bytes, as those that are allocated do."""
@@ -29,10 +38,10 @@ class ShardedLayers:
     """This worker's parts of all layers. Both `begin` and `finish` are called for every pass by all workers."""
 
     def __init__(self, group: ProcessGroup, templates: list[Layer], parts: list[Tensor], buffers: list[Tensor]) -> None:
-        """`buffers` are two that hold any of the layers. They belong to whatever is computed now."""
+        """Take two `buffers` that hold any of the layers and belong to whatever is computed now."""
         self.group = group
         self.templates = templates
-        """The layers without memory, for shapes and names."""
+        """Layers without memory, for shapes and names."""
         self.parts = parts
         """[bytes of the layer / workers] of each layer."""
         self.buffers = buffers
@@ -47,26 +56,21 @@ class ShardedLayers:
 
     @property
     def count(self) -> int:
-        """Number of layers."""
         return len(self.parts)
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of all layers together."""
         return sum(tensor.nbytes for template in self.templates for tensor in tensors_of(template))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the layers that this worker keeps."""
         return sum(len(part) for part in self.parts)
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers in which layers are gathered."""
         return sum(len(buffer) for buffer in self.buffers)
 
     def begin(self, backward: bool) -> None:
-        """Begin a pass, with or without backward."""
         count = len(self.parts)
         self.order = [*range(count), *(reversed(range(count - 1)) if backward else ())]
         self.backward = backward
@@ -74,7 +78,7 @@ class ShardedLayers:
         self._start()
 
     def layer(self, index: int) -> Layer:
-        """A layer that can be computed until the next one is asked for. Steps before it that nobody wanted are made now."""
+        """Return a layer that can be computed until the next one is asked for. Steps before it are made now."""
         self._come_to(index)
         return self._view(index)
 
@@ -83,7 +87,7 @@ class ShardedLayers:
         return self.layer(index), ()
 
     def give(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients of what `layer_to_train` has returned last."""
+        """Take the gradients of what `layer_to_train` returned last."""
 
     def finish(self) -> None:
         """Make the steps that are left, and end the pass."""
@@ -127,7 +131,6 @@ class ShardedLayers:
         return self.buffers[step % 2][: len(part) * self.group.count]
 
     def _view(self, index: int) -> Layer:
-        """The layer in its buffer."""
         row = self._buffer(self.step, self.parts[index])
         start = 0
 
@@ -141,7 +144,7 @@ class ShardedLayers:
 
 
 def shard_layers(layers: Iterator[Layer], group: ProcessGroup, freed: Callable[[int], None]) -> ShardedLayers:
-    """Divide frozen layers, which come one by one; `freed` lets go of what else holds those of that number."""
+    """Shard frozen layers, which come one by one; `freed` lets go of what else holds the layer of that number."""
     templates: list[Layer] = []
     parts: list[Tensor] = []
     while (layer := next(layers, None)) is not None:
@@ -160,7 +163,7 @@ def _room(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def _own_part(tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """This worker's bytes of tensors that lie end to end: as many as every other one has."""
+    """Return this worker's bytes of tensors that lie end to end: as many as every other one has."""
     unit = ALIGNED * group.count
     size = -(-sum(map(_room, tensors)) // unit) * unit
     row = torch.zeros(size, dtype=torch.uint8, device=tensors[0].device)
@@ -170,3 +173,62 @@ def _own_part(tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
         start += _room(tensor)
     mine = size // group.count
     return row[group.place.rank * mine :][:mine].clone()
+
+
+log = logging.getLogger(__name__)
+
+
+def require_divisible(base: BaseModel) -> None:
+    """Raise ConfigError if the layers of the model cannot be sharded."""
+    if base.decoder is None:
+        raise ConfigError(
+            f"{base.name} ({base.family.model_type}) cannot be served with --shard weights, which only models take whose layers Tinsmith's "
+            "own decoder computes; use --shard none"
+        )
+    if base.deterministic:
+        raise ConfigError(f"{base.name}: --shard weights and --deterministic do not work together; leave one out")
+
+
+def shard(base: BaseModel, group: ProcessGroup) -> None:
+    """Shard the layers of a base model over all workers: what this one does not keep is freed.
+
+    They lie on its device, or come there from the host's memory one at a time.
+    """
+    require_divisible(base)
+    decoder = base.decoder
+    assert decoder is not None
+    layers = _one_by_one(decoder)
+    base.decoder = decoder = replace(decoder, layers=())
+    sharded = shard_layers(layers, group, lambda index: _without_memory(base, index))
+    base.decoder = ShardedDecoder(tuple(sharded.templates), decoder.last_norm, decoder.rope, sharded)
+    if base.device.type == "cuda":
+        torch.cuda.empty_cache()
+    log.info(
+        "%s: its %d layers are sharded over %d workers (--shard weights): this one keeps %s of %s, and %s of buffers",
+        *(base.name, len(sharded.parts), group.count),
+        *map(size_text, (sharded.nbytes, sharded.whole_bytes, sharded.buffer_bytes)),
+    )
+
+
+def _one_by_one(decoder: Decoder) -> Iterator[Layer]:
+    """Yield the layers of a decoder on its device, of which it keeps none."""
+    if isinstance(decoder, StreamedDecoder):
+        return map(decoder.source.layer, range(decoder.source.count))
+    layers = list(decoder.layers)
+    return (layers.pop(0) for _ in range(len(layers)))
+
+
+def _without_memory(base: BaseModel, index: int) -> None:
+    """Free what transformers' modules hold of a layer."""
+    base.language_model.get_submodule(f"layers.{index}").to("meta")
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedDecoder(StreamedDecoder):
+    """A decoder whose layers are sharded. It computes within passes of all workers (`ShardedLayers.begin` and `finish`)."""
+
+    @property
+    def sharded(self) -> ShardedLayers:
+        if not isinstance(self.source, ShardedLayers):
+            raise TypeError(f"the layers come from {type(self.source).__name__}")
+        return self.source

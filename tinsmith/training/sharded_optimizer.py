@@ -1,7 +1,7 @@
 """Optimizer of all weights of a model that are sharded over workers: each has AdamW for its part.
 
-AdamW computes number by number, so a step of the parts is a step of the whole. All that concerns the whole is agreed on: the norm of the
-gradient, in which every number counts once, and whether the step is taken at all. What may fail on one worker alone comes before that.
+AdamW computes number by number, so a step of the parts is a step of the whole. Agreed on are the norm of the gradient, and whether the step
+is taken at all; what may fail on one worker alone comes before that.
 """
 
 import math
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from tinsmith.distributed.joint_work import refuse_together
-from tinsmith.errors import DeviceLostError, TinsmithError, UserError
+from tinsmith.distributed.joint_work import failing_together
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.shapes import AdamSettings
-from tinsmith.training.optimizer import ModelOptimizer, norm_of, require_finite_norm
+from tinsmith.training.optimizer import ModelOptimizer, fatal, norm_of, require_finite_norm
 from tinsmith.training.sharded_weights import ShardedWeights
 from tinsmith.training.together import state_after
+from tinsmith.training.update_check import ENTRIES
 
 
 class ShardedOptimizer(ModelOptimizer):
@@ -39,7 +40,7 @@ class ShardedOptimizer(ModelOptimizer):
         weights = self.sharded
         for name, row in weights.rows.items():
             state = self.adamw.state[weights.masters[name]]
-            for entry in ("exp_avg", "exp_avg_sq"):
+            for entry in ENTRIES:
                 row.fill(state[entry], weights.group.place.rank * row.part, [moments[f"{each}.{entry}"] for each in row.shapes])
             state["step"].copy_(moments[f"{next(iter(row.shapes))}.step"])
 
@@ -63,7 +64,7 @@ class ShardedOptimizer(ModelOptimizer):
         self.sharded.layers.gradients = self.of_pass[: len(self.sharded.layers.rows)]
 
     def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
-        """Those of the tensors around the layers, which `keep_pass` adds up."""
+        """Keep those of the tensors around the layers, which `keep_pass` adds up."""
         self.around = [None if gradient is None else gradient.contiguous() for gradient in gradients[:-1]]
         return _nothing
 
@@ -81,7 +82,6 @@ class ShardedOptimizer(ModelOptimizer):
         self.drop_pass()
 
     def drop_pass(self) -> None:
-        """Forget the gradients of a pass."""
         self.around, self.of_pass, self.sharded.layers.gradients = [], [], None
 
     # ---- A step
@@ -95,38 +95,26 @@ class ShardedOptimizer(ModelOptimizer):
             return {"grad_norm": 0.0, "learning_rate": settings.lr}
         grad_norm = self._norm_of_all(totals)
         require_finite_norm(grad_norm)
-        buffers = self.weights.buffers()
-        failure: Exception | None = None
-        bounds = None
-        try:
-            for buffer, total in zip(buffers, totals, strict=True):
-                buffer.grad = total
-            try:
+        with self._lent(totals) as buffers:
+            with failing_together(group, UserError, RuntimeError, MemoryError):
                 if settings.grad_clip_norm > 0:
                     clip_grads_with_norm_(buffers, settings.grad_clip_norm, torch.tensor(grad_norm, device=group.device))
                 bounds = self._checked(totals, grad_norm, settings)
-            except (UserError, RuntimeError, MemoryError) as error:
-                failure = error
-            refuse_together(group, failure)
-            self._take_step(settings, grad_norm)
-        finally:
-            for buffer in buffers:
-                buffer.grad = None
+            with fatal(f"{group.place.name} failed within a step of all workers"):
+                self._update(settings)
+                self.sharded.refresh()
+                state = state_after(self, grad_norm)
+            group.agree(state, "what a step left")
         self.bounds = bounds
         return {"grad_norm": grad_norm, "learning_rate": settings.lr}
 
     def _norm_of_all(self, totals: Sequence[Tensor]) -> float:
         """Return the norm of all workers' gradient. Raises on all, without new moments, if one has no memory for the step."""
-        failure: Exception | None = None
-        squares = 0.0
         first = not self.moments()
         try:
-            self.claim_moments()
-            squares = norm_of(totals).item() ** 2
-        except (RuntimeError, MemoryError) as error:
-            failure = error
-        try:
-            refuse_together(self.sharded.group, failure)
+            with failing_together(self.sharded.group, RuntimeError, MemoryError):
+                self.claim_moments()
+                squares = norm_of(totals).item() ** 2
         except TinsmithError:
             if first:  # or the next that is saved would wait for moments that one worker does not have
                 self.adamw.state.clear()
@@ -134,17 +122,6 @@ class ShardedOptimizer(ModelOptimizer):
         heard = self.sharded.group.gather(struct.unpack("<q", struct.pack("<d", squares))[0])
         return math.sqrt(math.fsum(struct.unpack("<d", struct.pack("<q", bits))[0] for bits in heard))
 
-    def _take_step(self, settings: AdamSettings, grad_norm: float) -> None:
-        """Take the agreed step. A worker that fails here no longer has the others' weights."""
-        group = self.sharded.group
-        try:
-            self._update(settings)
-            self.sharded.refresh()
-            state = state_after(self, grad_norm)
-        except Exception as error:
-            raise DeviceLostError(f"{group.place.name} failed within a step of all workers: {error!r}") from error
-        group.agree(state, "what a step left")
-
 
 def _nothing() -> None:
-    """Add nothing: the gradients of a pass are added up by all workers, when all have computed it."""
+    """Add nothing: `keep_pass` does, when all workers have computed the pass."""

@@ -1,12 +1,16 @@
 """All weights of a model, sharded over the workers (`--shard weights`, rank 0).
 
-Each layer, and each tensor before the first and behind the last of them (embedding, last norm, LM head), is a flat row of numbers, of
-which every worker keeps a part: of the float32 masters, of what AdamW remembers, of the gradients, and of what passes read in the precision
-of the base. Layers are put together while they are computed (`trained_layers.py`). The tensors around them are whole on each worker as
-well, in the precision of the base: a pass needs them at both of its ends.
+Each layer, and each tensor around them (embedding, last norm, LM head), is a flat row of numbers, of which every worker keeps a part: of
+the float32 masters, of what AdamW remembers, of the gradients, and of what passes read in the precision of the base. The tensors around
+the layers are whole on each worker as well, in the precision of the base: a pass needs them at both of its ends.
+
+A layer is put together to be computed, as those of a base model are (`sharded_layers.py`). As soon as its backward is done, its gradients
+are summed over all workers in float32, and each keeps its part of the sum: whole gradients of all layers would take more memory than what
+is sharded. A worker that has nothing to compute, or whose pass has failed, gives zeros. The gradients of a pass are kept apart until all
+workers have computed it: where it fails on one, the sums are of no use to anybody.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -15,21 +19,111 @@ from torch import Tensor
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.decoder import Decoder
+from tinsmith.models.decoder import Decoder, Layer
 from tinsmith.models.flat_row import FlatRow
 from tinsmith.models.full import FullBytes, FullWeights, sharded_full_bytes
 from tinsmith.models.layer_tensors import parameters_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
-from tinsmith.training.sharded_decoder import ShardedDecoder
-from tinsmith.training.trained_layers import GradientSums, TrainedLayers
+from tinsmith.training.sharded_layers import ShardedDecoder, ShardedLayers
+
+
+class GradientSums:
+    """Sums over all workers of the gradients of flat rows, piece by piece where a row is larger than the buffer."""
+
+    def __init__(self, group: ProcessGroup, numbers: int, device: torch.device) -> None:
+        """Allocate a buffer of `numbers` numbers in float32, a multiple of the number of workers."""
+        self.group = group
+        self.buffer = torch.empty(numbers, dtype=torch.float32, device=device)
+        self.summed: Callable[[], None] | None = None
+        """Waits for the sum under way, which reads the buffer."""
+
+    def begin(self, row: FlatRow, gradients: Sequence[Tensor | None], part: Tensor) -> None:
+        """Begin to sum; `part` becomes this worker's part of the sum when `wait` has returned. None stands for zeros.
+
+        To be called by all workers. Takes no memory if the gradients are contiguous.
+        """
+        size = len(self.buffer) // self.group.count
+        for start in range(0, row.part, size):
+            count = min(size, row.part - start)
+            self.wait()
+            whole = self.buffer[: count * self.group.count]
+            for rank, stretch in enumerate(whole.view(self.group.count, count)):
+                row.fill(stretch, rank * row.part + start, gradients)
+            self.summed = self.group.begin_to_sum_parts(part[start : start + count], whole)
+
+    def wait(self) -> None:
+        """Wait until all sums are there."""
+        if self.summed is not None:
+            summed, self.summed = self.summed, None
+            summed()
+
+
+class TrainedLayers(ShardedLayers):
+    """This worker's parts of all layers of one model. In a backward every step of every worker ends with a sum."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        templates: list[Layer],
+        rows: list[FlatRow],
+        parts: list[Tensor],
+        buffers: list[Tensor],
+        sums: GradientSums,
+    ) -> None:
+        """Take the `parts` of `rows`, flat and in the precision of the base."""
+        super().__init__(group, templates, [part.view(torch.uint8) for part in parts], buffers)
+        self.rows = rows
+        self.dtype = parts[0].dtype
+        self.sums = sums
+        self.gradients: list[Tensor] | None = None
+        """This worker's part of the gradient of each layer, which a backward fills; set before it begins."""
+        self.leaves: dict[str, Tensor] = {}
+        """The parameters of the layer that is trained now."""
+        self.given = False
+        """Whether the gradients of the layer that is there have been given."""
+
+    def layer_to_train(self, index: int) -> tuple[Layer, tuple[Tensor, ...]]:
+        self._come_to(index)
+        self.leaves = {name: tensor.requires_grad_() for name, tensor in self._parameters(index).items()}
+        return self._with(index, self.leaves), tuple(self.leaves.values())
+
+    def give(self, gradients: Sequence[Tensor | None]) -> None:
+        self.leaves = {}
+        self._sum(gradients)
+
+    def finish(self) -> None:
+        super().finish()
+        self.sums.wait()
+
+    def _leave(self) -> None:
+        """A step of the backward that has given nothing gives zeros."""
+        if self.backward and self.step >= len(self.parts) - 1 and not self.given:
+            self._sum([None] * len(self.rows[self.order[self.step]].shapes))
+        self.given = False
+
+    def _sum(self, gradients: Sequence[Tensor | None]) -> None:
+        index = self.order[self.step]
+        assert self.gradients is not None
+        self.sums.begin(self.rows[index], gradients, self.gradients[index])
+        self.given = True
+
+    def _view(self, index: int) -> Layer:
+        return self._with(index, self._parameters(index))
+
+    def _parameters(self, index: int) -> dict[str, Tensor]:
+        whole = self._buffer(self.step, self.parts[index]).view(self.dtype)
+        return self.rows[index].views(whole)
+
+    def _with(self, index: int, parameters: Mapping[str, Tensor]) -> Layer:
+        return self.templates[index].with_weights(parameters)
 
 
 class ShardedWeights(FullWeights):
     """This worker's part of them. `masters` and all that is laid out like these hold a flat part of each row, by the row's name."""
 
     def __init__(self, base: BaseModel, shape: LoraShape, group: ProcessGroup) -> None:
-        """Memory for them, which `take` gives numbers. The base is sharded too. Raises UserError for what cannot be sharded."""
+        """Allocate memory, which `take` gives numbers. Raises UserError for what cannot be sharded."""
         if not isinstance(base.decoder, ShardedDecoder):
             raise TypeError(f"the layers of {base.name} are not sharded")
         self.shape, self.dtype, self.group = shape, base.dtype, group
@@ -92,17 +186,13 @@ class ShardedWeights(FullWeights):
 
     @property
     def nbytes(self) -> int:
-        own = [*self.masters.values(), *self.wholes.values(), self.sums.buffer]
-        return sum(tensor.nbytes for tensor in own) + (0 if self.parts is self.masters else sum(map(_nbytes, self.parts.values())))
+        working = [] if self.parts is self.masters else self.parts.values()
+        own = [*self.masters.values(), *working, *self.wholes.values(), self.sums.buffer]
+        return sum(tensor.nbytes for tensor in own)
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters of all workers together."""
         return sum(row.numbers for row in self.rows.values())
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.nbytes
 
 
 def rows_of(base: BaseModel, shape: LoraShape, workers: int) -> dict[str, FlatRow]:
@@ -127,7 +217,7 @@ def rows_of(base: BaseModel, shape: LoraShape, workers: int) -> dict[str, FlatRo
 
 
 def bytes_of(base: BaseModel, shape: LoraShape, workers: int) -> FullBytes:
-    """Return the bytes of a model of this shape on each worker."""
+    """Bytes of a model of this shape on each worker."""
     rows = [row.numbers for row in rows_of(base, shape, workers).values()]
     count = len(base.layout.layers)
     return sharded_full_bytes(rows[:count], sum(rows[count:]), base.dtype, workers)
@@ -144,12 +234,6 @@ def take_from_base(weights: ShardedWeights, base: BaseModel) -> None:
     around = base.full_targets(weights.shape)
     for name in weights.wholes:
         weights.take(name, around)
-
-
-def take_from(weights: ShardedWeights, tensors: Mapping[str, Tensor]) -> None:
-    """Give weights the numbers of a checkpoint."""
-    for name in weights.rows:
-        weights.take(name, tensors)
 
 
 def gathered(weights: ShardedWeights, parts: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> None:

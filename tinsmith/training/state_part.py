@@ -3,8 +3,10 @@
 All workers write these files together (`store/pieces.py`). They are those that `checkpoint.write_state` writes of the whole copy.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import Size, Tensor
 
@@ -12,11 +14,37 @@ from tinsmith.models.flat_row import FlatRow
 from tinsmith.store.files import ABOUT_FILE
 from tinsmith.store.pieces import FilePiece
 from tinsmith.training.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, About
-from tinsmith.training.tensor_file import BYTES, TensorFile
-from tinsmith.training.update_check import MOMENTS
+from tinsmith.training.update_check import ENTRIES
 
-STEP, *ENTRIES = MOMENTS
-"""The number of steps, and what is laid out like the masters."""
+_ALIGNED = 8
+"""The tensors begin at a multiple of so many bytes."""
+_LENGTH_BYTES = 8
+"""Bytes in front of the header, which hold its length."""
+BYTES = 4
+"""Bytes of an element: all are float32."""
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A file of float32 tensors."""
+
+    header: bytes
+    """Its first bytes, up to the first tensor."""
+    starts: Mapping[str, int]
+    """Offset of each tensor, in bytes from the beginning of the file."""
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Sequence[int]]) -> "TensorFile":
+        """The file of tensors of these shapes, whatever their order."""
+        entries: dict[str, dict[str, object]] = {}
+        ends = [0]
+        for name in sorted(shapes):
+            ends.append(ends[-1] + BYTES * prod(shapes[name]))
+            entries[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": ends[-2:]}
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _ALIGNED)
+        header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        return cls(header, {name: len(header) + end for name, end in zip(entries, ends, strict=False)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +70,7 @@ class StatePart:
         yield from self._in_file(WEIGHTS_FILE, weights, {"": self.masters})
         if self.moments is not None:
             remembered = {f"{name}.{entry}": shape for name, shape in shapes.items() for entry in ENTRIES}
-            steps = {f"{name}.{STEP}": Size() for name in shapes}
+            steps = {f"{name}.step": Size() for name in shapes}
             optimizer = TensorFile.of(remembered | steps if self.moments else {})
             yield from self._in_file(OPTIMIZER_FILE, optimizer, {f".{entry}": parts for entry, parts in self.moments.items()})
             if self.about is not None and self.step is not None:

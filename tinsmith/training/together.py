@@ -1,8 +1,7 @@
-"""An optimizer step of a model that several workers hold, each with the gradients of its own datums.
+"""The optimizer step of a model that all workers hold, each with the gradients of its own datums (data parallelism).
 
-The gradients are added up over all workers in float32, and each takes the step for itself. The sum has the same bits everywhere, and so
-have the weights afterwards: nothing else is exchanged. That all took the same step, from the same weights, is checked every time: by the
-norm of the gradient and the sum of the bits of all weights.
+Gradients are summed over all workers in float32 (all-reduce), and each takes the step for itself. The sum has the same bits everywhere,
+and so have the weights afterwards. That is checked every time, by the norm of the gradient and the sum of the bits of all weights.
 """
 
 import logging
@@ -22,15 +21,15 @@ log = logging.getLogger(__name__)
 PIECE = 2**22
 """Numbers in a narrower precision than float32 that are added up at a time."""
 _REFUSED, _FAILED = -1, -2
-"""Codes of a worker that took no step: for a reason that all must have, or for another. A step has no code."""
+"""Codes of a worker that took no step: for a reason that all must have, or for another."""
 _NO_SIGN = 2**63 - 1
 
 
 def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
-    """Take a step of the optimizer with the gradients of all workers. To be called by all of them.
+    """Take a step with the gradients of all workers, which all call this.
 
-    Raises what `step` raises if it does so on all of them, TinsmithError if one had no memory before anything changed, and DeviceLostError
-    if the weights are not the same any more.
+    Raises what `step` raises if it does so on all, TinsmithError if one had no memory before anything changed, and DeviceLostError if the
+    weights differ now.
     """
     if not any(group.gather(optimizer.totals is not None)):
         return optimizer.step(settings)
@@ -57,7 +56,7 @@ def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGr
 
 
 def _widened(total: Tensor, buffer: Tensor) -> Iterator[Tensor]:
-    """The tensor in float32, as a whole or in pieces, each of which is put back after it was changed."""
+    """Yield the tensor in float32, as a whole or in pieces, each of which is put back after it was changed."""
     if total.dtype == torch.float32:
         yield total
         return
@@ -69,7 +68,7 @@ def _widened(total: Tensor, buffer: Tensor) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def state_after(optimizer: Optimizer, grad_norm: float) -> int:
-    """A number of 63 bits that differs, as good as always, where the norm of the gradient or any bit of a weight does."""
+    """Return 63 bits that differ, as good as always, where the norm of the gradient or any bit of a weight does."""
     norm: int = struct.unpack("<q", struct.pack("<d", grad_norm))[0]
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [leaf.detach().view(kinds[leaf.dtype.itemsize]).sum(dtype=torch.int64) for leaf in optimizer.weights.compared()]

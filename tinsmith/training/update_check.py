@@ -1,4 +1,4 @@
-"""Finds out before a step whether AdamW leaves every number finite.
+"""AdamW's numbers: the factors of a step, and the check, before it is taken, that it leaves every number finite.
 
 Bounds on the sizes of weights and moments are carried from step to step as three numbers: they prove nearly every step finite without a
 look at a tensor. A step that they do not prove is computed ahead, piece by piece, on copies.
@@ -24,8 +24,45 @@ SMALLEST_EPS = float(torch.finfo(torch.float32).tiny)
 PIECE_SIZE = 2**22
 """Numbers of a tensor that are computed ahead at a time."""
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""Names of AdamW's state of a tensor."""
+ENTRIES = ("exp_avg", "exp_avg_sq")
+"""Names of AdamW's moments of a tensor, of its shape."""
+MOMENTS = ("step", *ENTRIES)
+"""Names of all that AdamW remembers of a tensor."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors of one step of AdamW, the same for all tensors of a model.
+
+        g = scale · gradient
+        m = beta1 · m + (1 - beta1) · g
+        v = beta2 · v + (1 - beta2) · g · g
+        w = decay · w - rate · m / (sqrt(v) / root + eps)
+
+    This is torch's AdamW (Loshchilov and Hutter, 2019) with `decay` = 1 - lr · weight_decay, `rate` = lr / (1 - beta1^t) and
+    `root` = sqrt(1 - beta2^t), t being the number of the step, from 1.
+    """
+
+    scale: float
+    """Factor of the gradient for clipping; 1 for none."""
+    beta1: float
+    beta2: float
+    decay: float
+    rate: float
+    root: float
+    eps: float
+
+    @classmethod
+    def of(cls, settings: AdamSettings, number: int, scale: float) -> "Factors":
+        beta1, beta2 = settings.betas
+        decay, rate = 1 - settings.lr * settings.weight_decay, settings.lr / (1 - beta1**number)
+        return cls(scale, beta1, beta2, decay, rate, math.sqrt(1 - beta2**number), settings.eps)
+
+
+def clip_scale(grad_norm: float, settings: AdamSettings) -> float:
+    """Return the factor with which torch clips gradients of this norm."""
+    limit = settings.grad_clip_norm
+    return min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +75,6 @@ class Bounds:
 
     @classmethod
     def measured(cls, weights: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor]) -> "Bounds":
-        """The bounds of these tensors; without moments, as before the first step, they are 0."""
         return cls(*(get_total_norm(list(tensors), math.inf).item() if tensors else 0.0 for tensors in (weights, first, second)))
 
     def after(self, grad_norm: float, settings: AdamSettings) -> "Bounds | None":
@@ -59,7 +95,7 @@ class Bounds:
 
 
 def configure(adamw: torch.optim.AdamW, settings: AdamSettings) -> None:
-    """Let the next step of an optimizer use these hyper-parameters."""
+    """Let the next step use these settings."""
     adamw.param_groups[0].update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
 
 
@@ -71,10 +107,9 @@ def require_finite_step(
     dtype: torch.dtype,
     scale: float = 1.0,
 ) -> None:
-    """Compute AdamW's step on copies. Raises UserError naming a tensor that would not stay finite, also in `dtype`.
+    """Compute AdamW's step on copies of a few pieces. Raises UserError naming a tensor that would not stay finite, also in `dtype`.
 
-    `moments` are what AdamW remembers of each tensor, as `ModelOptimizer.moments` names them. Gradients may be of any precision; `scale` is
-    what clipping still multiplies them with. Takes the memory of a few pieces, and changes nothing.
+    `moments` are named as by `ModelOptimizer.moments`; `scale` is what clipping still multiplies the gradients with.
     """
     for (name, tensor), gradient in zip(weights.items(), gradients, strict=True):
         state = {entry: moments[f"{name}.{entry}"] for entry in MOMENTS} if moments else {}
@@ -88,7 +123,7 @@ def require_finite_step(
 def _computed_ahead(
     tensor: Tensor, gradient: Tensor, state: Mapping[str, Tensor], settings: AdamSettings, scale: float
 ) -> Iterator[dict[str, Tensor]]:
-    """Weights and moments after the step, some rows of the tensor at a time; `state` is what AdamW remembers of it."""
+    """Yield weights and moments after the step, some rows of the tensor at a time; `state` is what AdamW remembers of it."""
     rows = max(1, PIECE_SIZE * len(tensor) // max(1, tensor.numel()))
     moments = {name: values.split(rows) for name, values in state.items() if name != "step"}
     for index, (part, part_gradient) in enumerate(zip(tensor.split(rows), gradient.split(rows), strict=True)):

@@ -45,11 +45,10 @@ def main() -> int:
         threading.Thread(target=_wake, args=(torch, config.models.device), daemon=True).start()
     with _absent("scipy", "sklearn"):  # transformers imports them where they are installed, for what we do not use: a second or two
         from tinsmith.distributed.process_group import ProcessGroup
-        from tinsmith.worker.bases import load_bases, load_compared
+        from tinsmith.worker.bases import load_bases, load_compared, require_same
         from tinsmith.worker.device_lock import lock_devices
         from tinsmith.worker.loop import Worker
         from tinsmith.worker.records import AskedRecords
-        from tinsmith.worker.sameness import require_same
 
     gc.freeze()  # nor does a later collection look through them
     gc.enable()
@@ -85,7 +84,7 @@ def main() -> int:
 
 
 class Steps:
-    """The steps of the start, told to the engine as they begin: somebody waits for it."""
+    """The steps of the start, told to the engine as they begin."""
 
     def __init__(self, config: Config, send: Callable[[Starting], None]) -> None:
         names = list(base_model_sources(config))
@@ -105,7 +104,7 @@ class Steps:
 
 @contextmanager
 def _absent(*packages: str) -> Iterator[None]:
-    """Let what is imported meanwhile find that packages are not installed."""
+    """Let imports in the body find that packages are not installed."""
     absent = [package for package in packages if package not in sys.modules]
     sys.modules.update(dict.fromkeys(absent, cast("ModuleType", None)))  # Python's own way to say so
     try:
@@ -116,7 +115,7 @@ def _absent(*packages: str) -> Iterator[None]:
 
 
 def _wake(torch: Any, device: str) -> None:
-    """Let a GPU get ready while this process imports libraries. Whatever is wrong with it is told when the base models are loaded."""
+    """Let a GPU get ready while this process imports libraries; loading a base model tells what is wrong with it."""
     with suppress(RuntimeError, AssertionError):
         if device != "cpu" and torch.cuda.is_available():
             torch.zeros(1, device="cuda" if device == "auto" else device)

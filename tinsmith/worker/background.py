@@ -1,4 +1,4 @@
-"""Threads beside the device: they render, read and write while the device's thread trains and samples."""
+"""Threads beside the device, which render, read and write while the device's thread trains and samples."""
 
 import threading
 from collections import deque
@@ -11,9 +11,12 @@ from tinsmith.sampling.turns import Turns
 
 T = TypeVar("T")
 
+SMALL_BYTES = 64 * 1024
+"""Requests of up to this size, without new images, are read at once: to hand them to a thread and back would take longer."""
+
 
 class Background:
-    """A pool of threads whose results come back to one thread, the device's. Sessions take turns in it."""
+    """A pool of threads whose results come back to the device's thread. Sessions take turns in it."""
 
     def __init__(self, name: str, threads: int, wake: Callable[[], None]) -> None:
         """`wake` is called in a thread of the pool when there is something to `deliver`."""
@@ -32,7 +35,7 @@ class Background:
         """Jobs that were started and not delivered."""
 
     def run(self, work: Callable[[], T], then: "Callable[[Future[T]], None]", session: str = "") -> None:
-        """Run `work` in the pool; `deliver` calls `then` with the future that holds its result or its error.
+        """Run `work` in the pool; `deliver` calls `then` with its future.
 
         When a thread is free, the session is served that was served longest ago.
         """
@@ -67,7 +70,6 @@ class Background:
         return bool(self._ended)
 
     def deliver(self) -> None:
-        """Hand over what has ended."""
         while self._ended:
             then, future = self._ended.popleft()
             self.running -= 1

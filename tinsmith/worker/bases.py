@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,8 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import transformers
 
+from tinsmith import __version__
 from tinsmith.config import Config, base_model_sources
+from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, load_base_model, loading_of, loading_to_compare, pick_device
 from tinsmith.models.budget import GIB
@@ -22,7 +26,7 @@ from tinsmith.models.fingerprint import state_of_files
 from tinsmith.models.machine import free_memory, limit_memory, size_text
 from tinsmith.models.sizing import size_of
 from tinsmith.sampling.self_check import check_base_model
-from tinsmith.training.sharded_decoder import require_divisible
+from tinsmith.training.sharded_layers import require_divisible
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +41,9 @@ WHOLE_BASE = 1.1
 
 
 def stays_on_host(source: str, config: Config) -> bool:
-    """Whether the layers of a base model that is to be sharded wait in the host's memory, because the device has no room for all of them.
+    """Whether layers that are to be sharded wait in the host's memory, because the device has no room for all of them.
 
-    On a GPU that has room, the self-check takes seconds in place of minutes. A CPU has the same memory, where several workers share pages.
+    On a GPU that has room, the self-check takes seconds in place of minutes. On a CPU several workers share pages.
     """
     if not config.shards_weights:
         return False
@@ -51,9 +55,8 @@ def stays_on_host(source: str, config: Config) -> bool:
 
 
 def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict[str, BaseModel]:
-    """Every base model of the configuration, by name, once it has passed its self-check.
+    """Load every base model of the configuration and check it; `begin` is called before each load and each check.
 
-    `begin` is called before each is loaded, and before each is checked.
     Raises ConfigError as `load_base_model` and `check_base_model` do.
     """
     features = config.images.image_cache_mib * 2**19  # the other half is for pixel values
@@ -79,10 +82,10 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
 
 
 def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, BaseModel]:
-    """Whole copies of base models whose layers are about to be sharded, in the host's memory; none where these are whole themselves.
+    """Load whole copies of base models that are about to be sharded into the host's memory; none where they stay whole.
 
-    They take the trainer's place in what vLLM servers are compared with, and are what adapters are merged into. Their layers are mapped
-    pages of their files, if these are in the precision that is served. Raises ConfigError if the host has no room for them.
+    vLLM servers are compared with them, and adapters are merged into them. Their layers are mapped pages of their files, if these are in
+    the precision that is served. Raises ConfigError if the host has no room for them.
     """
     compared: dict[str, BaseModel] = {}
     if not config.compares_with_copy:
@@ -106,7 +109,7 @@ def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, B
 
 
 def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: bool) -> None:
-    """Check a base model in full, or quickly if that was passed before in the same surroundings, and remember that it passes."""
+    """Check a base model in full, or quickly if that was passed before in the same surroundings, which this remembers."""
     started = time.monotonic()
     known = _surroundings(base, files, samples, on_host)
     passed = Path(config.data_dir) / PASSED_DIR / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
@@ -125,7 +128,7 @@ def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: 
 
 
 def _why_full(passed: Path, known: str) -> str:
-    """Return why the quick form does not suffice; empty if it does. A file that cannot be read, or is of something else, does not count."""
+    """Return why the quick form does not suffice, empty if it does."""
     try:
         return "" if passed.read_text() == known else f"{passed} is damaged"
     except FileNotFoundError:
@@ -135,7 +138,7 @@ def _why_full(passed: Path, known: str) -> str:
 
 
 def _remember(passed: Path, known: str) -> None:
-    """Write down what has passed; other workers may do the same. Without it, the next start checks in full again."""
+    """Note what has passed. Without it, the next start checks in full again."""
     new = passed.with_suffix(f".{os.getpid()}.new")
     try:
         passed.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +149,7 @@ def _remember(passed: Path, known: str) -> None:
 
 
 def _state_of(source: str) -> str:
-    """`state_of_files` of a model; empty if it cannot be told, which is no state that anything is remembered of."""
+    """`state_of_files` of a model; empty if unknown, which is never remembered."""
     directory = local_directory(source)
     try:
         return state_of_files(directory) if directory is not None else ""
@@ -176,3 +179,23 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def require_same(group: ProcessGroup, bases: Mapping[str, BaseModel]) -> None:
+    """Raise ConfigError on all workers of several hosts, naming what differs, if programs or base models do.
+
+    Replicas of different weights would train something that no single worker has. To be called by all.
+    """
+    hosts = group.texts(group.place.host)
+    versions = {
+        "Tinsmith": __version__,
+        "Python": platform.python_version(),
+        "PyTorch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    here = versions | {f"the weights of {name}": base.fingerprint for name, base in bases.items()}
+    for what, own in here.items():
+        found = group.texts(own)
+        if len(set(found)) > 1:
+            told = ", ".join(f"{each} on {host}" for host, each in dict(zip(hosts, found, strict=True)).items())
+            raise ConfigError(f"workers on several hosts need the same of all that computes, but {what} differs: {told}; install the same")

@@ -18,10 +18,10 @@ from tinsmith.training.checkpoint import OPTIMIZER_FILE, has_moments, read_about
 
 
 def write_files(files: CheckpointFiles, row: Mapping[str, Any], write: Callable[[Path], None], joint: bool = False) -> dict[str, Any]:
-    """Write a checkpoint: `write` fills a directory. Returns the fields of its row that only the files tell.
+    """Let `write` fill the directory of a checkpoint; returns the fields of its row that only the files tell.
 
-    With `joint` the directory is what all workers have filled (`CheckpointFiles.joint`), and `write` has a look at it.
-    All is on the disk, or in the object store, when this returns. Raises TinsmithError if that does not take it; then there is nothing.
+    With `joint` all workers have filled it (`CheckpointFiles.joint`), and `write` checks it. When this returns, all is on the disk or in
+    the object store; otherwise it raises TinsmithError, and there is nothing.
     """
     with refused_by_disk(row["tinker_path"]):
         with (files.joined if joint else files.written)(row["directory"]) as directory:
@@ -35,7 +35,7 @@ def write_files(files: CheckpointFiles, row: Mapping[str, Any], write: Callable[
 
 @contextmanager
 def refused_by_disk(tinker_path: str, who: str = "") -> Iterator[None]:
-    """Turn what a disk says that does not take a checkpoint into a TinsmithError; `who` is the worker that it concerns alone."""
+    """Turn a disk's refusal of a checkpoint into a TinsmithError; `who` is the worker that it concerns alone."""
     try:
         yield
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a disk that is full
@@ -44,7 +44,7 @@ def refused_by_disk(tinker_path: str, who: str = "") -> Iterator[None]:
 
 @contextmanager
 def opened_files(files: CheckpointFiles, place: str, optimizer: bool) -> Iterator[Path]:
-    """A directory with the files of a checkpoint, to read while the body runs; they are what was written.
+    """Yield a directory with the verified files of a checkpoint, to read while the body runs.
 
     Without `optimizer` the optimizer's file is not checked and must not be read. Raises TinsmithError naming a file that is damaged.
     """

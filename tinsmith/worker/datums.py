@@ -17,8 +17,7 @@ from tinsmith.worker.provenance import sequence_ids, with_recorded
 KNOWN_INPUTS = ("target_tokens", "weights", "advantages", "logprobs", *CLIP_THRESHOLDS, "sequence_ratio_mask", "mask")
 """loss_fn_inputs of the Tinker API, and the "mask" of the cookbook's datums, which dro reads.
 
-One that the loss does not read may ride along, so that a datum of one loss can be scored with another, unless it asks for something that
-the loss would then not do.
+One that the loss does not read may ride along, unless it asks for something that the loss would then not do.
 """
 
 _IGNORED = -100
@@ -44,21 +43,19 @@ class CheckedDatum:
     renderer: Renderer
 
     def __len__(self) -> int:
-        """Positions of the sequence."""
         return len(self.measured)
 
     @property
     def undecoded(self) -> dict[bytes, int]:
-        """Pixels of each image that is still to be decoded, by the SHA-256 of its bytes."""
         return self.renderer.undecoded(self.measured)
 
     def work(self) -> DatumWork:
-        """The datum ready to compute. Raises UserError if an image is broken."""
+        """Render the datum. Raises UserError if an image is broken."""
         return DatumWork(self.model_id, self.renderer.render_measured(self.measured), self.targets, self.loss, self.inputs)
 
 
 def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer, find_recorded: FindRecorded) -> list[CheckedDatum]:
-    """Check every datum. Raises UserError naming datum, field and value, before anything is computed or any image decoded."""
+    """Check every datum before any image is decoded. Raises UserError naming datum, field and value."""
     loss = find_loss(request.loss_fn, request.loss_fn_config)
     if not request.data:
         raise UserError("data is empty; send at least one datum")
@@ -73,7 +70,7 @@ def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer, 
 
 
 def check_lengths(datums: Sequence[CheckedDatum], longest: int, workers: int) -> None:
-    """Raise UserError for a datum of more than `longest` tokens, the most that the memory of the devices of `workers` workers can train."""
+    """Raise UserError for a datum of more than `longest` tokens, the most that `workers` workers have memory for."""
     device = "this server's device trains" if workers == 1 else f"the devices of this server's {workers} workers trains together"
     for index, datum in enumerate(datums):
         if len(datum) > longest:
@@ -138,7 +135,7 @@ def _loss_input(datum: Datum, loss: Loss, name: str, shape: tuple[int, ...]) -> 
 
 
 def _check_thresholds(datum: Datum, loss: Loss, inputs: Mapping[str, FloatArray]) -> None:
-    """Bounds for each position belong to a loss that clips, and leave it a ratio."""
+    """Raise UserError for bounds of a loss that does not clip, or that leave no ratio."""
     brought = [name for name in CLIP_THRESHOLDS if name in datum.loss_fn_inputs]
     if not brought:
         return
@@ -165,7 +162,7 @@ def _check_counted(loss: Loss, inputs: Mapping[str, FloatArray]) -> None:
 
 
 def _check_unread(datum: Datum, loss: Loss, inputs: Mapping[str, FloatArray]) -> None:
-    """Weights and masks that the loss does not read must be redundant: 1, or 0 where nothing counts anyway."""
+    """Raise UserError for weights and masks that the loss does not read and that are not redundant: 1, or 0 where nothing counts."""
     factor = "weights" if "weights" in loss.inputs else "advantages"
     for name in COUNTED_BY:
         if name in inputs or name not in datum.loss_fn_inputs:

@@ -1,10 +1,10 @@
 """Locks a GPU for one server, unless several agreed to share it.
 
 Each GPU has a file, named by the GPU's UUID, in a directory of the user's. A worker with a `memory_share` below 1 locks it together with
-others that have one, any other worker alone. The kernel lets go of the lock when the process ends, however it ends.
+others that have one, any other worker alone. The kernel frees the lock when the process ends.
 
-The GPUs of vLLM servers are locked by the worker that starts these, once for its life: not by the servers, which come and go, and may
-share the worker's own GPU. Servers of --vllm-url are not ours, and lock nothing.
+The GPUs of vLLM servers are locked by the worker that starts these, once for its life: the servers come and go, and may share the worker's
+own GPU. Servers of --vllm-url lock nothing.
 
 Not seen are servers of other users, and those in containers that do not share the directory for temporary files.
 """
@@ -39,16 +39,15 @@ class DeviceLock:
         self._descriptors = [directory, file]
 
     def close(self) -> None:
-        """Let others have the device."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
 
 
 def lock_devices(config: Config, patience_s: float = PATIENCE_S) -> list[DeviceLock]:
-    """The locks of all GPUs that a worker and its vLLM servers use. There are none for a CPU, which everybody shares.
+    """Lock all GPUs that a worker and its vLLM servers use. A CPU is not locked.
 
-    Raises ConfigError if one of them cannot be had within `patience_s`, or if there is no GPU of which `memory_share` could be a share.
+    Raises ConfigError if one cannot be had within `patience_s`, or if there is no GPU of which `memory_share` could be a share.
     """
     import torch  # here, because these take seconds
 
@@ -77,7 +76,7 @@ def lock_devices(config: Config, patience_s: float = PATIENCE_S) -> list[DeviceL
 
 
 def _gpus_of_servers(config: Config) -> set[int]:
-    """Those of the vLLM servers that a worker with this configuration starts, of all base models."""
+    """GPUs of all vLLM servers that a worker with this configuration starts."""
     if config.sampling.sampler != "vllm" or config.vllm.vllm_urls:
         return set()
     import torch
@@ -90,7 +89,7 @@ def _gpus_of_servers(config: Config) -> set[int]:
 
 
 def lock(uuid: str, name: str, shared: bool, patience_s: float = PATIENCE_S) -> DeviceLock:
-    """The lock of the device with that UUID, which errors call `name`. `shared` ones do not exclude each other.
+    """Lock the device with that UUID, which errors call `name`; `shared` locks do not exclude each other.
 
     Raises ConfigError if it cannot be had within `patience_s`.
     """
@@ -126,9 +125,9 @@ def _locked(file: int, wanted: int) -> bool:
 
 
 def _directory() -> int:
-    """A descriptor of this user's directory for locks, which nobody else can write to. Made if there is none.
+    """Open this user's directory for locks, made if missing, which nobody else can write to.
 
-    It is locked too, which keeps services that tidy up old temporary files away from it. Raises ConfigError if it is not ours alone.
+    It is locked too, which keeps services that tidy up temporary files away from it. Raises ConfigError if it is not ours alone.
     """
     path = Path(tempfile.gettempdir()) / f"tinsmith-{os.getuid()}"
     try:
@@ -148,7 +147,7 @@ def _directory() -> int:
 
 
 def _holders(file: int) -> str:
-    """Return the holder of a file's lock, as part of a sentence; empty if the system does not tell."""
+    """Name the holders of a file's lock, as part of a sentence; empty if the system does not tell."""
     if not _LOCKS.is_file():
         return ""
     inode = os.fstat(file).st_ino

@@ -1,4 +1,4 @@
-"""Divides the memory of the worker's device, when all base models are loaded and nothing else is."""
+"""Divides the memory of the worker's device when all base models are loaded and nothing else is."""
 
 import logging
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class DeviceMemory:
     """Cache size of each base model, and the length of sequences that train beside it."""
 
     def __init__(self, bases: Mapping[str, BaseModel], config: Config, group: ProcessGroup | None = None) -> None:
-        """Divide what is free now. With a `group` all of its workers do so at the same time, and share the host's memory."""
+        """Divide what is free now. All workers of a `group` do so at the same time, and share the host's memory."""
         self.bases = bases
         self.config = config
         device = next(iter(bases.values())).device
@@ -46,7 +46,7 @@ class DeviceMemory:
         return CacheShape(base.layout.layers, base.dtype, base.device).divide(self.budgets[name].cache, self.config.sampling.max_running)
 
     def longest_trained(self, name: str) -> int:
-        """The longest sequence that trains on a base model, which the log is told; 0 if nothing is trained (--train none)."""
+        """Return and log the longest sequence that trains on a base model; 0 if nothing is trained (--train none)."""
         if not self.config.training.trains:
             return 0
         base = self.bases[name]
@@ -63,7 +63,7 @@ class DeviceMemory:
         return tokens
 
     def longest_together(self, name: str, workers: int) -> int:
-        """The longest sequence that trains on a base model if `workers` workers compute it together, which the log is told."""
+        """Return and log the longest sequence that trains if `workers` workers compute it together."""
         base = self.bases[name]
         slices = sliced_pass_memory_of(base.layout, base.text_config, base.dtype, workers)
         tokens = longest_together(self.budgets[name], slices, workers, self.config, base.max_context, self.host, self.on_gpu)
@@ -77,7 +77,7 @@ def _share_of_host(free: int, group: ProcessGroup) -> int:
 
 
 def _model_bytes(base: BaseModel, rank: int, config: Config, parts: int) -> ModelBytes:
-    """One model of the planned rank, whose weights are sharded into so many parts if there are several."""
+    """Bytes of one model of the planned rank, whose weights are sharded into `parts` parts."""
     shape = LoraShape(0, seed=0)
     numbers = sum(parameter.numel() for parameter in base.full_targets(shape).values())
     if parts > 1 and rank == 0:

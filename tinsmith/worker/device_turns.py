@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.25
-"""Seconds without work after which a turn ends. Between two steps of a client there is a moment without work."""
+"""Seconds without work after which a turn ends: there is a moment without work between two steps of a client."""
 
 
 class Sleeper(Protocol):
@@ -36,12 +36,12 @@ class Sleeper(Protocol):
 
 
 class DeviceTurns:
-    """Decides whether training or the samplers' servers have the GPU. For the worker's thread."""
+    """Decides, for the worker's thread, whether training or the samplers' servers have the GPU."""
 
     def __init__(
         self, sleepers: Sequence[Sleeper], turn_s: float, leave: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """The servers of `sleepers` have it first, because they start at once. `leave` gives back the trainer's spare memory."""
+        """Let the servers of `sleepers` have it first, because they start at once. `leave` gives back the trainer's spare memory."""
         self.sleepers = sleepers if turn_s else ()
         self.turn_s = turn_s
         self.leave = leave
@@ -56,7 +56,7 @@ class DeviceTurns:
         return self.state == "training"
 
     def look(self, wanted: bool) -> bool:
-        """Whether the trainer may use the GPU now. `wanted` says whether it has something to do; call it often, also if it has not.
+        """Return whether the trainer may use the GPU now; `wanted` says whether it has something to do. Call it often.
 
         Raises what keeps servers from falling asleep or waking.
         """
@@ -74,7 +74,7 @@ class DeviceTurns:
         return self.is_trainers
 
     def has_trained(self) -> None:
-        """The trainer has used the GPU until now, perhaps for long."""
+        """Note that the trainer has used the GPU until now."""
         self._busy_at = self.clock()
 
     def patience_s(self, longest: float) -> float:

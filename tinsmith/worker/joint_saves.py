@@ -2,7 +2,7 @@
 
     copy of its part ─▶ a thread writes it ─▶ PartWritten ─▶ FinishSave, to one of them ─▶ a thread makes a checkpoint ─▶ Answer
 
-Nobody waits for another but the engine. As long as one of them may still write, nothing is taken for complete, and nothing is deleted.
+Only the engine waits for all. As long as one may still write, nothing is taken for complete, and nothing is deleted.
 """
 
 import shutil
@@ -34,14 +34,14 @@ class JointSaves:
     """The saves that this worker has a part of."""
 
     def __init__(self, files: CheckpointFiles, disk: Background, send: Callable[[Message], None], place: Place, answer: AnswerWith) -> None:
-        """`disk` runs what touches files, and `send` tells the engine. `answer` lets a work run there whose result answers a call."""
+        """`disk` runs what touches files; `answer` lets it run work whose result answers a call."""
         self.files = files
         self.disk = disk
         self.send = send
         self.place = place
         self.answer = answer
         self.begun: dict[int, Save] = {}
-        """Saves by number that this worker is to finish when all have written their parts."""
+        """Saves by number that this worker finishes when all have written their parts."""
 
     def write(self, message: Save, part: StatePart) -> None:
         """Let a thread write this worker's part, which is told when it is on the disk."""
@@ -59,7 +59,7 @@ class JointSaves:
             self.send(PartWritten(message.number, ended.result()))
 
     def finish(self, message: FinishSave) -> None:
-        """Make a checkpoint of what all have written; or delete it, if one has failed."""
+        """Make a checkpoint of what all have written, or delete it if one has failed."""
         save = self.begun.pop(message.number, None)
         if message.error_type:
             failed = CallFailed(message.number, message.error_type, message.error)
@@ -69,7 +69,7 @@ class JointSaves:
         self.answer(save, partial(self._checkpoint, save, message.pieces))
 
     def _checkpoint(self, save: Save, told: Told) -> dict[str, Any]:
-        """The checkpoint of a save whose parts are all written. Returns the fields of its row that only the files tell."""
+        """Make the checkpoint of a save whose parts are all written; returns the fields of its row that only the files tell."""
         row = save.checkpoint
         if isinstance(save, SaveModel):
             return write_files(self.files, row, partial(_require_whole, told=told), joint=True)
@@ -85,7 +85,7 @@ class JointSaves:
             return write_files(self.files, row, write)
 
     def drop(self, message: DropFiles) -> None:
-        """Delete what is left of saves that ended with their workers. What cannot be deleted is, with all unfinished files, a day later."""
+        """Delete what is left of saves that ended with their workers, or a day later if it cannot be deleted now."""
         for directory in message.directories:
             self.disk.run(partial(self.files.remove, directory), _ignored)
 
@@ -99,4 +99,4 @@ def _require_whole(directory: Path, told: Told) -> None:
 
 
 def _ignored(ended: "Future[None]") -> None:
-    """Whether it could be deleted makes no difference to anybody."""
+    """Ignore whether it could be deleted."""

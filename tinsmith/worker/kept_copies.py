@@ -1,16 +1,15 @@
 """Copies of models on disk, from which new workers restore them when this one dies.
 
 After a step of a LoRA model its weights and what AdamW remembers are copied, and a thread writes them as the files of a checkpoint. They
-are there to outlive this process, not a power cut, so nothing is synced: the files lie in the page cache at once. Where workers run on
-several hosts they are synced, because a copy has to outlive the host that writes it. The step is answered when its copy is complete, while
-other models use the device. So with a share of 1 there is a copy of every step that a client knows to have been taken. With less, steps
-that come before the last copy has paid off leave none.
+are to outlive this process, not a power cut, so they are synced only where workers run on several hosts: there a copy has to outlive its
+host. The step is answered when its copy is complete, while other models use the device. So with a share of 1 there is a copy of every step
+that a client knows to have been taken. With less, steps that come before the last copy has paid off leave none.
 
 A copy is a directory named by the seq_id of its step. It appears when it is complete; the one before it stays until the next step, because
 a worker may die between the copy and the answer.
 
-All workers write to the same place, each the copies of other models, and the limit is for all of them together. So beside the directory of
-a model's copies lies an empty file, whose name ends with the number of bytes that were taken for them.
+The limit is for all workers together. So beside the directory of a model's copies lies an empty file, whose name ends with the number of
+bytes that were taken for them.
 """
 
 import logging
@@ -39,22 +38,23 @@ class KeptCopies:
     """The copies that this worker writes."""
 
     def __init__(self, data_dir: Path, limit_bytes: float, share: float, threads: Background, place: Place) -> None:
-        """They take at most `limit_bytes` on the disk, with those of the workers at other places, and that `share` of each model's time."""
+        """Take at most `limit_bytes` on the disk, with all other workers, and that `share` of each model's time."""
         self.data_dir = data_dir
         self.limit_bytes = limit_bytes
         self.share = share
         self.threads = threads
         self.place = place
         self.reserved: dict[str, int] = {}
-        """Bytes that the copies of each model take on the disk: two of them, because the former stays while the next is written. Of models
-        whose copies this worker writes."""
+        """Bytes on the disk for the copies of each model that this worker writes: two, because the former stays while the next is
+        written.
+        """
         self.paid_off_at: dict[str, float] = {}
-        """The monotonic time at which the last copy of each model will have taken no more than its share of the time."""
+        """Monotonic time at which the last copy of each model will have taken no more than its share."""
 
     def keep(self, backend: LocalBackend, model_id: str, directory: Path, before: str, then: Callable[[bool], None]) -> None:
-        """Copy a model as it is now. `then` is told later whether `directory` holds the copy.
+        """Copy a model as it is now; `then` is told later whether `directory` holds the copy.
 
-        The copies of the model but for `before` are deleted. One that cannot be kept costs no step: it is told in the log.
+        The model's other copies but `before` are deleted. One that cannot be kept is logged and costs no step.
         """
         started = time.monotonic()
         if started < self.paid_off_at.get(model_id, 0.0):
@@ -100,12 +100,12 @@ class KeptCopies:
         return fits
 
     def restored(self, model_id: str, directory: str, parameters: int) -> None:
-        """A model was loaded from a directory: if that is a kept copy of it, and the next one is written here, the room is taken."""
+        """Take the room of a kept copy from which a model was loaded, if the next one is written here."""
         if self.place.writes(model_id) and Path(directory).parent == kept_copies(self.data_dir, model_id):
             self.reserved[model_id] = _room(parameters)
 
     def forget(self, model_id: str) -> None:
-        """Delete the copies of a model beside the device, whichever worker wrote them."""
+        """Delete the copies of a model, whichever worker wrote them."""
         took = self.reserved.pop(model_id, None)
         self.paid_off_at.pop(model_id, None)
         directory = kept_copies(self.data_dir, model_id)
@@ -125,7 +125,7 @@ class KeptCopies:
 
 
 def _room(parameters: int) -> int:
-    """Bytes on the disk for two copies of a model: weights and two moments each, in float32."""
+    """Bytes of two copies of a model: weights and two moments each, in float32."""
     return 2 * 3 * 4 * parameters
 
 
@@ -141,9 +141,9 @@ def _delete(home: Path) -> None:
 
 
 def write_copy(state: SavedState, model_id: str, directory: Path, before: str, durable: bool = False) -> None:
-    """Write a copy to `directory`, which appears when it is complete, and delete the model's others but for `before`.
+    """Write a copy to `directory`, which appears when it is complete, and delete the model's others but `before`.
 
-    With `durable` it is synced first: it is to outlive this host, whose memory may be all that holds the files.
+    With `durable` it is synced first, to outlive this host.
     """
     home = directory.parent
     home.mkdir(parents=True, exist_ok=True)

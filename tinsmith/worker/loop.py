@@ -3,7 +3,7 @@
     new messages -> at most one pass or call -> decode steps for as long as that took -> again
 
 Neither training nor sampling starves the other, and nothing that touches weights needs a lock. What needs no device runs in threads beside
-it: images and large requests are rendered, files are written and read. With no work the thread sleeps on its socket.
+it. With no work the thread sleeps on its socket.
 """
 
 import logging
@@ -52,7 +52,7 @@ from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.sequence_parallel import SHORTEST_SLICE
 from tinsmith.training.sharded_backend import ShardedBackend
-from tinsmith.training.sharded_decoder import shard
+from tinsmith.training.sharded_layers import shard
 from tinsmith.worker.background import Background
 from tinsmith.worker.device_memory import DeviceMemory
 from tinsmith.worker.device_turns import DeviceTurns, Sleeper
@@ -73,14 +73,13 @@ RENDERING_THREADS = 2
 """Threads that read and check large requests. They decode no image, so that texts never wait for images."""
 
 IMAGE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Threads that decode images. Decoding and resizing release Python's lock, so they decode side by side; half of the processor's cores are
-left to what else computes there."""
+"""Threads that decode images side by side, without Python's lock; half of the cores are left to what else computes."""
 
 DISK_THREADS = 4
 """Files that are written or read at a time: each waits for a disk or an object store."""
 
 COPY_THREADS = 2
-"""Kept copies that are written at a time. They do not wait behind checkpoints, because steps wait for them."""
+"""Kept copies that are written at a time. Steps wait for them, so they do not wait behind checkpoints."""
 
 
 class Worker:
@@ -97,7 +96,7 @@ class Worker:
         place: Place | None = None,
         compared: dict[str, BaseModel] | None = None,
     ) -> None:
-        """Join a `group`, if given: its workers hold the same models and share each pass. Without a `place` it is alone, beside its engine.
+        """Join a `group`, if given, whose workers hold the same models and share each pass; without a `place` this one is alone.
 
         `compared` are whole base models for the sampler, where those that train are sharded (`worker/bases.py`).
         """
@@ -130,7 +129,7 @@ class Worker:
         shared = None if config.training.trains else SharedCheckpoints(files)
         self.snapshots = Snapshots(self.sampled_bases, records, files, spill, memory, disk, idle_s, shared)
         self.sleepers: list[Sleeper] = []
-        """Samplers whose servers can have the device in turns with training."""
+        """Samplers whose servers take turns with training."""
         self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.images, self.disk, records, self.send)
         trained = {name: self._trained(backends[name], renderers[name], group) for name in self.bases}
         self.longest_trained = {name: each.longest for name, each in trained.items()}
@@ -142,10 +141,10 @@ class Worker:
         self.status = WorkerStatusReporter(self.samples, self.send)
         self.stopping = False
         self.suspicious = False
-        """Something failed for which no client is to blame, since the devices were last tried."""
+        """Whether something failed for which no client is to blame, since the devices were last tried."""
 
     def run(self, parent_pid: int) -> None:
-        """Serve until told to stop, or until our parent is gone, perhaps while models were loaded: the engine, or its actor in Ray.
+        """Serve until told to stop, or until our parent is gone: the engine, or its actor in Ray.
 
         Raises DeviceLostError if a device computes nothing any more.
         """
@@ -172,11 +171,11 @@ class Worker:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the other workers wait for this one, or will: all have been told to compute the same passes."""
+        """Whether the other workers wait for this one, or will, in passes that all were told to compute."""
         return self.config.shards_weights and bool(self.due or self.passes.passes)
 
     def receive(self, timeout_s: float) -> None:
-        """Take in what the engine says, and what threads beside the device have done."""
+        """Handle messages of the engine and results of threads beside the device."""
         early, self.early = self.early, []
         for message in early + self.link.receive(timeout_s):
             self.handle(message)
@@ -184,16 +183,16 @@ class Worker:
             threads.deliver()
 
     def _dropped(self) -> set[str]:
-        """Return, in the middle of a pass, the operations that the engine has dropped meanwhile. Its messages are handled after the pass.
+        """Return, in the middle of a pass, the operations that the engine has dropped meanwhile, and answer steps whose copies are kept.
 
-        Steps before the pass whose copies are kept by now are answered.
+        Its messages are handled after the pass.
         """
         self.copies.deliver()
         self.early += self.link.receive(0.0)
         return {operation for message in self.early if isinstance(message, Drop) for operation in message.operations}
 
     def turn(self) -> None:
-        """At most one pass or call, then decode steps for as long as that took."""
+        """Do at most one pass or call, then decode steps for as long as that took."""
         started = time.monotonic()
         if self.turns.look(wanted=bool(self.due)) and self.due:
             self.due.popleft()()
@@ -268,7 +267,7 @@ class Worker:
         self.link.send(message)
 
     def _sample_until(self, deadline: float) -> None:
-        """At least one sampling step, and more until `deadline` (monotonic); new requests join between steps."""
+        """Do at least one sampling step, and more until `deadline` (monotonic); new requests join between steps."""
         while self.samples.has_work and not self.stopping:
             self.samples.step()
             if time.monotonic() >= deadline:
@@ -276,7 +275,7 @@ class Worker:
             self.receive(0.0)
 
     def _try_devices(self) -> None:
-        """After a failure that no client is to blame for: it may have left a device on which everything fails from now on."""
+        """Try the devices after a failure that no client is to blame for: everything may fail on them from now on."""
         if self.suspicious:
             self.suspicious = False
             for base in self.bases.values():
@@ -326,13 +325,13 @@ class Worker:
 
 
 def disk_for_snapshots(config: Config, place: Place) -> float:
-    """Bytes of the disk for a worker's snapshots: its part of what the server may take. Each that samples has files of its own."""
+    """Bytes of the disk for a worker's snapshots: its part of the server's, if several sample."""
     samplers = place.count if config.sampling.sampler == "local" else 1
     return config.sampling.snapshot_disk_gib * 2**30 / samplers
 
 
 def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> LocalBackend:
-    """Return the trainer of a base model. With `--shard weights` its layers are first sharded over the group."""
+    """Return the trainer of a base model, whose layers `--shard weights` first shards over the group."""
     if group is None or not config.shards_weights:
         return LocalBackend(base, config.training, group, config.sampling.eager)
     shard(base, group)

@@ -1,7 +1,7 @@
 """Calls of the engine to models: create, step, snapshot, save, export, load. Each is answered once.
 
-The device's thread computes and copies. Files are written from the copy, and read, in threads beside it, so that nobody's save or load
-keeps others from training and sampling. What is saved goes on itself as soon as the engine has heard that the copy is there.
+The device's thread computes and copies. Threads beside it write from the copy, and read, so that nobody's save or load keeps others from
+training and sampling. A model goes on as soon as the engine has heard that its copy is there.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,11 +42,7 @@ from tinsmith.worker.snapshots import Snapshots
 
 
 class Models:
-    """The models of a worker.
-
-    `send` answers the engine; `enqueue` lets something be done by the device's thread; `check` raises UserError if a model of this base and
-    shape could not be sampled.
-    """
+    """The models of a worker. `enqueue` lets the device's thread do something; `check` raises UserError if a shape cannot be sampled."""
 
     def __init__(
         self,
@@ -96,7 +92,7 @@ class Models:
         self.kept.forget(model_id)
 
     def _step(self, backend: LocalBackend, message: OptimStep) -> None:
-        """Take a step. It is answered when what it left is kept, because only then nothing that ends this process can take it back."""
+        """Take a step, which is answered when a copy of it is kept: then nothing that ends this process can take it back."""
         settings = message.settings | {"betas": tuple(message.settings["betas"])}
         metrics = backend.optim_step(message.model_id, AdamSettings(**settings))
 
@@ -109,7 +105,7 @@ class Models:
             answer(False)
 
     def _save(self, backend: LocalBackend, message: SaveModel | ExportModel) -> None:
-        """Copy a model, which a thread writes; or this worker's part of one that is sharded, which all of them write."""
+        """Copy a model, or this worker's part of one that is sharded, for a thread to write."""
         optimizer, recipients = False, []
         if isinstance(message, ExportModel):
             recipients = parse_recipients(message.recipients)  # bad ones are refused on all workers, before they exchange anything
@@ -132,14 +128,14 @@ class Models:
         self._beside(message, partial(write_files, self.files, message.checkpoint, write))
 
     def _refusal(self, base_model: str, shape: LoraShape) -> TinsmithError | None:
-        """Return the reason why a model of this shape could not be sampled."""
+        """Return why a model of this shape could not be sampled."""
         refusals: list[TinsmithError] = []
         with failing_into(refusals.append):
             self.check(base_model, shape)
         return refusals[0] if refusals else None
 
     def _take_snapshot(self, backend: LocalBackend, message: TakeSnapshot) -> None:
-        """Keep a snapshot for what samples; or give the worker that has it what the snapshot needs of this one."""
+        """Publish a snapshot, or give the worker that does so what it needs of this one."""
         if backend.needs_all and self.kept.place.rank > 0:
             backend.help_to_snapshot(message.model_id)
             return

@@ -1,7 +1,7 @@
 """Forward and forward_backward operations on the worker: checks their datums and computes passes.
 
-The engine decides what is computed together. Here operations are checked and measured as they come, and the images of a pass are decoded
-by a pool of threads, so that the device never waits for what a processor could have done before.
+Operations are checked and measured as they come, and threads decode the images of a pass, so that the device never waits for what a
+processor could have done before.
 """
 
 import logging
@@ -23,19 +23,16 @@ from tinsmith.store import ids
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.wire.compression import unpacked_size
 from tinsmith.wire.forward_backward import decode_stored
-from tinsmith.worker.background import Background
+from tinsmith.worker.background import SMALL_BYTES, Background
 from tinsmith.worker.datums import CheckedDatum, FindRecorded, check_lengths, prepare
 
 log = logging.getLogger(__name__)
-
-SMALL_BYTES = 64 * 1024
-"""Requests without images of up to this size are checked at once: to hand them to a thread and back would take longer."""
 
 
 Piece = tuple[str, int]
 """An operation, and the index of one of its datums."""
 Rendered = tuple[Piece, DatumWork | TinsmithError]
-"""A datum whose images are decoded, or why one of them cannot be used."""
+"""A datum whose images are decoded, or why one cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +42,18 @@ class TrainingBase:
     backend: LocalBackend
     renderer: Renderer
     longest: int
-    """Most tokens of a sequence that trains: in the memory of the device, or of those of all workers together."""
+    """Most tokens of a sequence that trains, on this device or on those of all workers together."""
     longest_alone: int | None = None
-    """Most tokens of a sequence that one worker computes; all compute a longer one together. None if that is never done."""
+    """Most tokens of a sequence that one worker computes, all computing longer ones together; None if they never do."""
     workers: int = 1
-    """Number of workers."""
 
     def together(self, datums: Sequence[CheckedDatum]) -> list[int]:
-        """Indices of those that all workers compute together."""
+        """Indices of datums that all workers compute together."""
         return [index for index, datum in enumerate(datums) if self.longest_alone is not None and len(datum) > self.longest_alone]
 
 
 class Passes:
-    """Prepared operations and the passes over them. `send` answers the engine; `enqueue` lets something be done by the device's thread."""
+    """Prepared operations and the passes over them. `enqueue` lets the device's thread do something."""
 
     def __init__(
         self,
@@ -69,7 +65,7 @@ class Passes:
         find_recorded: FindRecorded,
         dropped: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`dropped` tells, in the middle of a pass, which operations the engine has dropped since the pass began."""
+        """`dropped` returns, in the middle of a pass, the operations that the engine has dropped meanwhile."""
         self.bases = bases
         self.rendering = rendering
         self.images = images
@@ -84,15 +80,15 @@ class Passes:
         self.preparing: dict[str, Prepare] = {}
         """Operations that threads are preparing and that are still wanted."""
         self.passes: dict[int, RunPass] = {}
-        """Passes that the device has not been given, by number, in the order in which they came."""
+        """Passes that the device has not been given, by number and in order."""
         self.rendered: dict[int, list[Rendered | None]] = {}
-        """Their datums; None for one whose images are being decoded."""
+        """Datums of these passes; None while images are being decoded."""
         self.of_images: set[int] = set()
-        """Those with images of these and of what the device has not computed, by number."""
+        """Numbers of passes with images that the device has not computed."""
         self.behind: dict[int, list[Callable[[], None]]] = {}
         """Work for the device behind a pass, by the pass's number."""
         self.timed: deque[tuple[RunPass, Stopwatch]] = deque()
-        """Computed passes of which the engine is to hear how long they took."""
+        """Computed passes whose seconds the engine has not heard."""
 
     def prepare(self, message: Prepare) -> None:
         """Check an operation, here or in a thread, and answer."""
@@ -104,7 +100,7 @@ class Passes:
             self._answer(message, *self._check(message))
 
     def _check(self, message: Prepare) -> tuple[Prepared | PrepareFailed, list[CheckedDatum]]:
-        """The reply, and the datums of an operation that can be run."""
+        """Return the reply, and the datums of an operation that can be run."""
         failures: list[TinsmithError] = []
         backward = True  # of a request that cannot be read: it may have been one
         with failing_into(failures.append):
@@ -140,7 +136,7 @@ class Passes:
             self.preparing.pop(operation, None)
 
     def run(self, message: RunPass) -> None:
-        """Let a pass be computed, after threads have decoded its images: each datum that has new ones in a job of its own."""
+        """Let a pass be computed when threads have decoded its images, those of each datum in a job of its own."""
         pieces = [((operation, index), self.datums[operation][index]) for operation, index in message.pieces]
         self.passes[message.number] = message
         late = [place for place, (_, datum) in enumerate(pieces) if datum.undecoded]
@@ -160,9 +156,8 @@ class Passes:
     def _enqueue(self) -> None:
         """Give the device what can be computed now.
 
-        The passes of a model keep their order, because another would round the sums of its gradients otherwise, and so do all before and
-        behind one that exchanges something. Of passes with images, which take long, the device has one at a time: what comes meanwhile
-        goes ahead of the next.
+        Passes of a model keep their order, because another would round the sums of its gradients otherwise, and so do all around one that
+        exchanges something. Of passes with images the device has one at a time: what comes meanwhile goes ahead of the next.
         """
         waiting: set[str] = set()
         """Models of passes whose images are being decoded, or that wait for such."""
@@ -182,10 +177,9 @@ class Passes:
                 self.enqueue(work)
 
     def in_turn(self, work: Callable[[], None]) -> None:
-        """Let the device's thread do something behind all passes before it that are computed with other workers.
+        """Let the device's thread do something behind all passes before it that exchange something with other workers.
 
-        Such passes and steps exchange something, so that all workers must take them in one order, and the images of a pass may be decoded
-        here sooner than there.
+        All workers must take these in one order, and images may be decoded here sooner than there.
         """
         last = next((number for number in reversed(self.passes) if self._exchanges(self.passes[number])), None)
         if last is None:
@@ -197,7 +191,6 @@ class Passes:
         return message.together or self.bases[message.base_model].backend.needs_all
 
     def _compute(self, message: RunPass, rendered: "list[Rendered]") -> None:
-        """Compute a pass and answer."""
         backend = self.bases[message.base_model].backend
         watch, exchanges = Stopwatch(backend.base.device), self._exchanges(message)
         if message.together:
@@ -231,7 +224,6 @@ class Passes:
         )
 
     def _took(self) -> list[tuple[str, bool, list[int], float]]:
-        """Return the seconds of passes that the device has ended."""
         took = []
         while self.timed and (seconds := self.timed[0][1].seconds) is not None:
             message, _ = self.timed.popleft()
@@ -239,7 +231,7 @@ class Passes:
         return took
 
     def _look(self, message: RunPass) -> None:
-        """Raise GivenUpError if all operations of a pass have been dropped, before it began or since."""
+        """Raise GivenUpError if all operations of a pass have been dropped."""
         dropped = self.dropped()
         if all(operation in dropped or operation not in self.datums for operation, _ in message.pieces):
             raise GivenUpError("the pass was given up: none of its operations is wanted any more")
@@ -262,11 +254,11 @@ def _render(piece: Piece, datum: CheckedDatum) -> Rendered:
 
 
 Outcome = tuple[dict[Piece, DatumResult], dict[Piece, TinsmithError]]
-"""Results of a pass: datums with a result, and those that failed."""
+"""Results and errors of a pass by datum."""
 
 
 def _compute_share(backend: LocalBackend, message: RunPass, rendered: "list[Rendered]", look: Callable[[], None] | None) -> Outcome:
-    """Compute a pass, or this worker's share of one. An operation with a broken image contributes nothing more."""
+    """Compute a pass, or this worker's share of one; an operation with a broken image contributes nothing."""
     failures = {piece: type(work)(f"datum {piece[1]}: {work}") for piece, work in rendered if isinstance(work, TinsmithError)}
     broken = {operation for operation, _ in failures}
     chosen = [(piece, work) for piece, work in rendered if isinstance(work, DatumWork) and piece[0] not in broken]
@@ -285,7 +277,7 @@ def _compute_share(backend: LocalBackend, message: RunPass, rendered: "list[Rend
 
 
 def _compute_together(backend: LocalBackend, message: RunPass, rendered: "list[Rendered]") -> Outcome:
-    """Compute a sequence with all workers. One whose images are broken here takes part too: the others must hear of it."""
+    """Compute a sequence with all workers; one whose images are broken here takes part too, so that the others hear of it."""
     ((piece, work),) = rendered
     results: dict[Piece, DatumResult] = {}
     failures: dict[Piece, TinsmithError] = {}

@@ -1,8 +1,8 @@
 """Finds the recorded samples that a datum's tokens come from, and lays them over the datum's positions.
 
-A client that samples with record_stability_info says of each datum where its tokens come from (`Datum.with_provenance` of the SDK): which
-positions are sampled tokens of which sequence, and which are of the prompt that a sequence was sampled for. Everything that it says is
-checked, because a ratio to the log-probability of another token would train something else without a word.
+A client that samples with record_stability_info names the sequences that each datum's tokens come from (`Datum.with_provenance` of the
+SDK), as sampled tokens or as parts of their prompts. All of it is checked: a ratio to the log-probability of another token would silently
+train something else.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ _FIELDS = ("model_input", "loss_fn_inputs")
 
 
 def sequence_ids(data: Iterable[Datum], model_id: str) -> set[str]:
-    """Return the ids of sequences that these datums name and that the model's own session sampled; others do not exist for it."""
+    """Return the ids of sequences that these datums name and that the model's own session sampled."""
     named = {span.sequence_id for datum in data for span in (*datum.model_input_spans, *datum.target_spans)}
     return {sequence_id for sequence_id in named if ids.session_of(sequence_id) == ids.session_of(model_id)}
 
@@ -29,7 +29,7 @@ def sequence_ids(data: Iterable[Datum], model_id: str) -> set[str]:
 def with_recorded(
     datum: Datum, model_input: NDArray[np.int64], targets: NDArray[np.int64], model_id: str, recorded: Mapping[str, RecordedSequence]
 ) -> Datum:
-    """The datum with two more inputs: "logprobs", as they were recorded, and "sequence_ratio_mask", 1 at sampled positions; 0 elsewhere.
+    """Add two inputs to the datum: "logprobs", as recorded, and "sequence_ratio_mask", 1 at sampled positions; 0 elsewhere.
 
     `model_input` [n] are its tokens, -1 in images, and `targets` [n] its target tokens. Raises UserError for spans that do not fit the
     datum or what was recorded, and for an advantage at a position that was not sampled.
@@ -61,7 +61,7 @@ def with_recorded(
 def _check_spans(
     field: str, spans: tuple[ProvenanceSpan, ...], length: int, model_id: str, recorded: Mapping[str, RecordedSequence]
 ) -> None:
-    """Each span lies inside of what was recorded, and together they cover the field."""
+    """Check that each span lies inside of what was recorded, and that together they cover the field."""
     for number, span in enumerate(spans):
         name = f"provenance span {number} of {field}"
         if span.offset < 0 or span.length < 0:

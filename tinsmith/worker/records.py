@@ -1,4 +1,4 @@
-"""Reads database rows through the engine (`protocol/questions.py`); a worker opens no database."""
+"""Reads database rows through the engine (`protocol/questions.py`)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -29,19 +29,18 @@ class SequenceRecords(Protocol):
 
 
 class AskedRecords:
-    """Database rows of the server's host, for any thread. `ask` waits for the answer; each method raises as the store does."""
+    """Database rows of the server's host, for any thread. Each method raises as the store does."""
 
     def __init__(self, ask: Answers) -> None:
         self._ask = ask
 
     def require_checkpoint(self, tinker_path: str, kind: CheckpointKind | None = None) -> Checkpoint:
-        """The row of a checkpoint."""
         answer = self._ask(FindCheckpoint(tinker_path, kind))
         assert isinstance(answer, CheckpointRow)
         return answer.checkpoint
 
     def find(self, sequence_ids: Iterable[str]) -> dict[str, RecordedSequence]:
-        """Those of these recorded sequences that are there."""
+        """Return those of these recorded sequences that exist."""
         named = sorted(sequence_ids)
         if not named:
             return {}
@@ -50,9 +49,7 @@ class AskedRecords:
         return answer.sequences
 
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
-        """Record sequences by id."""
         self._ask(KeepSequences.of(sequences))
 
     def forget_session(self, session_id: str) -> None:
-        """Delete what an ended session has sampled."""
         self._ask(ForgetSequences(session_id))

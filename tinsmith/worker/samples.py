@@ -1,8 +1,7 @@
 """The sampling half of a worker: gives requests to the sampler of their base model, with the weights of their session.
 
-Requests wait as they came, by base model and session. In turn, when their sampler wants more, they are parsed and rendered. Large ones are
-parsed in a thread, new images are decoded in others, and weights that are not in memory are read in yet others. What waits for its
-images takes nothing from other sessions.
+Requests wait by base model and session. In turn, when their sampler wants more, they are parsed and rendered: large ones are parsed in a
+thread, new images are decoded in others, and weights that are not in memory are read in yet others.
 """
 
 import logging
@@ -29,24 +28,21 @@ from tinsmith.store import ids
 from tinsmith.store.records import RecordedSequence
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, encode_sample_response, parse_sample_request
-from tinsmith.worker.background import Background
+from tinsmith.worker.background import SMALL_BYTES, Background, T
 from tinsmith.worker.records import SequenceRecords
-from tinsmith.worker.snapshots import Snapshot, Snapshots
-from tinsmith.worker.spill import Key
+from tinsmith.worker.snapshots import Key, Snapshot, Snapshots
 
 log = logging.getLogger(__name__)
 
 STARTED_BYTES = 2**20
-"""Bodies of one session that threads parse and render at a time, in bytes, and small ones that are parsed between two steps; the last one
-may go beyond."""
-
-SMALL_BYTES = 64 * 1024
-"""Requests of up to this size are parsed at once, and rendered if they have no new images: to hand them to a thread would take longer."""
+"""Bytes of bodies of one session that threads parse and render at a time, and of small ones parsed between two steps; the last may go
+beyond.
+"""
 
 
 @dataclass(frozen=True)
 class SamplingBase:
-    """A base model's sampler and the renderer that it shares with the trainer."""
+    """A base model's sampler, and the renderer that it shares with the trainer."""
 
     sampler: Sampler
     renderer: Renderer
@@ -57,22 +53,19 @@ class Started:
     """A sample whose turn has come."""
 
     message: Sample
-    """The request without its payload, which is needed no more."""
+    """The request without its payload."""
     started_at: float
-    """Monotonic time of its start."""
     in_sampler: bool = False
-    """Its sampler has it. Until then it is rendered, or its weights are read."""
+    """Whether its sampler has it. Until then it is rendered, or its weights are read."""
     is_decoded: bool = False
     """Threads decode its images."""
     is_recorded: bool = False
-    """Whether the sample is recorded for the loss stable_reinforce."""
     questions: PromptQuestions = field(default_factory=PromptQuestions)
-    """Questions about the prompt."""
 
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A request that can be given to its sampler, once its weights are there."""
+    """A request that can be given to its sampler once its weights are there."""
 
     message: Sample
     request: SampleRequest
@@ -81,7 +74,7 @@ class _Rendered:
 
 @dataclass(frozen=True)
 class _Measured:
-    """A request that is parsed and checked, before its images are decoded."""
+    """A request that is parsed and checked; its images are not decoded."""
 
     message: Sample
     request: SampleRequest
@@ -89,7 +82,6 @@ class _Measured:
     renderer: Renderer
 
     def rendered(self) -> _Rendered:
-        """Decode its images. Raises UserError for one that is broken."""
         return _Rendered(self.message, self.request, self.renderer.render_measured(self.prompt))
 
 
@@ -114,32 +106,30 @@ class Samples:
         self.recorded = recorded
         self.send = send
         self.waiting: dict[str, Turns[Sample]] = {name: Turns() for name in bases}
-        """Waiting samples by base model."""
         self.started: dict[str, Started] = {}
-        """Running samples by their name in the sampler (`_name`)."""
+        """Running samples by `_name`."""
         self.sessions: dict[str, Counter[str]] = {name: Counter() for name in bases}
-        """Number of running samples of each session, by base model."""
+        """Number of running samples by base model and session."""
         self.rendering_bytes: Counter[str] = Counter()
-        """Bodies that threads parse and render now, by session."""
+        """Bytes of bodies that threads parse and render now, by session."""
         self.decoding: dict[str, Counter[str]] = {name: Counter() for name in bases}
-        """Sequences in `started` whose images are being decoded, by base model and session."""
+        """Running sequences whose images are being decoded, by base model and session."""
         self.on_the_way: Counter[str] = Counter()
-        """Sequences in `started` that their sampler has not got yet, by base model."""
+        """Running sequences that their sampler has not got yet, by base model."""
         self.needing: dict[Key, list[_Rendered]] = {}
         """Samples that wait for weights that are being read."""
         self.sampled_tokens = 0
         """Tokens of all finished requests."""
         self.finished = 0
-        """Number of finished requests."""
         snapshots.watchers.append(self._publish)
         snapshots.in_use = self._weights_in_use
 
     def longest(self, base_model: str, otherwise: int) -> int:
-        """Most tokens of a prompt and its answer together; `otherwise` if the base model is not sampled."""
+        """Most tokens of a prompt and its answer; `otherwise` if the base model is not sampled."""
         return self.bases[base_model].sampler.longest if base_model in self.bases else otherwise
 
     def check_model(self, base_model: str, shape: LoraShape) -> None:
-        """Raise UserError if a model of this shape can be trained, but its sampler cannot sample it."""
+        """Raise UserError if the sampler cannot sample a model of this shape."""
         if base_model in self.bases:
             self.bases[base_model].sampler.check_model(shape)
 
@@ -149,19 +139,19 @@ class Samples:
         return any(base.sampler.has_work or self._next(name) is not None for name, base in self.bases.items())
 
     def load(self) -> tuple[int, int]:
-        """Return how many sequences are decoded and how many wait, on all base models."""
+        """Number of sequences that are decoded and that wait, on all base models."""
         loads = [base.sampler.load for base in self.bases.values()]
         waiting = sum(message.num_samples for turns in self.waiting.values() for message in turns)
         waiting += self.on_the_way.total()
         return sum(running for running, _ in loads), sum(waiting for _, waiting in loads) + waiting
 
     def add(self, message: Sample) -> None:
-        """Let a request wait for its turn, or answer why it cannot be."""
+        """Let a request wait for its turn."""
         with failing_into(partial(self._fail, message)):
             self.waiting[message.base_model].add(_session(message), message)
 
     def cancel(self, request_id: str, run: int) -> None:
-        """Stop a sample that nobody waits for. One that has ended is no error."""
+        """Stop a sample that nobody waits for, if it runs."""
         for message in self._cancel(lambda message: (message.request_id, message.run) == (request_id, run)):
             log.debug("cancelled sample=%s", message.request_id)
 
@@ -182,7 +172,7 @@ class Samples:
         return cancelled
 
     def step(self) -> None:
-        """Give samplers what they want more, and let each that has work do one step; answers the requests that ended."""
+        """Start waiting samples, let each sampler that has work do one step, and answer the requests that ended."""
         for name, base in self.bases.items():
             self._start_some(name)
             if base.sampler.has_work:
@@ -190,7 +180,7 @@ class Samples:
                     self._take(base.sampler)
 
     def _take(self, sampler: Sampler) -> None:
-        """Let a sampler do a step. What comes in the middle of it is answered at once; an error of answering is raised behind it."""
+        """Let a sampler do a step and answer what comes in the middle of it at once; an error of answering is raised behind it."""
         failures: list[TinsmithError] = []
 
         def deliver(events: Sequence[SampleEvent]) -> None:
@@ -224,17 +214,16 @@ class Samples:
             self.on_the_way[base_model] += message.num_samples
             renderer = self.bases[base_model].renderer
             if len(message.payload) > SMALL_BYTES:
-                self.rendering_bytes[_session(message)] += len(message.payload)
-                self.rendering.run(partial(_measure, renderer, message), partial(self._measured, message), _session(message))
+                self._in_thread(self.rendering, message, partial(_measure, renderer, message), partial(self._render, message))
             else:
                 size += len(message.payload)
                 with failing_into(partial(self._fail_started, message)):
                     self._render(message, _measure(renderer, message))
 
     def _next(self, base_model: str) -> Sample | None:
-        """Return the next sample for a sampler: the next in turn while it wants more, and in any case one of each session.
+        """Return the next sample: the next in turn while the sampler wants more, and in any case one of each session.
 
-        What is being decoded takes room from its own session only, and of that each session its share: pixel values are large.
+        What is being decoded takes room from its own session only, since pixel values are large.
         """
         waiting, decoding = self.waiting[base_model], self.decoding[base_model]
         if not waiting:
@@ -246,30 +235,27 @@ class Samples:
                 return waiting.first(session)
         return None
 
-    def _measured(self, message: Sample, ended: "Future[_Measured]") -> None:
-        """A large request is parsed."""
-        _take_from(self.rendering_bytes, _session(message), len(message.payload))
-        with failing_into(partial(self._fail_started, message)):
-            self._render(message, ended.result())
+    def _in_thread(self, threads: Background, message: Sample, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Let a thread parse or render a request, and go on with the result."""
+
+        def go_on(ended: "Future[T]") -> None:
+            _take_from(self.rendering_bytes, _session(message), len(message.payload))
+            with failing_into(partial(self._fail_started, message)):
+                then(ended.result())
+
+        self.rendering_bytes[_session(message)] += len(message.payload)
+        threads.run(work, go_on, _session(message))
 
     def _render(self, message: Sample, measured: "_Measured") -> None:
-        """Render a request: with threads if images are to be decoded, since a few bytes may encode many pixels."""
+        """Render a request, in threads if it has images to decode."""
         if _name(message) not in self.started:
             return
         if not measured.prompt.pixels:
             self._begin(measured.rendered())
             return
-        self.rendering_bytes[_session(message)] += len(message.payload)
         self.decoding[message.base_model][_session(message)] += message.num_samples
         self.started[_name(message)].is_decoded = True
-        self.images.run(measured.rendered, partial(self._decoded, message), _session(message))
-
-    def _decoded(self, message: Sample, ended: "Future[_Rendered]") -> None:
-        _take_from(self.rendering_bytes, _session(message), len(message.payload))
-        if _name(message) in self.started:
-            self._no_longer_decoded(self.started[_name(message)])
-        with failing_into(partial(self._fail_started, message)):
-            self._begin(ended.result())
+        self._in_thread(self.images, message, measured.rendered, self._begin)
 
     def _no_longer_decoded(self, started: Started) -> None:
         if started.is_decoded:
@@ -277,10 +263,12 @@ class Samples:
             _take_from(self.decoding[started.message.base_model], _session(started.message), started.message.num_samples)
 
     def _begin(self, rendered: _Rendered) -> None:
-        """Give a request to its sampler, or let its weights be read first. One that was cancelled meanwhile is forgotten."""
+        """Give a request to its sampler, or let its weights be read first."""
         message = rendered.message
         if _name(message) not in self.started:
             return
+        started = self.started[_name(message)]
+        self._no_longer_decoded(started)
         weights = None
         if message.weights_id is not None:
             key = (message.base_model, message.weights_id)
@@ -289,7 +277,6 @@ class Samples:
                 self._read(key, rendered)
                 return
         self.bases[message.base_model].sampler.add(_name(message), rendered.request, rendered.prompt, weights, stream=message.stream)
-        started = self.started[_name(message)]
         started.in_sampler, started.is_recorded = True, rendered.request.record_stability_info
         started.questions = rendered.request.questions
         self.on_the_way[message.base_model] -= message.num_samples
@@ -322,7 +309,6 @@ class Samples:
         return started
 
     def _weights_in_use(self) -> set[Key]:
-        """Base model and weights id of every request that runs or waits."""
         waiting = [message for turns in self.waiting.values() for message in turns]
         messages = [*waiting, *(started.message for started in self.started.values())]
         return {(message.base_model, message.weights_id) for message in messages if message.weights_id is not None}
@@ -400,14 +386,14 @@ def _measure(renderer: Renderer, message: Sample) -> _Measured:
 
 
 def _take_from(counts: Counter[str], key: str, amount: int) -> None:
-    """Take away from a counter that keeps no zeros."""
+    """Subtract from a counter that keeps no zeros."""
     counts[key] -= amount
     if not counts[key]:
         del counts[key]
 
 
 def _name(message: Sample) -> str:
-    """Return a sample's name in its sampler, which no other has: a client may give a sample up and send its request id again."""
+    """Return a sample's name in its sampler, unique because a client may send its request id again after giving a sample up."""
     return f"{message.request_id}@{message.run}"
 
 

@@ -1,7 +1,7 @@
 """Frozen weights that sessions sample: ephemeral snapshots, and checkpoints, loaded when they are first sampled.
 
-Over `memory_bytes` the least recently sampled leave the memory and come back on use. An ephemeral snapshot is written to disk then, once,
-because nothing else holds it (`spill.py`); a checkpoint lies there already.
+Over `memory_bytes` the least recently sampled leave the memory and come back on use. An ephemeral snapshot is written to disk then, once; a
+checkpoint lies there already.
 
 Clients do not say when they are done with a snapshot, and a training run makes one at every step. So it is dropped when nobody has sampled
 it for `idle_s`, and over `disk_bytes` the least recently sampled are. The newest of each model and what is being sampled are kept.
@@ -9,9 +9,13 @@ it for `idle_s`, and over `disk_bytes` the least recently sampled are. The newes
 
 import logging
 import math
+import shutil
+import threading
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,18 +25,119 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights, snapshot_bytes
 from tinsmith.models.machine import require_memory
 from tinsmith.protocol.weights import WeightsRef
+from tinsmith.sampling.sampler import ref_of
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.shared import SavedRows, SharedCheckpoints, require_sampled
-from tinsmith.training.checkpoint import About, read_about, read_state, weights_from
+from tinsmith.training.checkpoint import About, SavedState, read_about, read_state, weights_from, write_state
 from tinsmith.wire.paths import is_path
 from tinsmith.worker.checkpoint_files import opened_files
-from tinsmith.worker.spill import Key, Spill, Written
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 60.0
 """Seconds between two looks for idle snapshots."""
+
+
+Key = tuple[str, str]
+"""Name of the base model, and the id of a snapshot or the path of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Weights that were written to disk."""
+
+    directory: Path
+    ref: WeightsRef
+    size: int
+    """Bytes on the disk."""
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """Weights on their way."""
+
+    key: Key
+    about: About
+    weights: Weights
+
+
+class Spill:
+    """Snapshots on disk, by key, written by a thread of its own, one at a time. Until one is written it stays in memory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Delete the snapshots of an earlier worker in the directory."""
+        self.directory = directory
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self._thread = ThreadPoolExecutor(1, "spill")
+        self._lock = threading.Lock()
+        self._leaving: _Leaving | None = None
+        self._writing: Future[None] | None = None
+        self._written: dict[Key, Written] = {}
+
+    def put(self, key: Key, about: About, weights: Weights) -> None:
+        """Start to write weights, when the ones before are on the disk, unless they are there already.
+
+        Raises TinsmithError if the disk did not take the ones before: they are kept, and tried again.
+        """
+        if self.find(key) is None:
+            self.settle()
+            self._start(_Leaving(key, about, weights))
+
+    def find(self, key: Key) -> Weights | Written | None:
+        """Return the weights if they are still in memory, or where they are on disk; None if they were never put here."""
+        with self._lock:
+            if self._leaving is not None and self._leaving.key == key:
+                return self._leaving.weights
+            return self._written.get(key)
+
+    def keys(self) -> list[Key]:
+        with self._lock:
+            return [*self._written, *([self._leaving.key] if self._leaving is not None else [])]
+
+    def sizes(self) -> dict[Key, int]:
+        """Bytes of each snapshot that is on the disk or on its way."""
+        with self._lock:
+            leaving = {} if self._leaving is None else {self._leaving.key: self._leaving.weights.nbytes}
+            return {key: written.size for key, written in self._written.items()} | leaving
+
+    def drop(self, key: Key) -> None:
+        """Forget a snapshot, if it is here."""
+        leaving = self._leaving
+        if leaving is not None and leaving.key == key:
+            self._thread.submit(self._forget_leaving).result()  # when it has been written, or has failed
+            self._writing = None
+        written = self._written.pop(key, None)
+        if written is not None:
+            shutil.rmtree(written.directory, ignore_errors=True)  # it may have been deleted from outside
+
+    def settle(self) -> None:
+        """Wait until all is on the disk. Raises what went wrong, which is tried again."""
+        error = None if self._writing is None else self._writing.exception()
+        if error is not None:
+            if self._leaving is not None:
+                self._start(self._leaving)
+            raise error
+
+    def _start(self, leaving: _Leaving) -> None:
+        self._leaving = leaving
+        self._writing = self._thread.submit(self._write, leaving)
+
+    def _write(self, leaving: _Leaving) -> None:
+        directory = self.directory / uuid.uuid4().hex
+        try:
+            write_state(SavedState(leaving.about, dict(leaving.weights.named_tensors())), directory)
+            size = sum(file.stat().st_size for file in directory.iterdir())
+        except Exception:
+            shutil.rmtree(directory, ignore_errors=True)  # it may not even have been made
+            raise
+        with self._lock:
+            self._written[leaving.key] = Written(directory, ref_of(leaving.weights, leaving.key[0]), size)
+            self._leaving = None
+
+    def _forget_leaving(self) -> None:
+        self._leaving = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +163,7 @@ class Snapshots:
         idle_s: float = math.inf,
         shared: SharedCheckpoints | None = None,
     ) -> None:
-        """Snapshots that memory has no room for go to the directory `spill`; what an earlier worker left there is deleted.
+        """Keep snapshots that memory has no room for in the directory `spill`, and delete what an earlier worker left there.
 
         Checkpoints that are not among the `rows` of the database are looked for among the `shared` ones.
         """
@@ -73,9 +178,9 @@ class Snapshots:
         self.held: OrderedDict[Key, Snapshot] = OrderedDict()
         """Snapshots in memory, least recently sampled first."""
         self.sampled_at: dict[Key, float] = {}
-        """The monotonic time at which each ephemeral snapshot was published or last sampled, wherever it is."""
+        """Monotonic time at which each ephemeral snapshot was published or last sampled."""
         self.dropped: dict[Key, str] = {}
-        """The reason why a snapshot of a model that is still there was dropped."""
+        """Why a snapshot of a model that still exists was dropped."""
         self.newest: dict[tuple[str, str], Key] = {}
         """The last snapshot of each model, by base model and model id."""
         self.watchers: list[Callable[[str, Weights], None]] = []
@@ -83,11 +188,11 @@ class Snapshots:
         self.in_use: Callable[[], Iterable[Key]] = tuple
         """Keys of the weights that are sampled now."""
         self._reading: set[Key] = set()
-        """Weights that are being read, as long as they have not changed since that began."""
+        """Weights that are being read and have not changed since that began."""
         self._looked_at = time.monotonic()
 
     def publish(self, base_model: str, snapshot_id: str, weights: Weights) -> None:
-        """Keep frozen weights for the sampling sessions that are bound to this id, in the place of what they had before."""
+        """Keep frozen weights for the sessions that are bound to this id, in the place of what they had before."""
         key = (base_model, snapshot_id)
         self.spill.drop(key)
         self._reading.discard(key)
@@ -107,7 +212,7 @@ class Snapshots:
             self.newest.pop((key[0], model_id), None)
 
     def find(self, base_model: str, weights_id: str) -> Weights | None:
-        """The weights of that snapshot or path; None if they are to be read first (`reader`). Raises NotFoundError if they have expired."""
+        """Return weights by snapshot or path; None if they are to be read first (`reader`). Raises NotFoundError if they have expired."""
         key = (base_model, weights_id)
         held = self.held.get(key)
         if held is None:
@@ -121,9 +226,9 @@ class Snapshots:
         return held.weights
 
     def reader(self, base_model: str, weights_id: str) -> Callable[[], Snapshot]:
-        """Return a function that reads weights which are not in memory. Any thread may call it; its result goes to `hold`.
+        """Return a function for any thread that reads weights which are not in memory, for `hold`.
 
-        Raises NotFoundError, with the reason, if they are gone. So may what it returns, and UserError if they fit neither base nor memory.
+        Both raise NotFoundError, with the reason, if they are gone; the function also UserError if they fit neither base nor memory.
         """
         key = (base_model, weights_id)
         if is_path(weights_id):
@@ -138,7 +243,7 @@ class Snapshots:
         return partial(Snapshot, found)
 
     def hold(self, key: Key, read: Callable[[], Snapshot]) -> None:
-        """Keep what a `reader` has read. `read` returns that, or raises why it could not be read.
+        """Keep what a `reader` has read; `read` returns it, or raises why it could not be read.
 
         Neither counts if the weights were published again, withdrawn or forgotten meanwhile: look for them again.
         """
@@ -194,7 +299,7 @@ class Snapshots:
         return weights_from(read_state(directory, base), base, ref)
 
     def _keep(self, key: Key, held: Snapshot) -> None:
-        """Keep weights in memory. Those that were sampled least recently leave it, if there is no room for all."""
+        """Keep weights in memory, which the least recently sampled leave if there is no room for all."""
         self.held[key] = held
         used = sum(other.weights.nbytes for other in self.held.values())
         for oldest in list(self.held)[:-1]:
@@ -204,7 +309,7 @@ class Snapshots:
             used -= self.held.pop(oldest).weights.nbytes
 
     def _spill(self, key: Key) -> None:
-        """Put an ephemeral snapshot on the disk. A checkpoint is on one."""
+        """Put an ephemeral snapshot on the disk; a checkpoint lies there."""
         base_model, weights_id = key
         if is_path(weights_id):
             return
@@ -238,7 +343,7 @@ class Snapshots:
                 self.sampled_at[key] = now
 
     def _kept(self) -> set[Key]:
-        """Return the keys that are never dropped, whatever their age and size."""
+        """Return the keys that are never dropped."""
         return {*self.newest.values(), *self.in_use(), *(key for key in self.sampled_at if ids.is_inflight(key[1]))}
 
     def _drop(self, key: Key, reason: str) -> None:

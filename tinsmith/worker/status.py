@@ -1,7 +1,4 @@
-"""Reports a worker's work: to the engine at most once a second, and in the log from time to time.
-
-Nothing is said while nothing changes.
-"""
+"""Reports a worker's work to the engine, at most once a second, and in the log from time to time."""
 
 import dataclasses
 import logging
@@ -20,7 +17,7 @@ log = logging.getLogger(__name__)
 EVERY_S = 1.0
 """Least time between two reports."""
 SUMMARY_S = 10.0
-"""Least time between two such lines: there may be thousands of samples a minute."""
+"""Least time between two summaries in the log."""
 
 
 class WorkerStatusReporter:
@@ -30,17 +27,15 @@ class WorkerStatusReporter:
         self.samples = samples
         self.send = send
         self.reported: WorkerStatus | None = None
-        """The last report, without the memory: that always changes a little."""
+        """The last report, without the memory, which always changes a little."""
         self.done = 0
         """Passes and calls that the device has done."""
         self.due = 0.0
         self.summed_up = (time.monotonic(), 0, 0)
-        """The monotonic time of the log's last line on samples, and the numbers of samples and tokens then."""
-        self.graphs: dict[str, int] = {}
-        """Numbers of graphs that were already logged."""
+        """Monotonic time of the last summary, and the numbers of samples and tokens then."""
 
     def report(self) -> None:
-        """Call it whenever the worker has done something, and at least every few seconds."""
+        """Report and log what is due; call it whenever the worker has done something, and at least every few seconds."""
         now = time.monotonic()
         if now < self.due:
             return
@@ -48,25 +43,16 @@ class WorkerStatusReporter:
         if now - self.summed_up[0] >= SUMMARY_S:
             self.sum_up()
         running, waiting = self.samples.load()
-        status = WorkerStatus(self.done, running, waiting, self.samples.finished, self.samples.sampled_tokens, {}, graphs_made())
+        graphs = {"compiled": compilations(), "captured": captures()}
+        status = WorkerStatus(self.done, running, waiting, self.samples.finished, self.samples.sampled_tokens, {}, graphs)
         if status != self.reported:
             self.reported = status
             self.send(dataclasses.replace(status, memory=memory_held()))
 
     def sum_up(self) -> None:
-        """Log how much was sampled, and which graphs were made, since this was last done; nothing if there was nothing."""
+        """Log how much was sampled since the last summary."""
         since, samples, tokens = self.summed_up
         self.summed_up = (time.monotonic(), self.samples.finished, self.samples.sampled_tokens)
         new, new_tokens, seconds = self.samples.finished - samples, self.samples.sampled_tokens - tokens, self.summed_up[0] - since
         if new:
             log.info("samples: %d finished, %d tokens in %.0f s (%.0f tokens/s)", new, new_tokens, seconds, new_tokens / seconds)
-        made = graphs_made()
-        more = {kind: count - self.graphs.get(kind, 0) for kind, count in made.items()}
-        self.graphs = made
-        if any(more.values()):
-            log.info("graphs of operations: %s", ", ".join(f"{count} {kind}, {more[kind]} of them new" for kind, count in made.items()))
-
-
-def graphs_made() -> dict[str, int]:
-    """Return the number of graphs captured by this process, by kind."""
-    return {"compiled": compilations(), "captured": captures()}

@@ -1,8 +1,15 @@
-"""One pass: datums of any models in one packed row, to log-probabilities, losses and gradients.
+"""The training step, from datums to gradients; the optimizer's step that ends it is `ModelOptimizer.step`.
 
-Gradients come from `autograd.grad`. They are added to the accumulators last, when everything that can fail has succeeded, so a failed pass
-leaves no trace. All work is given to the device before anything is read back from it. What is read back is known before the backward pass,
-so a GPU may still be computing that pass when the next one is prepared.
+    render       text and images to token ids and pixels, in threads       rendering/renderer.py
+    pack         datums of any models into one row                         rendering/packing.py
+    forward      hidden states, then log-probabilities of the targets      models/decoder.py, logprobs.py
+    loss         of each datum                                             loss_groups.py, losses.py
+    backward     gradients of all models, with `autograd.grad`
+    accumulate   in place, when everything that can fail has succeeded     optimizer.py
+    step         AdamW on what was accumulated, model by model             optimizer.py
+
+A failed pass leaves no trace. All work is given to the device before anything is read back, and what is read back is known before the
+backward: a GPU may still be computing that when the next pass is prepared.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,57 +46,49 @@ def run_packed(
 ) -> list[DatumResult]:
     """Compute datums in one row; with `backward` each model's gradients go to its optimizer.
 
-    `optimizers` are those of the models of each datum, which share a row (`packing.shared_rows`). Logits exist for `logits_chunk` tokens
-    at a time. `recomputation` changes its memory, and no result. `look` is called between layers. `captured` computes what
-    it has a graph for. Raises what `look` raises and whatever torch raises, before any gradient is added.
+    `optimizers` are those of the datums' models, which share a row (`packing.shared_rows`). Logits exist for `logits_chunk` tokens at a
+    time. `look` is called between layers; `captured` computes what it has a graph for. Raises before any gradient is added.
     """
-    owners = [optimizer.weights for optimizer in optimizers]
-    order = packing_order([len(datum.rendered) for datum in work], owners)
-    in_row, their_owners = [work[i] for i in order], [owners[i] for i in order]
-    row = pack([datum.rendered for datum in in_row], their_owners, base.device)
+    order = packing_order([len(datum.rendered) for datum in work], [optimizer.weights for optimizer in optimizers])
+    in_row, owners = [work[i] for i in order], [optimizers[i].weights for i in order]
+    row = pack([datum.rendered for datum in in_row], owners, base.device)
     with torch.set_grad_enabled(backward):
-        scored = _scored(
-            base, row, in_row, their_owners, logits_chunk, recomputation, look, captured if recomputation == KEEP_ALL else None
-        )
-    fetched = Fetched([tensor for group in scored for tensor in (group.logprobs, group.losses, group.metrics)])
-    ready = contributions([group.losses for group in scored], list(dict.fromkeys(optimizers))) if backward else []
-    results: dict[int, DatumResult] = {}
-    arrays = iter(fetched.arrived())  # of what lies before the backward pass, which a GPU may still be computing
-    for group in scored:
-        for place, result in zip(group.places, results_of(group, in_row, next(arrays), next(arrays), next(arrays)), strict=True):
-            results[order[place]] = result
+        # Hidden states have no name here, so that the backward finds their memory free.
+        scored = _losses(base, row, in_row, owners, logits_chunk, *_forward(base, row, recomputation, look, captured))
+    of_row, ready = results_and_gradients(scored, in_row, list(dict.fromkeys(optimizers)), backward)
+    results = {order[place]: result for place, result in of_row.items()}
     in_order = [results[i] for i in range(len(work))]
     for add in ready:  # from here on nothing allocates: all models get their gradients, or none does
         add()
     return in_order
 
 
-def _scored(
-    base: BaseModel,
-    row: PackedRow,
-    work: Sequence[DatumWork],
-    owners: Sequence[Weights],
-    chunk: int,
-    recomputation: Recomputation,
-    look: Callable[[], None] | None,
-    captured: CapturedPasses | None,
-) -> list[Scored]:
-    """Log-probabilities and losses of all datums of the row.
-
-    Neighbours with the same K are scored together, whichever model they belong to. No datum is padded to the K of another, which may be in
-    the millions.
-    """
-    exact = None  # hidden states that depend on nothing but their own sequence
+def _forward(
+    base: BaseModel, row: PackedRow, recomputation: Recomputation, look: Callable[[], None] | None, captured: CapturedPasses | None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute final hidden states [tokens, hidden]; with --deterministic also those that depend on their own sequence alone."""
+    exact = hidden = None
     if base.deterministic:
         with torch.no_grad():
             exact = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype, stable=True))
-    hidden = captured.hidden_states(row) if captured is not None and torch.is_grad_enabled() else None
-    if hidden is None and exact is not None and not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         hidden = exact
+    elif captured is not None and recomputation == KEEP_ALL:
+        hidden = captured.hidden_states(row)
     if hidden is None:
         plan = PackedPlan(row.lengths, base.device, base.dtype)
         with kept_in_host_memory(len(row.token_ids)) if recomputation.offload else nullcontext():
             hidden = base.hidden_states(row, plan, recomputation.recompute, look=look)
+    return hidden, exact
+
+
+def _losses(
+    base: BaseModel, row: PackedRow, work: Sequence[DatumWork], owners: Sequence[Weights], chunk: int, hidden: Tensor, exact: Tensor | None
+) -> list[Scored]:
+    """Compute log-probabilities and losses of all datums of the row.
+
+    Neighbours with the same K are scored together, whichever model they belong to: no datum is padded to the K of another.
+    """
     head = base.head(owners[0])  # [vocabulary, hidden]; a model with a head of its own is alone in the row
     keep = rows_to_keep(chunk, base.dtype)
     scored: list[Scored] = []
@@ -116,8 +115,21 @@ def _scored(
     return scored
 
 
-def contributions(losses: Sequence[Tensor], optimizers: list[Optimizer]) -> list[Callable[[], None]]:
-    """Functions that add the gradients of the sum of all `losses` to those that each model has accumulated."""
+def results_and_gradients(
+    scored: Sequence[Scored], work: Sequence[DatumWork], optimizers: list[Optimizer], backward: bool
+) -> tuple[dict[int, DatumResult], list[Callable[[], None]]]:
+    """Return the result of each datum, by its index, and with `backward` functions that add the gradients of each model."""
+    fetched = Fetched([tensor for group in scored for tensor in (group.logprobs, group.losses, group.metrics)])
+    ready = _contributions([group.losses for group in scored], optimizers) if backward else []
+    results: dict[int, DatumResult] = {}
+    arrays = iter(fetched.arrived())
+    for group in scored:
+        results |= zip(group.places, results_of(group, work, next(arrays), next(arrays), next(arrays)), strict=True)
+    return results, ready
+
+
+def _contributions(losses: Sequence[Tensor], optimizers: list[Optimizer]) -> list[Callable[[], None]]:
+    """Compute the gradients of the sum of all `losses`; returns functions that add them to what each model has accumulated."""
     leaves = [leaf for optimizer in optimizers for leaf in optimizer.weights.leaves()]
     ones = [torch.ones_like(of_positions) for of_positions in losses]
     with torch.autograd.set_multithreading_enabled(False):  # of two threads that launch kernels one always waits for Python's lock
