@@ -51,7 +51,6 @@ MAY_IMPORT_TORCH = {"distributed", "models", "rendering", "training", "sampling"
 
 CIRCLES = [
     {"models.attention", "models.pass_plan"},
-    {"models.batched_lora", "models.lora_kernels"},
     {"models.decoder", "models.full", "models.recompute"},
     {"rl.adapters.cookbook", "rl.rollouts"},
 ]

@@ -1,4 +1,4 @@
-"""LoRA in a decode batch: each row is one token with an adapter of its own, or with none, and one multiplication serves them all.
+"""Linear layers of a decode batch: each row is one token with an adapter of its own, or none, and one multiplication serves them all.
 
 The A's of all adapters of a batch lie in one buffer for each projection, and so do their B's: an adapter of rank r has r neighbouring
 columns, the same in all projections. All rows are multiplied by what lies there, and each row keeps the products of its own columns:
@@ -8,6 +8,9 @@ columns, the same in all projections. All rows are multiplied by what lies there
 They are selected, not multiplied by 0, and adapters whose numbers are not finite get no columns: so no NaN reaches the row of another.
 Which columns are a row's is read on the device. A CUDA graph that was captured with these buffers therefore computes with what has been
 written into them since; only when they grow, and lie elsewhere, is it of no more use.
+
+A batch of one row takes the time of reading the weights. Libraries multiply matrices by matrices; on a GPU in half precision a kernel of
+ours (`models/one_row_kernels.py`) reads the weights faster, and computes the norm before a layer too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +20,12 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import UserError
-from tinsmith.models.device import has_triton
+from tinsmith.models.dispatch import half_on_gpu, has_triton, on_kernels
+from tinsmith.models.fused import Normed
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
 from tinsmith.models.lora import LORA_ALPHA, Adapter
-from tinsmith.models.one_row import multiply
 from tinsmith.models.packed_lora import Before, project_behind
-from tinsmith.models.with_kernel import HALF
 
 FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""
@@ -144,7 +146,7 @@ class RowAdapters:
     def __init__(self, batched: BatchedAdapters, columns: Tensor) -> None:
         self.matrices = batched.matrices
         self.columns = columns
-        self._uses_kernels = columns.is_cuda and batched.dtype in HALF and has_triton()
+        self._uses_kernels = half_on_gpu(columns.device, batched.dtype) and has_triton()
         if not self._uses_kernels and self.matrices:
             column = torch.arange(batched.columns, device=columns.device)
             start, end = columns.unsqueeze(-1).unbind(1)  # [rows, 1] each
@@ -160,7 +162,7 @@ class RowAdapters:
         if self._uses_kernels:
             from tinsmith.models.lora_kernels import add_adapters
 
-            add_adapters(y, x, self.columns, matrices.a, matrices.b, matrices.tiles)
+            add_adapters(y, x, self.columns, matrices.a, matrices.b, matrices.tiles, OUTPUTS)
         else:
             self._add(y, x, matrices)
         return y
@@ -182,3 +184,34 @@ def output_tiles(targets: Sequence[tuple[int, int]], device: torch.device) -> Te
         (number, first, min(first + OUTPUTS, end)) for number, (start, end) in enumerate(targets) for first in range(start, end, OUTPUTS)
     ]
     return torch.tensor(tiles, dtype=torch.int32, device=device)
+
+
+def is_one_row(x: Tensor) -> bool:
+    """Whether the kernel serves x [rows, in]."""
+    return len(x) == 1 and on_kernels(x)
+
+
+def multiply(linear: JoinedLinear, x: Tensor) -> Tensor:
+    """The layer of a base model, whose weights do not change, without adapters and gradients: x [rows, in] -> [rows, out]."""
+    if not is_one_row(x):
+        return linear.multiply(x)
+    from tinsmith.models import one_row_kernels
+
+    return one_row_kernels.multiply(x, linear.weight, linear.bias)
+
+
+class OneRow:
+    """The `Adapters` of a row that has none, where `is_one_row` says that the kernel serves it; without gradients."""
+
+    def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
+        return multiply(linear, x)
+
+    def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        if not isinstance(before, Normed):
+            return project_behind(self, linear, before, *inputs)
+        from tinsmith.models import one_row_kernels
+
+        x, delta, factor = inputs
+        assert x is not None
+        assert factor is not None
+        return one_row_kernels.multiply_norm(x, delta, factor, linear.weight, linear.bias, before.eps, before.zero_centred)

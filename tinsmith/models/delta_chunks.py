@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.device import upload
-from tinsmith.models.with_kernel import HALF
+from tinsmith.models.dispatch import half_on_gpu
 
 SMALLEST, LARGEST = 16, 64
 """Tokens of a chunk: about the width of a head, where what grows with the one balances what grows with the other, and no more than the
@@ -325,7 +325,7 @@ def _return(local: _Local, chunks: Chunks, heads: int, d_out: Tensor, d_after: T
 @contextmanager
 def _products_for(x: Tensor) -> Iterator[None]:
     """Multiply in TF32 what comes in half precision on CUDA: its error is a quarter of rounding the result to bfloat16."""
-    if not x.is_cuda or x.dtype not in HALF:
+    if not half_on_gpu(x.device, x.dtype):
         yield
         return
     before = torch.backends.cuda.matmul.allow_tf32

@@ -17,7 +17,7 @@ from torch.nn.functional import conv1d, logsigmoid, silu
 
 from tinsmith.models.compiled_kernels import compile_ahead
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
-from tinsmith.models.device import has_triton
+from tinsmith.models.dispatch import has_triton
 
 Convolution = Callable[[Tensor, Tensor, tuple[int, ...], Tensor | None], Tensor]
 """`convolution` of `models/convolution_kernels.py`."""

@@ -5,8 +5,7 @@ import mmap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -80,12 +79,6 @@ def reserve_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device)
         return torch.zeros(*size, dtype=dtype, device=device)
     pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # lives as long as the tensor
     return torch.frombuffer(pages, dtype=dtype).view(*size)
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed: PyTorch's builds for CUDA bring it on Linux."""
-    return find_spec("triton") is not None
 
 
 class Stopwatch:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, softplus
 
-from tinsmith.models.with_kernel import with_kernel
+from tinsmith.models.dispatch import with_kernel
 
 
 def _exact(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.overlap import overlapping
+from tinsmith.models.dispatch import overlapping
 from tinsmith.models.row_kernels import HEADS, own_heads, stripes, with_plain_rows
 
 NUMBERS = 1024

@@ -13,8 +13,8 @@ from torch import Tensor
 from tinsmith.models.attention import LONG, attend_run, dense_attention, group_runs, varlen_attention
 from tinsmith.models.delta_rule import Lengths, convolve_anew, gated_delta_rule_anew
 from tinsmith.models.device import upload
+from tinsmith.models.dispatch import half_on_gpu
 from tinsmith.models.stable_attention import PackedBlocks
-from tinsmith.models.with_kernel import HALF
 
 
 class PassPlan(Protocol):
@@ -55,7 +55,7 @@ class PackedPlan:
         self.max_length = max(lengths)
         self.blocks = PackedBlocks(lengths, device) if stable else None
         self.cu_seqlens: Tensor | None = None
-        if device.type == "cuda" and dtype in HALF:
+        if half_on_gpu(device, dtype):
             self.cu_seqlens = upload(np.cumsum([0, *lengths], dtype=np.int32), device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:

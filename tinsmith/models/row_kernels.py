@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.overlap import overlapping
+from tinsmith.models.dispatch import overlapping
 
 HEADS = 8
 """Heads that a program rotates at a time."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tinsmith.models.device import has_triton, upload
-from tinsmith.models.with_kernel import HALF
+from tinsmith.models.device import upload
+from tinsmith.models.dispatch import on_paged_kernel
 
 BLOCK = 16
 """Tokens of a block of a packed row."""
@@ -32,8 +32,7 @@ def stable_attention(
     keys and values [blocks, block size, kv_heads, head_dim]; `table` [rows, most blocks] names the blocks of each row, and `lengths` [rows]
     says how many tokens it sees, or the last `window` of them. Places behind them may hold anything.
     """
-    half = query.is_cuda and query.dtype in HALF
-    if half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and has_triton():
+    if on_paged_kernel(query):
         from tinsmith.models.paged_kernels import paged_kernel
 
         return paged_kernel(query, keys, values, table.int(), lengths.int(), scale, window, most_splits=1)

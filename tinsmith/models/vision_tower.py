@@ -23,9 +23,9 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from tinsmith.models.attention import mutual_attention
 from tinsmith.models.device import upload
+from tinsmith.models.dispatch import half_on_gpu
 from tinsmith.models.fused import add_layer_norm, add_rms_norm, rotate
 from tinsmith.models.images import ImageFeatures, ImageInput
-from tinsmith.models.with_kernel import HALF
 
 PATCHES_AT_ONCE = 2**14
 """Patches that go through the tower in one call, so that its memory is bounded; a single image may have more."""
@@ -67,7 +67,7 @@ class Spans:
         self.groups: list[tuple[int, Tensor | None]] = []
         """Elsewhere: each length, and the rows of the spans that have it [spans * length]; None for all rows."""
         ends = np.cumsum(lengths)
-        if device.type == "cuda" and dtype in HALF:
+        if half_on_gpu(device, dtype):
             self.cu_seqlens = upload(np.concatenate([[0], ends]).astype(np.int32), device)
         elif len(set(lengths)) == 1:
             self.groups = [(lengths[0], None)]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.delta_rule import Lengths, convolve, gated_delta_rule
-from tinsmith.models.device import has_triton
-from tinsmith.models.with_kernel import HALF
+from tinsmith.models.dispatch import HALF, has_triton
 
 
 def convolve_step(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> Tensor:
