@@ -22,11 +22,11 @@ from tests.bases import DEVICE, image_chunks, load, random_adapter, random_token
 from tests.extent import families
 from tinsmith.config import ModelsConfig
 from tinsmith.models.base import BaseModel, PackedRow, base_model_of
-from tinsmith.models.decoder import read_decoder
 from tinsmith.models.families import family_of, read_config
 from tinsmith.models.full import Weights, new_full_weights
-from tinsmith.models.norms import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm, fuse_norms
+from tinsmith.models.network import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm, fuse_norms
 from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.models.read_decoder import read_decoder
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack

@@ -1,37 +1,21 @@
-"""Attention over packed rows, as one function that transformers calls, and the kernels below it.
-
-The language model of every family runs with `attn_implementation=ATTENTION`; the plan of the pass (`models/pass_plan.py`) says what attends
-to what. The vision tower is never switched to this function: it would be called without its own `cu_seqlens`.
-"""
+"""Attention over packed rows: PyTorch's kernels below the plan of a pass (`models/pass_plan.py`), which says what attends to what."""
 
 import itertools
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
-
-from tinsmith.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tinsmith.models.pass_plan import PassPlan
 
 log = logging.getLogger(__name__)
 
 FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LONG = 512
 """Tokens from which sequences of one length are attended to by cuDNN, which prepares a kernel for each number and length of them."""
-
-ATTENTION = "tinsmith"
-"""The name under which the function is registered with transformers."""
-
-HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
-"""Arguments of transformers that change no number here: dropout is 0, and positions are already in query and key. Others are refused."""
 
 
 @dataclass(frozen=True)
@@ -131,32 +115,3 @@ def attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float
         batched(query), batched(key), batched(value), attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
     return out.transpose(1, 2).flatten(0, 1)
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    plan: "PassPlan",
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attend for transformers: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
-
-    Raises ConfigError for an argument that we would have to obey and cannot.
-    """
-    if attention_mask is not None or others.get("is_causal") is False:
-        raise ConfigError("its attention brings a mask of its own; Tinsmith computes causal attention only")
-    unknown = [name for name, value in others.items() if name not in HARMLESS and value is not None]
-    if unknown:
-        raise ConfigError(f"its attention needs what Tinsmith does not compute: {', '.join(unknown)}")
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    out = plan.attend(module.layer_idx, q, k, v, scaling, sliding_window)
-    return out.unsqueeze(0), None
-
-
-AttentionInterface.register(ATTENTION, _attention)

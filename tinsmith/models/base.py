@@ -18,27 +18,24 @@ from transformers import logging as transformers_logging
 
 from tinsmith.config import Config, ModelsConfig
 from tinsmith.errors import ConfigError
-from tinsmith.models.attention import ATTENTION
 from tinsmith.models.compiled_kernels import count_kernels, keep_kernels
-from tinsmith.models.decoder import KNOWN_TYPES, Decoder, Deepstack, read_decoder
+from tinsmith.models.decoder import Decoder, Deepstack
 from tinsmith.models.delta_kernels import announce
-from tinsmith.models.delta_net import follow_plans
 from tinsmith.models.deterministic import require_attention_only, stable_hidden_states
 from tinsmith.models.device import move_weights
 from tinsmith.models.families import Family, context_length, family_of, load_network, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
-from tinsmith.models.host_layers import move_all_but_layers, read_host_decoder
 from tinsmith.models.images import ImageFeatures, ImageInput
 from tinsmith.models.layers import DeltaNet
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
-from tinsmith.models.lora import ActiveSegments, Segment
-from tinsmith.models.lora_linear import attach
+from tinsmith.models.lora import Segment
 from tinsmith.models.machine import limit_memory, why_no_gpu
-from tinsmith.models.norms import fuse_norms
+from tinsmith.models.network import ATTENTION, ActivePass, attach_lora, follow_plans, fuse_norms, recompute_layers, use_attention
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.models.pass_plan import PassPlan
-from tinsmith.models.recompute import RecomputedLayers
+from tinsmith.models.read_decoder import KNOWN_TYPES, read_decoder
+from tinsmith.models.streamed_decoder import move_all_but_layers, read_host_decoder
 from tinsmith.models.vision_tower import VisionTower
 from tinsmith.protocol.shapes import LoraShape
 
@@ -82,8 +79,7 @@ class BaseModel:
     device: torch.device
     dtype: torch.dtype
     max_context: int
-    active: ActiveSegments
-    recomputed_layers: RecomputedLayers
+    active: ActivePass
     layout: Layout
     """The linears that LoRA can train, and the kinds of layers."""
     deterministic: bool
@@ -185,7 +181,7 @@ class BaseModel:
             mask = torch.zeros(1, row.token_ids.shape[0], dtype=torch.bool, device=row.token_ids.device)
             inputs["visual_pos_masks"] = mask.index_fill_(1, deepstack.index, True)
             inputs["deepstack_visual_embeds"] = deepstack.features
-        with self.active.during(row.segments), self.recomputed_layers.during(recompute, row.full):
+        with self.active.during(row.segments, recompute, row.full):
             output = self._call(row, self.language_model, "", use_cache=False, **inputs)
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         return hidden
@@ -285,8 +281,9 @@ def base_model_of(
         decoder = read_decoder(family.model_type, language_model, layout)
     if config.deterministic:
         require_attention_only(name, decoder)
-    active = ActiveSegments()
-    attach(language_model, {name: target for name, target in layout.targets.items() if name != LM_HEAD}, active)
+    active = ActivePass()
+    attach_lora(language_model, {name: target for name, target in layout.targets.items() if name != LM_HEAD}, active)
+    recompute_layers(language_model, active)
     return BaseModel(
         name=name,
         tokenizer_id=source,
@@ -301,7 +298,6 @@ def base_model_of(
         dtype=dtype,
         max_context=context_length(name, model_config.get_text_config(), config.max_context),
         active=active,
-        recomputed_layers=RecomputedLayers(language_model, active),
         layout=layout,
         deterministic=config.deterministic,
         features=LRUCache(maxsize=feature_cache_bytes, getsizeof=lambda f: f.nbytes),
@@ -322,11 +318,6 @@ def load_tokenizer(source: str) -> Any:
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise ConfigError(f"{source} has no tokenizer; name a model that has one, or a directory to which that of the model was copied")
     return tokenizer
-
-
-def use_attention(network: Any, family: Family, implementation: str) -> None:
-    """Let the language model attend with a registered attention function; a vision tower keeps sdpa."""
-    network.set_attn_implementation({"text_config": implementation, "vision_config": "sdpa"} if family.takes_images else implementation)
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -11,7 +11,7 @@ import torch
 from tinsmith.errors import ConfigError
 
 DELTA_NET_MODELS = ("qwen3_5", "qwen3_5_text")
-"""Model types whose `linear_attention` layers are the gated delta nets that `models/delta_net.py` computes."""
+"""Model types whose `linear_attention` layers are the gated delta nets that `models/network.py` computes."""
 
 
 @dataclass(frozen=True)

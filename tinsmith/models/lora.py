@@ -9,8 +9,7 @@ masked by multiplication, so a NaN in one model cannot reach another.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -270,22 +269,3 @@ class Segment:
     start: int
     end: int
     adapter: Adapter | None
-
-
-class ActiveSegments:
-    """The segments of the pass that is running, for all LoRA modules of one base model. Between passes there are none.
-
-    transformers calls a linear layer with its input alone, so that these cannot travel as an argument, as a `PassPlan` does.
-    """
-
-    def __init__(self) -> None:
-        self.segments: list[Segment] = []
-
-    @contextmanager
-    def during(self, segments: list[Segment]) -> Iterator[None]:
-        """Set the segments while the body runs. Afterwards they are what they were: no adapter is kept alive by them."""
-        before, self.segments = self.segments, segments
-        try:
-            yield
-        finally:
-            self.segments = before

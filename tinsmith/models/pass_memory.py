@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from tinsmith.models.decoder import KNOWN_TYPES
 from tinsmith.models.delta_kernels import CHUNK, STATE_BYTES
 from tinsmith.models.layers import Attention, DeltaNet
 from tinsmith.models.layout import Layout, LoraTarget
+from tinsmith.models.read_decoder import KNOWN_TYPES
 
 FLOAT = 4
 """Bytes of a float32 number."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.models.decoder import Layer
-from tinsmith.models.layer_tensors import tensors_of, with_tensors
+from tinsmith.models.streamed_decoder import tensors_of, with_tensors
 
 ALIGNED = 64
 """Tensors begin at multiples of so many bytes, as those that are allocated do."""
