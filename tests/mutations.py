@@ -264,7 +264,7 @@ MUTATIONS = (
         "a convolution reaches the sequence before, forward and backward",
         "tinsmith/models/pass_plan.py",
         "return convolve_anew(x, weight, self.lengths)",
-        "return convolve_anew(x, weight, Lengths((len(x),)))",
+        "return convolve_anew(x, weight, (len(x),))",
         (PEFT,),
     ),
     Mutation(
@@ -278,7 +278,7 @@ MUTATIONS = (
         "the state of a delta net goes on into the next sequence",
         "tinsmith/models/pass_plan.py",
         "return gated_delta_rule_anew(query, key, value, decay, beta, self.lengths)",
-        "return gated_delta_rule_anew(query, key, value, decay, beta, Lengths((len(query),)))",
+        "return gated_delta_rule_anew(query, key, value, decay, beta, (len(query),))",
         (PEFT,),
     ),
     Mutation(

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from tinsmith.errors import UserError
 from tinsmith.models.dispatch import half_on_gpu, has_triton, on_kernels
-from tinsmith.models.fused import Normed
+from tinsmith.models.fused import Before, Normed
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
 from tinsmith.models.lora import LORA_ALPHA, Adapter
-from tinsmith.models.packed_lora import Before, project_behind
+from tinsmith.models.packed_lora import project_behind
 
 FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""

@@ -13,10 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinsmith.models.fused import GatedNormed, Heads, Normed, SigmoidGated, SwiGLU, memory_gates, memory_gates_backward
+from tinsmith.models.fused import (
+    UNCHANGED,
+    Before,
+    GatedNormed,
+    Heads,
+    Normed,
+    SigmoidGated,
+    SwiGLU,
+    memory_gates,
+    memory_gates_backward,
+)
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layers import DeltaNet
-from tinsmith.models.packed_lora import UNCHANGED, Adapters, Before
+from tinsmith.models.packed_lora import Adapters
 from tinsmith.models.pass_plan import PassPlan
 from tinsmith.models.recompute import recomputed
 

@@ -17,7 +17,7 @@ The backward is written by hand. It keeps the inputs alone and computes the rest
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -102,9 +102,8 @@ def delta_rule_in_chunks(
 
     Unless `keeps`, the states after the last tokens are not computed: an empty tensor stands for them.
     """
-    compute: Any = _DeltaRule.apply
-    found: tuple[Tensor, Tensor] = compute(query, key, value, decay, beta, before, chunks, keeps)
-    return found
+    compute: Callable[..., tuple[Tensor, Tensor]] = _DeltaRule.apply
+    return compute(query, key, value, decay, beta, before, chunks, keeps)
 
 
 class _Inputs(NamedTuple):
@@ -185,8 +184,8 @@ class _Local(NamedTuple):
         return self.total[:, -1:]
 
 
-def _local(value: Tensor, query: Tensor, key: Tensor, decay: Tensor, beta: Tensor) -> _Local:
-    """The fields of `_Spread` -> `_Local`."""
+def _local(spread: _Spread) -> _Local:
+    value, query, key, decay, beta = spread
     dtype = torch.promote_types(value.dtype, torch.float32)
     size = value.shape[1]
     q = unit(query.to(dtype)) * key.shape[2] ** -0.5
@@ -220,10 +219,8 @@ def _unit_lower_inverse(lower: Tensor) -> Tensor:
     that.
     """
     size = lower.shape[-1]
-    small = (
-        lower.unflatten(1, (-1, SMALLEST)).unflatten(3, (-1, SMALLEST)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
-    )  # [B, size / 16, 16, 16]
-    inverses = _join_blocks(small.flatten(0, 1), None, 1)
+    small = lower.unflatten(1, (-1, SMALLEST)).unflatten(3, (-1, SMALLEST)).diagonal(dim1=1, dim2=3)  # [B, 16, 16, size / 16]
+    inverses = _join_blocks(small.movedim(-1, 1).flatten(0, 1), None, 1)
     if size == SMALLEST:
         return inverses
     blocks = inverses.unflatten(0, (-1, size // SMALLEST))  # [B, size / 16, 16, 16]
@@ -369,7 +366,7 @@ class _DeltaRule(torch.autograd.Function):
 def _forward(inputs: _Inputs, chunks: Chunks, keeps: bool) -> tuple[Tensor, Tensor]:
     """The outputs [tokens, value_heads, value_dim] of some heads, and the states after each sequence, or an empty tensor."""
     heads = inputs.value.shape[1]
-    local = _local(*_spread(inputs, chunks))
+    local = _local(_spread(inputs, chunks))
     course = _course(local, chunks, heads, inputs.before, keeps)
     out = torch.baddbmm(torch.bmm(local.attended, course.updates), local.query * local.total, course.states)
     return chunks.collect(out, heads), course.after
@@ -382,12 +379,12 @@ def _backward(
     query, key, value, decay, beta, before = inputs
     heads = value.shape[1]
     spread = _spread(inputs, chunks)
-    local = _local(*spread)
+    local = _local(spread)
     dtype = local.solved.dtype
     states, updates, _ = _course(local, chunks, heads, before, keeps=False)
     d_o = chunks.spread(d_out).to(dtype)  # [B, size, value_dim]
     d_states, d_updates, d_before = _return(local, chunks, heads, d_o, None if d_after is None else d_after.to(dtype), wants_before)
-    d_q, d_k, d_v, d_decay, d_beta = _gradients(spread.value, spread.beta, d_o, d_states, d_updates, states, updates, *local)
+    d_q, d_k, d_v, d_decay, d_beta = _gradients(spread, d_o, d_states, d_updates, states, updates, local)
     return (
         _through_unit(query, _sum_groups(chunks.collect(d_q, heads), query.shape[1]) * key.shape[2] ** -0.5),
         _through_unit(key, _sum_groups(chunks.collect(d_k, heads), key.shape[1])),
@@ -399,12 +396,11 @@ def _backward(
 
 
 def _gradients(
-    value: Tensor, beta: Tensor, d_out: Tensor, d_states: Tensor, d_updates: Tensor, states: Tensor, updates: Tensor, *fields: Tensor
+    spread: _Spread, d_out: Tensor, d_states: Tensor, d_updates: Tensor, states: Tensor, updates: Tensor, local: _Local
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of unit queries and keys, values, decays and betas of all chunks at once; `fields` are those of `_Local`."""
-    local = _Local(*fields)
+    """The gradients of unit queries and keys, values, decays and betas of all chunks at once."""
     q, k, dtype = local.query, local.key, local.key.dtype
-    v, b = value.to(dtype), beta.to(dtype)
+    v, b = spread.value.to(dtype), spread.beta.to(dtype)
     d_seen = torch.bmm(d_updates, states.mT).neg()  # of W
     d_right_key, d_right_value = torch.bmm(local.inverse.mT, d_seen), torch.bmm(local.inverse.mT, d_updates)  # of β exp(t) k and of β v
     d_lower = (torch.bmm(d_right_key, local.seen.mT) + torch.bmm(d_right_value, local.solved.mT)).neg().tril(-1)
@@ -426,7 +422,7 @@ def _gradients(
     d_q = torch.baddbmm(d_read * local.total, d_dots, k)
     d_k = d_right_key * (b * local.total) + d_left * local.rest
     d_k = d_k + torch.bmm(d_dots.mT, q) + torch.bmm(d_lower + d_lower.mT, k)
-    return d_q, d_k, (d_right_value * b).to(value.dtype), d_decay, d_beta
+    return d_q, d_k, (d_right_value * b).to(spread.value.dtype), d_decay, d_beta
 
 
 def _row_sums(a: Tensor, b: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Both take and give the state that continues each sequence. Each sequence is computed from its own tokens only, and no multiplication by zero
 keeps sequences apart, so that a NaN in one cannot reach another, forward or backward. On CUDA in bfloat16 they run on Triton kernels
-(`models/delta_kernels.py`), elsewhere on what is written here and in `models/delta_chunks.py`.
+(`models/delta_kernels.py`), elsewhere on what is written here and in `models/delta_chunks.py`. `lengths` are the tokens of each sequence.
 """
 
 from dataclasses import dataclass
@@ -19,38 +19,26 @@ from tinsmith.models.delta_kernels import kernels_for
 from tinsmith.models.device import upload
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of each sequence of a packed row."""
-
-    lengths: tuple[int, ...]
-
-    @property
-    def single(self) -> bool:
-        """Whether every sequence is one token, as in decoding."""
-        return max(self.lengths) == 1
-
-
-def convolve(x: Tensor, weight: Tensor, lengths: Lengths, before: Tensor | None) -> tuple[Tensor, Tensor]:
+def convolve(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> tuple[Tensor, Tensor]:
     """A causal convolution of each channel, then SiLU: x [tokens, channels], weight [channels, taps] -> [tokens, channels].
 
     `before` [sequences, taps - 1, channels] came before the first token of each sequence; None means zeros. Also returns what comes before
     the next token.
     """
-    if lengths.single:
+    if max(lengths) == 1:
         earlier = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[1]) if before is None else before
         window = torch.cat([earlier, x.unsqueeze(1)], 1)  # [sequences, taps, channels]
         return silu((window.to(_exact(x)) * weight.t()).sum(1)).to(x.dtype), window[:, 1:]
-    return _convolve(x, weight, lengths, before), _places_of(lengths.lengths, weight.shape[1] - 1, x.device).last_inputs(x, before)
+    return _convolve(x, weight, lengths, before), _places_of(lengths, weight.shape[1] - 1, x.device).last_inputs(x, before)
 
 
-def convolve_anew(x: Tensor, weight: Tensor, lengths: Lengths) -> Tensor:
+def convolve_anew(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """The outputs of `convolve` for sequences that begin here and are not continued."""
     return _convolve(x, weight, lengths, None)
 
 
 def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Lengths, before: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...], before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over each sequence (Yang et al., arXiv 2412.06464), in float32 or float64.
 
@@ -62,32 +50,32 @@ def gated_delta_rule(
     [tokens, value_heads]. `before` [sequences, value_heads, key_dim, value_dim] continues sequences; None means zeros. Returns
     [tokens, value_heads, value_dim] in the dtype of `value`, and the states after the last tokens.
     """
-    if lengths.single and before is not None:
+    if max(lengths) == 1 and before is not None:
         return _step(query, key, value, decay, beta, before)
     return _delta_rule(query, key, value, decay, beta, lengths, before, keeps=True)
 
 
-def gated_delta_rule_anew(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Lengths) -> Tensor:
+def gated_delta_rule_anew(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """The outputs of `gated_delta_rule` for sequences that begin here and are not continued: no state is kept of them."""
     return _delta_rule(query, key, value, decay, beta, lengths, None, keeps=False)[0]
 
 
 def _delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Lengths, before: Tensor | None, keeps: bool
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...], before: Tensor | None, keeps: bool
 ) -> tuple[Tensor, Tensor]:
     kernels = kernels_for(value)
     if kernels is not None and kernels.serves(key, value):
-        return kernels.delta_rule(query, key, value, decay, beta, lengths.lengths, before, keeps)
-    chunks = chunks_of(lengths.lengths, key.shape[2], value.device)
+        return kernels.delta_rule(query, key, value, decay, beta, lengths, before, keeps)
+    chunks = chunks_of(lengths, key.shape[2], value.device)
     return delta_rule_in_chunks(query, key, value, decay, beta, chunks, before, keeps)
 
 
-def _convolve(x: Tensor, weight: Tensor, lengths: Lengths, before: Tensor | None) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> Tensor:
     kernels = kernels_for(x)
     if kernels is not None and (before is None or not before.requires_grad):
-        return kernels.convolution(x, weight, lengths.lengths, before)
+        return kernels.convolution(x, weight, lengths, before)
     compute: Any = _Convolution.apply
-    out: Tensor = compute(x, weight, before, _places_of(lengths.lengths, weight.shape[1] - 1, x.device))
+    out: Tensor = compute(x, weight, before, _places_of(lengths, weight.shape[1] - 1, x.device))
     return out
 
 

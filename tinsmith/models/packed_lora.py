@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tinsmith.models.fused import UNCHANGED, Before
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.lora import Adapter, Segment, StackedMatrices, TargetGroup
 
@@ -28,40 +29,9 @@ class Adapters(Protocol):
         """The layer with the adapters of the tokens: x [tokens, in] -> [tokens, out]."""
         ...
 
-    def project(self, linear: JoinedLinear, before: "Before", *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """The layer behind `before`: [tokens, out], and the other results of `before`."""
         ...
-
-
-class Before(Protocol):
-    """Computation on the inputs of a linear layer before it is applied, token by token."""
-
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        """The input h [tokens, in] of the layer, other results, and what the backward needs: inputs or results."""
-        ...
-
-    def backward(
-        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> tuple[list[Tensor | None], Tensor]:
-        """Gradients of the inputs, from those of h and of the other results; and h again. `needed` says of which inputs."""
-        ...
-
-
-class Unchanged:
-    """Nothing: the input of the layer is the input."""
-
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        (x,) = inputs
-        assert x is not None
-        return x, (), (x,)
-
-    def backward(
-        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> tuple[list[Tensor | None], Tensor]:
-        return [d_h], kept[0]
-
-
-UNCHANGED = Unchanged()
 
 
 def project_behind(adapters: Adapters, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.attention import LONG, attend_run, dense_attention, group_runs, varlen_attention
-from tinsmith.models.delta_rule import Lengths, convolve_anew, gated_delta_rule_anew
+from tinsmith.models.delta_rule import convolve_anew, gated_delta_rule_anew
 from tinsmith.models.device import upload
 from tinsmith.models.dispatch import half_on_gpu
 from tinsmith.models.stable_attention import PackedBlocks
@@ -51,7 +51,7 @@ class PackedPlan:
 
     def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype, stable: bool = False) -> None:
         self.runs = group_runs(lengths)
-        self.lengths = Lengths(tuple(lengths))
+        self.lengths = tuple(lengths)
         self.max_length = max(lengths)
         self.blocks = PackedBlocks(lengths, device) if stable else None
         self.cu_seqlens: Tensor | None = None

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from tinsmith.models.attention import mutual_attention
+from tinsmith.models.attention import flash_attention
 from tinsmith.models.device import upload
 from tinsmith.models.dispatch import half_on_gpu
 from tinsmith.models.fused import add_layer_norm, add_rms_norm, rotate
@@ -78,7 +78,8 @@ class Spans:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention within each span, in both directions: all [patches, heads, head_dim]."""
         if self.cu_seqlens is not None:
-            return mutual_attention(query, key, value, self.cu_seqlens, self.longest, scale)
+            bounds, longest = self.cu_seqlens, self.longest
+            return flash_attention(query, key, value, bounds, bounds, (longest, longest), scale, causal=False)
         if self.groups[0][1] is None:
             return _attend_equal(self.groups[0][0], query, key, value, scale)
         mixed = torch.empty_like(query)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tinsmith.models.attention import continued_attention
+from tinsmith.models.attention import flash_attention
 from tinsmith.models.device import upload
 from tinsmith.models.dispatch import half_on_gpu
 from tinsmith.models.pass_plan import PackedPlan
@@ -135,7 +135,7 @@ class ContinuedWindows:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
         """Attention of query [tokens of the windows, heads, head_dim] to keys and values as `gather` takes them."""
         k, v = self.gather(keys), self.gather(values)
-        return continued_attention(query, k, v, self.cu_query, self.cu_key, self.longest, scale, window)
+        return flash_attention(query, k, v, self.cu_query, self.cu_key, self.longest, scale, window)
 
 
 class CachedGroup:
