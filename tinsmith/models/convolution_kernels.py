@@ -4,6 +4,7 @@ They compute what `convolve` of `models/delta_rule.py` does in float32, from inp
 see of their own sequence and nothing else, so that no neighbour is read.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -46,9 +47,8 @@ def seats_of(lengths: tuple[int, ...], device: torch.device) -> Seats:
 
 def convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> Tensor:
     """The outputs of `convolve` of `models/delta_rule.py`. `before` gets no gradient."""
-    compute: Any = _ConvolutionOnKernels.apply
-    out: Tensor = compute(x if x.stride(1) == 1 else x.contiguous(), weight, before, seats_of(lengths, x.device))
-    return out
+    compute: Callable[..., Tensor] = _ConvolutionOnKernels.apply
+    return compute(x if x.stride(1) == 1 else x.contiguous(), weight, before, seats_of(lengths, x.device))
 
 
 class _ConvolutionOnKernels(torch.autograd.Function):

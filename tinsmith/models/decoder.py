@@ -286,9 +286,8 @@ class Decoder:
 
 def _last_norm(kind: Normed, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
     if torch.is_grad_enabled():
-        compute: Any = _Alone.apply
-        out: Tensor = compute(kind, x, delta, weight)
-        return out
+        compute: Callable[..., Tensor] = _Alone.apply
+        return compute(kind, x, delta, weight)
     return kind.forward(x, delta, weight)[0]
 
 

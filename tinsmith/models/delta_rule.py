@@ -5,6 +5,7 @@ keeps sequences apart, so that a NaN in one cannot reach another, forward or bac
 (`models/delta_kernels.py`), elsewhere on what is written here and in `models/delta_chunks.py`. `lengths` are the tokens of each sequence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -74,9 +75,8 @@ def _convolve(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tenso
     kernels = kernels_for(x)
     if kernels is not None and (before is None or not before.requires_grad):
         return kernels.convolution(x, weight, lengths, before)
-    compute: Any = _Convolution.apply
-    out: Tensor = compute(x, weight, before, _places_of(lengths, weight.shape[1] - 1, x.device))
-    return out
+    compute: Callable[..., Tensor] = _Convolution.apply
+    return compute(x, weight, before, _places_of(lengths, weight.shape[1] - 1, x.device))
 
 
 def _exact(x: Tensor) -> torch.dtype:

@@ -18,6 +18,7 @@ Results in bfloat16 are as exact as if all was computed in float32 and rounded a
 and queries, β and decays are multiplied in before or after, in float32, so that products of inputs need one pair or none.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -73,9 +74,8 @@ def delta_rule(
     keeps: bool,
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule` of `models/delta_rule.py`. Unless `keeps`, the states are an empty tensor."""
-    compute: Any = _DeltaRuleOnKernels.apply
-    found: tuple[Tensor, Tensor] = compute(query, key, value, decay, beta, before, cuts_of(lengths, value.device), keeps)
-    return found
+    compute: Callable[..., tuple[Tensor, Tensor]] = _DeltaRuleOnKernels.apply
+    return compute(query, key, value, decay, beta, before, cuts_of(lengths, value.device), keeps)
 
 
 @dataclass(frozen=True, eq=False)

@@ -316,9 +316,8 @@ class Heads:
         weight [heads + kv_heads, head_dim] is that of the norms of all heads. Value and gate are views of qkv.
         """
         if torch.is_grad_enabled():
-            compute: Any = _Heads.apply
-            found: tuple[Tensor, ...] = compute(self, qkv, weight, cos, sin)
-            return found
+            compute: Callable[..., tuple[Tensor, ...]] = _Heads.apply
+            return compute(self, qkv, weight, cos, sin)
         rotated, value, gate = self.cut(qkv)
         weights = self._weights(weight, len(rotated))
         turned = [rotate(x, own, cos, sin, self.eps, self.zero_centred) for x, own in zip(rotated, weights, strict=True)]

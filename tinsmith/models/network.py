@@ -118,9 +118,8 @@ def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """The function of these inputs, of which nothing but the inputs is kept for the backward: it computes the function again."""
     if not torch.is_grad_enabled():
         return function(*inputs)
-    compute: Any = _Recomputed.apply
-    out: Tensor = compute(function, *inputs)
-    return out
+    compute: Callable[..., Tensor] = _Recomputed.apply
+    return compute(function, *inputs)
 
 
 class _Recomputed(torch.autograd.Function):
