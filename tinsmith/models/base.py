@@ -217,50 +217,24 @@ def _deepstack(row: PackedRow, features: list[ImageFeatures]) -> Deepstack | Non
     return Deepstack(row.image_index, layers)
 
 
-def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_bytes: int, layers_on_host: bool = False) -> BaseModel:
+def load_base_model(
+    name: str, source: str, config: ModelsConfig, feature_cache_bytes: int, layers_on_host: bool = False, network: Any = None
+) -> BaseModel:
     """Load the model in a local directory or of a Hub id, to be served under `name`.
 
-    With `layers_on_host` its layers stay in the host's memory, as `base_model_of` says.
+    With `layers_on_host` those layers that our own decoder computes stay in the host's memory, and come to the device one at a time. A
+    `network` that is in memory already, in the precision of `config`, takes the place of the weights in the files, and is changed.
 
     Raises ConfigError for an unsupported architecture or a device that is not there. Whether the model computes what transformers
     computes is for `sampling/self_check.py` to say.
     """
     transformers_logging.disable_progress_bar()  # bars have no place in a server's log
-    device = pick_device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches kernels on the current device
-    family = family_of(source, read_config(source))
-    tokenizer = load_tokenizer(source)  # before the weights, which take longer
-    network = load_network(source, family, pick_dtype(config.dtype, device))
-    return base_model_of(name, source, network, config, feature_cache_bytes, layers_on_host, tokenizer)
-
-
-def base_model_of(
-    name: str,
-    source: str,
-    network: Any,
-    config: ModelsConfig,
-    feature_cache_bytes: int,
-    layers_on_host: bool = False,
-    tokenizer: Any = None,
-) -> BaseModel:
-    """The base model of a network that is already in memory, in the precision that `config` asks for. It is changed for our passes.
-
-    With `layers_on_host` those layers that our own decoder computes stay in the host's memory, and come to the device one at a time.
-    Configuration and tokenizer, if it is not given, are read from `source`. Weights there are read only if the fingerprint is asked for.
-    """
-    device = pick_device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches kernels on the current device
-    limit_memory(device, config.memory_share)
-    dtype = pick_dtype(config.dtype, device)
-    if device.type == "cuda":
-        keep_kernels(config.compile_cache)
-        count_kernels()
-    if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    device, dtype = _prepared_device(config)
     model_config = read_config(source)
     family = family_of(source, model_config)
+    tokenizer = load_tokenizer(source)  # before the weights, which take longer
+    if network is None:
+        network = load_network(source, family, dtype)
     network.eval().requires_grad_(False)
     language_model = family.language_model(network)
     layers_on_host = layers_on_host and family.model_type in KNOWN_TYPES
@@ -289,7 +263,7 @@ def base_model_of(
         tokenizer_id=source,
         family=family,
         config=model_config,
-        tokenizer=load_tokenizer(source) if tokenizer is None else tokenizer,
+        tokenizer=tokenizer,
         network=network,
         language_model=language_model,
         decoder=decoder,
@@ -303,6 +277,20 @@ def base_model_of(
         features=LRUCache(maxsize=feature_cache_bytes, getsizeof=lambda f: f.nbytes),
         computed_fingerprint=compute_fingerprint(source),
     )
+
+
+def _prepared_device(config: ModelsConfig) -> tuple[torch.device, torch.dtype]:
+    """The device and the precision of a model. The process is prepared to compute with them."""
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches kernels on the current device
+        keep_kernels(config.compile_cache)
+        count_kernels()
+    limit_memory(device, config.memory_share)
+    if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    return device, dtype
 
 
 def load_tokenizer(source: str) -> Any:
