@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,7 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
 
     Raises ConfigError, with the remedy, if it cannot be read, is not what it says that it is, or is shorter or longer.
     """
-    try:
-        _require_content(file)
+    with _reading(file, "its header cannot be read"):
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
             opened.seek(0)
@@ -158,10 +158,6 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
         end = 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             end = _end_of(name, entry, end)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); {_AGAIN}, or let this user read it") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{file} is damaged (its header cannot be read: {error}); {_AGAIN}") from error
     if size != 8 + length + end:
         what = "cut" if size < 8 + length + end else "damaged"
         raise ConfigError(f"{file} is {what} ({size:,} bytes, where its header says {8 + length + end:,}); {_AGAIN}")
@@ -179,6 +175,18 @@ def _end_of(name: str, entry: dict[str, Any], start: int) -> int:
     return int(end)
 
 
+@contextmanager
+def _reading(file: Path, damage: str) -> Iterator[None]:
+    """Turn what reading a file raises into a ConfigError with the remedy; `damage` says what is wrong with a damaged one."""
+    try:
+        _require_content(file)
+        yield
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); {_AGAIN}, or let this user read it") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file} is damaged ({damage}: {error}); {_AGAIN}") from error
+
+
 def _require_content(file: Path) -> None:
     """Raise ConfigError for a pointer of Git LFS, and for what is no file: reading a pipe would not end. OSError goes on."""
     if file.exists() and not file.is_file():
@@ -190,13 +198,8 @@ def _require_content(file: Path) -> None:
 
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a file of JSON. Raises ConfigError, with the remedy."""
-    try:
-        _require_content(file)
+    with _reading(file, "it is no JSON"):
         found = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); {_AGAIN}, or let this user read it") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is damaged (it is no JSON: {error}); {_AGAIN}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{file} is damaged (it holds no object of JSON); {_AGAIN}")
     return found

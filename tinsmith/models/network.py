@@ -231,7 +231,7 @@ def _plain_pytorch(layer: type[nn.Module]) -> Iterator[None]:
 
 
 class ActivePass:
-    """What the modules need of the pass that is running. transformers calls them with their input alone, so it cannot be an argument."""
+    """State of the running pass that the modules need. transformers calls them with their input alone, so it cannot be an argument."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []

@@ -20,7 +20,7 @@ from tinsmith.models.attention import varlen_attention
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.decoder import AttentionBlock, Decoder
 from tinsmith.models.device import Stopwatch, upload
-from tinsmith.models.lora import Adapter, Segment
+from tinsmith.models.lora import Adapter, AdapterForm, Segment
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.models.pass_memory import KEEP_ALL, PassMemory
 from tinsmith.models.pass_plan import PackedPlan
@@ -54,8 +54,7 @@ class PassKind(NamedTuple):
 
     tokens: int
     sequences: int
-    adapter: tuple[Any, ...]
-    """Names and shapes of its matrices."""
+    adapter: AdapterForm
 
 
 class Frame:
