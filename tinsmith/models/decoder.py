@@ -15,14 +15,12 @@ from torch import Tensor
 
 from tinsmith.models.fused import (
     UNCHANGED,
-    Before,
     GatedNormed,
     Heads,
     Normed,
     SigmoidGated,
     SwiGLU,
-    memory_gates,
-    memory_gates_backward,
+    decay_and_beta,
 )
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layers import DeltaNet
@@ -76,7 +74,6 @@ class Norm:
     weight: Tensor
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "Norm":
-        """The same with the weight that is there, if one is."""
         return replace(self, weight=parameters.get(self.name, self.weight))
 
 
@@ -89,10 +86,6 @@ class Pass:
     cos: Tensor
     sin: Tensor
     deepstack: Deepstack | None
-
-    def linear(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        """The layer with the adapters of the pass, behind what `before` computes of the inputs; and the other results of `before`."""
-        return self.adapters.project(linear, before, *inputs)
 
     def add_images(self, layer: int, delta: Tensor) -> None:
         """Add the features that belong behind a layer to what its MLP gives, delta [tokens, hidden]."""
@@ -124,7 +117,7 @@ class AttentionBlock:
 
     def enter(self, x: Tensor, delta: Tensor | None, norm: Norm, shared: Pass) -> tuple[Tensor, ...]:
         """Compute the inputs of attention token by token: the sum of x and delta; query, key and value; and gate, if there is one."""
-        qkv, total = shared.linear(self.qkv, norm.kind, x, delta, norm.weight)
+        qkv, total = shared.adapters.project(self.qkv, norm.kind, x, delta, norm.weight)
         return total, *self.heads.forward(qkv, self.head_weights, shared.cos, shared.sin)
 
     def attend(self, plan: PassPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -135,11 +128,11 @@ class AttentionBlock:
     def leave(self, out: Tensor, gate: Sequence[Tensor], shared: Pass) -> Tensor:
         """Project attention's output [tokens, heads, head_dim] to [tokens, hidden]."""
         if gate:
-            return shared.linear(self.output, SIGMOID_GATED, out, *gate)[0]
-        return shared.linear(self.output, UNCHANGED, out.flatten(1))[0]
+            return shared.adapters.project(self.output, SIGMOID_GATED, out, *gate)[0]
+        return shared.adapters.project(self.output, UNCHANGED, out.flatten(1))[0]
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "AttentionBlock":
-        """The same with these parameters where they are there."""
+        """Use these parameters, by name, in the place of its own."""
         norms = None if self.norms is None else (self.norms[0].with_weights(parameters), self.norms[1].with_weights(parameters))
         return replace(
             self,
@@ -169,12 +162,12 @@ class DeltaBlock:
         """Return the sum of x and delta [tokens, hidden], and the block's output for it, to be added later."""
         kind = self.kind
         norm_weight, taps, a_log, dt_bias = self.parameters
-        together, total = shared.linear(self.projection, norm.kind, x, delta, norm.weight)
+        together, total = shared.adapters.project(self.projection, norm.kind, x, delta, norm.weight)
         values, keys = kind.value_heads * kind.value_dim, kind.key_heads * kind.key_dim
         mixed, gate, b, a = together.split([kind.channels, values, kind.value_heads, kind.value_heads], -1)
         mixed = shared.plan.convolve(self.index, mixed, taps.squeeze(1))  # [tokens, channels]
         query, key, value = mixed.split([keys, keys, values], -1)
-        decay, beta = _gates(a, b, a_log, dt_bias)
+        decay, beta = decay_and_beta(a, b, a_log, dt_bias)
         out = shared.plan.delta_rule(
             self.index,
             query.unflatten(-1, (kind.key_heads, kind.key_dim)),
@@ -183,10 +176,11 @@ class DeltaBlock:
             decay,
             beta,
         )  # [tokens, value_heads, value_dim]
-        return total, shared.linear(self.output, self.norm, out, gate.unflatten(-1, (kind.value_heads, kind.value_dim)), norm_weight)[0]
+        gate = gate.unflatten(-1, (kind.value_heads, kind.value_dim))
+        return total, shared.adapters.project(self.output, self.norm, out, gate, norm_weight)[0]
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "DeltaBlock":
-        """The same with these parameters where they are there."""
+        """Use these parameters, by name, in the place of its own."""
         return replace(
             self,
             projection=self.projection.with_weights(parameters),
@@ -213,8 +207,8 @@ class Layer:
 
     def mlp(self, x: Tensor, delta: Tensor, shared: Pass) -> tuple[Tensor, Tensor]:
         """The sum of x and delta, which are what the block gives, and what the MLP adds to it."""
-        gate_up, x = shared.linear(self.gate_up, self.second_norm.kind, x, delta, self.second_norm.weight)
-        return x, shared.linear(self.down, SWIGLU, gate_up)[0]
+        gate_up, x = shared.adapters.project(self.gate_up, self.second_norm.kind, x, delta, self.second_norm.weight)
+        return x, shared.adapters.project(self.down, SWIGLU, gate_up)[0]
 
     def total(self, x: Tensor, shared: Pass) -> Tensor:
         """The same with one tensor for each sum."""
@@ -222,7 +216,7 @@ class Layer:
         return x + delta
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "Layer":
-        """The same with these parameters where they are there."""
+        """Use these parameters, by name, in the place of its own."""
         return Layer(
             self.block.with_weights(parameters),
             self.first_norm.with_weights(parameters),
@@ -276,62 +270,12 @@ class Decoder:
 
     def finish(self, x: Tensor, delta: Tensor | None) -> Tensor:
         """The last norm of the sum of x and delta [tokens, hidden]."""
-        return _last_norm(self.last_norm.kind, x, delta, self.last_norm.weight)
+        return self.last_norm.kind.alone(x, delta, self.last_norm.weight)
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "Decoder":
-        """The same with these parameters, by their names inside the language model, in the place of its own where they are there."""
+        """Use these parameters, by their names inside the language model, in the place of its own."""
         layers = tuple(layer.with_weights(parameters) for layer in self.layers)
         return Decoder(layers, self.last_norm.with_weights(parameters), self.rope)
-
-
-def _last_norm(kind: Normed, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-    if torch.is_grad_enabled():
-        compute: Callable[..., Tensor] = _Alone.apply
-        return compute(kind, x, delta, weight)
-    return kind.forward(x, delta, weight)[0]
-
-
-class _Alone(torch.autograd.Function):
-    """A norm without a linear layer behind it."""
-
-    @staticmethod
-    def forward(ctx: Any, kind: Normed, *inputs: Tensor | None) -> Tensor:
-        ctx.kind = kind
-        normed, _, kept = kind.forward(*inputs)
-        ctx.save_for_backward(*kept)
-        return normed
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found, _ = ctx.kind.backward(ctx.saved_tensors, grads[0], (None,), ctx.needs_input_grad[1:])
-        return None, *found
-
-
-def _gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled():
-        compute: Any = _Gates.apply
-        decay, beta = compute(a, b, a_log, dt_bias)
-        return decay, beta
-    return memory_gates(a, b, a_log, dt_bias)
-
-
-class _Gates(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(*inputs)
-        return memory_gates(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, a_log, dt_bias = ctx.saved_tensors
-        d_a, d_b, d_a_log = memory_gates_backward(a, b, a_log, dt_bias, *grads)
-        wants_a_log, wants_dt_bias = ctx.needs_input_grad[2:]
-        return (
-            d_a,
-            d_b,
-            d_a_log.sum(0).to(a_log.dtype) if wants_a_log else None,
-            d_a.sum(0, dtype=d_a_log.dtype).to(dt_bias.dtype) if wants_dt_bias else None,
-        )
 
 
 def head_weights(norms: tuple[Norm, Norm] | None, shape: Heads) -> Tensor | None:

@@ -127,11 +127,32 @@ class Normed:
         total, normed = add_rms_norm(x, delta, weight, self.eps, self.zero_centred)
         return normed, (total,), (total, weight)
 
+    def alone(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """Compute the norm without a linear layer behind it; differentiable."""
+        if not torch.is_grad_enabled():
+            return self.forward(x, delta, weight)[0]
+        compute: Callable[..., Tensor] = _Alone.apply
+        return compute(self, x, delta, weight)
+
     def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
         total, weight = kept
         d_total, normed = rms_norm_backward(total, weight, d_h, d_others[0], self.eps, self.zero_centred)
         d_weight = rms_norm_weight_gradient(total, d_h, self.eps) if needed[2] else None
         return [d_total, d_total if needed[1] else None, d_weight], normed
+
+
+class _Alone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: Normed, *inputs: Tensor | None) -> Tensor:
+        ctx.kind = kind
+        normed, _, kept = kind.forward(*inputs)
+        ctx.save_for_backward(*kept)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found, _ = ctx.kind.backward(ctx.saved_tensors, grads[0], (None,), ctx.needs_input_grad[1:])
+        return None, *found
 
 
 # SwiGLU: silu(gate) · up
@@ -383,3 +404,30 @@ def memory_gates_backward(
     beta, d = torch.sigmoid(_exact(b)), _exact(d_decay)
     d_a = d * scale * torch.sigmoid(shifted)
     return d_a.to(a.dtype), (_exact(d_beta) * beta * (1 - beta)).to(b.dtype), d * scale * softplus(shifted)
+
+
+def decay_and_beta(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """`memory_gates`, differentiable."""
+    if not torch.is_grad_enabled():
+        return memory_gates(a, b, a_log, dt_bias)
+    compute: Callable[..., tuple[Tensor, Tensor]] = _Gates.apply
+    return compute(a, b, a_log, dt_bias)
+
+
+class _Gates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*inputs)
+        return memory_gates(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, a_log, dt_bias = ctx.saved_tensors
+        d_a, d_b, d_a_log = memory_gates_backward(a, b, a_log, dt_bias, *grads)
+        wants_a_log, wants_dt_bias = ctx.needs_input_grad[2:]
+        return (
+            d_a,
+            d_b,
+            d_a_log.sum(0).to(a_log.dtype) if wants_a_log else None,
+            d_a.sum(0, dtype=d_a_log.dtype).to(dt_bias.dtype) if wants_dt_bias else None,
+        )

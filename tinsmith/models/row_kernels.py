@@ -22,8 +22,9 @@ STRIPES = 256
 """Sums of tokens in a gradient of weights, at most."""
 
 
-def _warps(width: int) -> int:
-    return 4 if width <= 4096 else 8
+def _whole(width: int) -> dict[str, int]:
+    """The options of a kernel whose programs compute whole rows."""
+    return {"WIDTH": width, "PADDED": triton.next_power_of_2(width), "num_warps": 4 if width <= 4096 else 8}
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -57,19 +58,16 @@ def _launch_norm(
 ) -> None:
     rows, width = x.shape
     launch: Any = _norm
-    padded = triton.next_power_of_2(width)
-    options = {"WIDTH": width, "PADDED": padded, "ZERO_CENTRED": zero_centred, "ADDS": adds, "num_warps": _warps(width)}
-    launch[(rows,)](x, delta, weight, total, normed, eps, **options, **overlapping(x.device, rows))
+    options = {"ZERO_CENTRED": zero_centred, "ADDS": adds, **overlapping(x.device, rows)}
+    launch[(rows,)](x, delta, weight, total, normed, eps, **_whole(width), **options)
 
 
 def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum of x and delta [rows, width], and the layer norm of it."""
     x, delta = _rows(x), _rows(delta)
     total, normed = torch.empty_like(x), torch.empty_like(x)
-    rows, width = x.shape
     launch: Any = _layer_norm
-    padded = triton.next_power_of_2(width)
-    launch[(rows,)](x, delta, weight, bias, total, normed, eps, WIDTH=width, PADDED=padded, num_warps=_warps(width))
+    launch[(len(x),)](x, delta, weight, bias, total, normed, eps, **_whole(x.shape[1]))
     return total, normed
 
 
@@ -79,10 +77,9 @@ def rms_norm_backward(
     """The gradient of x [rows, width], and its norm again."""
     x, d_normed = _rows(x), _rows(d_normed)
     gradient, normed = torch.empty_like(x), torch.empty_like(x)
-    rows, width = x.shape
     launch: Any = _norm_backward
-    options = {"WIDTH": width, "PADDED": triton.next_power_of_2(width), "ZERO_CENTRED": zero_centred, "ADDS": d_x is not None}
-    launch[(rows,)](x, weight, d_normed, x if d_x is None else _rows(d_x), gradient, normed, eps, **options, num_warps=_warps(width))
+    options = {"ZERO_CENTRED": zero_centred, "ADDS": d_x is not None}
+    launch[(len(x),)](x, weight, d_normed, x if d_x is None else _rows(d_x), gradient, normed, eps, **_whole(x.shape[1]), **options)
     return gradient, normed
 
 
@@ -92,8 +89,7 @@ def rms_norm_weight_gradient(x: Tensor, d_normed: Tensor, eps: float) -> Tensor:
     rows, width = x.shape
     sums = torch.empty(stripes(rows), width, dtype=torch.float32, device=x.device)
     launch: Any = _norm_weight_gradient
-    padded = triton.next_power_of_2(width)
-    launch[(len(sums),)](x, d_normed, sums, rows, eps, WIDTH=width, PADDED=padded, num_warps=_warps(width))
+    launch[(len(sums),)](x, d_normed, sums, rows, eps, **_whole(width))
     return sums.sum(0).to(x.dtype)
 
 
@@ -108,9 +104,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     launch: Any = _swiglu
-    launch[(rows, triton.cdiv(width, COLUMNS))](
-        gate_up, out, WIDTH=width, COLUMNS=COLUMNS, num_warps=4, **overlapping(gate_up.device, rows)
-    )
+    options = {"WIDTH": width, "COLUMNS": COLUMNS, "num_warps": 4, **overlapping(gate_up.device, rows)}
+    launch[(rows, triton.cdiv(width, COLUMNS))](gate_up, out, **options)
     return out
 
 
@@ -147,20 +142,17 @@ def _launch_rotation(
     launch: Any = _rotate_backward if backward else _rotate
     arguments = (x, *x.stride()[:2], x if weight is None else weight, cos, sin, *((d_out, *d_out.stride()[:2]) if backward else ()))
     launch[(tokens, triton.cdiv(heads, HEADS))](
-        *arguments,
-        out,
-        *out.stride()[:2],
-        heads,
-        eps,
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        PAIRS=cos.shape[-1],
-        HEADS=HEADS,
+        *(*arguments, out, *out.stride()[:2], heads, eps),
+        **_heads_of(width, cos),
         HAS_NORM=weight is not None,
         ZERO_CENTRED=zero_centred,
-        num_warps=4,
         **overlapping(x.device, tokens),
     )
+
+
+def _heads_of(width: int, cos: Tensor) -> dict[str, int]:
+    """The options of a kernel that rotates heads."""
+    return {"WIDTH": width, "PADDED": triton.next_power_of_2(width), "PAIRS": cos.shape[-1], "HEADS": HEADS, "num_warps": 4}
 
 
 def rotate_weight_gradient(x: Tensor, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float) -> Tensor:
@@ -170,12 +162,7 @@ def rotate_weight_gradient(x: Tensor, cos: Tensor, sin: Tensor, d_out: Tensor, e
     sums = torch.empty(stripes(tokens), heads, width, dtype=torch.float32, device=x.device)
     launch: Any = _rotate_weight_gradient
     launch[(len(sums), triton.cdiv(heads, HEADS))](
-        *(x, *x.stride()[:2], _rows(cos), _rows(sin), d_out, *d_out.stride()[:2], sums, tokens, heads, eps),
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        PAIRS=cos.shape[-1],
-        HEADS=HEADS,
-        num_warps=4,
+        *(x, *x.stride()[:2], _rows(cos), _rows(sin), d_out, *d_out.stride()[:2], sums, tokens, heads, eps), **_heads_of(width, cos)
     )
     return sums.sum(0).to(x.dtype)
 
