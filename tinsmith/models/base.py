@@ -1,7 +1,7 @@
 """A base model: frozen weights, tokenizer, and one forward pass over a packed row that trainer and sampler share.
 
-The vision tower and the language model are called as two modules. Image features are written into the embeddings at the indices that
-rendering computed; the outer transformers `forward`, which looks for placeholder ids, is never used.
+Image features are written into the embeddings at the indices that rendering computed. The outer `forward` of transformers, which looks for
+placeholder ids, is never used.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class PackedRow:
 
 @dataclass
 class BaseModel:
-    """One served base model. After loading nothing in it changes but what a pass sets and clears (`active`), and cached features."""
+    """One served base model. After loading nothing in it changes but the `active` pass and cached features."""
 
     name: str
     tokenizer_id: str
@@ -70,10 +70,10 @@ class BaseModel:
     """The transformers configuration of the whole model."""
     tokenizer: Any
     network: Any
-    """The whole transformers model; its language model's linears are wrapped for LoRA."""
+    """The transformers model, changed as `models/network.py` says."""
     language_model: Any
     decoder: Decoder | None
-    """Our way through its layers; None if they are of a kind that only transformers' modules compute."""
+    """Our way through its layers; None if only transformers' modules compute them."""
     lm_head: Tensor
     """[vocabulary, hidden]"""
     device: torch.device
@@ -81,21 +81,20 @@ class BaseModel:
     max_context: int
     active: ActivePass
     layout: Layout
-    """The linears that LoRA can train, and the kinds of layers."""
     deterministic: bool
-    """Whether numbers of a token are to depend on what it sees alone (`models/deterministic.py`), but for gradients."""
+    """Whether numbers of a token, but not gradients, depend on what it sees alone (`models/deterministic.py`)."""
     features: LRUCache[bytes, ImageFeatures]
     computed_fingerprint: Future[str]
-    """Computed beside the rest of the start, so that no start waits for it."""
+    """Computed while the server runs already: no start waits for it."""
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of these weights (`models/fingerprint.py`). Raises ConfigError if their files cannot be read any more."""
+        """The fingerprint (`models/fingerprint.py`), awaited. Raises ConfigError if the files cannot be read any more."""
         return self.computed_fingerprint.result()
 
     @property
     def known_fingerprint(self) -> str | None:
-        """The fingerprint, if it is computed by now: nobody waits for it."""
+        """The fingerprint, if it is computed by now."""
         return self.fingerprint if self.computed_fingerprint.done() else None
 
     @property
@@ -120,10 +119,10 @@ class BaseModel:
         return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
 
     def full_targets(self, shape: LoraShape) -> dict[str, Tensor]:
-        """The base's parameters that full-parameter training of this shape trains copies of, by their names inside the language model.
+        """The parameters that full-parameter training of this shape copies, by their names inside the language model.
 
-        A switch that is off leaves out all of the attention blocks or MLPs, or the output projection, which is the embedding too where
-        the model ties them. The rest (embedding and norms) is always trained.
+        A switch that is off leaves out all attention blocks or MLPs, or the output projection, which is the embedding too where they are
+        tied. The rest is always trained.
         """
         frozen = (*(() if shape.train_unembed else (self.head_name,)), *self.layout.frozen_blocks(shape))
         parameters = dict(self.language_model.named_parameters()) | {self.head_name: self.lm_head}
@@ -143,7 +142,7 @@ class BaseModel:
         return f"{self.embedding_name}.weight" if tied else HEAD_WEIGHT
 
     def head(self, owner: Weights | None) -> Tensor:
-        """The output projection [vocabulary, hidden] of a model: its own, or the base's, to which an adapter adds its part."""
+        """The output projection [vocabulary, hidden] of a model: its own, or the base's."""
         return owner.working.get(self.head_name, self.lm_head) if isinstance(owner, FullWeights) else self.lm_head
 
     def hidden_states(
@@ -156,8 +155,7 @@ class BaseModel:
     ) -> Tensor:
         """Final hidden states [tokens, hidden] of a packed row, after the last norm.
 
-        The first `recompute` layers keep only their inputs for a backward pass (`models/recompute.py`). `between` and `look` are as
-        in `Decoder.forward`; transformers' modules are computed without a break.
+        `recompute`, `between` and `look` are as in `Decoder.forward`; transformers' modules are computed without a break.
         """
         embedding = self.language_model.get_input_embeddings()
         embeddings = self._call(row, embedding, f"{self.embedding_name}.", row.token_ids)
@@ -174,7 +172,6 @@ class BaseModel:
         return decoder.forward(embeddings, row.positions, plan, SegmentAdapters(row.segments), deepstack, recompute, between, look)
 
     def _through_modules(self, row: PackedRow, plan: PassPlan, embeddings: Tensor, deepstack: Deepstack | None, recompute: int) -> Tensor:
-        """`hidden_states` by the transformers modules."""
         positions = row.positions if not self.family.mrope else row.positions.unsqueeze(1)
         inputs: dict[str, Any] = {"inputs_embeds": embeddings.unsqueeze(0), "position_ids": positions, "plan": plan}
         if deepstack:
@@ -187,18 +184,16 @@ class BaseModel:
         return hidden
 
     def _call(self, row: PackedRow, module: Any, prefix: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call the language model, or the part of it below `prefix`, with the weights that the row belongs to."""
         if row.full is None:
             return module(*arguments, **keywords)
         return row.full.call(module, prefix, *arguments, **keywords)
 
     @cached_property
     def tower(self) -> VisionTower:
-        """The vision tower of a model that takes images."""
         return VisionTower(self.network.model.visual, self.device, self.dtype)
 
     def image_features(self, images: Sequence[ImageInput]) -> list[ImageFeatures]:
-        """Features of the rows of each image, in order; each distinct image goes through the tower once and is kept by its hash."""
+        """Features of the rows of each image; each distinct image goes through the tower once and is kept by its hash."""
         missing = {p.sha256: p for p in images if p.sha256 not in self.features}
         # Images that are computed together may change each other's last bits.
         groups = [[image] for image in missing.values()] if self.deterministic else [list(missing.values())] if missing else []
@@ -294,10 +289,7 @@ def _prepared_device(config: ModelsConfig) -> tuple[torch.device, torch.dtype]:
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a model. Raises ConfigError if it cannot be loaded.
-
-    Without files transformers makes one that has special tokens alone, and other ids for these.
-    """
+    """The tokenizer of a model. Raises ConfigError if it cannot be loaded, or has no tokens: transformers makes one without files."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of any kind: that is what the tokenizers library raises for a file that it cannot use
@@ -331,10 +323,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def loading_of(config: Config) -> ModelsConfig:
-    """Return the settings to load base models with: as configured, or for the host's memory if they are only compared with vLLM.
-
-    The device that is configured is the servers' then, and the precision is what that device computes in.
-    """
+    """Return the settings to load base models with: as configured, or for the host's memory if they are only compared with vLLM."""
     return loading_to_compare(config) if config.only_compares else config.models
 
 

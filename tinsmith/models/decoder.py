@@ -40,7 +40,7 @@ class Deepstack:
     """Features of images that are added to the outputs of the first layers (Qwen3-VL)."""
 
     index: Tensor
-    """[image tokens] int64: which tokens they belong to."""
+    """[image tokens] int64: their tokens in the row."""
     features: Sequence[Tensor]
     """For each of the first layers, [image tokens, hidden]."""
 
@@ -53,7 +53,7 @@ class Rope:
     """[pairs] float32"""
     scaling: float
     axes: Tensor | None
-    """[pairs] int64: which of the three rows of positions turns each pair; None where there is one row."""
+    """[pairs] int64: the row of positions that turns each pair; None where there is one row."""
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, pairs] in float32 of positions [1 or 3, tokens]."""
@@ -88,7 +88,7 @@ class Pass:
     deepstack: Deepstack | None
 
     def add_images(self, layer: int, delta: Tensor) -> None:
-        """Add the features that belong behind a layer to what its MLP gives, delta [tokens, hidden]."""
+        """Add the features that belong behind a layer to its output, delta [tokens, hidden]."""
         if self.deepstack is not None and layer < len(self.deepstack.features):
             delta.index_add_(0, self.deepstack.index, self.deepstack.features[layer])
 
@@ -98,17 +98,16 @@ class AttentionBlock:
     """Queries, keys and values, attention, output projection."""
 
     index: int
-    """Number of the layer."""
     qkv: JoinedLinear
     output: JoinedLinear
     heads: Heads
     norms: tuple[Norm, Norm] | None
     """Those of queries and keys."""
     head_weights: Tensor | None
-    """[heads + kv_heads, head_dim]: the weights of these norms, for every head."""
+    """[heads + kv_heads, head_dim]: their weights, for every head."""
     scale: float
     window_of: Any
-    """The module or configuration that has the length of the sliding window; None where there is none."""
+    """The module or configuration that has the length of the sliding window, if there is one."""
 
     def __call__(self, x: Tensor, delta: Tensor | None, norm: Norm, shared: Pass) -> tuple[Tensor, Tensor]:
         """Return the sum of x and delta [tokens, hidden], and the block's output for it, to be added later."""
@@ -116,7 +115,7 @@ class AttentionBlock:
         return total, self.leave(self.attend(shared.plan, query, key, value), gate, shared)
 
     def enter(self, x: Tensor, delta: Tensor | None, norm: Norm, shared: Pass) -> tuple[Tensor, ...]:
-        """Compute the inputs of attention token by token: the sum of x and delta; query, key and value; and gate, if there is one."""
+        """Compute token by token the sum of x and delta; query, key and value; and gate, if there is one."""
         qkv, total = shared.adapters.project(self.qkv, norm.kind, x, delta, norm.weight)
         return total, *self.heads.forward(qkv, self.head_weights, shared.cos, shared.sin)
 
@@ -145,12 +144,12 @@ class AttentionBlock:
 
 @dataclass(frozen=True, eq=False)
 class DeltaBlock:
-    """A gated delta net: projections, convolution, delta rule, gated norm, output projection."""
+    """A gated delta net: projection, convolution, delta rule, gated norm, output projection."""
 
     index: int
     kind: DeltaNet
     projection: JoinedLinear
-    """Joint projection to queries, keys and values, the gate z, and b and a."""
+    """To queries, keys and values, the gate z, and b and a."""
     output: JoinedLinear
     norm: GatedNormed
     names: tuple[str, ...]
@@ -200,18 +199,18 @@ class Layer:
     down: JoinedLinear
 
     def __call__(self, x: Tensor, delta: Tensor | None, shared: Pass) -> tuple[Tensor, Tensor]:
-        """The layer gets the sum of x and delta [tokens, hidden], and gives two such tensors whose sum is its output."""
+        """Map the sum of x and delta [tokens, hidden] to two such tensors whose sum is the output."""
         x, delta = self.mlp(*self.block(x, delta, self.first_norm, shared), shared)
         shared.add_images(self.block.index, delta)
         return x, delta
 
     def mlp(self, x: Tensor, delta: Tensor, shared: Pass) -> tuple[Tensor, Tensor]:
-        """The sum of x and delta, which are what the block gives, and what the MLP adds to it."""
+        """Return the sum of x and delta, and what the MLP adds to it."""
         gate_up, x = shared.adapters.project(self.gate_up, self.second_norm.kind, x, delta, self.second_norm.weight)
         return x, shared.adapters.project(self.down, SWIGLU, gate_up)[0]
 
     def total(self, x: Tensor, shared: Pass) -> Tensor:
-        """The same with one tensor for each sum."""
+        """Map x to the output, both one tensor."""
         x, delta = self(x, None, shared)
         return x + delta
 
@@ -247,11 +246,10 @@ class Decoder:
     ) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm, of embeddings [tokens, hidden] and positions [1 or 3, tokens].
 
-        The first `recompute` layers keep only their input for the backward, which computes them again. Without gradients nothing waits for
-        the device, and nothing depends on what lies in the tensors: a pass can be captured as a CUDA graph.
+        The first `recompute` layers keep only their input for the backward, which computes them again. `between` is called between parts
+        of the layers, and `look` before each layer, in the backward too: it may raise to end the pass.
 
-        `between` is called between parts of the layers: what is short need not wait for all of a long pass. `look` is called before each
-        layer, in the backward too, and may raise to end the pass.
+        Without gradients nothing waits for the device or depends on what lies in the tensors: a pass can be captured as a CUDA graph.
         """
         shared = Pass(plan, adapters, *self.rope.angles(positions), deepstack)
         x, delta = embeddings, None

@@ -30,14 +30,14 @@ from tinsmith.models.recompute import recomputed
 ATTENTION = "tinsmith"
 """The name under which the attention function is registered with transformers."""
 HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
-"""Arguments of transformers that change no number here: dropout is 0, and positions are already in query and key. Others are refused."""
+"""Arguments that change no number here: dropout is 0, and positions are already in query and key. Others are refused."""
 
 
 # Attention
 
 
 def use_attention(network: Any, family: Family, implementation: str) -> None:
-    """Let the language model attend with a registered attention function; a vision tower keeps sdpa."""
+    """Let the language model attend with a registered function; a vision tower keeps sdpa, as ours gets no `cu_seqlens`."""
     network.set_attn_implementation({"text_config": implementation, "vision_config": "sdpa"} if family.takes_images else implementation)
 
 
@@ -82,7 +82,6 @@ class FusedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., hidden]."""
         return rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -98,7 +97,7 @@ class ZeroCentredRMSNorm(FusedRMSNorm):
 
 
 class GatedRMSNorm(nn.Module):
-    """The plain one times SiLU of a gate, in float32, and rounded once (gated delta nets)."""
+    """The plain one times SiLU of a gate of the same shape, in float32, and rounded once (gated delta nets)."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -106,7 +105,6 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalise x [..., hidden], and multiply by what the gate of the same shape lets through."""
         return _recomputed(self._norm, x, gate, self.weight)
 
     def _norm(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
@@ -115,7 +113,7 @@ class GatedRMSNorm(nn.Module):
 
 
 def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """The function of these inputs, of which nothing but the inputs is kept for the backward: it computes the function again."""
+    """Apply the function, and keep nothing but its inputs for the backward, which computes it again."""
     if not torch.is_grad_enabled():
         return function(*inputs)
     compute: Callable[..., Tensor] = _Recomputed.apply
@@ -140,7 +138,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every RMSNorm of `model` that one of ours equals within the rounding of its dtype; returns how many."""
+    """Replace every RMSNorm that one of ours equals on random numbers within the rounding of its dtype; returns how many."""
     replaced = 0
     for name, module in list(model.named_modules()):
         fused = _fused_twin(module)
@@ -152,7 +150,6 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _fused_twin(module: nn.Module) -> nn.Module | None:
-    """Our form of a module that is an RMSNorm as transformers writes it, if their results agree."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(eps, float):
         return None
@@ -166,7 +163,6 @@ def _fused_twin(module: nn.Module) -> nn.Module | None:
 
 
 def _agree(module: nn.Module, twin: nn.Module, weight: Tensor, inputs: int) -> bool:
-    """Whether both give the same for random numbers, of which they take that many."""
     generator = torch.Generator("cpu").manual_seed(0)
     numbers = [torch.randn(8, len(weight), generator=generator).to(weight.device, weight.dtype) for _ in range(inputs)]
     with torch.no_grad():
@@ -178,7 +174,7 @@ def _agree(module: nn.Module, twin: nn.Module, weight: Tensor, inputs: int) -> b
 
 
 def follow_plans(language_model: nn.Module) -> None:
-    """Let every gated delta net of the language model follow the plan of its pass."""
+    """Let every gated delta net follow the plan of its pass; without one it computes as transformers does in PyTorch."""
     for module in language_model.modules():
         if hasattr(module, "in_proj_qkv") and hasattr(module, "A_log"):
             module.forward = partial(_forward, module)
@@ -215,8 +211,8 @@ def _forward(module: Any, hidden_states: Tensor, *arguments: Any, plan: PassPlan
 def _plain_pytorch(layer: type[nn.Module]) -> Iterator[None]:
     """Let a layer of transformers compute with what transformers has written itself.
 
-    Where flash-linear-attention is installed, transformers decides at its import to use those kernels always: also for tensors on the CPU,
-    where they fail, and in float32, where they are less exact than what is compared with them.
+    Where flash-linear-attention is installed it always uses those kernels: on the CPU, where they fail, and in float32, where they are
+    less exact than what is compared with them.
     """
     functions = vars(sys.modules[layer.__module__])
     kept = {name: functions[name] for name in inspect.unwrap(layer.forward).__code__.co_names if inspect.isfunction(functions.get(name))}
@@ -251,7 +247,7 @@ class ActivePass:
 
 
 class LoraLinear(nn.Module):
-    """A linear layer plus, on each segment of the row, that segment's adapter. Its parameters are those of the layer that it replaces."""
+    """A linear layer plus, on each segment of the row, that segment's adapter. It keeps the parameters of the layer that it replaces."""
 
     def __init__(self, name: str, base: nn.Linear, targets: Mapping[str, LoraTarget], active: ActivePass) -> None:
         """`targets` are what adapters cover of the layer, by name."""
@@ -264,7 +260,7 @@ class LoraLinear(nn.Module):
         self.active = active
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., in_features] to [..., out_features]; it holds the tokens of the row, [1, tokens] of them or, as in OPT, [tokens]."""
+        """Map x [1, tokens, in_features], or in OPT [tokens, in_features], to as many outputs."""
         # Made anew each time: full-parameter training puts another weight in the place of this one for a pass.
         linear = JoinedLinear(self.projection, (self.rows,), (WeightPiece(self.rows, self.weight, self.bias),))
         y = SegmentAdapters(self.active.segments).apply(linear, x.flatten(0, -2))
@@ -272,7 +268,7 @@ class LoraLinear(nn.Module):
 
 
 def attach_lora(model: nn.Module, targets: Mapping[str, LoraTarget], active: ActivePass) -> None:
-    """Replace the linear layers of `model` that these targets are, or are parts of, by ones with LoRA."""
+    """Replace the linear layers that these targets are, or are parts of, by ones with LoRA."""
     for module, own in groupby(targets.items(), key=lambda item: item[1].module):
         parent, _, child = module.rpartition(".")
         linear: Any = model.get_submodule(module)

@@ -44,7 +44,7 @@ class LayerSource(Protocol):
 
 
 class OwnWeights:
-    """Layers of a source with other parameters in the place of theirs, by their names inside the language model. Not to train them."""
+    """Layers of a source with other parameters, which cannot be trained, in the place of theirs."""
 
     def __init__(self, source: LayerSource, parameters: Mapping[str, Tensor]) -> None:
         self.source = source
@@ -70,7 +70,7 @@ class StreamedDecoder(Decoder):
 
     source: LayerSource
     anchor: Tensor | None = None
-    """A tensor that requires a gradient, for layers that are trained: so the backward comes to each of them, whatever else is trained."""
+    """A tensor that requires a gradient, so that the backward comes to each trained layer, whatever else is trained."""
 
     def forward(
         self,
@@ -93,12 +93,12 @@ class StreamedDecoder(Decoder):
         return self.finish(x, None)
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "StreamedDecoder":
-        """Return a decoder with other weights, for passes without a backward. Each layer gets its own when it comes."""
+        """Return a decoder with other weights, for passes without a backward."""
         return StreamedDecoder((), self.last_norm.with_weights(parameters), self.rope, OwnWeights(self.source, parameters))
 
 
 def _leaves_by_layer(adapters: Adapters, layers: int) -> list[list[Tensor]]:
-    """The matrices of all adapters of the pass that belong to each layer, each once: what gradients are taken of."""
+    """The matrices of all adapters of the pass that belong to each layer, each once."""
     if not isinstance(adapters, SegmentAdapters):
         raise TypeError(f"layers that come one by one take no {type(adapters).__name__}")
     found: list[list[Tensor]] = [[] for _ in range(layers)]
@@ -112,7 +112,7 @@ def _leaves_by_layer(adapters: Adapters, layers: int) -> list[list[Tensor]]:
 
 
 class _Layer(torch.autograd.Function):
-    """A layer that keeps its input alone. The weights that computed it are gone when its backward comes, and are put together again."""
+    """A layer that keeps its input alone: its weights are gone when its backward comes, and are put together again."""
 
     @staticmethod
     def forward(ctx: Any, source: LayerSource, index: int, shared: Pass, anchor: Tensor | None, x: Tensor, *leaves: Tensor) -> Tensor:
@@ -159,20 +159,18 @@ class _Visit:
         """Each tensor and what it holds on the host."""
 
     def begin(self, module: nn.Module, inputs: object) -> None:
-        """Before the module computes."""
         self.at_home = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
         for tensor, data in self.at_home:
             tensor.data = data.to(self.device)
 
     def end(self, module: nn.Module, inputs: object, output: object) -> None:
-        """Return the tensors to the host's memory when the module has computed."""
         for tensor, data in self.at_home:
             tensor.data = data
         self.at_home = []
 
 
 class HostLayers:
-    """The layers for our own decoder, of which one is on the device."""
+    """A source whose layers are in the host's memory; the last one that was asked for is on the device too."""
 
     def __init__(self, parts: DecoderParts, language_model: nn.Module, layout: Layout, device: torch.device) -> None:
         """Make it before LoRA is attached to the linears of the language model."""
@@ -221,7 +219,7 @@ def read_host_decoder(model_type: str, language_model: nn.Module, layout: Layout
 
 
 def with_tensors(part: P, change: Callable[[Tensor], Tensor]) -> P:
-    """The same part with what `change` makes of each of its tensors, which is called for them in a fixed order.
+    """The same part with `change` applied to each of its tensors in a fixed order.
 
     Parts are dataclasses and tuples of parts and tensors; everything else stays as it is.
     """
