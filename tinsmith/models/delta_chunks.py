@@ -13,7 +13,7 @@ decays (logarithms), and D_ij = exp(t_i - t_j) for j <= i, 0 elsewhere:
 Everything but U and S' is computed for all chunks of all sequences at once. These two take a multiplication each for each chunk index, for
 all sequences that are that long. (S' = M S + Rᵀ V' with M = exp(t_end) I - Rᵀ W would take one, but M is larger than all else.)
 
-The backward is written by hand. It keeps the inputs alone and computes the rest again, which saves most of the memory of a layer.
+The backward keeps the inputs alone and computes the rest again, which saves most of the memory of a layer.
 """
 
 import itertools
@@ -31,17 +31,16 @@ from tinsmith.models.device import upload
 from tinsmith.models.dispatch import half_on_gpu
 
 SMALLEST, LARGEST = 16, 64
-"""Tokens of a chunk: about the width of a head, where what grows with the one balances what grows with the other, and no more than the
-longest sequence fills."""
+"""Tokens of a chunk: about the width of a head, which balances the work, and no more than the longest sequence fills."""
 SLICE_NUMBERS = 2**25
-"""Heads are computed in slices whose queries, keys or values are at most so many numbers, which bounds the memory of a long row."""
+"""Queries, keys or values of the heads that are computed together, at most, which bounds the memory of a long row."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The chunks of a packed row, ordered by their number inside their sequence; those of one number, by length of their sequence.
+    """The chunks of a packed row, ordered by their number inside their sequence.
 
-    The longest sequences come first, so that those that go on to the next number are always the first ones of this.
+    Among those of one number the longest sequences come first, so that the first ones are those that go on to the next number.
     """
 
     size: int
@@ -62,7 +61,7 @@ class Chunks:
         return self.slabs[-1][1]
 
     def goes_on(self, number: int) -> int:
-        """Return the number of sequences that have a chunk after chunk `number`."""
+        """Count the sequences that have a chunk after chunk `number`."""
         return self.slabs[number + 1][1] - self.slabs[number + 1][0] if number + 1 < len(self.slabs) else 0
 
     def spread(self, x: Tensor, groups: int = 1) -> Tensor:
@@ -80,7 +79,7 @@ class Chunks:
 
 @lru_cache(maxsize=16)
 def chunks_of(lengths: tuple[int, ...], width: int, device: torch.device) -> Chunks:
-    """Cut a packed row of these sequences into chunks for keys of this width. The layers of a pass share the result."""
+    """Cut a packed row into chunks for keys of this width. The layers of a pass share the result."""
     size = max(SMALLEST, min(LARGEST, 1 << (min(max(lengths), width) - 1).bit_length()))
     tokens = np.array(lengths)
     counts = -(-tokens // size)  # [sequences]
@@ -98,10 +97,7 @@ def chunks_of(lengths: tuple[int, ...], width: int, device: torch.device) -> Chu
 def delta_rule_in_chunks(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks, before: Tensor | None, keeps: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` of `models/delta_rule.py`, in chunks.
-
-    Unless `keeps`, the states after the last tokens are not computed: an empty tensor stands for them.
-    """
+    """`gated_delta_rule` of `models/delta_rule.py`, in chunks. Unless `keeps`, the states are an empty tensor."""
     compute: Callable[..., tuple[Tensor, Tensor]] = _DeltaRule.apply
     return compute(query, key, value, decay, beta, before, chunks, keeps)
 
@@ -117,7 +113,7 @@ class _Inputs(NamedTuple):
     before: Tensor | None
 
     def slices(self, chunks: Chunks) -> list[tuple[slice, "_Inputs"]]:
-        """Slices of the value heads, each as many as `SLICE_NUMBERS` allows, and their inputs."""
+        """Slices of the value heads that `SLICE_NUMBERS` allows, and their inputs."""
         key_heads, key_dim = self.key.shape[1:]
         value_heads, value_dim = self.value.shape[1:]
         groups = value_heads // key_heads
@@ -215,8 +211,7 @@ def _unit_lower_inverse(lower: Tensor) -> Tensor:
     """(I + L)⁻¹ of strictly lower triangular L [B, size, size], as stable as forward substitution.
 
     Inverses of blocks on the diagonal are joined to those of blocks twice as large: with A, B on the diagonal and C below A, what is below
-    A⁻¹ becomes -B⁻¹ C A⁻¹. All blocks of one size are joined at once; the smaller sizes inside blocks of `SMALLEST`, which are cut out for
-    that.
+    A⁻¹ becomes -B⁻¹ C A⁻¹. All blocks of one size are joined at once, up to `SMALLEST` in blocks that are cut out for that.
     """
     size = lower.shape[-1]
     small = lower.unflatten(1, (-1, SMALLEST)).unflatten(3, (-1, SMALLEST)).diagonal(dim1=1, dim2=3)  # [B, 16, 16, size / 16]
@@ -254,7 +249,7 @@ class _Course(NamedTuple):
     updates: Tensor
     """U [B, size, value_dim]"""
     after: Tensor
-    """The states after each sequence [sequences, heads, key_dim, value_dim]; empty if they are not kept."""
+    """The states after each sequence [sequences, heads, key_dim, value_dim], or an empty tensor."""
 
 
 def _course(local: _Local, chunks: Chunks, heads: int, before: Tensor | None, keeps: bool) -> _Course:
@@ -321,7 +316,7 @@ def _return(local: _Local, chunks: Chunks, heads: int, d_out: Tensor, d_after: T
 
 @contextmanager
 def _products_for(x: Tensor) -> Iterator[None]:
-    """Multiply in TF32 what comes in half precision on CUDA: its error is a quarter of rounding the result to bfloat16."""
+    """Multiply half precision in TF32 on CUDA: the error is a quarter of rounding the result to bfloat16."""
     if not half_on_gpu(x.device, x.dtype):
         yield
         return
@@ -364,7 +359,6 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _forward(inputs: _Inputs, chunks: Chunks, keeps: bool) -> tuple[Tensor, Tensor]:
-    """The outputs [tokens, value_heads, value_dim] of some heads, and the states after each sequence, or an empty tensor."""
     heads = inputs.value.shape[1]
     local = _local(_spread(inputs, chunks))
     course = _course(local, chunks, heads, inputs.before, keeps)

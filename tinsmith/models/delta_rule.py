@@ -1,7 +1,7 @@
 """The two operations of a gated delta net over packed sequences: a short causal convolution, and the gated delta rule.
 
-Both take and give the state that continues each sequence. Each sequence is computed from its own tokens only, and no multiplication by zero
-keeps sequences apart, so that a NaN in one cannot reach another, forward or backward. On CUDA in bfloat16 they run on Triton kernels
+Each sequence is computed from its own tokens and state only, and no multiplication by zero keeps sequences apart, so that a NaN in one
+cannot reach another, forward or backward. On CUDA in bfloat16 they run on Triton kernels
 (`models/delta_kernels.py`), elsewhere on what is written here and in `models/delta_chunks.py`. `lengths` are the tokens of each sequence.
 """
 
@@ -23,8 +23,7 @@ from tinsmith.models.device import upload
 def convolve(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> tuple[Tensor, Tensor]:
     """A causal convolution of each channel, then SiLU: x [tokens, channels], weight [channels, taps] -> [tokens, channels].
 
-    `before` [sequences, taps - 1, channels] came before the first token of each sequence; None means zeros. Also returns what comes before
-    the next token.
+    `before` [sequences, taps - 1, channels] comes before each sequence; None means zeros. Also returns what comes before the next token.
     """
     if max(lengths) == 1:
         earlier = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[1]) if before is None else before
@@ -57,7 +56,7 @@ def gated_delta_rule(
 
 
 def gated_delta_rule_anew(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The outputs of `gated_delta_rule` for sequences that begin here and are not continued: no state is kept of them."""
+    """The outputs of `gated_delta_rule` for sequences that begin here and are not continued."""
     return _delta_rule(query, key, value, decay, beta, lengths, None, keeps=False)[0]
 
 
@@ -100,11 +99,11 @@ class _Places:
     """Positions of tokens in a row that also holds the inputs before each sequence, so that no window reaches a neighbour."""
 
     own: Tensor
-    """[tokens] int64: where the tokens stand in that longer row."""
+    """[tokens] int64: the tokens in that longer row."""
     earlier: Tensor
-    """[sequences, taps - 1] int64: where what comes before each sequence stands."""
+    """[sequences, taps - 1] int64: the inputs before each sequence."""
     last: Tensor
-    """[sequences, taps - 1] int64: where the last inputs of each sequence stand."""
+    """[sequences, taps - 1] int64: the last inputs of each sequence."""
 
     def lay_out(self, x: Tensor, before: Tensor | None) -> Tensor:
         """The longer row [tokens + sequences · (taps - 1), channels]."""
@@ -121,7 +120,7 @@ class _Places:
 
 @lru_cache(maxsize=16)
 def _places_of(lengths: tuple[int, ...], history: int, device: torch.device) -> _Places:
-    """Return the places in a row that has `history` more tokens before each sequence. The layers of a pass share them."""
+    """Return the places in a row with `history` more tokens before each sequence. The layers of a pass share them."""
     counts = np.array(lengths)
     ends = np.cumsum(counts + history)  # of each sequence in the longer row
     own = np.arange(counts.sum()) + np.repeat(history * (1 + np.arange(len(counts))), counts)
@@ -131,7 +130,7 @@ def _places_of(lengths: tuple[int, ...], history: int, device: torch.device) -> 
 
 
 class _Convolution(torch.autograd.Function):
-    """Keeps its inputs alone for the backward, and computes the sum below the SiLU again."""
+    """Keeps its inputs alone, and computes the sum below the SiLU again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -164,7 +163,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _weighted_sums(row: Tensor, weight: Tensor, places: _Places) -> Tensor:
-    """[tokens, channels]: the sum of the weighted inputs of each token's window. Windows that reach into a neighbour are dropped."""
+    """[tokens, channels]: the weighted sums of the tokens' windows. Those that reach into a neighbour are dropped."""
     taps = weight.shape[1]
     windows = row.shape[0] - taps + 1
     dtype = _exact(row)
