@@ -306,7 +306,7 @@ MUTATIONS = (
     ),
     Mutation(
         "height and width turn each other's pairs in M-RoPE",
-        "tinsmith/models/decoder.py",
+        "tinsmith/models/read_decoder.py",
         "axes[row : 3 * sections[row] : 3] = row",
         "axes[row : 3 * sections[row] : 3] = 3 - row",
         ("tests/models/test_decoder.py", PEFT),
