@@ -143,7 +143,7 @@ class Normed:
 
 class _Alone(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kind: Normed, *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, kind: Normed, *inputs: Any) -> Tensor:
         ctx.kind = kind
         normed, _, kept = kind.forward(*inputs)
         ctx.save_for_backward(*kept)

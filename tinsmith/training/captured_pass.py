@@ -157,7 +157,7 @@ class CapturedPasses:
         """Bytes of it, which no other pass can use."""
         self.passes: OrderedDict[PassKind, CapturedPass] = OrderedDict()
         """The last one used last."""
-        self.frames: dict[tuple[Any, ...], Frame] = {}
+        self.frames: dict[AdapterForm, Frame] = {}
         self.seen = Counter[PassKind]()
         self.paused = 0
         """So many passes are not captured, because others needed the memory."""
