@@ -1,7 +1,6 @@
 """Triton kernels of the short causal convolution of a gated delta net, with its SiLU, over packed sequences.
 
-They compute what `convolve` of `models/delta_rule.py` does in float32, from inputs in half precision. Each program loads what its tokens
-see of their own sequence and nothing else, so that no neighbour is read.
+They compute what `convolve` of `models/delta_rule.py` does. Each program loads what its tokens see of their own sequence and nothing else.
 """
 
 from collections.abc import Callable
@@ -30,14 +29,14 @@ class Seats:
     sequence: Tensor
     """[tokens] int32: the number of its sequence."""
     behind: Tensor
-    """[tokens] int32: how many tokens of its sequence are before it."""
+    """[tokens] int32: the tokens of its sequence before it."""
     ahead: Tensor
-    """[tokens] int32: how many tokens of its sequence follow it."""
+    """[tokens] int32: the tokens of its sequence that follow."""
 
 
 @lru_cache(maxsize=16)
 def seats_of(lengths: tuple[int, ...], device: torch.device) -> Seats:
-    """The seats of a packed row of these sequences. The layers of a pass share the answer."""
+    """The seats of a packed row. The layers of a pass share the answer."""
     counts = np.array(lengths)
     behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     ahead = np.repeat(counts, counts) - 1 - behind

@@ -29,12 +29,12 @@ def recomputed(layer: Callable[..., Any], x: Tensor, **keywords: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _InHostMemory:
-    """A tensor of a device that waits in host memory."""
+    """A tensor that waits in host memory."""
 
     device: torch.device
     shape: torch.Size
     pieces: list[Tensor]
-    """Its numbers in order. PyTorch takes pinned memory in powers of two: in one piece a tensor might take twice its size."""
+    """Its numbers. PyTorch takes pinned memory in powers of two: in one piece a tensor might take twice its size."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_InHostMemory":
@@ -54,10 +54,9 @@ class _InHostMemory:
 
 @contextmanager
 def kept_in_host_memory(tokens: int) -> Iterator[None]:
-    """Let what the body keeps of a row of `tokens` tokens wait in host memory, and come back when the backward needs it.
+    """Let what the body keeps of a row of `tokens` tokens wait in host memory until the backward needs it.
 
-    Meant for passes that recompute all their layers: what they keep is the inputs of the layers. The copies are part of the device's
-    stream, so nobody waits for them.
+    Meant for passes that recompute all layers and keep their inputs. The copies are part of the device's stream: nobody waits for them.
     """
 
     def to_host(tensor: Tensor) -> Tensor | _InHostMemory:
