@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinsmith.models.device import upload
+from tinsmith.models.dispatch import with_plain_rows
 
 TOKENS, CHANNELS = 32, 128
 """Tokens and channels that one program computes."""
@@ -47,7 +48,7 @@ def seats_of(lengths: tuple[int, ...], device: torch.device) -> Seats:
 def convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> Tensor:
     """The outputs of `convolve` of `models/delta_rule.py`. `before` gets no gradient."""
     compute: Callable[..., Tensor] = _ConvolutionOnKernels.apply
-    return compute(x if x.stride(1) == 1 else x.contiguous(), weight, before, seats_of(lengths, x.device))
+    return compute(with_plain_rows(x), weight, before, seats_of(lengths, x.device))
 
 
 class _ConvolutionOnKernels(torch.autograd.Function):

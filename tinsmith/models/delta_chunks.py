@@ -114,17 +114,21 @@ class _Inputs(NamedTuple):
 
     def slices(self, chunks: Chunks) -> list[tuple[slice, "_Inputs"]]:
         """Slices of the value heads that `SLICE_NUMBERS` allows, and their inputs."""
-        key_heads, key_dim = self.key.shape[1:]
-        value_heads, value_dim = self.value.shape[1:]
-        groups = value_heads // key_heads
-        many = max(1, min(key_heads, SLICE_NUMBERS // (chunks.count * chunks.size * groups * max(key_dim, value_dim))))
         found = []
-        for first in range(0, key_heads, many):
-            keys, values = slice(first, first + many), slice(first * groups, (first + many) * groups)
+        most = SLICE_NUMBERS // (chunks.count * chunks.size * max(self.key.shape[2], self.value.shape[2]))
+        for keys, values in slices_of_heads(self.key, self.value, most):
             before = None if self.before is None else self.before[:, values].to(torch.promote_types(self.value.dtype, torch.float32))
             value, decay, beta = (x[:, values] for x in (self.value, self.decay, self.beta))
             found.append((values, _Inputs(self.query[:, keys], self.key[:, keys], value, decay, beta, before)))
         return found
+
+
+def slices_of_heads(key: Tensor, value: Tensor, most: int) -> list[tuple[slice, slice]]:
+    """Slices of the key heads, and of the value heads that share them: at most `most` value heads, but those of one key head at least."""
+    key_heads, groups = key.shape[1], value.shape[1] // key.shape[1]
+    many = max(1, min(key_heads, most // groups))
+    firsts = range(0, key_heads, many)
+    return [(slice(first, first + many), slice(first * groups, (first + many) * groups)) for first in firsts]
 
 
 class _Spread(NamedTuple):

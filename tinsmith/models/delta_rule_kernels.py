@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.delta_backward_kernels import retreated, write_gradients
+from tinsmith.models.delta_chunks import slices_of_heads
 from tinsmith.models.delta_forward_kernels import Cuts, SomeHeads, advanced, prepared, put_out
 from tinsmith.models.delta_kernels import CHUNK, STATE_BYTES
 from tinsmith.models.device import upload
+from tinsmith.models.dispatch import with_plain_rows
 
 WIDTHS = (16, 32, 64, 128)
 """Widths of keys and values that the kernels compute."""
@@ -67,24 +69,14 @@ def delta_rule(
     return compute(query, key, value, decay, beta, before, cuts_of(lengths, value.device), keeps)
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _slices(inputs: tuple[Any, ...], cuts: Cuts) -> list[tuple[slice, slice, SomeHeads]]:
     """The inputs in slices of key heads and of value heads that `STATE_BYTES` allows."""
     query, key, value, decay, beta, before = inputs
-    key_heads, key_dim = key.shape[1:]
-    value_heads, value_dim = value.shape[1:]
-    groups = value_heads // key_heads
-    many = max(1, min(key_heads, STATE_BYTES // (cuts.chunks.shape[0] * groups * key_dim * value_dim * 4)))
     found = []
-    for first in range(0, key_heads, many):
-        keys, values = slice(first, first + many), slice(first * groups, (first + many) * groups)
+    for keys, values in slices_of_heads(key, value, STATE_BYTES // (len(cuts.chunks) * key.shape[2] * value.shape[2] * 4)):
         mine = None if before is None else before[:, values].float().contiguous()
-        found.append(
-            (keys, values, SomeHeads(query[:, keys], key[:, keys], value[:, values], decay[:, values], beta[:, values], mine, cuts))
-        )
+        heads = SomeHeads(query[:, keys], key[:, keys], value[:, values], decay[:, values], beta[:, values], mine, cuts)
+        found.append((keys, values, heads))
     return found
 
 
@@ -95,7 +87,7 @@ class _DeltaRuleOnKernels(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *tensors, cuts, keeps = arguments
         query, key, value, decay, beta, before = tensors
-        inputs = (_dense(query), _dense(key), _dense(value), decay, beta, before)
+        inputs = (with_plain_rows(query), with_plain_rows(key), with_plain_rows(value), decay, beta, before)
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         shape = (cuts.sequences.shape[0], value.shape[1], key.shape[2], value.shape[2]) if keeps else (0, 0)
         after = torch.empty(shape, dtype=torch.float32, device=value.device)
@@ -118,7 +110,7 @@ class _DeltaRuleOnKernels(torch.autograd.Function):
         d_out, d_after = grads
         inputs = ctx.saved_tensors
         value, before = inputs[2], inputs[5]
-        d_out = torch.zeros_like(value) if d_out is None else _dense(d_out.to(value.dtype))
+        d_out = torch.zeros_like(value) if d_out is None else with_plain_rows(d_out.to(value.dtype))
         d_after = d_after if ctx.keeps else None
         d_query, d_key, d_value, d_decay, d_beta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:5])
         wants_before = before is not None and ctx.needs_input_grad[5]

@@ -42,6 +42,11 @@ def on_paged_kernel(x: Tensor) -> bool:
     return x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and on_kernels(x)
 
 
+def with_plain_rows(x: Tensor) -> Tensor:
+    """The tensor with the numbers of each row one behind the other; rows may lie anywhere."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class WithKernel(Generic[P, R]):
     """A function whose first argument is a tensor, and the function of its name in a module of kernels."""
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.dispatch import overlapping
+from tinsmith.models.dispatch import overlapping, with_plain_rows
 from tinsmith.models.lora import LORA_ALPHA
 
 CHUNK = 32
@@ -37,7 +37,7 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
     """
     rows, inputs = x.shape
     width = a.shape[1]
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = with_plain_rows(x)
     row_tile = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
     share = max(SHARE, triton.cdiv(triton.cdiv(inputs, SPLITS), STEP) * STEP)
     splits = triton.cdiv(inputs, share)
