@@ -73,13 +73,15 @@ AttentionInterface.register(ATTENTION, _attention)
 # RMS norms in few kernels. transformers spells them out in ten, which on a GPU cost as much time as a large multiplication.
 
 
-class FusedRMSNorm(nn.Module):
-    """weight · x / sqrt(mean(x²) + eps) over the last dimension (Zhang and Sennrich, 2019)."""
-
+class _Norm(nn.Module):
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
+
+
+class FusedRMSNorm(_Norm):
+    """weight · x / sqrt(mean(x²) + eps) over the last dimension (Zhang and Sennrich, 2019)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -96,13 +98,8 @@ class ZeroCentredRMSNorm(FusedRMSNorm):
         return rms_norm(x.to(dtype), weight.shape, 1 + weight.to(dtype), self.eps).to(x.dtype)
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(_Norm):
     """The plain one times SiLU of a gate of the same shape, in float32, and rounded once (gated delta nets)."""
-
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        super().__init__()
-        self.weight = weight
-        self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return _recomputed(self._norm, x, gate, self.weight)
