@@ -28,9 +28,9 @@ from transformers import (
 
 from tinsmith.config import ImagesConfig, ModelsConfig
 from tinsmith.models.base import BaseModel, load_base_model
-from tinsmith.models.delta_net import follow_plans
 from tinsmith.models.families import IMAGE_FAMILIES
 from tinsmith.models.lora import Adapter, new_adapter
+from tinsmith.models.network import follow_plans
 from tinsmith.models.tiny import TinyKind, write_tiny_model
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef

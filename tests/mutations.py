@@ -264,7 +264,7 @@ MUTATIONS = (
         "a convolution reaches the sequence before, forward and backward",
         "tinsmith/models/pass_plan.py",
         "return convolve_anew(x, weight, self.lengths)",
-        "return convolve_anew(x, weight, Lengths((len(x),)))",
+        "return convolve_anew(x, weight, (len(x),))",
         (PEFT,),
     ),
     Mutation(
@@ -278,7 +278,7 @@ MUTATIONS = (
         "the state of a delta net goes on into the next sequence",
         "tinsmith/models/pass_plan.py",
         "return gated_delta_rule_anew(query, key, value, decay, beta, self.lengths)",
-        "return gated_delta_rule_anew(query, key, value, decay, beta, Lengths((len(query),)))",
+        "return gated_delta_rule_anew(query, key, value, decay, beta, (len(query),))",
         (PEFT,),
     ),
     Mutation(
@@ -306,7 +306,7 @@ MUTATIONS = (
     ),
     Mutation(
         "height and width turn each other's pairs in M-RoPE",
-        "tinsmith/models/decoder.py",
+        "tinsmith/models/read_decoder.py",
         "axes[row : 3 * sections[row] : 3] = row",
         "axes[row : 3 * sections[row] : 3] = 3 - row",
         ("tests/models/test_decoder.py", PEFT),

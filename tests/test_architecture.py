@@ -50,9 +50,6 @@ RANKS = {
 MAY_IMPORT_TORCH = {"distributed", "models", "rendering", "training", "sampling", "worker"}
 
 CIRCLES = [
-    {"models.attention", "models.pass_plan"},
-    {"models.batched_lora", "models.lora_kernels"},
-    {"models.decoder", "models.full", "models.recompute"},
     {"rl.adapters.cookbook", "rl.rollouts"},
 ]
 """Modules that still import each other. Nothing may be added."""

@@ -156,7 +156,7 @@ def rule() -> Figures:
 
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-    from tinsmith.models.delta_rule import Lengths, gated_delta_rule_anew
+    from tinsmith.models.delta_rule import gated_delta_rule_anew
 
     text = configuration("Qwen3.5-4B")
     keys, values, width = text.linear_num_key_heads, text.linear_num_value_heads, text.linear_key_head_dim
@@ -170,7 +170,7 @@ def rule() -> Figures:
     direction = drawn(values, width)
 
     def ours(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        return gated_delta_rule_anew(query, key, value, decay, beta, Lengths((length // 2, length // 2)))
+        return gated_delta_rule_anew(query, key, value, decay, beta, (length // 2, length // 2))
 
     def theirs(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         repeated = (x.repeat_interleave(values // keys, 1) for x in (query, key))

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from benchmarks.gpu.measuring import DEVICE, TINY
 from tinsmith.config import ModelsConfig
-from tinsmith.models.base import BaseModel, base_model_of
+from tinsmith.models.base import BaseModel, load_base_model
 
 CONTEXT = 262144
 """Also for Qwen3, whose published configuration says 40,960: what a step costs does not depend on it."""
@@ -124,7 +124,7 @@ def base_of(
     network = network_of(config, dtype) if network is None else network
     precision: Any = str(dtype).removeprefix("torch.")
     models = ModelsConfig(device=DEVICE, dtype=precision, memory_share=memory_share, deterministic=deterministic)
-    return base_model_of("bench", str(directory), network, models, 2**30)
+    return load_base_model("bench", str(directory), models, 2**30, network=network)
 
 
 def write_surroundings(config: Any, directory: Path) -> Path:

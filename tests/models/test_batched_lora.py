@@ -15,7 +15,7 @@ import torch
 from tests.bases import DEVICE
 from tests.counted_memory import CountedMemory
 from tinsmith.errors import UserError
-from tinsmith.models.batched_lora import FEWEST, BatchedAdapters, output_tiles
+from tinsmith.models.batched_lora import FEWEST, OUTPUTS, BatchedAdapters, output_tiles
 from tinsmith.models.layout import Layout, read_layout
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.protocol.shapes import LoraShape
@@ -58,7 +58,7 @@ def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tupl
             own = x[row].double() @ a[number, start:end].double().t() @ b[first:last, start:end].double().t()
             expected[row, first:last] += own * 32 / max(end - start, 1)
     x[-1, 0] = math.nan
-    add_adapters(y, x, columns, a, b, output_tiles(targets, torch.device(DEVICE)))
+    add_adapters(y, x, columns, a, b, output_tiles(targets, torch.device(DEVICE)), OUTPUTS)
     torch.testing.assert_close(y[:-1].double(), expected[:-1], atol=5 * BOUND, rtol=BOUND)
 
 

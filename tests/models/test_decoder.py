@@ -21,12 +21,12 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5
 from tests.bases import DEVICE, image_chunks, load, random_adapter, random_tokens, renderer, write_decoder
 from tests.extent import families
 from tinsmith.config import ModelsConfig
-from tinsmith.models.base import BaseModel, PackedRow, base_model_of
-from tinsmith.models.decoder import read_decoder
+from tinsmith.models.base import BaseModel, PackedRow, load_base_model
 from tinsmith.models.families import family_of, read_config
 from tinsmith.models.full import Weights, new_full_weights
-from tinsmith.models.norms import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm, fuse_norms
+from tinsmith.models.network import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm, fuse_norms
 from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.models.read_decoder import read_decoder
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack
@@ -109,7 +109,7 @@ def test_a_model_with_another_module_runs_through_the_modules(family_dir: Dirs, 
         network = family.auto_class.from_pretrained(directory, dtype=torch.float32)
         family.language_model(network).get_submodule(place).add_module("strange", nn.Identity())
         before = network.state_dict()
-        base = base_model_of("tiny", directory, network, ModelsConfig(device=DEVICE, dtype="float32"), 2**26)
+        base = load_base_model("tiny", directory, ModelsConfig(device=DEVICE, dtype="float32"), 2**26, network=network)
         assert base.decoder is None
         linear = base.language_model.layers[0].self_attn.q_proj
         assert linear.weight.untyped_storage().nbytes() == linear.weight.nbytes  # nothing was joined

@@ -27,7 +27,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.convolution_kernels import convolution
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
 from tinsmith.models.delta_kernels import convolution_disagreement, disagreement, kernels_for
-from tinsmith.models.delta_rule import Lengths, convolve, convolve_anew, gated_delta_rule, gated_delta_rule_anew
+from tinsmith.models.delta_rule import convolve, convolve_anew, gated_delta_rule, gated_delta_rule_anew
 
 TAPS = 4
 HARD = (1, 2, 3, 4, 63, 64, 65, amount(70, 130))
@@ -75,13 +75,13 @@ def taps_of(lengths: Sequence[int], x: Tensor, weight: Tensor, before: Any) -> l
 
 def rule(lengths: Sequence[int], *inputs: Any) -> Sequence[Tensor]:
     query, key, value, decay, beta, before = inputs
-    return gated_delta_rule(query, key, value, decay, beta, Lengths(tuple(lengths)), before)
+    return gated_delta_rule(query, key, value, decay, beta, tuple(lengths), before)
 
 
 def rule_anew(lengths: Sequence[int], *inputs: Any) -> Sequence[Tensor]:
     """For sequences that begin here and are not continued."""
     query, key, value, decay, beta, *_ = inputs
-    return [gated_delta_rule_anew(query, key, value, decay, beta, Lengths(tuple(lengths)))]
+    return [gated_delta_rule_anew(query, key, value, decay, beta, tuple(lengths))]
 
 
 def rule_of_kernels(lengths: Sequence[int], *inputs: Any) -> Sequence[Tensor]:
@@ -174,10 +174,10 @@ def test_the_kernels_of_the_rule_equal_the_recurrence(lengths: tuple[int, ...], 
 @pytest.mark.parametrize("states", [False, True])
 def test_the_convolution_and_its_kernel_equal_the_formula(states: bool) -> None:
     def ours(lengths: Sequence[int], x: Tensor, weight: Tensor, before: Tensor | None) -> Sequence[Tensor]:
-        return convolve(x, weight, Lengths(tuple(lengths)), before)
+        return convolve(x, weight, tuple(lengths), before)
 
     def anew(lengths: Sequence[int], x: Tensor, weight: Tensor, _: None) -> Sequence[Tensor]:
-        return [convolve_anew(x, weight, Lengths(tuple(lengths)))]
+        return [convolve_anew(x, weight, tuple(lengths))]
 
     def kernel(lengths: Sequence[int], x: Tensor, weight: Tensor, before: Tensor | None) -> Sequence[Tensor]:
         return [convolution(x, weight, tuple(lengths), before)]
@@ -205,7 +205,7 @@ def test_what_came_before_is_that_of_the_same_sequence() -> None:
     x, weight, _ = convolution_inputs((20,), True, 130, torch.bfloat16)
     whole = convolution(x, weight, (20,), None)
     for cut in (1, 2, 3, 11):
-        _, after = convolve(x[:cut], weight, Lengths((cut,)), None)
+        _, after = convolve(x[:cut], weight, (cut,), None)
         assert torch.equal(convolution(x[cut:], weight, (20 - cut,), after), whole[cut:])
 
 
@@ -214,7 +214,7 @@ NEIGHBOURS: dict[str, tuple[Sequence[int], Callable[[], Numbers], Operation]] = 
     "convolution": (
         HARD,
         lambda: convolution_inputs(HARD, False)[:1],
-        lambda lengths, x: [convolve_anew(x, torch.ones(4, TAPS).to(x), Lengths(tuple(lengths)))],
+        lambda lengths, x: [convolve_anew(x, torch.ones(4, TAPS).to(x), tuple(lengths))],
     ),
     "rule": (HARD, lambda: rule_inputs(HARD, False)[:5], rule_anew),
     "kernel of the convolution": (
@@ -304,7 +304,7 @@ def test_what_a_rule_computes_wrongly_is_found_by_name(inputs: Any, outputs: Any
 def test_what_a_convolution_computes_wrongly_is_found_by_name(place: int, found: str) -> None:
     def convolution(*arguments: Any) -> Tensor:
         x, weight, lengths, _ = altered(arguments, place, 1, 1.5)
-        return convolve_anew(x, weight, Lengths(lengths))
+        return convolve_anew(x, weight, lengths)
 
     said = convolution_disagreement(convolution, torch.device(DEVICE), torch.bfloat16)
     assert said.startswith(found)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.bases import DEVICE
+from tinsmith.models.batched_lora import OneRow, is_one_row, multiply
 from tinsmith.models.fused import Normed
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import Projection
-from tinsmith.models.one_row import OneRow, is_one_row, multiply
 from tinsmith.models.packed_lora import SegmentAdapters
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter knows no bfloat16

@@ -21,7 +21,7 @@ import torch
 
 from tests.bases import DEVICE
 from tests.preloaded import REAL_PYTHON
-from tinsmith.models.overlap import MOST_ROWS, overlapping
+from tinsmith.models.dispatch import MOST_ROWS, overlapping
 
 ROOT = Path(__file__).parents[2]
 ACCESSES = ("ld.global", "st.global", "cp.async", "red.global", "atom.global")

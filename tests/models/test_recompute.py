@@ -82,8 +82,8 @@ def test_passes_without_gradients_and_passes_that_fail_leave_nothing_switched_on
     with pytest.raises((RuntimeError, IndexError)):
         text_base.hidden_states(broken, plan, 2)
     assert text_base.active.segments == []
-    assert text_base.recomputed_layers.count == 0
-    assert text_base.recomputed_layers.full is None
+    assert text_base.active.recompute == 0
+    assert text_base.active.full is None
 
 
 TOKENS, CHUNK = 512, 64

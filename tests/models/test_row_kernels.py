@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.bases import DEVICE
 from tinsmith.models import fused
-from tinsmith.models.with_kernel import WithKernel
+from tinsmith.models.dispatch import WithKernel
 from tinsmith.training import logprobs
 
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]

@@ -8,8 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from tinsmith.errors import ConfigError
-from tinsmith.models.tiny import TinyKind, write_tiny_model
-from tinsmith.models.tiny_tokenizer import SMALLEST_VOCAB, train_tokenizer
+from tinsmith.models.tiny import SMALLEST_VOCAB, TinyKind, train_tokenizer, write_tiny_model
 
 DIGESTS: dict[TinyKind, tuple[str, str]] = {
     "qwen3-vl": (

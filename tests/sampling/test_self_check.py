@@ -135,7 +135,7 @@ def leaks_backward(own: Any, plan: PackedPlan, layer: int, *inputs: Any) -> Any:
 
 def cut_value(own: Any, plan: PackedPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Any:
     """The value of a row with several sequences is right, its gradient lacks what comes through the values of the delta rule."""
-    return own(plan, layer, query, key, value.detach() if len(plan.lengths.lengths) > 1 else value, *others)
+    return own(plan, layer, query, key, value.detach() if len(plan.lengths) > 1 else value, *others)
 
 
 def twice(steps: StateSteps) -> None:

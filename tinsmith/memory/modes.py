@@ -10,8 +10,8 @@ from typing import Literal
 
 from tinsmith.config import Config
 from tinsmith.memory.base_plan import DevicePlace, plan_base
-from tinsmith.models.decoder import KNOWN_TYPES
 from tinsmith.models.full import FullState
+from tinsmith.models.read_decoder import KNOWN_TYPES
 from tinsmith.models.sizing import Sizes
 
 Mode = Literal["one GPU", "replicas", "sharded"]

@@ -1,37 +1,21 @@
-"""Attention over packed rows, as one function that transformers calls, and the kernels below it.
-
-The language model of every family runs with `attn_implementation=ATTENTION`; the plan of the pass (`models/pass_plan.py`) says what attends
-to what. The vision tower is never switched to this function: it would be called without its own `cu_seqlens`.
-"""
+"""Attention over packed rows: PyTorch's kernels below the plan of a pass (`models/pass_plan.py`), which says what attends to what."""
 
 import itertools
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
-
-from tinsmith.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tinsmith.models.pass_plan import PassPlan
 
 log = logging.getLogger(__name__)
 
 FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LONG = 512
 """Tokens from which sequences of one length are attended to by cuDNN, which prepares a kernel for each number and length of them."""
-
-ATTENTION = "tinsmith"
-"""The name under which the function is registered with transformers."""
-
-HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
-"""Arguments of transformers that change no number here: dropout is 0, and positions are already in query and key. Others are refused."""
 
 
 @dataclass(frozen=True)
@@ -47,38 +31,43 @@ def group_runs(lengths: list[int]) -> list[Run]:
     return [Run(len(list(group)), length) for length, group in itertools.groupby(lengths)]
 
 
-def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_query: Tensor,
+    cu_key: Tensor,
+    longest: tuple[int, int],
+    scale: float,
+    window: int | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention with PyTorch's variable-length CUDA kernel; shapes as in `PassPlan.attend`.
+    """Attention of sequences that lie one behind the other, with PyTorch's variable-length CUDA kernel.
 
-    The operator below `varlen_attn` takes fewer heads of keys and values than of queries, which the function of torch 2.11 does not say.
+    query [queries, heads, head_dim], key and value [keys, kv_heads, head_dim]. `cu_query` and `cu_key` [sequences + 1] int32 say where each
+    begins, and `longest` is the most queries and keys of one of them. The last query of a sequence sees all of its keys, or the last
+    `window` of them; the query before it one less, and so on; if not `causal`, every query sees every key.
+
+    `varlen_attn` does the same. It does not say that it takes fewer heads of keys and values in torch 2.11, and its wrappers in Python take
+    longer than the kernel does for an image.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and not _groups_heads(query.dtype, query.shape[2], query.device):
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    return _flash(query, key, value, cu_seqlens, longest, scale, window)
-
-
-def mutual_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
-    """Attention in both directions within each span of a row, without gradients: all [tokens, heads, head_dim].
-
-    `varlen_attn` would do the same, but its wrappers in Python take longer than the kernel does for an image.
-    """
-    both = (cu_seqlens, cu_seqlens, longest, longest)
-    flash = torch.ops.aten._flash_attention_forward
-    out: Tensor = flash(query, key, value, *both, dropout_p=0.0, is_causal=False, return_debug_mask=False, scale=scale)[0]
+    sees: dict[str, Any] = {"is_causal": causal}
+    if window is not None:
+        sees = {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, cu_query, cu_key, *longest, dropout_p=0.0, return_debug_mask=False, scale=scale, **sees
+    )[0]
     return out
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None) -> Tensor:
-    sees: dict[str, Any] = {"is_causal": True}
-    if window is not None:
-        sees = {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
-    both = (cu_seqlens, cu_seqlens, longest, longest)
-    out = torch.ops.aten._flash_attention_forward(query, key, value, *both, dropout_p=0.0, return_debug_mask=False, scale=scale, **sees)
-    attended: Tensor = out[0]
-    return attended
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention of whole sequences; shapes as in `PassPlan.attend`."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and not _groups_heads(query.dtype, query.shape[2], query.device):
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    return flash_attention(query, key, value, cu_seqlens, cu_seqlens, (longest, longest), scale, window)
 
 
 @cache
@@ -88,7 +77,7 @@ def _groups_heads(dtype: torch.dtype, head_dim: int, device: torch.device) -> bo
     query, key = (torch.zeros(8, heads, head_dim, dtype=dtype, device=device, requires_grad=True) for heads in (2, 1))
     bounds = torch.tensor([0, 8], dtype=torch.int32, device=device)
     try:
-        torch.autograd.grad(_flash(query, key, key, bounds, 8, 1.0, None).sum(), (query, key))
+        torch.autograd.grad(flash_attention(query, key, key, bounds, bounds, (8, 8), 1.0).sum(), (query, key))
     except RuntimeError as error:
         log.warning("heads of keys and values are repeated for their groups, which costs memory: %s", str(error).splitlines()[0])
         return False
@@ -99,22 +88,6 @@ def dense_attention(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: 
     """`attend_run` on CUDA with the fastest kernel that takes these tensors: cuDNN's, where it does."""
     with sdpa_kernel(FASTEST_FIRST, set_priority=True):
         return attend_run(run, query, key, value, scale, None)
-
-
-def continued_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_query: Tensor, cu_key: Tensor, longest: tuple[int, int], scale: float, window: int | None
-) -> Tensor:
-    """Causal attention of sequences whose last tokens alone are queries, with PyTorch's variable-length CUDA kernel.
-
-    query [queries, heads, head_dim], key and value [keys, kv_heads, head_dim], the sequences one behind the other. `cu_query` and `cu_key`
-    [sequences + 1] int32 say where each begins, and `longest` is the most queries and keys of one of them. The last query of a sequence
-    sees all of its keys, or the last `window` of them; the query before it one less, and so on. Heads are not repeated for their groups.
-    """
-    sees = {"is_causal": True} if window is None else {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
-    out: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, cu_query, cu_key, *longest, dropout_p=0.0, return_debug_mask=False, scale=scale, **sees
-    )[0]
-    return out
 
 
 def attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -131,32 +104,3 @@ def attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float
         batched(query), batched(key), batched(value), attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
     return out.transpose(1, 2).flatten(0, 1)
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    plan: "PassPlan",
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attend for transformers: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
-
-    Raises ConfigError for an argument that we would have to obey and cannot.
-    """
-    if attention_mask is not None or others.get("is_causal") is False:
-        raise ConfigError("its attention brings a mask of its own; Tinsmith computes causal attention only")
-    unknown = [name for name, value in others.items() if name not in HARMLESS and value is not None]
-    if unknown:
-        raise ConfigError(f"its attention needs what Tinsmith does not compute: {', '.join(unknown)}")
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    out = plan.attend(module.layer_idx, q, k, v, scaling, sliding_window)
-    return out.unsqueeze(0), None
-
-
-AttentionInterface.register(ATTENTION, _attention)

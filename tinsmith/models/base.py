@@ -1,7 +1,7 @@
 """A base model: frozen weights, tokenizer, and one forward pass over a packed row that trainer and sampler share.
 
-The vision tower and the language model are called as two modules. Image features are written into the embeddings at the indices that
-rendering computed; the outer transformers `forward`, which looks for placeholder ids, is never used.
+Image features are written into the embeddings at the indices that rendering computed. The outer `forward` of transformers, which looks for
+placeholder ids, is never used.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,27 +18,24 @@ from transformers import logging as transformers_logging
 
 from tinsmith.config import Config, ModelsConfig
 from tinsmith.errors import ConfigError
-from tinsmith.models.attention import ATTENTION
 from tinsmith.models.compiled_kernels import count_kernels, keep_kernels
-from tinsmith.models.decoder import KNOWN_TYPES, Decoder, Deepstack, read_decoder
+from tinsmith.models.decoder import Decoder, Deepstack
 from tinsmith.models.delta_kernels import announce
-from tinsmith.models.delta_net import follow_plans
 from tinsmith.models.deterministic import require_attention_only, stable_hidden_states
 from tinsmith.models.device import move_weights
 from tinsmith.models.families import Family, context_length, family_of, load_network, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
-from tinsmith.models.host_layers import move_all_but_layers, read_host_decoder
 from tinsmith.models.images import ImageFeatures, ImageInput
 from tinsmith.models.layers import DeltaNet
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
-from tinsmith.models.lora import ActiveSegments, Segment
-from tinsmith.models.lora_linear import attach
+from tinsmith.models.lora import Segment
 from tinsmith.models.machine import limit_memory, why_no_gpu
-from tinsmith.models.norms import fuse_norms
+from tinsmith.models.network import ATTENTION, ActivePass, attach_lora, follow_plans, fuse_norms, recompute_layers, use_attention
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.models.pass_plan import PassPlan
-from tinsmith.models.recompute import RecomputedLayers
+from tinsmith.models.read_decoder import KNOWN_TYPES, read_decoder
+from tinsmith.models.streamed_decoder import move_all_but_layers, read_host_decoder
 from tinsmith.models.vision_tower import VisionTower
 from tinsmith.protocol.shapes import LoraShape
 
@@ -64,7 +61,7 @@ class PackedRow:
 
 @dataclass
 class BaseModel:
-    """One served base model. After loading nothing in it changes but what a pass sets and clears (`active`), and cached features."""
+    """One served base model. After loading nothing in it changes but the `active` pass and cached features."""
 
     name: str
     tokenizer_id: str
@@ -73,33 +70,31 @@ class BaseModel:
     """The transformers configuration of the whole model."""
     tokenizer: Any
     network: Any
-    """The whole transformers model; its language model's linears are wrapped for LoRA."""
+    """The transformers model, changed as `models/network.py` says."""
     language_model: Any
     decoder: Decoder | None
-    """Our way through its layers; None if they are of a kind that only transformers' modules compute."""
+    """Our way through its layers; None if only transformers' modules compute them."""
     lm_head: Tensor
     """[vocabulary, hidden]"""
     device: torch.device
     dtype: torch.dtype
     max_context: int
-    active: ActiveSegments
-    recomputed_layers: RecomputedLayers
+    active: ActivePass
     layout: Layout
-    """The linears that LoRA can train, and the kinds of layers."""
     deterministic: bool
-    """Whether numbers of a token are to depend on what it sees alone (`models/deterministic.py`), but for gradients."""
+    """Whether numbers of a token, but not gradients, depend on what it sees alone (`models/deterministic.py`)."""
     features: LRUCache[bytes, ImageFeatures]
     computed_fingerprint: Future[str]
-    """Computed beside the rest of the start, so that no start waits for it."""
+    """Computed while the server runs already: no start waits for it."""
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of these weights (`models/fingerprint.py`). Raises ConfigError if their files cannot be read any more."""
+        """The fingerprint (`models/fingerprint.py`), awaited. Raises ConfigError if the files cannot be read any more."""
         return self.computed_fingerprint.result()
 
     @property
     def known_fingerprint(self) -> str | None:
-        """The fingerprint, if it is computed by now: nobody waits for it."""
+        """The fingerprint, if it is computed by now."""
         return self.fingerprint if self.computed_fingerprint.done() else None
 
     @property
@@ -124,10 +119,10 @@ class BaseModel:
         return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
 
     def full_targets(self, shape: LoraShape) -> dict[str, Tensor]:
-        """The base's parameters that full-parameter training of this shape trains copies of, by their names inside the language model.
+        """The parameters that full-parameter training of this shape copies, by their names inside the language model.
 
-        A switch that is off leaves out all of the attention blocks or MLPs, or the output projection, which is the embedding too where
-        the model ties them. The rest (embedding and norms) is always trained.
+        A switch that is off leaves out all attention blocks or MLPs, or the output projection, which is the embedding too where they are
+        tied. The rest is always trained.
         """
         frozen = (*(() if shape.train_unembed else (self.head_name,)), *self.layout.frozen_blocks(shape))
         parameters = dict(self.language_model.named_parameters()) | {self.head_name: self.lm_head}
@@ -147,7 +142,7 @@ class BaseModel:
         return f"{self.embedding_name}.weight" if tied else HEAD_WEIGHT
 
     def head(self, owner: Weights | None) -> Tensor:
-        """The output projection [vocabulary, hidden] of a model: its own, or the base's, to which an adapter adds its part."""
+        """The output projection [vocabulary, hidden] of a model: its own, or the base's."""
         return owner.working.get(self.head_name, self.lm_head) if isinstance(owner, FullWeights) else self.lm_head
 
     def hidden_states(
@@ -160,8 +155,7 @@ class BaseModel:
     ) -> Tensor:
         """Final hidden states [tokens, hidden] of a packed row, after the last norm.
 
-        The first `recompute` layers keep only their inputs for a backward pass (`models/recompute.py`). `between` and `look` are as
-        in `Decoder.forward`; transformers' modules are computed without a break.
+        `recompute`, `between` and `look` are as in `Decoder.forward`; transformers' modules are computed without a break.
         """
         embedding = self.language_model.get_input_embeddings()
         embeddings = self._call(row, embedding, f"{self.embedding_name}.", row.token_ids)
@@ -178,31 +172,28 @@ class BaseModel:
         return decoder.forward(embeddings, row.positions, plan, SegmentAdapters(row.segments), deepstack, recompute, between, look)
 
     def _through_modules(self, row: PackedRow, plan: PassPlan, embeddings: Tensor, deepstack: Deepstack | None, recompute: int) -> Tensor:
-        """`hidden_states` by the transformers modules."""
         positions = row.positions if not self.family.mrope else row.positions.unsqueeze(1)
         inputs: dict[str, Any] = {"inputs_embeds": embeddings.unsqueeze(0), "position_ids": positions, "plan": plan}
         if deepstack:
             mask = torch.zeros(1, row.token_ids.shape[0], dtype=torch.bool, device=row.token_ids.device)
             inputs["visual_pos_masks"] = mask.index_fill_(1, deepstack.index, True)
             inputs["deepstack_visual_embeds"] = deepstack.features
-        with self.active.during(row.segments), self.recomputed_layers.during(recompute, row.full):
+        with self.active.during(row.segments, recompute, row.full):
             output = self._call(row, self.language_model, "", use_cache=False, **inputs)
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         return hidden
 
     def _call(self, row: PackedRow, module: Any, prefix: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call the language model, or the part of it below `prefix`, with the weights that the row belongs to."""
         if row.full is None:
             return module(*arguments, **keywords)
         return row.full.call(module, prefix, *arguments, **keywords)
 
     @cached_property
     def tower(self) -> VisionTower:
-        """The vision tower of a model that takes images."""
         return VisionTower(self.network.model.visual, self.device, self.dtype)
 
     def image_features(self, images: Sequence[ImageInput]) -> list[ImageFeatures]:
-        """Features of the rows of each image, in order; each distinct image goes through the tower once and is kept by its hash."""
+        """Features of the rows of each image; each distinct image goes through the tower once and is kept by its hash."""
         missing = {p.sha256: p for p in images if p.sha256 not in self.features}
         # Images that are computed together may change each other's last bits.
         groups = [[image] for image in missing.values()] if self.deterministic else [list(missing.values())] if missing else []
@@ -221,50 +212,24 @@ def _deepstack(row: PackedRow, features: list[ImageFeatures]) -> Deepstack | Non
     return Deepstack(row.image_index, layers)
 
 
-def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_bytes: int, layers_on_host: bool = False) -> BaseModel:
+def load_base_model(
+    name: str, source: str, config: ModelsConfig, feature_cache_bytes: int, layers_on_host: bool = False, network: Any = None
+) -> BaseModel:
     """Load the model in a local directory or of a Hub id, to be served under `name`.
 
-    With `layers_on_host` its layers stay in the host's memory, as `base_model_of` says.
+    With `layers_on_host` those layers that our own decoder computes stay in the host's memory, and come to the device one at a time. A
+    `network` that is in memory already, in the precision of `config`, takes the place of the weights in the files, and is changed.
 
     Raises ConfigError for an unsupported architecture or a device that is not there. Whether the model computes what transformers
     computes is for `sampling/self_check.py` to say.
     """
     transformers_logging.disable_progress_bar()  # bars have no place in a server's log
-    device = pick_device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches kernels on the current device
-    family = family_of(source, read_config(source))
-    tokenizer = load_tokenizer(source)  # before the weights, which take longer
-    network = load_network(source, family, pick_dtype(config.dtype, device))
-    return base_model_of(name, source, network, config, feature_cache_bytes, layers_on_host, tokenizer)
-
-
-def base_model_of(
-    name: str,
-    source: str,
-    network: Any,
-    config: ModelsConfig,
-    feature_cache_bytes: int,
-    layers_on_host: bool = False,
-    tokenizer: Any = None,
-) -> BaseModel:
-    """The base model of a network that is already in memory, in the precision that `config` asks for. It is changed for our passes.
-
-    With `layers_on_host` those layers that our own decoder computes stay in the host's memory, and come to the device one at a time.
-    Configuration and tokenizer, if it is not given, are read from `source`. Weights there are read only if the fingerprint is asked for.
-    """
-    device = pick_device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches kernels on the current device
-    limit_memory(device, config.memory_share)
-    dtype = pick_dtype(config.dtype, device)
-    if device.type == "cuda":
-        keep_kernels(config.compile_cache)
-        count_kernels()
-    if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    device, dtype = _prepared_device(config)
     model_config = read_config(source)
     family = family_of(source, model_config)
+    tokenizer = load_tokenizer(source)  # before the weights, which take longer
+    if network is None:
+        network = load_network(source, family, dtype)
     network.eval().requires_grad_(False)
     language_model = family.language_model(network)
     layers_on_host = layers_on_host and family.model_type in KNOWN_TYPES
@@ -285,14 +250,15 @@ def base_model_of(
         decoder = read_decoder(family.model_type, language_model, layout)
     if config.deterministic:
         require_attention_only(name, decoder)
-    active = ActiveSegments()
-    attach(language_model, {name: target for name, target in layout.targets.items() if name != LM_HEAD}, active)
+    active = ActivePass()
+    attach_lora(language_model, {name: target for name, target in layout.targets.items() if name != LM_HEAD}, active)
+    recompute_layers(language_model, active)
     return BaseModel(
         name=name,
         tokenizer_id=source,
         family=family,
         config=model_config,
-        tokenizer=load_tokenizer(source) if tokenizer is None else tokenizer,
+        tokenizer=tokenizer,
         network=network,
         language_model=language_model,
         decoder=decoder,
@@ -301,7 +267,6 @@ def base_model_of(
         dtype=dtype,
         max_context=context_length(name, model_config.get_text_config(), config.max_context),
         active=active,
-        recomputed_layers=RecomputedLayers(language_model, active),
         layout=layout,
         deterministic=config.deterministic,
         features=LRUCache(maxsize=feature_cache_bytes, getsizeof=lambda f: f.nbytes),
@@ -309,11 +274,22 @@ def base_model_of(
     )
 
 
-def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a model. Raises ConfigError if it cannot be loaded.
+def _prepared_device(config: ModelsConfig) -> tuple[torch.device, torch.dtype]:
+    """The device and the precision of a model. The process is prepared to compute with them."""
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches kernels on the current device
+        keep_kernels(config.compile_cache)
+        count_kernels()
+    limit_memory(device, config.memory_share)
+    if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    return device, dtype
 
-    Without files transformers makes one that has special tokens alone, and other ids for these.
-    """
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of a model. Raises ConfigError if it cannot be loaded, or has no tokens: transformers makes one without files."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of any kind: that is what the tokenizers library raises for a file that it cannot use
@@ -322,11 +298,6 @@ def load_tokenizer(source: str) -> Any:
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise ConfigError(f"{source} has no tokenizer; name a model that has one, or a directory to which that of the model was copied")
     return tokenizer
-
-
-def use_attention(network: Any, family: Family, implementation: str) -> None:
-    """Let the language model attend with a registered attention function; a vision tower keeps sdpa."""
-    network.set_attn_implementation({"text_config": implementation, "vision_config": "sdpa"} if family.takes_images else implementation)
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -352,10 +323,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def loading_of(config: Config) -> ModelsConfig:
-    """Return the settings to load base models with: as configured, or for the host's memory if they are only compared with vLLM.
-
-    The device that is configured is the servers' then, and the precision is what that device computes in.
-    """
+    """Return the settings to load base models with: as configured, or for the host's memory if they are only compared with vLLM."""
     return loading_to_compare(config) if config.only_compares else config.models
 
 

@@ -1,4 +1,4 @@
-"""LoRA in a decode batch: each row is one token with an adapter of its own, or with none, and one multiplication serves them all.
+"""Linear layers of a decode batch: each row is one token with an adapter of its own, or none, and one multiplication serves them all.
 
 The A's of all adapters of a batch lie in one buffer for each projection, and so do their B's: an adapter of rank r has r neighbouring
 columns, the same in all projections. All rows are multiplied by what lies there, and each row keeps the products of its own columns:
@@ -6,8 +6,11 @@ columns, the same in all projections. All rows are multiplied by what lies there
     u = x A^T,     u[row, column] = 0 where the column is not the row's,     y += 32 / rank · u B^T
 
 They are selected, not multiplied by 0, and adapters whose numbers are not finite get no columns: so no NaN reaches the row of another.
-Which columns are a row's is read on the device. A CUDA graph that was captured with these buffers therefore computes with what has been
-written into them since; only when they grow, and lie elsewhere, is it of no more use.
+Which columns are a row's is read on the device, so that a captured CUDA graph computes with what has been written into the buffers since,
+until they grow, and lie elsewhere.
+
+A batch of one row takes the time of reading the weights. Libraries multiply matrices by matrices; on a GPU in half precision a kernel of
+ours (`models/one_row_kernels.py`) reads the weights faster, and computes the norm before a layer too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +20,12 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import UserError
-from tinsmith.models.device import has_triton
+from tinsmith.models.dispatch import half_on_gpu, has_triton, on_kernels
+from tinsmith.models.fused import Before, Normed
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
 from tinsmith.models.lora import LORA_ALPHA, Adapter
-from tinsmith.models.one_row import multiply
-from tinsmith.models.packed_lora import Before, project_behind
-from tinsmith.models.with_kernel import HALF
+from tinsmith.models.packed_lora import project_behind
 
 FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""
@@ -42,10 +44,10 @@ class Matrices:
     b: Tensor
     """[out, columns]"""
     tiles: Tensor
-    """[tiles, 3]: the work of the kernels' programs (`output_tiles`)."""
+    """[tiles, 3] of `output_tiles`."""
 
     def places(self, start: int, end: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield each target's name, A [end - start, in] and B [out of the target, end - start] of these columns, as views."""
+        """Yield views of these columns: each target's name, A [end - start, in] and B [out of the target, end - start]."""
         for (name, (first, last)), a in zip(self.rows.items(), self.a, strict=True):
             yield name, a[start:end], self.b[first:last, start:end]
 
@@ -54,14 +56,14 @@ class BatchedAdapters:
     """The columns of the adapters of a batch, for all projections of a model."""
 
     def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, most: int) -> None:
-        """There are no columns yet, and never more than the least power of two that is `most` or more."""
+        """Begins without columns; there are never more than the least power of two that is `most` or more."""
         self.projections = [projection for projection in layout.projections.values() if projection.targets]
         self.device = device
         self.dtype = dtype
         self.most = most
         self.columns = 0
         self.generation = 0
-        """Number of times the buffers were replaced; graphs captured with another number are stale."""
+        """Number of times the buffers were replaced: graphs captured with another number are stale."""
         self.matrices: dict[str, Matrices] = {}
         self._placed: dict[int, tuple[Adapter, int, int]] = {}
         """Adapters and their columns [start, end), by identity."""
@@ -69,8 +71,8 @@ class BatchedAdapters:
     def place(self, adapter: Adapter) -> tuple[int, int] | None:
         """The columns [start, end) of an adapter, which gets some if it has none; None if there is no room for it.
 
-        The buffers may be replaced by larger ones; columns that are given stay where they are. Raises UserError for an adapter that holds a
-        number that is not finite: it would reach other rows. To find that out, this waits for the device.
+        The buffers may be replaced by larger ones; columns stay where they are. Raises UserError for an adapter with a number that is not
+        finite, which would reach other rows; to find out, this waits for the device.
         """
         if id(adapter) in self._placed:
             return self._placed[id(adapter)][1:]
@@ -91,11 +93,10 @@ class BatchedAdapters:
         self._placed.pop(id(adapter), None)
 
     def for_rows(self, columns: Tensor) -> "RowAdapters":
-        """The adapters of rows with these columns [rows, 2]: from which, inclusive, to which, exclusive. Equal numbers mean the base."""
+        """The adapters of rows with these columns [start, end), [rows, 2]. Equal numbers mean the base."""
         return RowAdapters(self, columns)
 
     def _gap(self, rank: int) -> int | None:
-        """The first column behind which so many are free."""
         start = 0
         for _, first, last in sorted(self._placed.values(), key=lambda placed: placed[1]):
             if first - start >= rank:
@@ -144,7 +145,7 @@ class RowAdapters:
     def __init__(self, batched: BatchedAdapters, columns: Tensor) -> None:
         self.matrices = batched.matrices
         self.columns = columns
-        self._uses_kernels = columns.is_cuda and batched.dtype in HALF and has_triton()
+        self._uses_kernels = half_on_gpu(columns.device, batched.dtype) and has_triton()
         if not self._uses_kernels and self.matrices:
             column = torch.arange(batched.columns, device=columns.device)
             start, end = columns.unsqueeze(-1).unbind(1)  # [rows, 1] each
@@ -160,7 +161,7 @@ class RowAdapters:
         if self._uses_kernels:
             from tinsmith.models.lora_kernels import add_adapters
 
-            add_adapters(y, x, self.columns, matrices.a, matrices.b, matrices.tiles)
+            add_adapters(y, x, self.columns, matrices.a, matrices.b, matrices.tiles, OUTPUTS)
         else:
             self._add(y, x, matrices)
         return y
@@ -169,7 +170,6 @@ class RowAdapters:
         return project_behind(self, linear, before, *inputs)
 
     def _add(self, y: Tensor, x: Tensor, matrices: Matrices) -> None:
-        """Add what the adapters make of x [rows, in] to y [rows, out]."""
         reduced = (x @ matrices.a.flatten(0, 1).t()).unflatten(1, matrices.a.shape[:2])  # [rows, targets, columns]
         reduced = torch.where(self._own.unsqueeze(1), reduced, 0)
         for (first, last), u in zip(matrices.rows.values(), reduced.unbind(1), strict=True):
@@ -177,8 +177,39 @@ class RowAdapters:
 
 
 def output_tiles(targets: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """[tiles, 3] int32: the number of a target, and outputs [start, end) of it, at most `OUTPUTS`; together all outputs of all targets."""
+    """Cut all targets into tiles [tiles, 3] int32: the number of a target, and at most `OUTPUTS` outputs [start, end) of it."""
     tiles = [
         (number, first, min(first + OUTPUTS, end)) for number, (start, end) in enumerate(targets) for first in range(start, end, OUTPUTS)
     ]
     return torch.tensor(tiles, dtype=torch.int32, device=device)
+
+
+def is_one_row(x: Tensor) -> bool:
+    """Whether the kernel serves x [rows, in]."""
+    return len(x) == 1 and on_kernels(x)
+
+
+def multiply(linear: JoinedLinear, x: Tensor) -> Tensor:
+    """The layer of a base model, whose weights do not change, without adapters: x [rows, in] -> [rows, out]."""
+    if not is_one_row(x):
+        return linear.multiply(x)
+    from tinsmith.models import one_row_kernels
+
+    return one_row_kernels.multiply(x, linear.weight, linear.bias)
+
+
+class OneRow:
+    """The `Adapters` of a row that has none, where `is_one_row`; without gradients."""
+
+    def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
+        return multiply(linear, x)
+
+    def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        if not isinstance(before, Normed):
+            return project_behind(self, linear, before, *inputs)
+        from tinsmith.models import one_row_kernels
+
+        x, delta, factor = inputs
+        assert x is not None
+        assert factor is not None
+        return one_row_kernels.multiply_norm(x, delta, factor, linear.weight, linear.bias, before.eps, before.zero_centred)

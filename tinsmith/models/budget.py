@@ -1,7 +1,4 @@
-"""Divides a device's memory between the local sampler's cache and training.
-
-`tinsmith plan` and a server ask the same functions, so that what the one prints is what the other does.
-"""
+"""Divides a device's memory between the local sampler's cache and training, for `tinsmith plan` and for a server."""
 
 from dataclasses import dataclass
 
@@ -15,11 +12,11 @@ from tinsmith.protocol.shapes import LoraShape
 
 GIB = 2**30
 CPU_CACHE = 2 * GIB
-"""The cache of each base model on a CPU, unless a size is set: programs share that memory, so nobody may take what is left of it."""
+"""The cache of each base model on a CPU, unless a size is set: programs share that memory, so what is left is not ours."""
 SMALLEST_CACHE = GIB // 4
 """The cache of a GPU on which training leaves nothing, unless a size is set."""
 PLANNED_ADAPTERS = 4
-"""Number of LoRA models for which an automatic cache leaves room unless it is set; with all parameters it is one."""
+"""LoRA models for which an automatic cache leaves room unless it is set; of models with all parameters it is one."""
 FREE_SHARE = 0.95
 """Share of the free memory that passes are planned into; the rest is lost between tensors."""
 
@@ -29,9 +26,9 @@ class ModelBytes:
     """One trained model of the planned rank."""
 
     training: int
-    """Bytes of a model with accumulated gradients and AdamW's moments."""
+    """Bytes with accumulated gradients and AdamW's moments."""
     snapshot: int
-    """A frozen copy that is sampled."""
+    """Bytes of a frozen copy that is sampled."""
     host: int = 0
     """Bytes of it that wait in host memory (compact-host)."""
 
@@ -52,9 +49,9 @@ class Budget:
     cache: int
     """Bytes of the local sampler's cache; 0 without that sampler."""
     passes: int
-    """Bytes that are left to a pass while one model is trained; negative if there is no room for that model, 0 if nothing is trained."""
+    """Bytes left to a pass while one model is trained; negative without room for that model, 0 if nothing is trained."""
     host: int = 0
-    """Bytes of host memory that this model takes."""
+    """Bytes of host memory that the model takes."""
 
 
 def full_state(config: TrainingConfig) -> FullState:
@@ -64,7 +61,7 @@ def full_state(config: TrainingConfig) -> FullState:
 
 
 def reserve_of(on_gpu: bool, total: int) -> int:
-    """Bytes of a device with `total` bytes that nothing is planned into: libraries, captured graphs, images, steps of the sampler."""
+    """Bytes of a device that nothing is planned into: for libraries, captured graphs, images, steps of the sampler."""
     return GIB + total // 32 if on_gpu else 0
 
 
@@ -98,9 +95,9 @@ def _what_is_left(free: int, model: ModelBytes, passes: PassMemory, config: Conf
 
 
 def _what_is_left_to_sampling(free: int, passes: PassMemory, config: Config) -> int:
-    """Bytes for all caches of a device on which nothing is trained: beside the weights that are sampled, and pieces of prompts.
+    """Bytes for all caches of a device on which nothing is trained: beside the weights that are sampled, and chunks of prompts.
 
-    A piece takes less than a pass of as many tokens that keeps next to nothing for a backward pass.
+    A chunk takes less than a pass of as many tokens that keeps next to nothing for a backward pass.
     """
     sampling = config.sampling
     snapshots = min(int(sampling.snapshot_gib * GIB), free // 2)
@@ -109,10 +106,7 @@ def _what_is_left_to_sampling(free: int, passes: PassMemory, config: Config) -> 
 
 
 def longest_trained(budget: Budget, passes: PassMemory, config: Config, max_context: int, host_free: int, on_gpu: bool) -> int:
-    """The longest sequence, in tokens, that trains beside everything else; 0 if none does.
-
-    The layers of its pass are recomputed, and their inputs may wait in half of the host memory that the model leaves free.
-    """
+    """The longest sequence, in tokens, that trains beside everything else, with half of the free host memory; 0 if none does."""
     waiting = max(0, host_free - budget.host) // 2 if on_gpu else 0
     return passes.longest(config.training.logits_chunk, budget.passes, waiting, max_context)
 
@@ -125,10 +119,9 @@ def computes_together(config: Config, workers: int) -> bool:
 def longest_together(
     budget: Budget, slices: PassMemory, workers: int, config: Config, max_context: int, host_free: int, on_gpu: bool
 ) -> int:
-    """The longest sequence that `workers` workers of one host train together, each a slice of it, for which `slices` says what it takes.
+    """The longest sequence that `workers` workers of one host train together, each a slice of it that takes what `slices` says.
 
-    As many times as long as the slice that one of them has room for, because what a worker has of the other slices is little.
-    `host_free` is the part of one of them.
+    `host_free` is the part of one of them. What a worker has of the other slices is little.
     """
     of_each = longest_trained(budget, slices, config, -(-max_context // workers), host_free, on_gpu)
     return min(workers * of_each, max_context)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import TinsmithError
-from tinsmith.models.device import has_triton
+from tinsmith.models.dispatch import has_triton
 
 THREADS = 16
 """Variants that are compiled at a time, at most; as many as the machine has processors, if these are fewer."""
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 
 def compile_ahead(what: str, rehearse: Callable[[], object]) -> None:
-    """Compile the kernels that `rehearse` launches on CUDA. Where that was done before for `what` the cache has them, and nothing is done.
+    """Compile the kernels that `rehearse` launches on CUDA, unless the cache has them for `what`.
 
-    What `rehearse` computes means nothing, and it must keep none of it. Where it fails, kernels are compiled when they are needed.
+    What `rehearse` computes means nothing. Where it fails, kernels are compiled when they are needed.
     """
     done = _marker(what)
     if done is not None and done.exists():
@@ -68,7 +68,7 @@ def _marker(what: str) -> Path | None:
 
 @cache
 def digest_of_sources() -> str:
-    """SHA-256 of Tinsmith's own code: what was compiled or checked with other code says nothing of this one."""
+    """SHA-256 of Tinsmith's own code, which what was compiled or checked depends on."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -78,7 +78,7 @@ def digest_of_sources() -> str:
 
 @contextmanager
 def _rehearsal() -> Iterator[list[Future[Any]]]:
-    """Inside, no Triton kernel is launched in this process. Their variants are compiled when this ends; yields a future for each."""
+    """Compile the variants of kernels that the body would launch; nothing is launched. Yields a future for each."""
     kernel, contexts = import_module("triton.runtime.jit").JITFunction, import_module("triton.runtime._async_compile")
     launch = kernel.run
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
@@ -105,7 +105,7 @@ def _rehearsal() -> Iterator[list[Future[Any]]]:
 
 
 class _Loading(Executor):
-    """Threads that load what they have compiled, too: some versions of Triton compile how it is launched only then."""
+    """Threads that load what they have compiled: some versions of Triton compile the launch only then."""
 
     def __init__(self, threads: Executor, device: int) -> None:
         self.threads = threads
@@ -134,7 +134,7 @@ def _zeroed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def keep_kernels(directory: str) -> None:
-    """Keep compiled kernels in a directory, where the next process finds them; "" is one in the user's cache. A set variable stays."""
+    """Keep compiled kernels in a directory for the next process; "" is one in the user's cache. A set variable stays."""
     kept = Path(directory or "~/.cache/tinsmith/compiled").expanduser()
     os.environ.setdefault("TRITON_CACHE_DIR", str(kept / "triton"))
 
@@ -144,7 +144,7 @@ _variants: Counter[str] = Counter()
 
 
 def count_kernels() -> None:
-    """Count the variants of kernels that are made from now on: one for each combination of constants, precisions and alignments."""
+    """Count the variants of kernels from now on: one for each combination of constants, precisions and alignments."""
     if not has_triton():
         return
     hooks = import_module("triton.knobs").runtime
@@ -153,14 +153,11 @@ def count_kernels() -> None:
 
 
 def _count_kernel(*, fn: Any, **others: Any) -> None:
-    """Count a variant of a kernel; Triton calls this when it was compiled or found in its cache."""
+    """Count a variant that Triton has compiled or found in its cache."""
     _variants[fn.name] += 1
     log.debug("kernel %s: variant number %d is ready", fn.name, _variants[fn.name])
 
 
 def compilations() -> int:
-    """Return the number of kernel variants that this process has compiled, or found compiled.
-
-    A number that keeps growing means that kernels are compiled again and again.
-    """
+    """Return the number of kernel variants of this process. If it keeps growing, kernels are compiled again and again."""
     return _variants.total()

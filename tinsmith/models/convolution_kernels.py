@@ -1,9 +1,9 @@
 """Triton kernels of the short causal convolution of a gated delta net, with its SiLU, over packed sequences.
 
-They compute what `convolve` of `models/delta_rule.py` does in float32, from inputs in half precision. Each program loads what its tokens
-see of their own sequence and nothing else, so that no neighbour is read.
+They compute what `convolve` of `models/delta_rule.py` does. Each program loads what its tokens see of their own sequence and nothing else.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinsmith.models.device import upload
+from tinsmith.models.dispatch import with_plain_rows
 
 TOKENS, CHANNELS = 32, 128
 """Tokens and channels that one program computes."""
@@ -29,14 +30,14 @@ class Seats:
     sequence: Tensor
     """[tokens] int32: the number of its sequence."""
     behind: Tensor
-    """[tokens] int32: how many tokens of its sequence are before it."""
+    """[tokens] int32: the tokens of its sequence before it."""
     ahead: Tensor
-    """[tokens] int32: how many tokens of its sequence follow it."""
+    """[tokens] int32: the tokens of its sequence that follow."""
 
 
 @lru_cache(maxsize=16)
 def seats_of(lengths: tuple[int, ...], device: torch.device) -> Seats:
-    """The seats of a packed row of these sequences. The layers of a pass share the answer."""
+    """The seats of a packed row. The layers of a pass share the answer."""
     counts = np.array(lengths)
     behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     ahead = np.repeat(counts, counts) - 1 - behind
@@ -46,9 +47,8 @@ def seats_of(lengths: tuple[int, ...], device: torch.device) -> Seats:
 
 def convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> Tensor:
     """The outputs of `convolve` of `models/delta_rule.py`. `before` gets no gradient."""
-    compute: Any = _ConvolutionOnKernels.apply
-    out: Tensor = compute(x if x.stride(1) == 1 else x.contiguous(), weight, before, seats_of(lengths, x.device))
-    return out
+    compute: Callable[..., Tensor] = _ConvolutionOnKernels.apply
+    return compute(with_plain_rows(x), weight, before, seats_of(lengths, x.device))
 
 
 class _ConvolutionOnKernels(torch.autograd.Function):

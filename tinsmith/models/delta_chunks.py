@@ -13,11 +13,11 @@ decays (logarithms), and D_ij = exp(t_i - t_j) for j <= i, 0 elsewhere:
 Everything but U and S' is computed for all chunks of all sequences at once. These two take a multiplication each for each chunk index, for
 all sequences that are that long. (S' = M S + Rᵀ V' with M = exp(t_end) I - Rᵀ W would take one, but M is larger than all else.)
 
-The backward is written by hand. It keeps the inputs alone and computes the rest again, which saves most of the memory of a layer.
+The backward keeps the inputs alone and computes the rest again, which saves most of the memory of a layer.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,20 +28,19 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.device import upload
-from tinsmith.models.with_kernel import HALF
+from tinsmith.models.dispatch import half_on_gpu
 
 SMALLEST, LARGEST = 16, 64
-"""Tokens of a chunk: about the width of a head, where what grows with the one balances what grows with the other, and no more than the
-longest sequence fills."""
+"""Tokens of a chunk: about the width of a head, which balances the work, and no more than the longest sequence fills."""
 SLICE_NUMBERS = 2**25
-"""Heads are computed in slices whose queries, keys or values are at most so many numbers, which bounds the memory of a long row."""
+"""Queries, keys or values of the heads that are computed together, at most, which bounds the memory of a long row."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The chunks of a packed row, ordered by their number inside their sequence; those of one number, by length of their sequence.
+    """The chunks of a packed row, ordered by their number inside their sequence.
 
-    The longest sequences come first, so that those that go on to the next number are always the first ones of this.
+    Among those of one number the longest sequences come first, so that the first ones are those that go on to the next number.
     """
 
     size: int
@@ -62,7 +61,7 @@ class Chunks:
         return self.slabs[-1][1]
 
     def goes_on(self, number: int) -> int:
-        """Return the number of sequences that have a chunk after chunk `number`."""
+        """Count the sequences that have a chunk after chunk `number`."""
         return self.slabs[number + 1][1] - self.slabs[number + 1][0] if number + 1 < len(self.slabs) else 0
 
     def spread(self, x: Tensor, groups: int = 1) -> Tensor:
@@ -80,7 +79,7 @@ class Chunks:
 
 @lru_cache(maxsize=16)
 def chunks_of(lengths: tuple[int, ...], width: int, device: torch.device) -> Chunks:
-    """Cut a packed row of these sequences into chunks for keys of this width. The layers of a pass share the result."""
+    """Cut a packed row into chunks for keys of this width. The layers of a pass share the result."""
     size = max(SMALLEST, min(LARGEST, 1 << (min(max(lengths), width) - 1).bit_length()))
     tokens = np.array(lengths)
     counts = -(-tokens // size)  # [sequences]
@@ -98,13 +97,9 @@ def chunks_of(lengths: tuple[int, ...], width: int, device: torch.device) -> Chu
 def delta_rule_in_chunks(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks, before: Tensor | None, keeps: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` of `models/delta_rule.py`, in chunks.
-
-    Unless `keeps`, the states after the last tokens are not computed: an empty tensor stands for them.
-    """
-    compute: Any = _DeltaRule.apply
-    found: tuple[Tensor, Tensor] = compute(query, key, value, decay, beta, before, chunks, keeps)
-    return found
+    """`gated_delta_rule` of `models/delta_rule.py`, in chunks. Unless `keeps`, the states are an empty tensor."""
+    compute: Callable[..., tuple[Tensor, Tensor]] = _DeltaRule.apply
+    return compute(query, key, value, decay, beta, before, chunks, keeps)
 
 
 class _Inputs(NamedTuple):
@@ -118,18 +113,22 @@ class _Inputs(NamedTuple):
     before: Tensor | None
 
     def slices(self, chunks: Chunks) -> list[tuple[slice, "_Inputs"]]:
-        """Slices of the value heads, each as many as `SLICE_NUMBERS` allows, and their inputs."""
-        key_heads, key_dim = self.key.shape[1:]
-        value_heads, value_dim = self.value.shape[1:]
-        groups = value_heads // key_heads
-        many = max(1, min(key_heads, SLICE_NUMBERS // (chunks.count * chunks.size * groups * max(key_dim, value_dim))))
+        """Slices of the value heads that `SLICE_NUMBERS` allows, and their inputs."""
         found = []
-        for first in range(0, key_heads, many):
-            keys, values = slice(first, first + many), slice(first * groups, (first + many) * groups)
+        most = SLICE_NUMBERS // (chunks.count * chunks.size * max(self.key.shape[2], self.value.shape[2]))
+        for keys, values in slices_of_heads(self.key, self.value, most):
             before = None if self.before is None else self.before[:, values].to(torch.promote_types(self.value.dtype, torch.float32))
             value, decay, beta = (x[:, values] for x in (self.value, self.decay, self.beta))
             found.append((values, _Inputs(self.query[:, keys], self.key[:, keys], value, decay, beta, before)))
         return found
+
+
+def slices_of_heads(key: Tensor, value: Tensor, most: int) -> list[tuple[slice, slice]]:
+    """Slices of the key heads, and of the value heads that share them: at most `most` value heads, but those of one key head at least."""
+    key_heads, groups = key.shape[1], value.shape[1] // key.shape[1]
+    many = max(1, min(key_heads, most // groups))
+    firsts = range(0, key_heads, many)
+    return [(slice(first, first + many), slice(first * groups, (first + many) * groups)) for first in firsts]
 
 
 class _Spread(NamedTuple):
@@ -185,8 +184,8 @@ class _Local(NamedTuple):
         return self.total[:, -1:]
 
 
-def _local(value: Tensor, query: Tensor, key: Tensor, decay: Tensor, beta: Tensor) -> _Local:
-    """The fields of `_Spread` -> `_Local`."""
+def _local(spread: _Spread) -> _Local:
+    value, query, key, decay, beta = spread
     dtype = torch.promote_types(value.dtype, torch.float32)
     size = value.shape[1]
     q = unit(query.to(dtype)) * key.shape[2] ** -0.5
@@ -216,14 +215,11 @@ def _unit_lower_inverse(lower: Tensor) -> Tensor:
     """(I + L)⁻¹ of strictly lower triangular L [B, size, size], as stable as forward substitution.
 
     Inverses of blocks on the diagonal are joined to those of blocks twice as large: with A, B on the diagonal and C below A, what is below
-    A⁻¹ becomes -B⁻¹ C A⁻¹. All blocks of one size are joined at once; the smaller sizes inside blocks of `SMALLEST`, which are cut out for
-    that.
+    A⁻¹ becomes -B⁻¹ C A⁻¹. All blocks of one size are joined at once, up to `SMALLEST` in blocks that are cut out for that.
     """
     size = lower.shape[-1]
-    small = (
-        lower.unflatten(1, (-1, SMALLEST)).unflatten(3, (-1, SMALLEST)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
-    )  # [B, size / 16, 16, 16]
-    inverses = _join_blocks(small.flatten(0, 1), None, 1)
+    small = lower.unflatten(1, (-1, SMALLEST)).unflatten(3, (-1, SMALLEST)).diagonal(dim1=1, dim2=3)  # [B, 16, 16, size / 16]
+    inverses = _join_blocks(small.movedim(-1, 1).flatten(0, 1), None, 1)
     if size == SMALLEST:
         return inverses
     blocks = inverses.unflatten(0, (-1, size // SMALLEST))  # [B, size / 16, 16, 16]
@@ -257,7 +253,7 @@ class _Course(NamedTuple):
     updates: Tensor
     """U [B, size, value_dim]"""
     after: Tensor
-    """The states after each sequence [sequences, heads, key_dim, value_dim]; empty if they are not kept."""
+    """The states after each sequence [sequences, heads, key_dim, value_dim], or an empty tensor."""
 
 
 def _course(local: _Local, chunks: Chunks, heads: int, before: Tensor | None, keeps: bool) -> _Course:
@@ -324,8 +320,8 @@ def _return(local: _Local, chunks: Chunks, heads: int, d_out: Tensor, d_after: T
 
 @contextmanager
 def _products_for(x: Tensor) -> Iterator[None]:
-    """Multiply in TF32 what comes in half precision on CUDA: its error is a quarter of rounding the result to bfloat16."""
-    if not x.is_cuda or x.dtype not in HALF:
+    """Multiply half precision in TF32 on CUDA: the error is a quarter of rounding the result to bfloat16."""
+    if not half_on_gpu(x.device, x.dtype):
         yield
         return
     before = torch.backends.cuda.matmul.allow_tf32
@@ -367,9 +363,8 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _forward(inputs: _Inputs, chunks: Chunks, keeps: bool) -> tuple[Tensor, Tensor]:
-    """The outputs [tokens, value_heads, value_dim] of some heads, and the states after each sequence, or an empty tensor."""
     heads = inputs.value.shape[1]
-    local = _local(*_spread(inputs, chunks))
+    local = _local(_spread(inputs, chunks))
     course = _course(local, chunks, heads, inputs.before, keeps)
     out = torch.baddbmm(torch.bmm(local.attended, course.updates), local.query * local.total, course.states)
     return chunks.collect(out, heads), course.after
@@ -382,12 +377,12 @@ def _backward(
     query, key, value, decay, beta, before = inputs
     heads = value.shape[1]
     spread = _spread(inputs, chunks)
-    local = _local(*spread)
+    local = _local(spread)
     dtype = local.solved.dtype
     states, updates, _ = _course(local, chunks, heads, before, keeps=False)
     d_o = chunks.spread(d_out).to(dtype)  # [B, size, value_dim]
     d_states, d_updates, d_before = _return(local, chunks, heads, d_o, None if d_after is None else d_after.to(dtype), wants_before)
-    d_q, d_k, d_v, d_decay, d_beta = _gradients(spread.value, spread.beta, d_o, d_states, d_updates, states, updates, *local)
+    d_q, d_k, d_v, d_decay, d_beta = _gradients(spread, d_o, d_states, d_updates, states, updates, local)
     return (
         _through_unit(query, _sum_groups(chunks.collect(d_q, heads), query.shape[1]) * key.shape[2] ** -0.5),
         _through_unit(key, _sum_groups(chunks.collect(d_k, heads), key.shape[1])),
@@ -399,12 +394,11 @@ def _backward(
 
 
 def _gradients(
-    value: Tensor, beta: Tensor, d_out: Tensor, d_states: Tensor, d_updates: Tensor, states: Tensor, updates: Tensor, *fields: Tensor
+    spread: _Spread, d_out: Tensor, d_states: Tensor, d_updates: Tensor, states: Tensor, updates: Tensor, local: _Local
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of unit queries and keys, values, decays and betas of all chunks at once; `fields` are those of `_Local`."""
-    local = _Local(*fields)
+    """The gradients of unit queries and keys, values, decays and betas of all chunks at once."""
     q, k, dtype = local.query, local.key, local.key.dtype
-    v, b = value.to(dtype), beta.to(dtype)
+    v, b = spread.value.to(dtype), spread.beta.to(dtype)
     d_seen = torch.bmm(d_updates, states.mT).neg()  # of W
     d_right_key, d_right_value = torch.bmm(local.inverse.mT, d_seen), torch.bmm(local.inverse.mT, d_updates)  # of β exp(t) k and of β v
     d_lower = (torch.bmm(d_right_key, local.seen.mT) + torch.bmm(d_right_value, local.solved.mT)).neg().tril(-1)
@@ -426,7 +420,7 @@ def _gradients(
     d_q = torch.baddbmm(d_read * local.total, d_dots, k)
     d_k = d_right_key * (b * local.total) + d_left * local.rest
     d_k = d_k + torch.bmm(d_dots.mT, q) + torch.bmm(d_lower + d_lower.mT, k)
-    return d_q, d_k, (d_right_value * b).to(value.dtype), d_decay, d_beta
+    return d_q, d_k, (d_right_value * b).to(spread.value.dtype), d_decay, d_beta
 
 
 def _row_sums(a: Tensor, b: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
-"""Whether gated delta nets run on our own Triton kernels, which serve bfloat16 on CUDA.
+"""Decides whether gated delta nets run on our own Triton kernels, which serve bfloat16 on CUDA.
 
-Before the kernels are first used they compute a small row, forward and backward. Where they fail or differ from our PyTorch code, that
-code serves bfloat16 too, as it serves all other dtypes and devices.
+First they compute a small row, forward and backward. Where they fail or differ from our PyTorch code, that code takes their place.
 """
 
 import logging
@@ -17,7 +16,7 @@ from torch.nn.functional import conv1d, logsigmoid, silu
 
 from tinsmith.models.compiled_kernels import compile_ahead
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
-from tinsmith.models.device import has_triton
+from tinsmith.models.dispatch import has_triton
 
 Convolution = Callable[[Tensor, Tensor, tuple[int, ...], Tensor | None], Tensor]
 """`convolution` of `models/convolution_kernels.py`."""
@@ -26,7 +25,7 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, ...], Tensor
 CHUNK = 64
 """Tokens of a chunk of the delta rule."""
 STATE_BYTES = 2**30
-"""Heads are computed in slices whose states before all chunks take at most so many bytes, which bounds the memory of a long row."""
+"""Bytes of the states before all chunks of the heads that are computed together, at most, which bounds the memory of a long row."""
 MOST_APART = 0.05
 """Maximum distance of the kernels' results from float32, as a share of their norm. bfloat16 keeps numbers to 0.4 %."""
 TRIED_LENGTHS, TRIED_HEADS, TRIED_WIDTH, TRIED_TAPS = (70, 130), 2, 128, 4

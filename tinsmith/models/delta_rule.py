@@ -1,10 +1,11 @@
 """The two operations of a gated delta net over packed sequences: a short causal convolution, and the gated delta rule.
 
-Both take and give the state that continues each sequence. Each sequence is computed from its own tokens only, and no multiplication by zero
-keeps sequences apart, so that a NaN in one cannot reach another, forward or backward. On CUDA in bfloat16 they run on Triton kernels
-(`models/delta_kernels.py`), elsewhere on what is written here and in `models/delta_chunks.py`.
+Each sequence is computed from its own tokens and state only, and no multiplication by zero keeps sequences apart, so that a NaN in one
+cannot reach another, forward or backward. On CUDA in bfloat16 they run on Triton kernels
+(`models/delta_kernels.py`), elsewhere on what is written here and in `models/delta_chunks.py`. `lengths` are the tokens of each sequence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,38 +20,25 @@ from tinsmith.models.delta_kernels import kernels_for
 from tinsmith.models.device import upload
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of each sequence of a packed row."""
-
-    lengths: tuple[int, ...]
-
-    @property
-    def single(self) -> bool:
-        """Whether every sequence is one token, as in decoding."""
-        return max(self.lengths) == 1
-
-
-def convolve(x: Tensor, weight: Tensor, lengths: Lengths, before: Tensor | None) -> tuple[Tensor, Tensor]:
+def convolve(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> tuple[Tensor, Tensor]:
     """A causal convolution of each channel, then SiLU: x [tokens, channels], weight [channels, taps] -> [tokens, channels].
 
-    `before` [sequences, taps - 1, channels] came before the first token of each sequence; None means zeros. Also returns what comes before
-    the next token.
+    `before` [sequences, taps - 1, channels] comes before each sequence; None means zeros. Also returns what comes before the next token.
     """
-    if lengths.single:
+    if max(lengths) == 1:
         earlier = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[1]) if before is None else before
         window = torch.cat([earlier, x.unsqueeze(1)], 1)  # [sequences, taps, channels]
         return silu((window.to(_exact(x)) * weight.t()).sum(1)).to(x.dtype), window[:, 1:]
-    return _convolve(x, weight, lengths, before), _places_of(lengths.lengths, weight.shape[1] - 1, x.device).last_inputs(x, before)
+    return _convolve(x, weight, lengths, before), _places_of(lengths, weight.shape[1] - 1, x.device).last_inputs(x, before)
 
 
-def convolve_anew(x: Tensor, weight: Tensor, lengths: Lengths) -> Tensor:
+def convolve_anew(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """The outputs of `convolve` for sequences that begin here and are not continued."""
     return _convolve(x, weight, lengths, None)
 
 
 def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Lengths, before: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...], before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over each sequence (Yang et al., arXiv 2412.06464), in float32 or float64.
 
@@ -62,33 +50,32 @@ def gated_delta_rule(
     [tokens, value_heads]. `before` [sequences, value_heads, key_dim, value_dim] continues sequences; None means zeros. Returns
     [tokens, value_heads, value_dim] in the dtype of `value`, and the states after the last tokens.
     """
-    if lengths.single and before is not None:
+    if max(lengths) == 1 and before is not None:
         return _step(query, key, value, decay, beta, before)
     return _delta_rule(query, key, value, decay, beta, lengths, before, keeps=True)
 
 
-def gated_delta_rule_anew(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Lengths) -> Tensor:
-    """The outputs of `gated_delta_rule` for sequences that begin here and are not continued: no state is kept of them."""
+def gated_delta_rule_anew(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The outputs of `gated_delta_rule` for sequences that begin here and are not continued."""
     return _delta_rule(query, key, value, decay, beta, lengths, None, keeps=False)[0]
 
 
 def _delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Lengths, before: Tensor | None, keeps: bool
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...], before: Tensor | None, keeps: bool
 ) -> tuple[Tensor, Tensor]:
     kernels = kernels_for(value)
     if kernels is not None and kernels.serves(key, value):
-        return kernels.delta_rule(query, key, value, decay, beta, lengths.lengths, before, keeps)
-    chunks = chunks_of(lengths.lengths, key.shape[2], value.device)
+        return kernels.delta_rule(query, key, value, decay, beta, lengths, before, keeps)
+    chunks = chunks_of(lengths, key.shape[2], value.device)
     return delta_rule_in_chunks(query, key, value, decay, beta, chunks, before, keeps)
 
 
-def _convolve(x: Tensor, weight: Tensor, lengths: Lengths, before: Tensor | None) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> Tensor:
     kernels = kernels_for(x)
     if kernels is not None and (before is None or not before.requires_grad):
-        return kernels.convolution(x, weight, lengths.lengths, before)
-    compute: Any = _Convolution.apply
-    out: Tensor = compute(x, weight, before, _places_of(lengths.lengths, weight.shape[1] - 1, x.device))
-    return out
+        return kernels.convolution(x, weight, lengths, before)
+    compute: Callable[..., Tensor] = _Convolution.apply
+    return compute(x, weight, before, _places_of(lengths, weight.shape[1] - 1, x.device))
 
 
 def _exact(x: Tensor) -> torch.dtype:
@@ -112,11 +99,11 @@ class _Places:
     """Positions of tokens in a row that also holds the inputs before each sequence, so that no window reaches a neighbour."""
 
     own: Tensor
-    """[tokens] int64: where the tokens stand in that longer row."""
+    """[tokens] int64: the tokens in that longer row."""
     earlier: Tensor
-    """[sequences, taps - 1] int64: where what comes before each sequence stands."""
+    """[sequences, taps - 1] int64: the inputs before each sequence."""
     last: Tensor
-    """[sequences, taps - 1] int64: where the last inputs of each sequence stand."""
+    """[sequences, taps - 1] int64: the last inputs of each sequence."""
 
     def lay_out(self, x: Tensor, before: Tensor | None) -> Tensor:
         """The longer row [tokens + sequences · (taps - 1), channels]."""
@@ -133,7 +120,7 @@ class _Places:
 
 @lru_cache(maxsize=16)
 def _places_of(lengths: tuple[int, ...], history: int, device: torch.device) -> _Places:
-    """Return the places in a row that has `history` more tokens before each sequence. The layers of a pass share them."""
+    """Return the places in a row with `history` more tokens before each sequence. The layers of a pass share them."""
     counts = np.array(lengths)
     ends = np.cumsum(counts + history)  # of each sequence in the longer row
     own = np.arange(counts.sum()) + np.repeat(history * (1 + np.arange(len(counts))), counts)
@@ -143,7 +130,7 @@ def _places_of(lengths: tuple[int, ...], history: int, device: torch.device) -> 
 
 
 class _Convolution(torch.autograd.Function):
-    """Keeps its inputs alone for the backward, and computes the sum below the SiLU again."""
+    """Keeps its inputs alone, and computes the sum below the SiLU again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -176,7 +163,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _weighted_sums(row: Tensor, weight: Tensor, places: _Places) -> Tensor:
-    """[tokens, channels]: the sum of the weighted inputs of each token's window. Windows that reach into a neighbour are dropped."""
+    """[tokens, channels]: the weighted sums of the tokens' windows. Those that reach into a neighbour are dropped."""
     taps = weight.shape[1]
     windows = row.shape[0] - taps + 1
     dtype = _exact(row)

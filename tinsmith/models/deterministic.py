@@ -1,12 +1,10 @@
 """Numbers of a token that depend on what it sees alone, to the last bit: not on the requests or the tokens that are computed with it.
 
-Libraries multiply matrices of different sizes in different orders, and sums of floating-point numbers depend on their order. So the tokens
-of a pass are computed in tiles of one size, each of one model, the last ones filled up: then all matrices have the same sizes in every
-pass, and where in a tile a token lies changes nothing. Attention has an order of its own (`models/stable_attention.py`). Sampling and the
-log-probabilities of training are computed so; gradients are not.
+Libraries multiply matrices of different sizes in different orders, on which sums of floating-point numbers depend. So the tokens of a pass
+are computed in tiles of one size, each of one model, the last ones filled up: where in a tile a token lies changes nothing. Attention has
+an order of its own (`models/stable_attention.py`). Sampling and the log-probabilities of training are computed so; gradients are not.
 
-It costs time: a tile takes as long with one token as with all, every operation runs once a tile, and training computes its
-log-probabilities apart from the pass that gives the gradients.
+It costs time: a tile takes as long with one token as with all, and training computes its log-probabilities apart from the gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +42,7 @@ class TokenTiles:
         """[tokens]: where each lies among the rows of all tiles."""
 
     def cut(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The tiles of x [tokens, ...]; zeros where they are filled up."""
+        """Cut x [tokens, ...] into tiles filled up with zeros."""
         laid_out = x.new_zeros(len(self.adapters) * self.rows, *x.shape[1:]).index_copy_(0, self.places, x)
         tiles: tuple[Tensor, ...] = laid_out.split(self.rows)
         return tiles
@@ -83,7 +81,7 @@ def stable_hidden_states(
 
 @torch.no_grad()
 def stable_logits(hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor:
-    """Logits [tokens, vocabulary] in the precision of the base of one model's tokens, hidden [tokens, hidden], tile by tile."""
+    """Logits [tokens, vocabulary] of one model's tokens, hidden [tokens, hidden], tile by tile."""
     if not len(hidden):
         return hidden.new_empty(0, len(lm_head))
     tiles = TokenTiles([Segment(0, len(hidden), None)], hidden.device)
@@ -97,7 +95,7 @@ def stable_logits(hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor |
 
 
 def require_attention_only(name: str, decoder: Decoder | None) -> None:
-    """Raise ConfigError if a model cannot be computed so: if its layers are not all known, or do not all attend."""
+    """Raise ConfigError unless all layers of a model are known and attend."""
     remedy = "leave out --deterministic, or serve another model"
     if decoder is None:
         raise ConfigError(f"deterministic: {name} has a decoder whose layers run through transformers; {remedy}")

@@ -5,8 +5,7 @@ import mmap
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -26,9 +25,8 @@ STAGE_BYTES = 32 * 2**20
 def require_device(device: torch.device) -> None:
     """Raise DeviceLostError if `device` does not compute any more.
 
-    After an assertion in a kernel or an illegal access every later operation of the process on that GPU fails. No
-    list of error messages tells this from an error of one operation, so an operation is tried that cannot fail by itself. Running out of
-    memory passes: the device computes again when memory is free.
+    After an assertion in a kernel or an illegal access every later operation of the process on that GPU fails. No list of messages tells
+    this from an error of one operation, so one is tried that cannot fail by itself, but for want of memory.
     """
     try:
         torch.ones(1, device=device).add_(1).item()  # `item` waits for the result: errors of a GPU come late
@@ -40,13 +38,13 @@ def require_device(device: torch.device) -> None:
 
 
 def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
-    """A tensor of these numbers on `device`. The host does not wait for a GPU to have taken them; on a CPU they are not copied."""
+    """A tensor of these numbers on `device`. The host does not wait for a GPU; on a CPU nothing is copied."""
     tensor = torch.from_numpy(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def move_weights(network: Any, device: torch.device) -> None:
-    """Move a network to a device. Threads copy weights to a GPU through pinned memory: one alone waits for each page of a file."""
+    """Move a network to a device, by several threads: one alone waits for each page of a file."""
     if device.type == "cuda":
         stages = SimpleQueue[Tensor]()
         for _ in range(STAGES):
@@ -74,7 +72,7 @@ def _copy_staged(parameter: Tensor, device: torch.device, stages: SimpleQueue[Te
 
 
 def reserve_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros of this size for a cache. On a CPU each page of memory is taken when it is first written, not here."""
+    """Zeros of this size for a cache. On a CPU each page is taken when it is first written."""
     count = math.prod(size)
     if device.type != "cpu" or not count:
         return torch.zeros(*size, dtype=dtype, device=device)
@@ -82,17 +80,10 @@ def reserve_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device)
     return torch.frombuffer(pages, dtype=dtype).view(*size)
 
 
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed: PyTorch's builds for CUDA bring it on Linux."""
-    return find_spec("triton") is not None
-
-
 class Stopwatch:
-    """Measures how long a device needs for what it is given until `stop`. A GPU's time is known later."""
+    """Measures how long a device needs for what it is given from now until `stop`. A GPU's time is known later."""
 
     def __init__(self, device: torch.device) -> None:
-        """Start the clock."""
         self._since, self._until = time.monotonic(), 0.0
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self._stream = torch.cuda.current_stream(device) if self._events else None
@@ -103,7 +94,6 @@ class Stopwatch:
             self._events[which].record(self._stream)
 
     def stop(self) -> None:
-        """Nothing more belongs to it."""
         self._until = time.monotonic()
         self._record(1)
 
@@ -116,10 +106,9 @@ class Stopwatch:
 
 
 class Fetched:
-    """Tensors of one device on their way to the host, in one transfer, behind which more work can be given to the device."""
+    """Float32 tensors of one device on their way to the host, in one transfer that later work does not delay."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """`tensors` are float32, and may need gradients; what is computed after this does not delay them."""
         self.shapes = [tensor.shape for tensor in tensors]
         flat = torch.cat([tensor.detach().flatten() for tensor in tensors])  # [numbers of all]
         self._host, self._copied = flat, None

@@ -47,7 +47,7 @@ IMAGE_FAMILIES = {
 
 
 def read_config(source: str) -> Any:
-    """The transformers configuration of a model in a local directory or of a Hub id. Raises ConfigError if there is none to be had."""
+    """The transformers configuration of a model in a local directory or of a Hub id. Raises ConfigError without one."""
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except _UNREADABLE as error:
@@ -64,7 +64,7 @@ def read_config(source: str) -> Any:
 
 
 def empty_network(source: str, family: Family, config: Any) -> Any:
-    """The transformers model of a configuration, without memory for its weights. Raises ConfigError if there is no such network."""
+    """The transformers model without memory for its weights. Raises ConfigError if there is no such network."""
     try:
         with torch.device("meta"):
             return family.auto_class.from_config(config, trust_remote_code=False)
@@ -73,9 +73,9 @@ def empty_network(source: str, family: Family, config: Any) -> Any:
 
 
 def load_network(source: str, family: Family, dtype: Any) -> Any:
-    """The network with all of its weights from the files. Transformers itself only warns of those that it makes at random.
+    """The network with all of its weights from the files: transformers only warns of those that it makes at random.
 
-    Its files are checked before, and those that came from the Hub afterwards too. Raises ConfigError for what cannot be used.
+    Files are checked before, and those from the Hub afterwards too. Raises ConfigError for what cannot be used.
     """
     local = Path(source).is_dir()
     require_usable([source], whole=local)  # a command has looked at a directory, but not at what comes from the Hub
@@ -117,8 +117,8 @@ def _reason(error: Exception) -> str:
 def family_of(source: str, config: Any) -> Family:
     """The family of a model with this transformers configuration.
 
-    Raises ConfigError, naming `source`, for what cannot work: other image or audio models, encoders, mixtures of experts, layers of a
-    kind that Tinsmith has no code for, rotary positions that depend on its length.
+    Raises ConfigError, naming `source`, for other image or audio models, encoders, mixtures of experts, unknown kinds of layers, and rotary
+    positions that depend on the length of a row.
     """
     text = config.get_text_config()
     kind = config.model_type
@@ -135,7 +135,6 @@ def family_of(source: str, config: Any) -> Family:
 
 
 def _check_rope(source: str, parameters: dict[str, Any]) -> None:
-    """Look at the rotary type of the model, or of each of its kinds of layers."""
     for group in [parameters, *(group for group in parameters.values() if isinstance(group, dict))]:
         kind = group.get("rope_type", "default")
         if kind not in SUPPORTED_ROPE:
@@ -143,10 +142,7 @@ def _check_rope(source: str, parameters: dict[str, Any]) -> None:
 
 
 def context_length(name: str, text_config: Any, wanted: int) -> int:
-    """The longest sequence of a model, prompt and answer together, in tokens: `wanted` (max_context), or for 0 what it was built for.
-
-    Raises ConfigError if that is less than `wanted`.
-    """
+    """The longest sequence in tokens: `wanted` (max_context), or for 0 what the model was built for. Raises ConfigError beyond that."""
     limit: int = text_config.max_position_embeddings
     if wanted > limit:
         raise ConfigError(f"max_context={wanted} is more than {name} was built for: {limit} tokens")

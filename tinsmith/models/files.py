@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ _TOKENIZERS = (
     ("sentencepiece.bpe.model",),
     ("tekken.json",),
 )
-"""Files of which transformers makes a tokenizer: those of one line are enough. Without them it makes an empty one."""
+"""Files of which transformers makes a tokenizer: those of one line are enough."""
 _PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"
 _READ = [_PROCESSOR, _PROCESSORS, "generation_config.json", "tokenizer_config.json", "chat_template.json"]
 _READ += ["special_tokens_map.json", "added_tokens.json", "vocab.json"]
@@ -66,8 +67,7 @@ def require_usable(sources: Iterable[str], whole: bool) -> None:
 def problems(source: str, whole: bool) -> Iterator[str]:
     """List the faults in a model's files, a line each with file and remedy. Says nothing of a Hub id that is not on this machine.
 
-    With `whole` a directory must hold all that a server needs; without, a configuration is enough, and files of weights may be absent.
-    What was downloaded of a Hub id need never be all: the rest is fetched.
+    With `whole` a directory must hold all that a server needs; without, as of a Hub id, files of weights may be absent.
     """
     return (printable(problem) for problem in _problems(source, whole))
 
@@ -96,7 +96,7 @@ def _problems(source: str, whole: bool) -> Iterator[str]:
 
 
 def local_directory(source: str) -> Path | None:
-    """Return the directory of a model's files on this machine, also of a downloaded Hub id; None if there is none."""
+    """Return the directory of a model or of a downloaded Hub id on this machine, if there is one."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import try_to_load_from_cache  # here, because it takes a while to import
@@ -142,10 +142,9 @@ def _indexed(directory: Path) -> dict[str, str]:
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
     """Return where the data of a safetensors file begins, and for each tensor dtype, shape and data_offsets.
 
-    Raises ConfigError, with the remedy, if it cannot be read, is not what it says that it is, or is shorter or longer.
+    Raises ConfigError, with the remedy, if it cannot be read, is damaged, or is shorter or longer than it says.
     """
-    try:
-        _require_content(file)
+    with _reading(file, "its header cannot be read"):
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
             opened.seek(0)
@@ -158,10 +157,6 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
         end = 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             end = _end_of(name, entry, end)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); {_AGAIN}, or let this user read it") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{file} is damaged (its header cannot be read: {error}); {_AGAIN}") from error
     if size != 8 + length + end:
         what = "cut" if size < 8 + length + end else "damaged"
         raise ConfigError(f"{file} is {what} ({size:,} bytes, where its header says {8 + length + end:,}); {_AGAIN}")
@@ -169,7 +164,7 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _end_of(name: str, entry: dict[str, Any], start: int) -> int:
-    """Return where a tensor ends behind the header. Raises ValueError if its size is wrong or it does not begin at `start`."""
+    """Return where a tensor ends. Raises ValueError if its size is wrong or it does not begin at `start`."""
     begin, end = entry["data_offsets"]
     count = math.prod(entry["shape"])
     if begin != start:
@@ -179,8 +174,20 @@ def _end_of(name: str, entry: dict[str, Any], start: int) -> int:
     return int(end)
 
 
+@contextmanager
+def _reading(file: Path, damage: str) -> Iterator[None]:
+    """Turn what reading a file raises into a ConfigError with the remedy; `damage` says what is wrong with a damaged one."""
+    try:
+        _require_content(file)
+        yield
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); {_AGAIN}, or let this user read it") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file} is damaged ({damage}: {error}); {_AGAIN}") from error
+
+
 def _require_content(file: Path) -> None:
-    """Raise ConfigError for a pointer of Git LFS, and for what is no file: reading a pipe would not end. OSError goes on."""
+    """Raise ConfigError for a pointer of Git LFS, and for what is no file: reading a pipe would not end."""
     if file.exists() and not file.is_file():
         raise ConfigError(f"{file} is no file; {_AGAIN}")
     with file.open("rb") as opened:
@@ -190,13 +197,8 @@ def _require_content(file: Path) -> None:
 
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a file of JSON. Raises ConfigError, with the remedy."""
-    try:
-        _require_content(file)
+    with _reading(file, "it is no JSON"):
         found = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error.strerror}); {_AGAIN}, or let this user read it") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is damaged (it is no JSON: {error}); {_AGAIN}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{file} is damaged (it holds no object of JSON); {_AGAIN}")
     return found
@@ -267,7 +269,7 @@ def _weights(directory: Path, config: dict[str, Any], whole: bool) -> Iterator[s
 
 
 def _embedding(directory: Path, config: dict[str, Any], held: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """An embedding of other sizes than the configuration says, in the headers of files by their names."""
+    """Embeddings of other sizes than the configuration says; `held` are headers by the names of files."""
     sizes = [_text(config).get(name) for name in _EMBEDDED]
     if any(name in _text(config) for name in _NARROWER):
         return
@@ -351,7 +353,7 @@ def wrong_template(template: Any) -> str:
 
 
 def _vocabulary(file: Path, rows: Any) -> Iterator[str]:
-    """Whether a tokenizer has tokens, and none that a model with an embedding of so many rows lacks; added ones may be of no use there."""
+    """Tokenizers without tokens, or with tokens beyond the rows of the embedding; added ones may be of no use there."""
     tree = read_object(file)
     model, added = tree.get("model"), tree.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None

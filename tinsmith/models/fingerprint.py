@@ -1,8 +1,7 @@
-"""The fingerprint of a base model: which weights these are, whatever the directory or the server calls them.
+"""The fingerprint of a base model: a LoRA adapter is right on the weights that it was trained on and on no others.
 
-A LoRA adapter is right on the weights that it was trained on and on no others, also if those have the same name and sizes. The fingerprint
-is a SHA-256 over every tensor's name, stored precision, shape and bytes, in the order of the names. So it does not depend on where the
-files lie, on how they are cut into several, or on the precision that the model is served in.
+It is a SHA-256 over every tensor's name, stored precision, shape and bytes, in the order of the names: whatever the model is called,
+however its files are cut, and in which precision it is served.
 """
 
 import hashlib
@@ -39,10 +38,9 @@ class _Tensor:
 
 
 def fingerprint_of(directory: Path) -> str:
-    """The fingerprint of the weights in a directory, 64 hexadecimal digits.
+    """The fingerprint of the weights in a directory, or of the bytes of `pytorch_model*.bin` without safetensors: 64 hexadecimal digits.
 
-    All of the weights are read, by several threads. Without safetensors files it covers the bytes of `pytorch_model*.bin`. Raises
-    ConfigError naming a file that is missing or damaged.
+    All of them are read, by several threads. Raises ConfigError naming a file that is missing or damaged.
     """
     files = safetensors_files(directory)
     if files:
@@ -63,10 +61,7 @@ def fingerprint_of(directory: Path) -> str:
 
 
 def state_of_files(directory: Path) -> str:
-    """A digest of a model's files by which a changed model is known at once: no start waits until all weights are read.
-
-    Small files are read. Of large ones it knows size, second of the last change, first and last MiB. Raises OSError.
-    """
+    """A digest by which changed files of a model are known at once: of small ones, and of time and ends of large ones. Raises OSError."""
     total = hashlib.sha256()
     for file in sorted(path for path in directory.iterdir() if path.is_file()):
         status = file.stat()
@@ -107,10 +102,7 @@ def _existing_directory(source: str) -> Path:
 
 
 def check_fingerprint(saved: str | None, served: str, base_model: str, what: str) -> None:
-    """Raise UserError if weights trained on a base of fingerprint `saved` were to be used on one of `served`.
-
-    `saved` is None for weights that do not say; they pass.
-    """
+    """Raise UserError if weights trained on a base of fingerprint `saved` were to be used on one of `served`. None passes."""
     if saved is not None and saved != served:
         raise UserError(
             f"{what} was trained on other weights of the base model than {base_model} has here: base fingerprint "

@@ -1,8 +1,6 @@
-"""Full-parameter training ("rank 0"): a model with its own copy of the language model's weights.
+"""Full-parameter training ("rank 0"): a model with its own copy of the language model's weights; the vision tower stays shared.
 
-The base keeps its own, and so does every other model: a pass over such weights computes with them in the place of the base's parameters of
-the same names. The vision tower stays frozen and shared. Masters are float32 on every device; passes compute in the base's dtype. What
-training keeps beside the weights is as exact as the setting `full_state` asks for (`FullState`).
+A pass computes with them in the place of the base's parameters of the same names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class FullWeights:
-    """Parameters of a language model by the names that transformers gives them inside of it, and an untied output projection.
+    """Parameters of a language model by their names inside of it, and an untied output projection. What is not here is not trained.
 
-    A parameter that is not here is not trained: the base's is used. `masters` are float32, or of `dtype` where nothing is trained any
-    more; `working` are the copies in `dtype` that passes read, and the same tensors where the masters are of that dtype. After `masters`
-    changed, call `refresh`.
+    `working` are the copies in `dtype` that passes read, and the same tensors where the masters are of that dtype. After `masters` changed,
+    call `refresh`.
     """
 
     shape: LoraShape
@@ -39,7 +36,7 @@ class FullWeights:
     dtype: torch.dtype
     working: dict[str, Tensor] = field(init=False)
     ref: WeightsRef | None = None
-    """The identity of weights that are sampled from. None for weights that train, because training changes them."""
+    """The identity of weights that are sampled; None for weights that train."""
 
     def __post_init__(self) -> None:
         if isinstance(self.masters, SplitMasters):
@@ -48,7 +45,7 @@ class FullWeights:
             self.working = {name: master.detach().to(self.dtype).requires_grad_() for name, master in self.masters.items()}
 
     def call(self, module: nn.Module, prefix: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call the language model, or the part of it whose parameters' names start with `prefix`, with these weights for its own."""
+        """Call the language model, or its part below `prefix`, with these weights for its own."""
         inside = (name for name in self.working if name.startswith(prefix) and name != HEAD_WEIGHT)
         return functional_call(module, {name.removeprefix(prefix): self.working[name] for name in inside}, arguments, keywords)
 
@@ -63,7 +60,7 @@ class FullWeights:
                 torch._foreach_copy_(self.leaves(), self.tensors())
 
     def snapshot(self, ref: WeightsRef) -> "FullWeights":
-        """A frozen copy that later training does not change, in the precision that sampling reads. `ref` becomes its identity."""
+        """A frozen copy in `dtype` that later training does not change. `ref` becomes its identity."""
         return FullWeights(self.shape, {name: tensor.detach().clone() for name, tensor in self.working.items()}, self.dtype, ref)
 
     def tensors(self) -> list[Tensor]:
@@ -71,7 +68,7 @@ class FullWeights:
         return list(self.masters.values())
 
     def named_tensors(self) -> Mapping[str, Tensor]:
-        """All masters by name, in the order of `tensors`. Those that are split are put together one by one, when they are asked for."""
+        """All masters, in the order of `tensors`. Split ones are put together one by one, when they are asked for."""
         return self.masters
 
     def leaves(self) -> list[Tensor]:
@@ -79,15 +76,15 @@ class FullWeights:
         return list(self.working.values())
 
     def compared(self) -> list[Tensor]:
-        """Tensors by which two sets of weights are told apart: masters that lie in memory, or the working copies beside split ones."""
+        """Tensors by which two sets of weights are told apart: masters, or the working copies beside split ones."""
         return self.leaves() if isinstance(self.masters, SplitMasters) else self.tensors()
 
     def buffers(self) -> list[Tensor]:
-        """Tensors that an optimizer updates: each master alone, because one buffer could not be freed or mapped piece by piece."""
+        """Tensors that an optimizer updates: one buffer of all could not be freed piece by piece."""
         return self.tensors()
 
     def cut(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors laid out like `buffers`, such as gradients, in the order and shapes of `tensors`: unchanged here."""
+        """Return the same tensors: `buffers` are laid out as `tensors`."""
         return list(buffers)
 
     def joined(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -110,7 +107,7 @@ class FullWeights:
 
 
 Weights = Adapter | FullWeights
-"""The trainable weights of one model, or a frozen copy: a LoRA adapter, or all the parameters."""
+"""The trainable weights of one model, or a frozen copy."""
 
 
 MOMENT_BLOCK = 256
@@ -120,10 +117,7 @@ FullState = Literal["float32", "compact", "compact-host"]
 
 
 def new_full_weights(shape: LoraShape, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> FullWeights:
-    """A copy of the base's `parameters` to train.
-
-    The copies are contiguous, as gradients are, whatever the parameters are: AdamW on a GPU takes both laid out alike only.
-    """
+    """A copy of the base's `parameters` to train. It is contiguous, as gradients are: AdamW on a GPU takes both laid out alike only."""
     masters = {name: _contiguous_copy(parameter, torch.float32) for name, parameter in parameters.items()}
     return FullWeights(shape, masters, dtype)
 
@@ -135,7 +129,7 @@ def _contiguous_copy(parameter: Tensor, dtype: torch.dtype, device: torch.device
 def new_compact_weights(
     shape: LoraShape, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, state: FullState
 ) -> FullWeights:
-    """A copy of `parameters` to train on `device` with a compact state: of the base's, or of the masters of a checkpoint."""
+    """A copy of `parameters`, the base's or a checkpoint's masters, to train on `device` with a compact state."""
     if dtype == torch.bfloat16:
         return FullWeights(shape, split_masters(parameters, device, state_device(device, state)), dtype)
     return FullWeights(shape, {name: _contiguous_copy(parameter, dtype, device) for name, parameter in parameters.items()}, dtype)
@@ -148,12 +142,12 @@ def state_device(device: torch.device, state: FullState) -> torch.device:
 
 @dataclass(frozen=True)
 class FullBytes:
-    """Bytes that full-parameter training takes of the device, without the activations of a pass; `host` is in host memory."""
+    """Bytes that full-parameter training takes, without the activations of a pass."""
 
     weights: int
     """The weights that passes read."""
     masters: int
-    """Bytes of the float32 masters that the weights do not already hold."""
+    """The part of the float32 masters that the weights do not hold."""
     moments: int
     """Moments of AdamW."""
     gradients: int
@@ -181,9 +175,9 @@ def full_bytes(parameters: int, dtype: torch.dtype, state: FullState) -> FullByt
 
 
 def sharded_full_bytes(layers: Sequence[int], around: int, dtype: torch.dtype, workers: int) -> FullBytes:
-    """Return the bytes of each worker for sharded parameters: those of the layers, and those around the layers.
+    """Return the bytes of each worker for sharded parameters: of each layer, and `around` the layers.
 
-    Weights around the layers, and their gradients of a pass, are whole on each, and so are those of the layer whose backward is computed.
+    The latter, and their gradients of a pass, are whole on each worker, as are those of the layer whose backward is computed.
     """
     size = dtype.itemsize
     part = -(-(sum(layers) + around) // workers)
@@ -200,8 +194,7 @@ def snapshot_bytes(parameters: int, dtype: torch.dtype) -> int:
 def training_bytes(parameters: int, dtype: torch.dtype) -> int:
     """Memory that training that many parameters takes at most, beside the activations of a pass.
 
-    In float32: masters, accumulated gradients and Adam's two moments. In `dtype`: the working copy, unless it is float32 too, and the
-    gradients of one pass.
+    In float32 masters, accumulated gradients and two moments; in `dtype` a pass's gradients, and the working copy unless it is float32.
     """
     working = 0 if dtype == torch.float32 else dtype.itemsize
     return parameters * (4 * 4 + working + dtype.itemsize)

@@ -3,19 +3,50 @@
 Each is computed in float32 (float64 of float64) and rounded once. A backward takes the inputs of its forward and computes again what it
 needs in between, so that nothing else is kept. On a GPU each is a kernel of ours (`models/row_kernels.py`, `models/gate_kernels.py`).
 
-`Normed`, `SwiGLU` and so on are what `models/packed_lora.py` computes in front of a linear layer; `Heads` is the piece in front of
+`Normed`, `SwiGLU` and so on are a `Before`: what `models/packed_lora.py` computes in front of a linear layer. `Heads` stands in front of
 attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, softplus
 
-from tinsmith.models.with_kernel import with_kernel
+from tinsmith.models.dispatch import with_kernel
+
+Computed = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]
+"""The input h [tokens, in] of a linear layer, other results, and what the backward needs: inputs or results."""
+Gradients = tuple[list[Tensor | None], Tensor]
+"""Gradients of the inputs, and h again."""
+
+
+class Before(Protocol):
+    """Computation on the inputs of a linear layer before it is applied, token by token."""
+
+    @property
+    def forward(self) -> Callable[..., Computed]:
+        """Compute h of the inputs, each a tensor or None."""
+        ...
+
+    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
+        """Compute the gradients of the inputs that are `needed`, from those of h and of the other results."""
+        ...
+
+
+class Unchanged:
+    """Nothing: the input of the layer is the input."""
+
+    def forward(self, x: Tensor) -> Computed:
+        return x, (), (x,)
+
+    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
+        return [d_h], kept[0]
+
+
+UNCHANGED = Unchanged()
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -28,6 +59,16 @@ def _factor(weight: Tensor, zero_centred: bool) -> Tensor:
     return 1 + _exact(weight) if zero_centred else _exact(weight)
 
 
+def _inverse(wide: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x²) + eps)."""
+    return torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+
+
+def _through_inverse(wide: Tensor, inverse: Tensor, d: Tensor) -> Tensor:
+    """Return the gradient of x where d is that of x · `inverse`."""
+    return inverse * d - wide * (inverse * inverse * inverse * (d * wide).mean(-1, keepdim=True))
+
+
 # RMS norm: y = factor · x / sqrt(mean(x²) + eps)
 
 
@@ -35,7 +76,7 @@ def _factor(weight: Tensor, zero_centred: bool) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """The norm of x [rows, width] with weight [width]."""
     wide = _exact(x)
-    return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * _factor(weight, zero_centred)).to(x.dtype)
+    return (wide * _inverse(wide, eps) * _factor(weight, zero_centred)).to(x.dtype)
 
 
 @with_kernel("tinsmith.models.row_kernels")
@@ -50,7 +91,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, zero_cent
     """The sum of x and delta [rows, width], and the norm of it."""
     total = (_exact(x) + _exact(delta)).to(x.dtype)
     wide = _exact(total)
-    return total, (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * _factor(weight, zero_centred)).to(x.dtype)
+    return total, (wide * _inverse(wide, eps) * _factor(weight, zero_centred)).to(x.dtype)
 
 
 @with_kernel("tinsmith.models.row_kernels")
@@ -59,9 +100,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x [rows, width], to which `d_x` is added where x is used elsewhere too; and the norm of x again."""
     wide, factor = _exact(x), _factor(weight, zero_centred)
-    inverse = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
-    d = _exact(d_normed) * factor
-    gradient = inverse * d - wide * (inverse * inverse * inverse * (d * wide).mean(-1, keepdim=True))
+    inverse = _inverse(wide, eps)
+    gradient = _through_inverse(wide, inverse, _exact(d_normed) * factor)
     if d_x is not None:
         gradient = gradient + _exact(d_x)
     return gradient.to(x.dtype), (wide * inverse * factor).to(x.dtype)
@@ -71,8 +111,7 @@ def rms_norm_backward(
 def rms_norm_weight_gradient(x: Tensor, d_normed: Tensor, eps: float) -> Tensor:
     """The gradient of the weight [width]: x and d_normed [rows, width]."""
     wide = _exact(x)
-    inverse = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
-    return (wide * inverse * _exact(d_normed)).sum(0).to(x.dtype)
+    return (wide * _inverse(wide, eps) * _exact(d_normed)).sum(0).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -82,22 +121,38 @@ class Normed:
     eps: float
     zero_centred: bool
 
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        x, delta, weight = inputs
-        assert x is not None
-        assert weight is not None
+    def forward(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Computed:
         if delta is None:
             return rms_norm(x, weight, self.eps, self.zero_centred), (x,), (x, weight)
         total, normed = add_rms_norm(x, delta, weight, self.eps, self.zero_centred)
         return normed, (total,), (total, weight)
 
-    def backward(
-        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> tuple[list[Tensor | None], Tensor]:
+    def alone(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """Compute the norm without a linear layer behind it; differentiable."""
+        if not torch.is_grad_enabled():
+            return self.forward(x, delta, weight)[0]
+        compute: Callable[..., Tensor] = _Alone.apply
+        return compute(self, x, delta, weight)
+
+    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
         total, weight = kept
         d_total, normed = rms_norm_backward(total, weight, d_h, d_others[0], self.eps, self.zero_centred)
         d_weight = rms_norm_weight_gradient(total, d_h, self.eps) if needed[2] else None
         return [d_total, d_total if needed[1] else None, d_weight], normed
+
+
+class _Alone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: Normed, *inputs: Any) -> Tensor:
+        ctx.kind = kind
+        normed, _, kept = kind.forward(*inputs)
+        ctx.save_for_backward(*kept)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found, _ = ctx.kind.backward(ctx.saved_tensors, grads[0], (None,), ctx.needs_input_grad[1:])
+        return None, *found
 
 
 # SwiGLU: silu(gate) · up
@@ -124,14 +179,10 @@ def swiglu_backward(gate_up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
 class SwiGLU:
     """Input gate_up [tokens, 2 · width] -> [tokens, width]."""
 
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        (gate_up,) = inputs
-        assert gate_up is not None
+    def forward(self, gate_up: Tensor) -> Computed:
         return swiglu(gate_up), (), (gate_up,)
 
-    def backward(
-        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> tuple[list[Tensor | None], Tensor]:
+    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
         d_gate_up, out = swiglu_backward(kept[0], d_h)
         return [d_gate_up], out
 
@@ -156,15 +207,10 @@ def sigmoid_gate_backward(x: Tensor, gate: Tensor, d_out: Tensor) -> tuple[Tenso
 class SigmoidGated:
     """Inputs x and gate [tokens, heads, width] -> [tokens, heads · width]."""
 
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        x, gate = inputs
-        assert x is not None
-        assert gate is not None
+    def forward(self, x: Tensor, gate: Tensor) -> Computed:
         return sigmoid_gate(x, gate).flatten(1), (), (x, gate)
 
-    def backward(
-        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> tuple[list[Tensor | None], Tensor]:
+    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
         d_x, d_gate, out = sigmoid_gate_backward(kept[0], kept[1], d_h.view(kept[0].shape))
         return [d_x, d_gate], out.flatten(1)
 
@@ -176,7 +222,7 @@ class SigmoidGated:
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """In the shape of x: x and gate [tokens, heads, width], weight [width]."""
     wide, g = _exact(x), _exact(gate)
-    normed = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * _exact(weight)
+    normed = wide * _inverse(wide, eps) * _exact(weight)
     return (normed * g * torch.sigmoid(g)).to(x.dtype)
 
 
@@ -184,11 +230,10 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 def gated_rms_norm_backward(x: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and gate [tokens, heads, width], and what `gated_rms_norm` makes of them again."""
     wide, g, d, factor = _exact(x), _exact(gate), _exact(d_out), _exact(weight)
-    inverse = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    inverse = _inverse(wide, eps)
     sigmoid = torch.sigmoid(g)
     normed, silu = wide * inverse * factor, g * sigmoid
-    d_normed = d * silu * factor
-    d_x = inverse * d_normed - wide * (inverse * inverse * inverse * (d_normed * wide).mean(-1, keepdim=True))
+    d_x = _through_inverse(wide, inverse, d * silu * factor)
     d_gate = d * normed * sigmoid * (1 + g * (1 - sigmoid))
     return d_x.to(x.dtype), d_gate.to(x.dtype), (normed * silu).to(x.dtype)
 
@@ -197,8 +242,7 @@ def gated_rms_norm_backward(x: Tensor, gate: Tensor, weight: Tensor, d_out: Tens
 def gated_rms_norm_weight_gradient(x: Tensor, gate: Tensor, d_out: Tensor, eps: float) -> Tensor:
     """The gradient of the weight [width]: x, gate and d_out [tokens, heads, width]."""
     wide, g = _exact(x), _exact(gate)
-    inverse = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
-    return (wide * inverse * _exact(d_out) * g * torch.sigmoid(g)).sum((0, 1)).to(x.dtype)
+    return (wide * _inverse(wide, eps) * _exact(d_out) * g * torch.sigmoid(g)).sum((0, 1)).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -207,16 +251,10 @@ class GatedNormed:
 
     eps: float
 
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        x, gate, weight = inputs
-        assert x is not None
-        assert gate is not None
-        assert weight is not None
+    def forward(self, x: Tensor, gate: Tensor, weight: Tensor) -> Computed:
         return gated_rms_norm(x, gate, weight, self.eps).flatten(1), (), (x, gate, weight)
 
-    def backward(
-        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> tuple[list[Tensor | None], Tensor]:
+    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
         x, gate, weight = kept
         d_out = d_h.view(x.shape)
         d_x, d_gate, out = gated_rms_norm_backward(x, gate, weight, d_out, self.eps)
@@ -235,17 +273,19 @@ def rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: floa
     """
     wide = _exact(x)
     if weight is not None:
-        wide = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * _factor(weight, zero_centred)
-    pairs, c, s = cos.shape[-1], _exact(cos).unsqueeze(1), _exact(sin).unsqueeze(1)
-    first, second = wide[..., :pairs], wide[..., pairs : 2 * pairs]
-    return torch.cat([first * c - second * s, second * c + first * s, wide[..., 2 * pairs :]], -1).to(x.dtype)
+        wide = wide * _inverse(wide, eps) * _factor(weight, zero_centred)
+    return _turned(wide, _exact(cos), _exact(sin)).to(x.dtype)
 
 
-def _rotated_back(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient [tokens, heads, width] of what was rotated."""
-    pairs, c, s, wide = cos.shape[-1], _exact(cos).unsqueeze(1), _exact(sin).unsqueeze(1), _exact(d)
+def _turned(wide: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs, c, s = cos.shape[-1], cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = wide[..., :pairs], wide[..., pairs : 2 * pairs]
-    return torch.cat([first * c + second * s, second * c - first * s, wide[..., 2 * pairs :]], -1)
+    return torch.cat([first * c - second * s, second * c + first * s, wide[..., 2 * pairs :]], -1)
+
+
+def _turned_back(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient [tokens, heads, width] of what was rotated, where d is that of the result."""
+    return _turned(_exact(d), _exact(cos), -_exact(sin))
 
 
 @with_kernel("tinsmith.models.row_kernels")
@@ -253,12 +293,10 @@ def rotate_backward(
     x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float, zero_centred: bool, gradient: Tensor
 ) -> None:
     """Write the gradient of x [tokens, heads, width] to `gradient`."""
-    d = _rotated_back(d_out, cos, sin)
+    d = _turned_back(d_out, cos, sin)
     if weight is not None:
         wide = _exact(x)
-        inverse = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
-        d = d * _factor(weight, zero_centred)
-        d = inverse * d - wide * (inverse * inverse * inverse * (d * wide).mean(-1, keepdim=True))
+        d = _through_inverse(wide, _inverse(wide, eps), d * _factor(weight, zero_centred))
     gradient.copy_(d)
 
 
@@ -266,8 +304,7 @@ def rotate_backward(
 def rotate_weight_gradient(x: Tensor, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float) -> Tensor:
     """The gradient of the weight [heads, width]: x and d_out [tokens, heads, width]."""
     wide = _exact(x)
-    inverse = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
-    return (wide * inverse * _rotated_back(d_out, cos, sin)).sum(0).to(x.dtype)
+    return (wide * _inverse(wide, eps) * _turned_back(d_out, cos, sin)).sum(0).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -300,16 +337,13 @@ class Heads:
         weight [heads + kv_heads, head_dim] is that of the norms of all heads. Value and gate are views of qkv.
         """
         if torch.is_grad_enabled():
-            compute: Any = _Heads.apply
-            found: tuple[Tensor, ...] = compute(self, qkv, weight, cos, sin)
-            return found
+            compute: Callable[..., tuple[Tensor, ...]] = _Heads.apply
+            return compute(self, qkv, weight, cos, sin)
         rotated, value, gate = self.cut(qkv)
-        turned = [self._rotate(x, own, cos, sin) for x, own in zip(rotated, self._weights(weight, len(rotated)), strict=True)]
+        weights = self._weights(weight, len(rotated))
+        turned = [rotate(x, own, cos, sin, self.eps, self.zero_centred) for x, own in zip(rotated, weights, strict=True)]
         query, key = turned if len(turned) == 2 else (turned[0][:, : self.heads], turned[0][:, self.heads :])
         return (query, key, value) if gate is None else (query, key, value, gate)
-
-    def _rotate(self, x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotate(x, weight, cos, sin, self.eps, self.zero_centred)
 
     def _weights(self, weight: Tensor | None, pieces: int) -> list[Tensor | None]:
         if weight is None:
@@ -370,3 +404,30 @@ def memory_gates_backward(
     beta, d = torch.sigmoid(_exact(b)), _exact(d_decay)
     d_a = d * scale * torch.sigmoid(shifted)
     return d_a.to(a.dtype), (_exact(d_beta) * beta * (1 - beta)).to(b.dtype), d * scale * softplus(shifted)
+
+
+def decay_and_beta(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """`memory_gates`, differentiable."""
+    if not torch.is_grad_enabled():
+        return memory_gates(a, b, a_log, dt_bias)
+    compute: Callable[..., tuple[Tensor, Tensor]] = _Gates.apply
+    return compute(a, b, a_log, dt_bias)
+
+
+class _Gates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*inputs)
+        return memory_gates(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, a_log, dt_bias = ctx.saved_tensors
+        d_a, d_b, d_a_log = memory_gates_backward(a, b, a_log, dt_bias, *grads)
+        wants_a_log, wants_dt_bias = ctx.needs_input_grad[2:]
+        return (
+            d_a,
+            d_b,
+            d_a_log.sum(0).to(a_log.dtype) if wants_a_log else None,
+            d_a.sum(0, dtype=d_a_log.dtype).to(dt_bias.dtype) if wants_dt_bias else None,
+        )

@@ -8,10 +8,9 @@ from torch import Tensor
 
 
 class PixelLevels:
-    """Table of the values that a model's image processor computes from the 256 values of a colour channel.
+    """Table of the values that a model's image processor computes from the 256 values of a colour channel, to the bit.
 
-    Rescaling and normalizing look at each value alone, so a table says all about them, to the bit. That is why images are kept and
-    copied to the device as bytes: an eighth of the float32 values, which hold each image once for every frame that a patch spans.
+    So images are kept and copied to the device as bytes: an eighth of the float32 values, which repeat an image for each frame of a patch.
     """
 
     def __init__(self, table: Tensor, frames: int) -> None:
@@ -44,15 +43,14 @@ class ImageInput:
     pixels: Tensor
     """[patches, channels * area] uint8, on the CPU. The patches that are merged into one image token lie next to each other."""
     levels: PixelLevels
-    """Turns `pixels` into what the vision tower takes."""
     grid_thw: tuple[int, int, int]
     """Frames, rows and columns of patches."""
     rows: slice
-    """Its image tokens that lie in the sequence: all, unless the sequence is a part of one."""
+    """Its image tokens that lie in the sequence, which may be a part of one."""
 
     @property
     def pixel_values(self) -> Tensor:
-        """[patches, patch_dim] float32, on the CPU: what the model's own processor returns. Computed anew each time."""
+        """Compute what the model's own processor returns: [patches, patch_dim] float32, on the CPU."""
         return self.levels.values(self.pixels, torch.float32)
 
     @property

@@ -1,6 +1,6 @@
 """Linear layers that read the same input, as one: their weights lie in one tensor, so that one multiplication computes them all.
 
-The transformers modules keep their parameters, which become views of that tensor: names and values stay, and nothing lies in memory twice.
+The parameters of the transformers modules become views of that tensor: nothing lies in memory twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,9 @@ from tinsmith.models.layout import LM_HEAD, Layout, Projection
 
 
 class WeightPiece(NamedTuple):
-    """Rows of a joined linear layer whose weights lie in one tensor."""
+    """Outputs [start, end) of a joined linear layer whose weights lie in one tensor."""
 
     rows: tuple[int, int]
-    """The outputs [start, end) that they compute."""
     weight: Tensor
     """[end - start, in]"""
     bias: Tensor | None
@@ -34,7 +33,7 @@ class JoinedLinear:
     rows: tuple[tuple[int, int], ...]
     """Outputs [start, end) of each of the projection's modules."""
     pieces: tuple[WeightPiece, ...]
-    """All rows, in order: one piece of a base model, one for each module of a model with weights of its own."""
+    """All rows, in order: one piece of a base model, one for each module of full weights."""
 
     @property
     def name(self) -> str:
@@ -80,7 +79,7 @@ class JoinedLinear:
         return y
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "JoinedLinear":
-        """The same with these parameters, by their names inside the language model, in the place of its own where they are there."""
+        """Use these parameters, by name, in the place of its own."""
         pieces = []
         own = self._only_piece
         for module, (start, end) in zip(self.projection.modules, self.rows, strict=True):
@@ -91,10 +90,7 @@ class JoinedLinear:
 
 
 def join_linears(language_model: nn.Module, layout: Layout) -> dict[str, JoinedLinear]:
-    """All projections of the language model, by name. Afterwards the parameters of its linears are views of the joined weights.
-
-    Each linear is copied once, and its own memory is free before the next projection is joined.
-    """
+    """All projections of the language model, by name. The parameters of its linears become views of the joined weights one by one."""
     return {name: _join(language_model, own) for name, own in layout.projections.items() if name != LM_HEAD}
 
 

@@ -11,12 +11,12 @@ import torch
 from tinsmith.errors import ConfigError
 
 DELTA_NET_MODELS = ("qwen3_5", "qwen3_5_text")
-"""Model types whose `linear_attention` layers are the gated delta nets that `models/delta_net.py` computes."""
+"""Model types whose `linear_attention` layers are the gated delta nets that `models/network.py` computes."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Softmax attention. It needs `PassPlan.attend`, and keeps keys and values of every token."""
+    """Softmax attention, which keeps keys and values of every token."""
 
     kv_heads: int
     head_dim: int
@@ -28,10 +28,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta net (Yang et al., arXiv 2412.06464) behind a short convolution.
-
-    It needs `PassPlan.convolve` and `PassPlan.delta_rule`, and keeps a state whose size does not grow with the sequence.
-    """
+    """A gated delta net (Yang et al., arXiv 2412.06464) behind a short convolution: its state does not grow with the sequence."""
 
     key_heads: int
     """Heads of queries and of keys."""
@@ -40,9 +37,8 @@ class DeltaNet:
     key_dim: int
     """Width of a head of queries and of keys."""
     value_dim: int
-    """Width of a head of values."""
     taps: int
-    """The convolution sees so many last tokens, the current one included."""
+    """Last tokens that the convolution sees, the current one included."""
 
     @property
     def sections(self) -> dict[str, tuple[int, int]]:
@@ -52,11 +48,10 @@ class DeltaNet:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Memory of what is kept of one sequence: the last inputs of the convolution in `dtype`, and the recurrent state in float32."""
+        """Memory of one sequence: the last inputs of the convolution in `dtype`, and the recurrent state in float32."""
         return (self.taps - 1) * self.channels * dtype.itemsize + self.value_heads * self.key_dim * self.value_dim * 4
 
 
@@ -64,9 +59,9 @@ LayerKind = Attention | DeltaNet
 
 
 def layers_of(source: str, model_type: str, text_config: Any) -> tuple[LayerKind, ...]:
-    """The kind of each layer of a language model with this transformers configuration, in order.
+    """The kind of each layer of a language model with this transformers configuration.
 
-    Raises ConfigError, naming `source`, for layers of another kind, or that a configuration does not describe by one size for all.
+    Raises ConfigError, naming `source`, for layers of another kind, or of different sizes.
     """
     try:
         return _read_kinds(source, model_type, text_config)

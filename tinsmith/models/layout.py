@@ -1,7 +1,6 @@
-"""Describes the linears of a transformers model and which of them LoRA can train. All rooms read it.
+"""Describes the linears of a transformers model and which of them LoRA can train: all rooms ask here.
 
-Training, checkpoints, memory sizing, export, import, vLLM and the self-check ask here what LoRA covers. A configuration is enough to make
-it: the network is built on torch's meta device, which reads no weight and takes no memory.
+A configuration is enough to make it: the network is built on torch's meta device, which takes no memory.
 """
 
 from collections.abc import Iterable
@@ -16,25 +15,25 @@ from tinsmith.models.layers import DeltaNet, LayerKind, layers_of
 from tinsmith.protocol.shapes import LoraShape
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "query_key_value", "dense", "in_proj_qkv", "in_proj_z")
-"""Names of the linears around attention; each model has some of them. A fused one is trained as one matrix, as PEFT does,
-but for `in_proj_qkv` of a gated delta net, whose queries, keys and values have an adapter each."""
+"""Linears around attention. A fused one is trained as one matrix, as PEFT does, but for `in_proj_qkv` of a gated delta net, whose queries,
+keys and values have an adapter each."""
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "c_fc", "c_proj", "fc1", "fc2", "dense_h_to_4h", "dense_4h_to_h")
-"""Names of the linears of a dense MLP; each model has some of them."""
+"""Linears of a dense MLP."""
 
 SAME_INPUT: dict[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "gate_up": ("gate_proj", "up_proj"),
     "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 }
-"""Linears of one attention block, MLP or gated delta net that read the same input, and what they are called together."""
+"""Linears of one block that read the same input, and what they are called together."""
 
 _SECTIONS = tuple(f"in_proj_qkv.{section}" for section in "qkv")
-"""Suffixes of the parts of a gated delta net's `in_proj_qkv`, in the order of its rows."""
+"""Suffixes of the parts of `in_proj_qkv`, in the order of its rows."""
 
 LM_HEAD = "lm_head"
 """Name of the output projection among an adapter's modules."""
 HEAD_WEIGHT = "lm_head.weight"
-"""Name of the output projection among full weights, where it is not the embedding. It alone lies outside of the language model."""
+"""Name of the output projection among full weights, where it is not the embedding. It lies outside of the language model."""
 
 Group = Literal["attn", "mlp", "unembed"]
 GROUPS: tuple[Group, ...] = ("attn", "mlp", "unembed")
@@ -51,7 +50,7 @@ class LoraTarget:
     in_features: int
     out_features: int
     rows: tuple[int, int] | None = None
-    """The rows [start, end) of its weight, that is to say its outputs; None means all."""
+    """The outputs [start, end) of the layer; None means all."""
 
     @property
     def width(self) -> int:
@@ -61,23 +60,16 @@ class LoraTarget:
 
 @dataclass(frozen=True)
 class Projection:
-    """Linear layers that read the same input, so that one multiplication by their weights, laid one below the other, computes them all.
-
-    A linear that shares its input with no other is a projection of its own.
-    """
+    """Linear layers that read the same input, so that one multiplication by their weights, one below the other, computes them all."""
 
     name: str
-    """`layers.0.self_attn.qkv` for linears that are computed together; one that is alone has its own name."""
+    """`layers.0.self_attn.qkv` for several linears; one that is alone keeps its own name."""
     modules: tuple[str, ...]
     """Names of the linears inside the language model, in the order of their rows; `LM_HEAD` for the output projection."""
     targets: dict[str, tuple[int, int]]
-    """Rows [start, end) of the joint output that LoRA can train, by the name in `Layout.targets`, in the order of rows.
-
-    Some rows may belong to no target, and so may all of them.
-    """
+    """Rows [start, end) of the joint output that LoRA can train, by the name in `Layout.targets`, in order; perhaps not all, or none."""
     in_features: int
     out_features: int
-    """All rows of the joint output."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +82,13 @@ class Layout:
     head: str
     """Name of the output projection inside the transformers model."""
     layers: tuple[LayerKind, ...]
-    """The kind of each layer of the language model."""
     targets: dict[str, LoraTarget]
-    """All that LoRA can train, by name, in the order of its modules; last the output projection, as `LM_HEAD`.
+    """All that LoRA can train, in the order of its modules, by the module's name inside the language model; last `LM_HEAD`.
 
-    The name is that of the module inside the language model; a part of one is named behind it: `layers.0.linear_attn.in_proj_qkv.q`.
+    A part of a module is named behind it: `layers.0.linear_attn.in_proj_qkv.q`.
     """
     projections: dict[str, Projection]
-    """Every linear of the language model, joined where several read the same input, by name; last the output projection, as `LM_HEAD`."""
+    """Every linear of the language model, joined where several read the same input, by name; last `LM_HEAD`."""
 
     def covered(self, shape: LoraShape) -> dict[str, LoraTarget]:
         """Return the targets that an adapter of this shape covers."""
@@ -113,10 +104,7 @@ class Layout:
         return {group: rank * sum(target.width for target in self.targets.values() if target.group == group) for group in GROUPS}
 
     def frozen_blocks(self, shape: LoraShape) -> tuple[str, ...]:
-        """Return the prefixes of parameters that full-parameter training leaves alone because their group is switched off.
-
-        All of an attention block or MLP, such as its norms and biases, belongs to its linears: ("layers.0.self_attn.", ...).
-        """
+        """Return the prefixes of parameters whose group is switched off in full-parameter training: whole blocks, with norms and biases."""
         groups = {*switched_on(shape), "unembed"}
         left = dict.fromkeys(target.module for target in self.targets.values() if target.group not in groups)
         return tuple(f"{module.rpartition('.')[0]}." for module in left)
@@ -136,9 +124,9 @@ class Layout:
 
 
 def side_by_side(names: Iterable[str]) -> list[list[str]]:
-    """Names of LoRA targets in groups: those that read the same input in one, in the order of the rows of their `Projection`.
+    """Group names of LoRA targets that read the same input, in the order of the rows of their `Projection`.
 
-    The names alone say so, because adapters of a checkpoint have no `Layout` at hand.
+    By the names alone, because adapters of a checkpoint have no `Layout` at hand.
     """
     groups: dict[str, list[tuple[tuple[int, int], str]]] = {}
     for name in names:
@@ -169,8 +157,7 @@ def read_layout(source: str) -> Layout:
 def layout_of(source: str, family: Family, network: Any) -> Layout:
     """The layout of a network, before LoRA is attached to it.
 
-    Raises ConfigError, naming `source`, if LoRA finds no linear around attention or none in the MLP, or if the output projection is more
-    than a matrix.
+    Raises ConfigError, naming `source`, without linears around attention and in the MLP, or if the output projection is more than a matrix.
     """
     language_model, head = family.language_model(network), network.get_output_embeddings()
     linears = {name: module for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
@@ -193,7 +180,6 @@ def layout_of(source: str, family: Family, network: Any) -> Layout:
 
 
 def _targets(name: str, linear: nn.Linear, group: Group, layers: tuple[LayerKind, ...]) -> dict[str, LoraTarget]:
-    """Return the LoRA targets of one linear: the whole, or the queries, keys and values of a gated delta net apart."""
     if _last_part(name) != "in_proj_qkv":
         return {name: LoraTarget(group, name, linear.in_features, linear.out_features)}
     layer = layers[int(name.split(".")[1])]
@@ -205,7 +191,6 @@ def _targets(name: str, linear: nn.Linear, group: Group, layers: tuple[LayerKind
 
 
 def _projections(linears: dict[str, nn.Linear], targets: dict[str, LoraTarget]) -> dict[str, Projection]:
-    """All linears, those that read the same input joined; in the order in which the first linear of each comes."""
     parts: dict[str, list[tuple[str, LoraTarget]]] = {}
     for name, target in targets.items():
         parts.setdefault(target.module, []).append((name, target))
@@ -236,7 +221,6 @@ def _same_input(name: str, linears: dict[str, nn.Linear]) -> tuple[str, tuple[st
 
 
 def _group(name: str) -> Group | None:
-    """Return the group of a linear of the language model, by the last part of its name; None if LoRA leaves it alone."""
     last = _last_part(name)
     return "attn" if last in ATTENTION_LINEARS else "mlp" if last in MLP_LINEARS else None
 

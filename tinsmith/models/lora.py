@@ -1,20 +1,15 @@
-"""LoRA: many adapters over one frozen base, in one pass.
-
-The effective weight is W + (32 / rank) · B · A (Hu et al., 2021, "LoRA", with alpha fixed at 32). Master copies are float32 on every
-device; passes compute in the base's dtype. A trainable adapter and a frozen snapshot of it are the same class, so trainer and sampler run
-the same code.
+"""LoRA adapters: the effective weight is W + (32 / rank) · B · A (Hu et al., 2021, "LoRA", with alpha fixed at 32).
 
 A packed row is sorted by adapter, so each adapter owns one slice of it (a `Segment`). Slices are computed apart and joined: nothing is
 masked by multiplication, so a NaN in one model cannot reach another.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,18 +33,17 @@ class LoraPair(NamedTuple):
 
 
 class TargetGroup(NamedTuple):
-    """Neighbouring targets of a projection with equally many outputs: one multiplication computes what they add to a row."""
+    """Neighbouring targets of a projection with equally many outputs, which one multiplication computes."""
 
     start: int
-    """The first output of the first of them."""
+    """Its first output."""
     width: int
-    """Number of outputs of each target."""
+    """Outputs of each target."""
     first: int
-    """The number of the first of them among the targets that the adapter covers."""
+    """The number of its first target among those that the adapter covers."""
     targets: int
-    """Number of targets."""
     b: Tensor
-    """Their B's: [width, rank] of one target, [targets, width, rank] of several."""
+    """[width, rank] of one target, [targets, width, rank] of several."""
 
 
 class StackedMatrices(NamedTuple):
@@ -58,29 +52,51 @@ class StackedMatrices(NamedTuple):
     names: tuple[str, ...]
     """The targets, in the order of their rows."""
     a: Tensor
-    """Their A's, one below the other: [targets · rank, in]. It takes no gradient: gradients are taken of `leaves`."""
+    """Their A's, one below the other: [targets · rank, in]."""
     groups: tuple[TargetGroup, ...]
-    """The targets in groups, in their order; the B's take no gradient either."""
     leaves: tuple[Tensor, ...]
-    """A and B of each target."""
+    """A and B of each target: what gradients are taken of."""
+
+
+@dataclass(frozen=True)
+class AdapterForm:
+    """Names and shapes of an adapter's matrices, and their order in a buffer of all of them."""
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    """Of a, b, a, b and so on."""
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The matrices that lie one behind the other: the A's of a projection, in the order of its rows, then their B's."""
+        return _order_in_memory(self.names)
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """Views of a buffer, in the order and shapes of the matrices."""
+        found = dict(zip(self.order, flat.split([self.shapes[place].numel() for place in self.order]), strict=True))
+        return [found[place].view(shape) for place, shape in enumerate(self.shapes)]
+
+    def pairs(self, flat: Tensor) -> dict[str, LoraPair]:
+        """The same by module."""
+        tensors = self.cut(flat)
+        return {name: LoraPair(a, b) for name, a, b in zip(self.names, tensors[::2], tensors[1::2], strict=True)}
 
 
 class Adapter:
-    """One set of LoRA matrices. `masters` are float32; `working` are the copies in the base's dtype that passes read.
+    """One set of LoRA matrices, in training or frozen: float32 `masters`, and the `working` copies in the base's dtype that passes read.
 
-    All masters are views of one buffer, and all working copies of another, so that an optimizer step, a refresh and a snapshot are a few
-    operations, however many layers there are. In float32 both are the same buffer. After `masters` changed, call `refresh`.
+    All masters are views of one buffer, and all working copies of another, so that a step, a refresh and a snapshot are a few operations,
+    however many layers there are. In float32 both are the same buffer. After `masters` changed, call `refresh`.
     """
 
     shape: LoraShape
     dtype: torch.dtype
-    """Precision of the working copies."""
     ref: WeightsRef | None
-    """The identity of weights that are sampled from. None for weights that train, because training changes them."""
+    """The identity of weights that are sampled; None for weights that train."""
     flat: Tensor
-    """[parameter_count] the buffer of the masters: the A's of a projection next to each other, in the order of its rows, then their B's."""
+    """[parameter_count] the masters, in the order of `form`."""
     flat_working: Tensor
-    """[parameter_count] the buffer of the working copies, in the same order."""
+    """[parameter_count] the working copies, in the same order."""
 
     def __init__(
         self,
@@ -90,13 +106,11 @@ class Adapter:
         ref: WeightsRef | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """An adapter of any matrices, which are copied, to `device` if one is given."""
+        """Copies the matrices, to `device` if one is given."""
         self.shape, self.dtype = shape, dtype
-        self._names = tuple(masters)
-        self._order = _order_in_memory(self._names)
-        given = [tensor for name in self._names for tensor in masters[name]]
-        self._shapes = [tensor.shape for tensor in given]
-        self._hold(torch.cat([given[place].detach().flatten() for place in self._order]).to(device), ref)
+        given = [tensor for pair in masters.values() for tensor in pair]
+        self.form = AdapterForm(tuple(masters), tuple(tensor.shape for tensor in given))
+        self._hold(torch.cat([given[place].detach().flatten() for place in self.form.order]).to(device), ref)
 
     def _hold(self, flat: Tensor, ref: WeightsRef | None) -> None:
         self.ref = ref
@@ -111,29 +125,25 @@ class Adapter:
     def masters(self) -> dict[str, LoraPair]:
         """The float32 matrices of each module: views of `flat`."""
         if self._masters is None:
-            self._masters = self._pairs(self.flat)
+            self._masters = self.form.pairs(self.flat)
         return self._masters
 
     @property
     def working(self) -> dict[str, LoraPair]:
-        """The matrices of each module in the base's dtype: views of `flat_working`. Gradients are taken of these."""
+        """The matrices of each module in the base's dtype, of which gradients are taken: views of `flat_working`."""
         if self._working is None:
-            self._working = self._pairs(self.flat_working)
+            self._working = self.form.pairs(self.flat_working)
             for pair in self._working.values():
                 pair.a.requires_grad_()
                 pair.b.requires_grad_()
         return self._working
 
     def working_on_host(self) -> dict[str, LoraPair]:
-        """The same matrices in the memory of the host, where one transfer brings all of them."""
+        """Copy the working matrices to the host in one transfer."""
         if self.flat_working.device.type == "cpu":
-            return self._pairs(self.flat_working)
+            return self.form.pairs(self.flat_working)
         held = torch.empty(self.flat_working.shape, dtype=self.dtype, pin_memory=True)
-        return self._pairs(held.copy_(self.flat_working))
-
-    def _pairs(self, flat: Tensor) -> dict[str, LoraPair]:
-        tensors = self.cut([flat])  # a, b, a, b and so on
-        return {name: LoraPair(a, b) for name, a, b in zip(self._names, tensors[::2], tensors[1::2], strict=True)}
+        return self.form.pairs(held.copy_(self.flat_working))
 
     @property
     def scale(self) -> float:
@@ -141,33 +151,11 @@ class Adapter:
         return LORA_ALPHA / self.shape.rank
 
     def stacked(self, projection: Projection) -> StackedMatrices | None:
-        """Its working matrices for a projection, as views of `flat_working` that are made once; None if it covers nothing of it."""
+        """Its working matrices for a projection, as views that are made once; None if it covers nothing of it."""
         if projection.name not in self._stacks:
             names = tuple(name for name in projection.targets if name in self.working)
-            self._stacks[projection.name] = self._stacked(projection, names) if names else None
+            self._stacks[projection.name] = _stack(self, projection, names) if names else None
         return self._stacks[projection.name]
-
-    @torch.no_grad()
-    def _stacked(self, projection: Projection, names: tuple[str, ...]) -> StackedMatrices:
-        pairs = [self.working[name] for name in names]
-        rank, first = len(pairs[0].a), pairs[0]
-        groups: list[TargetGroup] = []
-        for number, (name, pair) in enumerate(zip(names, pairs, strict=True)):
-            start, end = projection.targets[name]
-            before = groups[-1] if groups else None
-            if before and before.width == end - start and before.start + before.targets * before.width == start:
-                targets = before.targets + 1
-                b = self._neighbours(pairs[before.first].b, (targets, before.width, rank))
-                groups[-1] = before._replace(targets=targets, b=b)
-            else:
-                groups.append(TargetGroup(start, end - start, number, 1, pair.b.detach()))
-        a = self._neighbours(first.a, (len(names) * rank, projection.in_features))
-        return StackedMatrices(names, a, tuple(groups), tuple(leaf for pair in pairs for leaf in pair))
-
-    def _neighbours(self, first: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A view of this shape of `flat_working` that begins where `first` does."""
-        start = first.storage_offset()
-        return self.flat_working[start : start + math.prod(shape)].view(shape)
 
     def refresh(self) -> None:
         """Make the working copies equal to the masters again."""
@@ -181,15 +169,10 @@ class Adapter:
         return frozen
 
     def stand_in(self) -> "Adapter":
-        """An adapter of the same form whose numbers are to be overwritten: it has working copies alone."""
+        """An adapter of the same form with working copies alone, whose numbers are to be overwritten."""
         other = copy(self)
         other._hold(self.flat_working.detach().clone(), None)
         return other
-
-    @cached_property
-    def form(self) -> tuple[Any, ...]:
-        """Names and shapes of its matrices."""
-        return self._names, tuple(self._shapes)
 
     def on(self, device: torch.device) -> "Adapter":
         """The same numbers under the same identity on a device; itself, if it is there."""
@@ -208,7 +191,7 @@ class Adapter:
         return {f"{name}.{part}": tensor for name, pair in self.masters.items() for part, tensor in pair._asdict().items()}
 
     def leaves(self) -> list[Tensor]:
-        """All working copies, in the order of `tensors`: what gradients are taken of."""
+        """All working copies, in the order of `tensors`."""
         return [tensor for pair in self.working.values() for tensor in pair]
 
     def compared(self) -> list[Tensor]:
@@ -220,15 +203,13 @@ class Adapter:
         return [self.flat]
 
     def cut(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Views, in the order and shapes of `tensors`, of something that is laid out like `buffers`, such as gradients."""
-        (flat,) = buffers
-        sizes = [self._shapes[place].numel() for place in self._order]
-        found = dict(zip(self._order, flat.split(sizes), strict=True))
-        return [found[place].view(shape) for place, shape in enumerate(self._shapes)]
+        """Views, in the order and shapes of `tensors`, of something laid out like `buffers`, such as gradients."""
+        return self.form.cut(buffers[0])
 
     def joined(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """The inverse of `cut`, as a copy in the precision of `tensors`; None stands for zeros."""
-        pieces = [self.flat_working.new_zeros(self._shapes[place]) if (found := tensors[place]) is None else found for place in self._order]
+        zeros, form = self.flat_working.new_zeros, self.form
+        pieces = [zeros(form.shapes[place]) if (found := tensors[place]) is None else found for place in form.order]
         return [_flatten_dense_tensors(pieces)]  # in one call: a GPU would wait for hundreds
 
     @property
@@ -242,9 +223,31 @@ class Adapter:
         return self.flat.numel()
 
 
+@torch.no_grad()
+def _stack(adapter: Adapter, projection: Projection, names: tuple[str, ...]) -> StackedMatrices:
+    def neighbours(first: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A view of this shape of the working copies that begins where `first` does."""
+        start = first.storage_offset()
+        return adapter.flat_working[start : start + math.prod(shape)].view(shape)
+
+    pairs = [adapter.working[name] for name in names]
+    rank = len(pairs[0].a)
+    groups: list[TargetGroup] = []
+    for number, (name, pair) in enumerate(zip(names, pairs, strict=True)):
+        start, end = projection.targets[name]
+        before = groups[-1] if groups else None
+        if before and before.width == end - start and before.start + before.targets * before.width == start:
+            targets = before.targets + 1
+            groups[-1] = before._replace(targets=targets, b=neighbours(pairs[before.first].b, (targets, before.width, rank)))
+        else:
+            groups.append(TargetGroup(start, end - start, number, 1, pair.b.detach()))
+    a = neighbours(pairs[0].a, (len(names) * rank, projection.in_features))
+    return StackedMatrices(names, a, tuple(groups), tuple(leaf for pair in pairs for leaf in pair))
+
+
 @lru_cache(maxsize=64)
 def _order_in_memory(names: tuple[str, ...]) -> list[int]:
-    """Return the order of `Adapter.tensors` in its buffer, for modules in this order."""
+    """Return the order of `Adapter.tensors` in its buffer."""
     places = {name: 2 * number for number, name in enumerate(names)}  # of A; B is the next
     return [places[name] + part for group in side_by_side(names) for part in (0, 1) for name in group]
 
@@ -270,22 +273,3 @@ class Segment:
     start: int
     end: int
     adapter: Adapter | None
-
-
-class ActiveSegments:
-    """The segments of the pass that is running, for all LoRA modules of one base model. Between passes there are none.
-
-    transformers calls a linear layer with its input alone, so that these cannot travel as an argument, as a `PassPlan` does.
-    """
-
-    def __init__(self) -> None:
-        self.segments: list[Segment] = []
-
-    @contextmanager
-    def during(self, segments: list[Segment]) -> Iterator[None]:
-        """Set the segments while the body runs. Afterwards they are what they were: no adapter is kept alive by them."""
-        before, self.segments = self.segments, segments
-        try:
-            yield
-        finally:
-            self.segments = before

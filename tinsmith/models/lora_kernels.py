@@ -12,9 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.batched_lora import OUTPUTS
+from tinsmith.models.dispatch import overlapping, with_plain_rows
 from tinsmith.models.lora import LORA_ALPHA
-from tinsmith.models.overlap import overlapping
 
 CHUNK = 32
 """Columns that a program computes at a time; buffers have a multiple of it."""
@@ -32,15 +31,15 @@ PARTS = 2
 ENOUGH = 128
 
 
-def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, tiles: Tensor) -> None:
+def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, tiles: Tensor, widest: int) -> None:
     """Add to y [rows, out] what the adapters of the rows make of x [rows, in].
 
-    `columns` [rows, 2] are those of each row, a [targets, columns, in], b [out, columns]; `tiles` come from `output_tiles`. Nothing is read
-    on the host.
+    `columns` [rows, 2] are those of each row, a [targets, columns, in], b [out, columns]; `tiles` come from `output_tiles`, and have at
+    most `widest` outputs. Nothing is read on the host.
     """
     rows, inputs = x.shape
     width = a.shape[1]
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = with_plain_rows(x)
     row_tile = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
     share = max(SHARE, triton.cdiv(triton.cdiv(inputs, SPLITS), STEP) * STEP)
     splits = triton.cdiv(inputs, share)
@@ -86,7 +85,7 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         SPLITS=splits,
         ROWS=row_tile,
         CHUNK=CHUNK,
-        OUTPUTS=OUTPUTS // parts,
+        OUTPUTS=widest // parts,
         PARTS=parts,
         num_warps=4,
         num_stages=2,

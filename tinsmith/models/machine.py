@@ -12,7 +12,7 @@ import torch
 from tinsmith.errors import ConfigError, UserError
 
 SUPPORTED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 20))}
-"""First version of each library that the code runs on, and the first that it was not tried on; as in pyproject.toml."""
+"""First version of each library that the code runs on, and the first that it was not tried on, as in pyproject.toml."""
 INSTALLED = {library: version(library) for library in SUPPORTED}
 """Versions of the libraries here. transformers is not imported: that takes a second or two."""
 VARLEN_CAPABILITY = (8, 0)
@@ -53,14 +53,14 @@ def look_around() -> Machine:
 
 
 def is_supported(library: str) -> bool:
-    """Whether the installed version of a library of `SUPPORTED` is one that the code runs on."""
+    """Whether the installed version of a library is in `SUPPORTED`."""
     first, beyond = SUPPORTED[library]
     major, minor = INSTALLED[library].split(".")[:2]
     return first <= (int(major), int(minor)) < beyond
 
 
 def require_memory(purpose: str, needed: int, device: torch.device, promised: int = 0) -> None:
-    """Raise UserError unless `needed` bytes can be had on a device, beside `promised` ones that are not taken yet."""
+    """Raise UserError unless a device has `needed` bytes beside `promised` ones that are not taken yet."""
     free = free_memory(device) - promised
     if needed > free:
         raise UserError(
@@ -80,24 +80,21 @@ def free_memory(device: torch.device) -> int:
 
 
 def give_back_pinned_memory() -> None:
-    """Let others have the pinned host memory that PyTorch keeps for tensors to come. It says nowhere reliably how much that is.
-
-    Waits for what GPUs compute: memory that they still read is not given back.
-    """
+    """Let others have the pinned host memory that PyTorch keeps for tensors to come. Waits for GPUs, which may still read it."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch._C._host_emptyCache()  # PyTorch has no public name for it
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Let other processes have the memory of a GPU that PyTorch keeps for tensors to come. Waits for what the GPU computes."""
+    """Let other processes have the memory of a GPU that PyTorch keeps for tensors to come. Waits for the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 
 def limit_memory(device: torch.device, share: float) -> None:
-    """Let this process take at most that share of a GPU's memory. Raises ConfigError on a CPU, whose memory cannot be limited so."""
+    """Let this process take at most that share of a GPU's memory. Raises ConfigError on a CPU."""
     if share == 1:
         return
     if device.type != "cuda":
@@ -134,7 +131,7 @@ def why_no_gpu() -> str:
 
 
 def _memory() -> tuple[int, int]:
-    """Memory in all and available, in bytes: the machine's, or what a container or a limit on this process (ulimit -v) leaves of it."""
+    """Bytes in all and available: the machine's, or what a container or `ulimit -v` leaves of them."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available  # available counts what the page cache would give back
     limit, used, parts = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current", "memory.stat"))  # of Linux

@@ -1,8 +1,8 @@
-"""The Triton kernel of `models/one_row.py`: a matrix times one row, or times the norm of one.
+"""The Triton kernel of a decode batch of one row (`models/batched_lora.py`): a matrix times the row, or times the norm of one.
 
 All the time goes into reading the matrix once. So each program has many bytes of it under way: it asks for the next tile before it
 computes with the last, and for the first before the kernels ahead have computed the row. Therefore nothing may have written the matrix just
-before: see `models/overlap.py`.
+before: see `overlapping` in `models/dispatch.py`.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.overlap import overlapping
+from tinsmith.models.dispatch import overlapping
 
 OUTPUTS = 4
 """Outputs of a program."""

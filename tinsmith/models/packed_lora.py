@@ -3,11 +3,10 @@
     y = h W^T + bias,     y[slice, rows] += scale · (h[slice] A^T) B^T     for each target, which adds to some rows of the output
 
 `h` is the input itself, or what a `Before` makes of it: a norm, an activation. Together they are one node of the graph of gradients, which
-keeps the input alone and computes `h` again in its backward: of two tensors of that width one is enough.
+keeps the input alone and computes `h` again in its backward.
 
-The backward is written by hand. What adapters add, forward and backward, is added in place, and the A's of all targets of a projection are
-one matrix, so that a layer with LoRA reads and writes its row hardly more often than one without. The weights are frozen, unless
-full-parameter training has put a model's own in their place.
+The backward is written by hand. What adapters add is added in place, and the A's of all targets of a projection are one matrix, so that a
+layer with LoRA reads and writes its row hardly more often than one without.
 """
 
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tinsmith.models.fused import UNCHANGED, Before
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.lora import Adapter, Segment, StackedMatrices, TargetGroup
 
@@ -28,40 +28,9 @@ class Adapters(Protocol):
         """The layer with the adapters of the tokens: x [tokens, in] -> [tokens, out]."""
         ...
 
-    def project(self, linear: JoinedLinear, before: "Before", *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """The layer behind `before`: [tokens, out], and the other results of `before`."""
         ...
-
-
-class Before(Protocol):
-    """Computation on the inputs of a linear layer before it is applied, token by token."""
-
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        """The input h [tokens, in] of the layer, other results, and what the backward needs: inputs or results."""
-        ...
-
-    def backward(
-        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> tuple[list[Tensor | None], Tensor]:
-        """Gradients of the inputs, from those of h and of the other results; and h again. `needed` says of which inputs."""
-        ...
-
-
-class Unchanged:
-    """Nothing: the input of the layer is the input."""
-
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        (x,) = inputs
-        assert x is not None
-        return x, (), (x,)
-
-    def backward(
-        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
-    ) -> tuple[list[Tensor | None], Tensor]:
-        return [d_h], kept[0]
-
-
-UNCHANGED = Unchanged()
 
 
 def project_behind(adapters: Adapters, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -95,7 +64,7 @@ class SegmentAdapters:
 
 
 class Part(NamedTuple):
-    """Neighbouring slices of one length whose adapters have one rank: they are computed together, which on short slices costs as one."""
+    """Neighbouring slices of one length whose adapters have one rank: computed together, short ones cost as one."""
 
     start: int
     slices: int
@@ -104,14 +73,14 @@ class Part(NamedTuple):
     scale: float
     targets: int
     a: Tensor
-    """The A's of the targets one below the other: [targets · rank, in] of a single slice, [slices, targets · rank, in] of several."""
+    """The A's one below the other: [targets · rank, in] of a single slice, [slices, targets · rank, in] of several."""
     groups: tuple[TargetGroup, ...]
     """The targets; of several slices each is a group of its own, with B [slices, width, rank]."""
     leaves: tuple[Tensor, ...]
-    """A and B of each target of each slice: what gradients are taken of."""
+    """A and B of each target of each slice."""
 
     def of(self, row: Tensor) -> Tensor:
-        """Its view of a row [tokens, width]: [length, width] of a single slice, [slices, length, width] of several."""
+        """A view of a row [tokens, width]: [length, width] of a single slice, [slices, length, width] of several."""
         if self.length == row.shape[0]:  # one adapter alone: many small operations are saved
             return row
         mine = row.narrow(0, self.start, self.slices * self.length)
@@ -136,7 +105,7 @@ class Part(NamedTuple):
         return du
 
     def gradients(self, dy: Tensor, x: Tensor, reduced: Tensor, du: Tensor) -> list[Tensor]:
-        """Those of the leaves, from x [tokens, in], what `add` and `reduce_gradient` returned, and dy [tokens, out]."""
+        """Those of the leaves, from x, what `add` and `reduce_gradient` returned, and dy."""
         da = _scaled_product(du.mT, self.of(x), self.scale, like=self.a)
         mine = self.of(dy)
         db: list[Tensor] = []
@@ -209,17 +178,17 @@ def _part(own: Sequence[tuple[Segment, Adapter, StackedMatrices]]) -> Part:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """Add scale · left @ right to `total`: matrices, or stacks of them. The multiplication scales: no operation of its own is needed."""
+    """Add scale · left @ right to `total`, in one operation: matrices, or stacks of them."""
     (total.addmm_ if total.ndim == 2 else total.baddbmm_)(left, right, alpha=scale)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """The product of matrices, or of stacks of them, for which the operator takes half as long again."""
+    """The product of matrices, or of stacks of them, in two thirds of the time of the operator."""
     return torch.bmm(left, right) if left.ndim == 3 else torch.mm(left, right)
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float, like: Tensor) -> Tensor:
-    """The product of both, times scale; of the shape of `like`, which is not read."""
+    """The product times scale, of the shape of `like`, which is not read."""
     return (torch.addmm if like.ndim == 2 else torch.baddbmm)(like, left, right, beta=0, alpha=scale)
 
 
@@ -267,7 +236,7 @@ def _rows(kept: Sequence[Tensor | None]) -> int:
 
 
 def _times_weights(dy: Tensor, linear: JoinedLinear) -> Tensor:
-    """The gradient of the input [tokens, in], without what comes through adapters, from that of the output dy [tokens, out]."""
+    """The gradient of the input [tokens, in] without that through adapters, from that of the output dy [tokens, out]."""
     first, *rest = linear.pieces
     if not rest:
         return torch.mm(dy, first.weight)

@@ -1,10 +1,7 @@
-"""Estimates the memory of a pass from a model's sizes, and how many layers must be recomputed to fit.
-
-One estimate serves all who ask: passes decide with it what to recompute (`training/memory_retries.py`), it says how long a sequence trains,
-and the local sampler's cache leaves room for it. A test holds it to the bytes that passes really take.
+"""Estimates the memory of a pass from a model's sizes, and how many layers must be recomputed to fit: for passes and for plans.
 
 The memory is largest at one of two moments: when the forward has ended and the LM head is computed, and while the last of the recomputed
-layers is computed again, when the others wait with their inputs alone.
+layers is computed again, when the others wait with their inputs alone. A test holds the estimate to the bytes that passes really take.
 """
 
 from dataclasses import dataclass, replace
@@ -12,20 +9,20 @@ from typing import Any
 
 import torch
 
-from tinsmith.models.decoder import KNOWN_TYPES
 from tinsmith.models.delta_kernels import CHUNK, STATE_BYTES
 from tinsmith.models.layers import Attention, DeltaNet
 from tinsmith.models.layout import Layout, LoraTarget
+from tinsmith.models.read_decoder import KNOWN_TYPES
 
 FLOAT = 4
 """Bytes of a float32 number."""
 EACH_TOKEN = 64
-"""Bytes that every worker has of each token of a sequence of all: id, positions, target, inputs of the loss, log-probability, loss."""
+"""Bytes that every worker holds of each token of a shared sequence: id, positions, target, inputs of the loss, log-probability, loss."""
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Amount of recomputation that saves memory. More takes longer and gives the same bits."""
+    """The layers that a pass computes again to save memory, which changes no bit."""
 
     recompute: int = 0
     """Number of first layers that keep only their inputs and are computed again."""
@@ -34,7 +31,6 @@ class Recomputation:
 
 
 KEEP_ALL = Recomputation()
-"""No recomputation."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class PassMemory:
     kept: tuple[int, ...]
     """Bytes that each layer keeps of a token."""
     input: int
-    """The input of a layer, for a token: all that a recomputed layer keeps of it."""
+    """Bytes of a token in the input of a layer: all that a recomputed layer keeps."""
     transient: int
     """Bytes of a token in the backward of a layer's MLP, beside what the layer keeps."""
     ends: int
@@ -52,28 +48,28 @@ class PassMemory:
     logits: int
     """Bytes that the LM head takes of a token whose logits are in memory."""
     logits_chunks: int = 1
-    """Maximum number of logits chunks (`logits_chunk` tokens each) in memory at a time."""
+    """Most chunks of logits in memory at a time."""
     rule: int = 0
     """Bytes of a token in the backward of a delta rule's kernels, if they compute all heads at once."""
     rule_most: int = 0
-    """Maximum of these bytes: for many tokens some heads are computed after others."""
+    """Most of these bytes: for many tokens some heads are computed after others."""
     around_rule: int = 0
     """Bytes of a token beside these, over what the layer keeps; negative, since its MLP keeps nothing any more."""
     sharded: bool = False
-    """Whether the layers are sharded over several workers: all are recomputed then, because none stays."""
+    """Whether the layers are sharded over workers: all are recomputed then, because none stays."""
 
     @property
     def smallest(self) -> Recomputation:
-        """Least memory of the device without the host's help. The last layer is not recomputed: its backward comes at once."""
+        """Least memory without the host's help. The last layer is not recomputed: its backward comes at once."""
         return Recomputation(0 if self.sharded else max(0, len(self.kept) - 1))
 
     @property
     def smallest_with_host(self) -> Recomputation:
-        """Least memory of the device. Only inputs of layers may wait in host memory, so the last one is recomputed as well."""
+        """Least memory of the device. Only inputs may wait in host memory, so the last layer is recomputed as well."""
         return Recomputation(len(self.kept), offload=True)
 
     def bytes(self, tokens: int, logits_chunk: int, recomputation: Recomputation) -> int:
-        """Return the bytes of a forward_backward pass beyond weights and accumulators, with `logits_chunk` rows of logits at a time."""
+        """Return the bytes of a forward_backward pass beyond weights and accumulators, with so many rows of logits in a chunk."""
         recompute = len(self.kept) if self.sharded else recomputation.recompute
         again = self.kept[:recompute]
         # Copies to the host are part of the stream of the device: the input of one layer is there, and that of the next on its way.
@@ -91,7 +87,7 @@ class PassMemory:
         return tokens * self.input * recomputation.recompute if recomputation.offload else 0
 
     def recomputation_for(self, tokens: int, logits_chunk: int, free: int) -> Recomputation | None:
-        """The least recomputation with which a pass of that many tokens fits into `free` bytes; None if it fits with none."""
+        """The least recomputation with which a pass fits into `free` bytes; None if it never fits."""
         low, high = 0, self.smallest.recompute  # what more layers take is never more
         if self.bytes(tokens, logits_chunk, self.smallest) > free:
             return None
@@ -104,9 +100,9 @@ class PassMemory:
         return Recomputation(low)
 
     def longest(self, logits_chunk: int, free: int, host_free: int, limit: int) -> int:
-        """The most tokens, up to `limit`, of which a pass fits, with everything that can be done for it.
+        """The most tokens, up to `limit`, of which a pass fits somehow.
 
-        `host_free` bytes of host memory may take the inputs of recomputed layers; 0 where the device computes in host memory itself.
+        Inputs of recomputed layers may take `host_free` bytes of host memory: 0 where the device computes in host memory itself.
         """
         low, high = 0, limit
         while low < high:
@@ -125,7 +121,7 @@ class PassMemory:
 
 
 def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, sharded: bool = False) -> PassMemory:
-    """Return the memory of passes over a model of this layout and configuration; `sharded` if workers share its layers."""
+    """Return the memory of passes over a model; `sharded` if workers share its layers."""
     hidden: int = text_config.hidden_size
     own = layout.family.model_type in KNOWN_TYPES
     by_layer: list[list[LoraTarget]] = [[] for _ in layout.layers]
@@ -161,10 +157,10 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, sharded
 
 
 def sliced_pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, count: int) -> PassMemory:
-    """Return each of `count` workers' memory for a sequence computed together, for each token of its slice.
+    """Return the memory of each of `count` workers that compute a sequence together, for each token of its slice.
 
-    What lies between the tokens of all heads and all tokens of some heads takes memory that a worker alone does not need: what goes into
-    attention or a delta rule, and its output in both orders. Heads of keys and values that are fewer than the workers are on several.
+    Exchanging tokens of all heads for all tokens of some heads takes more than a worker alone does: inputs of attention or of a delta rule,
+    and its output in both orders. Heads of keys and values that are fewer than the workers are on several.
     """
     alone = pass_memory_of(layout, text_config, dtype)
     kept, exchanged = [], 0
@@ -181,19 +177,19 @@ def sliced_pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, 
 
 
 def _spread(heads: int, count: int) -> int:
-    """Heads of all workers together, where each of them has one at least."""
+    """Heads of all workers together, if each has one at least."""
     return -(-heads // count) * count
 
 
 def _attention(kind: Attention, text_config: Any, projected: int) -> int:
-    """Numbers that attention keeps of a token: what is projected, queries and keys with their positions, the output and its normalisers."""
+    """Numbers kept of a token: what is projected, queries and keys with their positions, the output and its normalisers."""
     heads: int = text_config.num_attention_heads
     queries, keys = heads * kind.head_dim, kind.kv_heads * kind.head_dim
     return projected + (queries + keys) + queries + heads
 
 
 def _delta_net(kind: DeltaNet, projected: int, own: bool) -> int:
-    """Numbers that a gated delta net keeps of a token: the inputs of its convolution, of its rule, of its norm and of what follows."""
+    """Numbers kept of a token: the inputs of the convolution, of the rule, of the norm and of what follows."""
     values, gates = kind.value_heads * kind.value_dim, 4 * kind.value_heads
     if own:
         return projected + kind.channels + values + gates
@@ -203,8 +199,8 @@ def _delta_net(kind: DeltaNet, projected: int, own: bool) -> int:
 def _rule_kernels(kind: DeltaNet) -> tuple[int, int]:
     """Bytes that `models/delta_rule_kernels.py` takes for a token in the backward, and the most that it takes at once.
 
-    Of each chunk and head: two matrices of all its tokens, U and X, the states before it and their gradient, each of them in two parts of
-    bfloat16; and in float32 the factors of its tokens, and gradients of queries and keys.
+    For each chunk and head two matrices of its tokens, U and X, the states before it and their gradient, each in two parts of bfloat16; and
+    in float32 the factors of its tokens, and gradients of queries and keys.
     """
     pairs = 2 * CHUNK * CHUNK + 2 * CHUNK * kind.value_dim + 2 * kind.key_dim * kind.value_dim
     of_chunk = kind.value_heads * (pairs + 4 * CHUNK) * FLOAT + kind.key_heads * 2 * CHUNK * kind.key_dim * FLOAT

@@ -1,7 +1,6 @@
 """Connects the layers of a forward pass to the sequences of its row: who attends to whom, and which states continue.
 
-The caller passes `plan=<plan>` as a keyword, which transformers hands through to each layer. `PackedPlan` (here) serves training and
-prompts without a cache; the sampler's plan keeps keys, values and states (`sampling/local/`).
+`PackedPlan` serves training and prompts without a cache; the sampler's plan keeps keys, values and states (`sampling/local/`).
 """
 
 from typing import Protocol
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.attention import LONG, attend_run, dense_attention, group_runs, varlen_attention
-from tinsmith.models.delta_rule import Lengths, convolve_anew, gated_delta_rule_anew
+from tinsmith.models.delta_rule import convolve_anew, gated_delta_rule_anew
 from tinsmith.models.device import upload
+from tinsmith.models.dispatch import half_on_gpu
 from tinsmith.models.stable_attention import PackedBlocks
-from tinsmith.models.with_kernel import HALF
 
 
 class PassPlan(Protocol):
@@ -44,18 +43,17 @@ class PassPlan(Protocol):
 class PackedPlan:
     """Each sequence of a packed row begins anew, and reaches no other.
 
-    Attention: on CUDA in half precision this is PyTorch's variable-length kernel, or a faster one if all sequences that train have one
-    length. Elsewhere neighbouring sequences of equal length go through scaled_dot_product_attention as one batch; the numbers are the same.
-    A `stable` plan, which gives no gradients, computes as `models/stable_attention.py`.
+    On CUDA in half precision attention is PyTorch's variable-length kernel, or a faster one if all sequences that train have one length.
+    Elsewhere neighbours of equal length are one batch. A `stable` plan, which gives no gradients, computes as `models/stable_attention.py`.
     """
 
     def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype, stable: bool = False) -> None:
         self.runs = group_runs(lengths)
-        self.lengths = Lengths(tuple(lengths))
+        self.lengths = tuple(lengths)
         self.max_length = max(lengths)
         self.blocks = PackedBlocks(lengths, device) if stable else None
         self.cu_seqlens: Tensor | None = None
-        if device.type == "cuda" and dtype in HALF:
+        if half_on_gpu(device, dtype):
             self.cu_seqlens = upload(np.cumsum([0, *lengths], dtype=np.int32), device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -72,7 +70,7 @@ class PackedPlan:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def is_dense(self, window: int | None) -> bool:
-        """Whether all sequences are of one length, and it is worth preparing a kernel for it: not for a prompt, which has any length."""
+        """Whether all sequences are of one length that is worth preparing a kernel for: not a prompt's."""
         longest = self.max_length
         return torch.is_grad_enabled() and len(self.runs) == 1 and longest >= LONG and (window is None or window >= longest)
 

@@ -5,19 +5,15 @@ when all layers do it, and gives the same bits. The first layers are chosen: the
 free again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-
-from tinsmith.models.full import FullWeights
-from tinsmith.models.lora import ActiveSegments
 
 HOST_PIECE = 2**26
 """Bytes of host memory that an input of a layer takes at a time."""
@@ -31,62 +27,14 @@ def recomputed(layer: Callable[..., Any], x: Tensor, **keywords: Any) -> Any:
     return checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False, **keywords)
 
 
-class RecomputedLayers:
-    """The layers of a language model that transformers calls, of which a pass can have the first ones recomputed."""
-
-    def __init__(self, language_model: nn.Module, active: ActiveSegments) -> None:
-        self.active = active
-        self.prefix, self.layers = layers_of(language_model)
-        self.count = 0
-        self.full: FullWeights | None = None
-        for index, layer in enumerate(self.layers):
-            own: Any = layer
-            own.forward = partial(self._forward, index, own.forward)
-
-    @contextmanager
-    def during(self, count: int, full: FullWeights | None) -> Iterator[None]:
-        """Recompute the first `count` layers of the passes that the body begins, all with the weights `full` if there are any."""
-        self.count, self.full = count, full
-        try:
-            yield
-        finally:
-            self.count, self.full = 0, None
-
-    def _forward(self, index: int, forward: Callable[..., Any], hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        """Replace a layer's own `forward`."""
-        if index >= self.count or not torch.is_grad_enabled():
-            return forward(hidden, *arguments, **keywords)
-        segments, full, layer = self.active.segments, self.full, self.layers[index]
-
-        def compute(x: Tensor, **keywords: Any) -> Any:
-            count, self.count = self.count, 0  # so that this method calls the layer
-            try:
-                with self.active.during(segments):  # the backward comes when the pass has cleared its segments and weights
-                    if full is None:
-                        return layer(x, *arguments, **keywords)
-                    return full.call(layer, f"{self.prefix}.{index}.", x, *arguments, **keywords)
-            finally:
-                self.count = count
-
-        return recomputed(compute, hidden, **keywords)
-
-
-def layers_of(language_model: Any) -> tuple[str, Sequence[nn.Module]]:
-    """The decoder layers of a transformers language model and the name of their list; none if it has no list of that length."""
-    for name, module in language_model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == language_model.config.num_hidden_layers:
-            return name, list(module)
-    return "", []
-
-
 @dataclass(frozen=True, eq=False)
 class _InHostMemory:
-    """A tensor of a device that waits in host memory."""
+    """A tensor that waits in host memory."""
 
     device: torch.device
     shape: torch.Size
     pieces: list[Tensor]
-    """Its numbers in order. PyTorch takes pinned memory in powers of two: in one piece a tensor might take twice its size."""
+    """Its numbers. PyTorch takes pinned memory in powers of two: in one piece a tensor might take twice its size."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_InHostMemory":
@@ -106,10 +54,9 @@ class _InHostMemory:
 
 @contextmanager
 def kept_in_host_memory(tokens: int) -> Iterator[None]:
-    """Let what the body keeps of a row of `tokens` tokens wait in host memory, and come back when the backward needs it.
+    """Let what the body keeps of a row of `tokens` tokens wait in host memory until the backward needs it.
 
-    Meant for passes that recompute all their layers: what they keep is the inputs of the layers. The copies are part of the device's
-    stream, so nobody waits for them.
+    Meant for passes that recompute all layers and keep their inputs. The copies are part of the device's stream: nobody waits for them.
     """
 
     def to_host(tensor: Tensor) -> Tensor | _InHostMemory:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.overlap import overlapping
+from tinsmith.models.dispatch import overlapping, with_plain_rows
 
 HEADS = 8
 """Heads that a program rotates at a time."""
@@ -22,23 +22,14 @@ STRIPES = 256
 """Sums of tokens in a gradient of weights, at most."""
 
 
-def _warps(width: int) -> int:
-    return 4 if width <= 4096 else 8
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The tensor [rows, width], one row behind the other."""
-    return x if x.is_contiguous() else x.contiguous()
-
-
-def with_plain_rows(x: Tensor) -> Tensor:
-    """The tensor with the numbers of each row one behind the other; rows may lie anywhere."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _whole(width: int) -> dict[str, int]:
+    """The options of a kernel whose programs compute whole rows."""
+    return {"WIDTH": width, "PADDED": triton.next_power_of_2(width), "num_warps": 4 if width <= 4096 else 8}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """The norm of x [rows, width]."""
-    x = _rows(x)
+    x = x.contiguous()
     normed = torch.empty_like(x)
     _launch_norm(x, x, weight, x, normed, eps, zero_centred, adds=False)
     return normed
@@ -46,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tenso
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
     """The sum of x and delta [rows, width], and its norm."""
-    x, delta = _rows(x), _rows(delta)
+    x, delta = x.contiguous(), delta.contiguous()
     total, normed = torch.empty_like(x), torch.empty_like(x)
     _launch_norm(x, delta, weight, total, normed, eps, zero_centred, adds=True)
     return total, normed
@@ -57,19 +48,16 @@ def _launch_norm(
 ) -> None:
     rows, width = x.shape
     launch: Any = _norm
-    padded = triton.next_power_of_2(width)
-    options = {"WIDTH": width, "PADDED": padded, "ZERO_CENTRED": zero_centred, "ADDS": adds, "num_warps": _warps(width)}
-    launch[(rows,)](x, delta, weight, total, normed, eps, **options, **overlapping(x.device, rows))
+    options = {"ZERO_CENTRED": zero_centred, "ADDS": adds, **overlapping(x.device, rows)}
+    launch[(rows,)](x, delta, weight, total, normed, eps, **_whole(width), **options)
 
 
 def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum of x and delta [rows, width], and the layer norm of it."""
-    x, delta = _rows(x), _rows(delta)
+    x, delta = x.contiguous(), delta.contiguous()
     total, normed = torch.empty_like(x), torch.empty_like(x)
-    rows, width = x.shape
     launch: Any = _layer_norm
-    padded = triton.next_power_of_2(width)
-    launch[(rows,)](x, delta, weight, bias, total, normed, eps, WIDTH=width, PADDED=padded, num_warps=_warps(width))
+    launch[(len(x),)](x, delta, weight, bias, total, normed, eps, **_whole(x.shape[1]))
     return total, normed
 
 
@@ -77,23 +65,21 @@ def rms_norm_backward(
     x: Tensor, weight: Tensor, d_normed: Tensor, d_x: Tensor | None, eps: float, zero_centred: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x [rows, width], and its norm again."""
-    x, d_normed = _rows(x), _rows(d_normed)
+    x, d_normed = x.contiguous(), d_normed.contiguous()
     gradient, normed = torch.empty_like(x), torch.empty_like(x)
-    rows, width = x.shape
     launch: Any = _norm_backward
-    options = {"WIDTH": width, "PADDED": triton.next_power_of_2(width), "ZERO_CENTRED": zero_centred, "ADDS": d_x is not None}
-    launch[(rows,)](x, weight, d_normed, x if d_x is None else _rows(d_x), gradient, normed, eps, **options, num_warps=_warps(width))
+    options = {"ZERO_CENTRED": zero_centred, "ADDS": d_x is not None}
+    launch[(len(x),)](x, weight, d_normed, x if d_x is None else d_x.contiguous(), gradient, normed, eps, **_whole(x.shape[1]), **options)
     return gradient, normed
 
 
 def rms_norm_weight_gradient(x: Tensor, d_normed: Tensor, eps: float) -> Tensor:
     """The gradient of the weight [width] of x and d_normed [rows, width]."""
-    x, d_normed = _rows(x), _rows(d_normed)
+    x, d_normed = x.contiguous(), d_normed.contiguous()
     rows, width = x.shape
     sums = torch.empty(stripes(rows), width, dtype=torch.float32, device=x.device)
     launch: Any = _norm_weight_gradient
-    padded = triton.next_power_of_2(width)
-    launch[(len(sums),)](x, d_normed, sums, rows, eps, WIDTH=width, PADDED=padded, num_warps=_warps(width))
+    launch[(len(sums),)](x, d_normed, sums, rows, eps, **_whole(width))
     return sums.sum(0).to(x.dtype)
 
 
@@ -104,19 +90,18 @@ def stripes(tokens: int) -> int:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """The product silu(gate) · up of gate_up [rows, 2 · width]."""
-    gate_up = _rows(gate_up)
+    gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     launch: Any = _swiglu
-    launch[(rows, triton.cdiv(width, COLUMNS))](
-        gate_up, out, WIDTH=width, COLUMNS=COLUMNS, num_warps=4, **overlapping(gate_up.device, rows)
-    )
+    options = {"WIDTH": width, "COLUMNS": COLUMNS, "num_warps": 4, **overlapping(gate_up.device, rows)}
+    launch[(rows, triton.cdiv(width, COLUMNS))](gate_up, out, **options)
     return out
 
 
 def swiglu_backward(gate_up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of gate_up [rows, 2 · width], and what `swiglu` makes of it again."""
-    gate_up, d_out = _rows(gate_up), _rows(d_out)
+    gate_up, d_out = gate_up.contiguous(), d_out.contiguous()
     rows, width = d_out.shape
     gradient, out = torch.empty_like(gate_up), torch.empty_like(d_out)
     launch: Any = _swiglu_backward
@@ -143,24 +128,21 @@ def _launch_rotation(
 ) -> None:
     tokens, heads, width = x.shape
     x, d_out = with_plain_rows(x), with_plain_rows(d_out)
-    cos, sin = _rows(cos), _rows(sin)
+    cos, sin = cos.contiguous(), sin.contiguous()
     launch: Any = _rotate_backward if backward else _rotate
     arguments = (x, *x.stride()[:2], x if weight is None else weight, cos, sin, *((d_out, *d_out.stride()[:2]) if backward else ()))
     launch[(tokens, triton.cdiv(heads, HEADS))](
-        *arguments,
-        out,
-        *out.stride()[:2],
-        heads,
-        eps,
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        PAIRS=cos.shape[-1],
-        HEADS=HEADS,
+        *(*arguments, out, *out.stride()[:2], heads, eps),
+        **_heads_of(width, cos),
         HAS_NORM=weight is not None,
         ZERO_CENTRED=zero_centred,
-        num_warps=4,
         **overlapping(x.device, tokens),
     )
+
+
+def _heads_of(width: int, cos: Tensor) -> dict[str, int]:
+    """The options of a kernel that rotates heads."""
+    return {"WIDTH": width, "PADDED": triton.next_power_of_2(width), "PAIRS": cos.shape[-1], "HEADS": HEADS, "num_warps": 4}
 
 
 def rotate_weight_gradient(x: Tensor, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float) -> Tensor:
@@ -170,12 +152,8 @@ def rotate_weight_gradient(x: Tensor, cos: Tensor, sin: Tensor, d_out: Tensor, e
     sums = torch.empty(stripes(tokens), heads, width, dtype=torch.float32, device=x.device)
     launch: Any = _rotate_weight_gradient
     launch[(len(sums), triton.cdiv(heads, HEADS))](
-        *(x, *x.stride()[:2], _rows(cos), _rows(sin), d_out, *d_out.stride()[:2], sums, tokens, heads, eps),
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
-        PAIRS=cos.shape[-1],
-        HEADS=HEADS,
-        num_warps=4,
+        *(x, *x.stride()[:2], cos.contiguous(), sin.contiguous(), d_out, *d_out.stride()[:2], sums, tokens, heads, eps),
+        **_heads_of(width, cos),
     )
     return sums.sum(0).to(x.dtype)
 

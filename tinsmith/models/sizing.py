@@ -12,8 +12,8 @@ from tinsmith.models.budget import ModelBytes, model_bytes
 from tinsmith.models.families import context_length, empty_network, family_of, read_config
 from tinsmith.models.full import FullBytes, FullState, full_bytes, sharded_full_bytes
 from tinsmith.models.layout import Layout, layout_of
+from tinsmith.models.network import layers_of
 from tinsmith.models.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
-from tinsmith.models.recompute import layers_of
 
 
 @dataclass(frozen=True)
@@ -21,24 +21,22 @@ class Sizes:
     """Sizes of one base model, in numbers and bytes."""
 
     text_config: Any
-    """The transformers configuration of the language model."""
     device: torch.device
     dtype: torch.dtype
     parameters: int
     language_parameters: int
-    """Those that full-parameter training trains: of the language model, with its LM head."""
+    """Those that full-parameter training trains, with the LM head."""
     max_context: int
     """The longest sequence, in tokens."""
     layout: Layout
-    """The linears that LoRA can train."""
     layer_parameters: tuple[int, ...]
     """Those of each layer of the language model."""
     parts: int = 1
-    """Over how many workers the layers are sharded (--shard weights); 1 if each holds all of them."""
+    """Number of workers over which layers are sharded (--shard weights); 1 if each holds all of them."""
 
     @property
     def weight_bytes(self) -> int:
-        """The frozen weights that one worker holds. Where layers are sharded it also has room for two that are put together."""
+        """The frozen weights of one worker. Where layers are sharded it also has room for two that are put together."""
         if self.parts == 1:
             return self.parameters * self.dtype.itemsize
         layers = sum(self.layer_parameters)
@@ -46,11 +44,11 @@ class Sizes:
         return held * self.dtype.itemsize
 
     def model(self, rank: int, state: FullState = "float32") -> ModelBytes:
-        """Return the bytes of one trained model of that LoRA rank; for rank 0, of one that trains all parameters with such a state."""
+        """Return the bytes of one trained model of that LoRA rank, or, for rank 0, with such a state of all parameters."""
         return model_bytes(self.layout, self.dtype, rank, self.language_parameters, self.full(state))
 
     def full(self, state: FullState) -> FullBytes:
-        """Return the bytes of all parameters with such a state; with sharded layers, of one worker, in float32."""
+        """Return the bytes of training all parameters; with sharded layers those of one worker, in float32."""
         if self.parts == 1:
             return full_bytes(self.language_parameters, self.dtype, state)
         around = self.language_parameters - sum(self.layer_parameters)
@@ -67,10 +65,7 @@ class Sizes:
 
 
 def beside_weights(free: int, bases: Iterable[Sizes]) -> int:
-    """Return the bytes that the weights of all base models leave of `free`; negative if they do not fit.
-
-    Layers that are sharded come to the device one at a time before, so that a worker needs no more to start.
-    """
+    """Return the bytes that the weights of all base models leave of `free`; negative if they do not fit."""
     return free - sum(sizes.weight_bytes for sizes in bases)
 
 

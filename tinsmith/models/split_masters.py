@@ -1,8 +1,7 @@
 """float32 masters that share their upper 16 bits with the bfloat16 working weights, so that both together take 4 bytes a number and not 6.
 
 With w the bits of a float32 number and b those of the bfloat16 number next to it, w = b · 2^16 + r, with r from -32,768 to 32,767: r, the
-rest, fits into an int16. Of two that are equally near, b is the one away from zero. Nothing is lost: joining gives the bits that were taken
-apart.
+rest, fits into an int16. Of two that are equally near, b is the one away from zero. Nothing is lost.
 """
 
 from collections.abc import Iterator, Mapping

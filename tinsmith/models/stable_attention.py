@@ -1,8 +1,7 @@
 """Attention whose result for a token depends on the tokens that it sees and on nothing else: not on how many others are computed with it.
 
-Every token is a row of its own and reads keys and values from blocks, in chunks of one size that begin with its sequence, one chunk after
-the other. Prompts, pieces of prompts, single new tokens and training all compute so. It takes more time than attention that shares what it
-reads between tokens.
+Every token is a row of its own and reads keys and values from blocks, in chunks of one size that begin with its sequence. That takes more
+time than attention that shares what it reads between tokens.
 """
 
 from collections.abc import Sequence
@@ -12,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tinsmith.models.device import has_triton, upload
-from tinsmith.models.with_kernel import HALF
+from tinsmith.models.device import upload
+from tinsmith.models.dispatch import on_paged_kernel
 
 BLOCK = 16
 """Tokens of a block of a packed row."""
 
 ROWS = 16
-"""Rows that PyTorch computes at a time; fewer are filled up, because it multiplies matrices of other sizes in another order."""
+"""Rows that PyTorch computes at a time; fewer are filled up."""
 CHUNK = 64
 """Tokens of a chunk, in PyTorch; a multiple of the size of a block."""
 
@@ -29,11 +28,10 @@ def stable_attention(
 ) -> Tensor:
     """Attention output [rows, heads, head_dim] of query [rows, heads, head_dim] to what each row sees.
 
-    keys and values [blocks, block size, kv_heads, head_dim]; `table` [rows, most blocks] names the blocks of each row, and `lengths` [rows]
-    says how many tokens it sees, or the last `window` of them. Places behind them may hold anything.
+    keys and values [blocks, block size, kv_heads, head_dim]; `table` [rows, most blocks] names the blocks of each row, which sees `lengths`
+    [rows] tokens, or the last `window` of them. Places behind them may hold anything.
     """
-    half = query.is_cuda and query.dtype in HALF
-    if half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and has_triton():
+    if on_paged_kernel(query):
         from tinsmith.models.paged_kernels import paged_kernel
 
         return paged_kernel(query, keys, values, table.int(), lengths.int(), scale, window, most_splits=1)

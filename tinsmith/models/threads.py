@@ -1,7 +1,7 @@
 """Chooses the number of CPU threads for a pass or an optimizer step.
 
-A small pass is a row of operations that are each over before a second thread has woken up. Where other processes need the cores too, as the
-server and its clients do, threads that wait for each other make it several times slower, and their waiting takes the cores from the others.
+The operations of a small pass are each over before a second thread has woken up. Where other processes need the cores too, threads that
+wait for each other make it several times slower, and take the cores from the others.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 from tinsmith.models.base import BaseModel
 
 SMALL_PASS = 2**27
-"""Multiply-adds of a forward pass, below which one thread is enough: 500 tokens of the tiny model, less than one token of a real one."""
+"""Multiply-adds of a forward pass below which one thread is enough: 500 tokens of the tiny model, less than one of a real one."""
 
 SMALL_STEP = 2**22
 """Parameters below which one thread is enough for an optimizer step: torch's fused AdamW lets all threads meet at every tensor."""

@@ -6,17 +6,21 @@ from random integers scaled by one multiplication, which give the same bits on e
 
 import json
 import math
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import AddedToken, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
+    Qwen2Tokenizer,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3VLConfig,
@@ -24,19 +28,32 @@ from transformers import (
 )
 
 from tinsmith.errors import ConfigError
-from tinsmith.models.tiny_tokenizer import (
-    CONTEXT,
-    END_OF_TEXT,
-    END_OF_TURN,
-    IMAGE,
-    QWEN3,
-    QWEN3_5,
-    VIDEO,
-    VISION_END,
-    VISION_START,
-    TinyTokenizer,
-    train_tokenizer,
+
+END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+
+SPECIAL_TOKENS = (
+    *(END_OF_TEXT, START_OF_TURN, END_OF_TURN, "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
+    *("<|quad_start|>", "<|quad_end|>", VISION_START, VISION_END, "<|vision_pad|>", IMAGE, VIDEO),
 )
+"""Tokens that `skip_special_tokens` leaves out of decoded text."""
+
+MARKUP_TOKENS = (
+    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+    *("<tool_response>", "</tool_response>", "<think>", "</think>"),
+)
+"""Added tokens that stay visible in decoded text: a client parses them."""
+
+CONTEXT = 32768
+"""Longest sequence of a tiny model, in tokens."""
+
+BYTES = 256
+SMALLEST_VOCAB = BYTES + len(SPECIAL_TOKENS) + len(MARKUP_TOKENS)
+
+TinyTokenizer = Qwen2Tokenizer | Qwen3_5Tokenizer
+
+CHAT_TEMPLATES: dict[type[TinyTokenizer], str] = {Qwen2Tokenizer: "tiny_chat.jinja", Qwen3_5Tokenizer: "tiny_chat_qwen3_5.jinja"}
+"""Files beside this module, by the class of a family's tokenizer, which says how text is split."""
 
 TinyKind = Literal["qwen3", "qwen3-vl", "qwen3-5"]
 
@@ -69,7 +86,7 @@ def write_tiny_model(
     layers = DEFAULT_LAYERS[kind] if layers is None else layers
     if hidden < 8 or layers < 1:
         raise ConfigError(f"hidden={hidden} must be at least 8 and layers={layers} at least 1")
-    tokenizer = train_tokenizer(vocab, QWEN3_5 if kind == "qwen3-5" else QWEN3)
+    tokenizer = train_tokenizer(vocab, Qwen3_5Tokenizer if kind == "qwen3-5" else Qwen2Tokenizer)
     text = _text_config(hidden, layers, vocab, tokenizer)
     network: PreTrainedModel
     if kind == "qwen3":
@@ -228,3 +245,39 @@ def _id(tokenizer: TinyTokenizer, token: str) -> int:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# The tokenizer: byte-level BPE in the format of the family, with its special tokens and its chat format, so that renderers and chat
+# templates made for Qwen work with it. Merges come first, special tokens behind them, as in the real ones.
+
+
+def train_tokenizer(vocab: int, family: type[TinyTokenizer] = Qwen2Tokenizer) -> TinyTokenizer:
+    """A tokenizer of at most `vocab` tokens, the same on every machine. Raises ConfigError for a `vocab` without room for every byte."""
+    if vocab < SMALLEST_VOCAB:
+        raise ConfigError(f"vocab={vocab} is too small: {BYTES} bytes and the special tokens need at least {SMALLEST_VOCAB}")
+    added = (*SPECIAL_TOKENS, *MARKUP_TOKENS)
+    ids, merges = _train_bpe(vocab - len(added), family)
+    # Tokens that have an id already keep it when they are added, so the order here is the order of the ids.
+    tokenizer = family(
+        vocab=ids | {token: len(ids) + position for position, token in enumerate(added)},
+        merges=merges,
+        eos_token=END_OF_TURN,
+        extra_special_tokens=list(SPECIAL_TOKENS),
+        model_max_length=CONTEXT,
+        chat_template=_packaged_text(CHAT_TEMPLATES[family]),
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKUP_TOKENS])
+    return tokenizer
+
+
+def _train_bpe(size: int, family: type[TinyTokenizer]) -> tuple[dict[str, int], list[Any]]:
+    """Ids by token and merges (pairs of texts) in order, for at most `size` tokens."""
+    untrained = family(vocab={}, merges=[]).backend_tokenizer  # splits text as the family's does
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    untrained.train_from_iterator(_packaged_text("tiny_corpus.txt").splitlines(keepends=True), trainer)
+    model = json.loads(untrained.to_str())["model"]
+    return model["vocab"], [tuple(pair) for pair in model["merges"]]
+
+
+def _packaged_text(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

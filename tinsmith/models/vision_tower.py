@@ -1,11 +1,10 @@
-"""The vision tower over packed images: all patches in one row, without a loop over images and without waiting for the device.
+"""The frozen vision tower over packed images: all patches in one row, without a loop over images and without waiting for the device.
 
-transformers' towers compute attention image by image, or window by window, and read the sizes of images back from the device. Here
-sizes stay on the host, and what follows from the size of an image alone is kept. The weights are those of transformers' modules, and the
-self-check compares the features with theirs. The tower is frozen, so nothing is kept for a backward.
+transformers' towers attend image by image, or window by window, and read the sizes of images back from the device. Here sizes stay on the
+host, and what follows from the size alone is kept. The weights are those of transformers' modules, and the self-check compares both.
 
-Kinds of towers: Qwen3-VL and Qwen3.5 add learned position embeddings, and Qwen3-VL gives features of several layers. In Qwen2.5-VL most
-layers attend within windows, so its patches are laid window by window.
+Qwen3-VL and Qwen3.5 add learned position embeddings, and Qwen3-VL gives features of several layers. In Qwen2.5-VL most layers attend within
+windows, so its patches are laid window by window.
 """
 
 import math
@@ -21,14 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from tinsmith.models.attention import mutual_attention
+from tinsmith.models.attention import flash_attention
 from tinsmith.models.device import upload
+from tinsmith.models.dispatch import half_on_gpu
 from tinsmith.models.fused import add_layer_norm, add_rms_norm, rotate
 from tinsmith.models.images import ImageFeatures, ImageInput
-from tinsmith.models.with_kernel import HALF
 
 PATCHES_AT_ONCE = 2**14
-"""Patches that go through the tower in one call, so that its memory is bounded; a single image may have more."""
+"""Patches of one call, which bounds its memory; a single image may have more."""
 
 GRID_BYTES = 2**26
 """Memory on the device for what follows from the sizes of images."""
@@ -45,9 +44,9 @@ class GridTables:
     """[patches, pairs] float32, of the rotations of queries and keys."""
     sin: Tensor
     embedding: Tensor | None
-    """[patches, hidden]: the learned position embeddings, resampled to the image's size; None for a tower that has none."""
+    """[patches, hidden]: the learned position embeddings, resampled to the image's size, if the tower has them."""
     order: NDArray[np.int64]
-    """[image tokens]: which merged patch comes at each place, if windows are laid one after the other."""
+    """[image tokens]: the merged patches window by window."""
     windows: list[int]
     """Patches of each window."""
 
@@ -65,9 +64,9 @@ class Spans:
         self.cu_seqlens: Tensor | None = None
         """[spans + 1] int32 on the device, where the variable-length kernel computes."""
         self.groups: list[tuple[int, Tensor | None]] = []
-        """Elsewhere: each length, and the rows of the spans that have it [spans * length]; None for all rows."""
+        """Elsewhere: each length, and the rows of its spans [spans * length]; None for all rows."""
         ends = np.cumsum(lengths)
-        if device.type == "cuda" and dtype in HALF:
+        if half_on_gpu(device, dtype):
             self.cu_seqlens = upload(np.concatenate([[0], ends]).astype(np.int32), device)
         elif len(set(lengths)) == 1:
             self.groups = [(lengths[0], None)]
@@ -78,7 +77,8 @@ class Spans:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention within each span, in both directions: all [patches, heads, head_dim]."""
         if self.cu_seqlens is not None:
-            return mutual_attention(query, key, value, self.cu_seqlens, self.longest, scale)
+            bounds, longest = self.cu_seqlens, self.longest
+            return flash_attention(query, key, value, bounds, bounds, (longest, longest), scale, causal=False)
         if self.groups[0][1] is None:
             return _attend_equal(self.groups[0][0], query, key, value, scale)
         mixed = torch.empty_like(query)
@@ -105,9 +105,9 @@ class VisionTower:
         self.dtype = dtype
         self.merge: int = visual.spatial_merge_size
         self.deepstack: list[int] = list(getattr(visual, "deepstack_visual_indexes", []))
-        """Layers whose outputs are features for the first language layers too."""
+        """Layers that give features for the first language layers too."""
         self.full: set[int] | None = set(visual.fullatt_block_indexes) if hasattr(visual, "fullatt_block_indexes") else None
-        """Layers that attend to the whole image; the others attend within windows. None if all do."""
+        """Layers that attend to the whole image, the others within windows; None if all do."""
         self.window: int = visual.window_size // visual.patch_size // self.merge if self.full is not None else 0
         """Merged patches along each side of a window."""
         self.grids: LRUCache[Grid, GridTables] = LRUCache(GRID_BYTES, getsizeof=lambda tables: tables.nbytes)
@@ -170,7 +170,7 @@ class VisionTower:
         return [merged, *deepstack]
 
     def _window_order(self, tables: Sequence[GridTables]) -> Tensor:
-        """[image tokens] where in the row of all images the merged patch at each place comes from."""
+        """[image tokens]: the merged patches of all images window by window."""
         starts = np.cumsum([0, *(len(table.order) for table in tables)])
         return upload(np.concatenate([table.order + start for table, start in zip(tables, starts[:-1], strict=True)]), self.device)
 
@@ -194,7 +194,7 @@ class VisionTower:
         return GridTables(cos, sin, embedding, order, windows)
 
     def _position_embedding(self, grid: Grid, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Tensor:
-        """The square grid of learned embeddings at the places of an image's patches, between its four neighbours: [patches, hidden]."""
+        """Interpolate the square grid of learned embeddings at the places of an image's patches: [patches, hidden]."""
         table: Tensor = self.visual.pos_embed.weight  # [side * side, hidden]
         side = math.isqrt(len(table))
         (row_taps, row_weights), (column_taps, column_weights) = (_taps(rows, grid[1], side), _taps(columns, grid[2], side))
@@ -218,7 +218,7 @@ def _parts(images: Sequence[ImageInput]) -> Iterator[list[ImageInput]]:
 
 
 def _attention(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor, spans: Spans) -> Tensor:
-    """Compute attention of normed [patches, hidden] with the weights of a transformers module: [patches, hidden]."""
+    """Attend with the weights of a transformers module: normed [patches, hidden] -> [patches, hidden]."""
     heads = attention.num_heads
     qkv = attention.qkv(normed).unflatten(1, (3 * heads, -1))  # [patches, 3 * heads, head_dim]
     rotated = rotate(qkv[:, : 2 * heads], None, cos, sin, eps=0.0, zero_centred=False)  # [patches, 2 * heads, head_dim]
@@ -228,7 +228,7 @@ def _attention(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor, spans: 
 
 
 def _add_norm(norm: Any, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sum of hidden and delta [patches, hidden], and the norm of it by the weights of a transformers module."""
+    """The sum of hidden and delta [patches, hidden], and its norm by a transformers module."""
     if delta is None:
         return hidden, norm(hidden)
     if isinstance(norm, nn.LayerNorm):
@@ -238,7 +238,7 @@ def _add_norm(norm: Any, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, 
 
 
 def patch_places(grid: Grid, merge: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Row and column of each patch of an image [patches], in their order: merged patches next to each other."""
+    """Row and column of each patch [patches], those that are merged next to each other."""
     frames, rows, columns = grid
 
     def in_order(places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -250,7 +250,7 @@ def patch_places(grid: Grid, merge: int) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 def window_order(grid: Grid, merge: int, window: int) -> tuple[NDArray[np.int64], list[int]]:
-    """The merged patches of an image, window by window, and how many patches each window has; those at the edges may be smaller."""
+    """The merged patches of an image window by window, and the patches of each window: fewer at the edges."""
     frame, row, column = np.indices((grid[0], grid[1] // merge, grid[2] // merge))
     down, across = -(-grid[1] // merge // window), -(-grid[2] // merge // window)  # windows along each side
     of_each = ((frame * down + row // window) * across + column // window).reshape(-1)  # [image tokens]
@@ -258,7 +258,7 @@ def window_order(grid: Grid, merge: int, window: int) -> tuple[NDArray[np.int64]
 
 
 def _taps(places: NDArray[np.int64], size: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The two neighbours of each of `size` places, spread from edge to edge over a row of `side`, and their weights: both [n, 2]."""
+    """Two neighbours and their weights, both [n, 2], of places among `size` that span a row of `side` from edge to edge."""
     source = places.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     first = np.floor(source)
     ahead = np.arange(2, dtype=np.float32)

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tinsmith.models.device import has_triton, upload
+from tinsmith.models.device import upload
+from tinsmith.models.dispatch import has_triton
 from tinsmith.sampling.randomness import uniforms
 from tinsmith.sampling.truncation import truncate
 

@@ -29,15 +29,14 @@ from torch import Tensor
 
 from tinsmith.config import ImagesConfig, SamplingConfig
 from tinsmith.errors import ConfigError, NotFoundError
-from tinsmith.models.attention import ATTENTION
-from tinsmith.models.base import BaseModel, use_attention
+from tinsmith.models.base import BaseModel
 from tinsmith.models.compiled_kernels import compile_ahead
-from tinsmith.models.device import has_triton
+from tinsmith.models.dispatch import MOST_ROWS, has_triton
 from tinsmith.models.families import positions
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, Segment, new_adapter
-from tinsmith.models.overlap import MOST_ROWS
+from tinsmith.models.network import ATTENTION, use_attention
 from tinsmith.models.pass_plan import PackedPlan, PassPlan
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef

@@ -10,7 +10,7 @@ Sums are of integers, so they are exact, in whatever order a device adds up: a s
 import torch
 from torch import Tensor
 
-from tinsmith.models.device import has_triton
+from tinsmith.models.dispatch import has_triton
 
 WEIGHT_BITS = 44
 """The likeliest token weighs 2**44: sums over a vocabulary of 2**18 tokens fit into 63 bits."""

@@ -19,7 +19,7 @@ from tinsmith.models.attention import varlen_attention
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.decoder import AttentionBlock, Decoder
 from tinsmith.models.device import Stopwatch, upload
-from tinsmith.models.lora import Adapter, Segment
+from tinsmith.models.lora import Adapter, AdapterForm, Segment
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.models.pass_memory import KEEP_ALL, PassMemory
 from tinsmith.models.pass_plan import PackedPlan
@@ -53,8 +53,7 @@ class PassKind(NamedTuple):
 
     tokens: int
     sequences: int
-    adapter: tuple[Any, ...]
-    """Names and shapes of its matrices."""
+    adapter: AdapterForm
 
 
 class Frame:
@@ -157,7 +156,7 @@ class CapturedPasses:
         """Bytes of it, which no other pass can use."""
         self.passes: OrderedDict[PassKind, CapturedPass] = OrderedDict()
         """The last one used last."""
-        self.frames: dict[tuple[Any, ...], Frame] = {}
+        self.frames: dict[AdapterForm, Frame] = {}
         self.seen = Counter[PassKind]()
         self.paused = 0
         """Passes that are not captured, because others needed the memory."""

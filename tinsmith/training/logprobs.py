@@ -24,10 +24,10 @@ from torch.nn.functional import linear
 
 from tinsmith.models.deterministic import stable_logits
 from tinsmith.models.device import upload
+from tinsmith.models.dispatch import with_kernel
 from tinsmith.models.full import Weights
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, Segment
-from tinsmith.models.with_kernel import with_kernel
 
 PIECE, GPU_PIECE = 2**24, 2**27
 """Logits that are turned into probabilities at a time; on a GPU more, so that few kernels do it."""

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tinsmith.errors import DeviceLostError, UserError
-from tinsmith.models.device import has_triton
+from tinsmith.models.dispatch import on_kernels
 from tinsmith.models.full import FullWeights, Weights, training_bytes
 from tinsmith.models.split_masters import SplitMasters
-from tinsmith.models.with_kernel import HALF
 from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.update_check import ENTRIES, Bounds, Factors, clip_scale, configure, require_finite_step
 
@@ -210,8 +209,7 @@ def _steps_in_kernels(weights: Weights) -> bool:
     """Whether `adamw_kernels` updates these weights."""
     if not isinstance(weights, FullWeights) or isinstance(weights.masters, SplitMasters):
         return False
-    leaf = weights.leaves()[0]
-    return leaf.is_cuda and leaf.dtype in HALF and has_triton()
+    return on_kernels(weights.leaves()[0])
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.distributed.joint_work import JointWork
-from tinsmith.models.delta_rule import Lengths, convolve_anew
+from tinsmith.models.delta_rule import convolve_anew
 from tinsmith.models.pass_plan import PackedPlan
 
 
@@ -226,7 +226,7 @@ class SlicedPlan:
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         history = weight.shape[1] - 1
         longer = self.slices.after_the_last(x, history)
-        return convolve_anew(longer, weight, Lengths((len(longer),)))[history:]
+        return convolve_anew(longer, weight, (len(longer),))[history:]
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         heads = value.shape[1]

@@ -26,9 +26,8 @@ from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Decoder, Layer
-from tinsmith.models.layer_tensors import tensors_of, with_tensors
 from tinsmith.models.machine import size_text
-from tinsmith.models.streamed_decoder import StreamedDecoder
+from tinsmith.models.streamed_decoder import StreamedDecoder, tensors_of, with_tensors
 
 ALIGNED = 64
 """Tensors begin at multiples of so many bytes, as those that are allocated do."""

@@ -22,7 +22,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Decoder, Layer
 from tinsmith.models.flat_row import FlatRow
 from tinsmith.models.full import FullBytes, FullWeights, sharded_full_bytes
-from tinsmith.models.layer_tensors import parameters_of
+from tinsmith.models.streamed_decoder import parameters_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.sharded_layers import ShardedDecoder, ShardedLayers

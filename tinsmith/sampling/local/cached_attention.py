@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tinsmith.models.attention import continued_attention
+from tinsmith.models.attention import flash_attention
 from tinsmith.models.device import upload
+from tinsmith.models.dispatch import half_on_gpu
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.stable_attention import stable_attention
-from tinsmith.models.with_kernel import HALF
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.sampling.prefix import BLOCK
@@ -106,7 +106,7 @@ def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, 
 
 def _continued(windows: list[tuple[int, Window]], device: torch.device, dtype: torch.dtype) -> "Sequence[ContinuedWindows | CachedGroup]":
     """Return the attention of windows that continue their sequences, each with its start in the row."""
-    if windows and device.type == "cuda" and dtype in HALF:
+    if windows and half_on_gpu(device, dtype):
         return [ContinuedWindows([start for start, _ in windows], [window for _, window in windows], device)]
     return [CachedGroup([start for start, _ in group], [window for _, window in group], device) for group in group_similar(windows)]
 
@@ -135,7 +135,7 @@ class ContinuedWindows:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
         """Attention of query [tokens of the windows, heads, head_dim] to keys and values as `gather` takes them."""
         k, v = self.gather(keys), self.gather(values)
-        return continued_attention(query, k, v, self.cu_query, self.cu_key, self.longest, scale, window)
+        return flash_attention(query, k, v, self.cu_query, self.cu_key, self.longest, scale, window)
 
 
 class CachedGroup:

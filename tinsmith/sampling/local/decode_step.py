@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.base import BaseModel, PackedRow
-from tinsmith.models.batched_lora import BatchedAdapters
+from tinsmith.models.batched_lora import BatchedAdapters, OneRow, is_one_row
 from tinsmith.models.decoder import Decoder
+from tinsmith.models.dispatch import on_paged_kernel
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import LM_HEAD
-from tinsmith.models.one_row import OneRow, is_one_row
 from tinsmith.models.packed_lora import Adapters, SegmentAdapters
 from tinsmith.models.stable_attention import stable_attention
 from tinsmith.rendering.packing import segments_of
@@ -40,7 +40,7 @@ from tinsmith.sampling.local.device_batch import (
     write_places,
 )
 from tinsmith.sampling.local.kv_cache import KVCache
-from tinsmith.sampling.local.paged_attention import gathered_bytes, has_kernel, paged_attention, store_and_attend
+from tinsmith.sampling.local.paged_attention import gathered_bytes, paged_attention, store_and_attend
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.training.logprobs import head_logits, head_lora
 
@@ -128,7 +128,7 @@ class DecodePlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         keys, values = self.cache.of_layer(layer)
-        if not self.stable and has_kernel(query):
+        if not self.stable and on_paged_kernel(query):
             ((_, table, lengths),) = self.groups
             return store_and_attend(query, key, value, keys, values, table, lengths, scale, window)
         self.cache.store(layer, self.places, key, value)

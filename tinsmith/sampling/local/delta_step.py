@@ -8,9 +8,8 @@ step that is computed again must begin with another state. Rows that nobody wait
 import torch
 from torch import Tensor
 
-from tinsmith.models.delta_rule import Lengths, convolve, gated_delta_rule
-from tinsmith.models.device import has_triton
-from tinsmith.models.with_kernel import HALF
+from tinsmith.models.delta_rule import convolve, gated_delta_rule
+from tinsmith.models.dispatch import HALF, has_triton
 
 
 def convolve_step(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> Tensor:
@@ -28,7 +27,7 @@ def convolve_step(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> T
 def convolve_step_reference(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> Tensor:
     """`convolve_step` in PyTorch."""
     index = slots.long()
-    out, after = convolve(x, weight, Lengths((1,) * len(x)), inputs.index_select(0, index))
+    out, after = convolve(x, weight, (1,) * len(x), inputs.index_select(0, index))
     inputs.index_copy_(0, index, after.to(inputs.dtype))
     return out
 
@@ -49,7 +48,7 @@ def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
 def delta_step_reference(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor) -> Tensor:
     """`delta_step` in PyTorch."""
     index = slots.long()
-    out, after = gated_delta_rule(query, key, value, decay, beta, Lengths((1,) * len(query)), memory.index_select(0, index))
+    out, after = gated_delta_rule(query, key, value, decay, beta, (1,) * len(query), memory.index_select(0, index))
     memory.index_copy_(0, index, after.to(memory.dtype))
     return out
 

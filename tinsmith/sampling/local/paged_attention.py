@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tinsmith.models.device import has_triton
-from tinsmith.models.with_kernel import HALF
+from tinsmith.models.dispatch import on_paged_kernel
 from tinsmith.sampling.local.kv_cache import blocks_for
 from tinsmith.sampling.prefix import BLOCK
 
@@ -24,7 +23,7 @@ def paged_attention(
     already. `window` is the number of last tokens that a row sees; None means all. A row of length 0 gets zeros. Blocks that are not a
     row's own, and places behind its length, may hold anything, NaN included, if the table's entries there name blocks that exist.
     """
-    if has_kernel(query):
+    if on_paged_kernel(query):
         from tinsmith.models.paged_kernels import paged_kernel
 
         return paged_kernel(query, keys, values, table, lengths, scale, window)
@@ -46,8 +45,8 @@ def store_and_attend(
 ) -> Tensor:
     """`paged_attention` by the kernel, which also stores key and value [rows, kv_heads, head_dim] of the newest token of each row.
 
-    `has_kernel` must say that there is one. No row may read the place where the newest token of another is stored. Several may be stored in
-    one place that nobody reads, as in the scratch block.
+    `on_paged_kernel` must say that there is one. No row may read the place where the newest token of another is stored. Several may be
+    stored in one place that nobody reads, as in the scratch block.
     """
     from tinsmith.models.paged_kernels import paged_kernel
 
@@ -79,10 +78,4 @@ def paged_reference(
 
 def gathered_bytes(keys: Tensor, rows: int, blocks: int) -> int:
     """Return the bytes of a call's copies of keys and values like `keys` [blocks, BLOCK, kv_heads, head_dim], `blocks` a row."""
-    return 0 if has_kernel(keys) else 2 * rows * blocks * keys[0].nbytes
-
-
-def has_kernel(x: Tensor) -> bool:
-    """Whether there is a kernel for queries or keys [..., head_dim] like these."""
-    half = x.is_cuda and x.dtype in HALF
-    return half and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and has_triton()
+    return 0 if on_paged_kernel(keys) else 2 * rows * blocks * keys[0].nbytes

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tinsmith.models.delta_rule import Lengths, convolve, gated_delta_rule
+from tinsmith.models.delta_rule import convolve, gated_delta_rule
 from tinsmith.models.device import reserve_zeros
 from tinsmith.sampling.local.cache_shape import CacheShape
 
@@ -118,7 +118,7 @@ class StateSteps:
         """The slot of each window's sequence [windows], no slot twice, and the tokens of each window."""
         self.states = states
         self.slots = slots
-        self.lengths = Lengths(tuple(lengths))
+        self.lengths = tuple(lengths)
         self.inputs: dict[int, Tensor] = {}
         """After the pass, by layer: [windows, taps - 1, channels]."""
         self.memory: dict[int, Tensor] = {}

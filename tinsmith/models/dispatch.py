@@ -1,0 +1,89 @@
+"""Decides where our Triton kernels run: on a GPU in half precision, if Triton is installed. Elsewhere PyTorch computes the same."""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+HALF = (torch.bfloat16, torch.float16)
+
+OLDEST_CUDA = 13
+"""Oldest CUDA version of PyTorch's build whose drivers can capture overlapping kernels in graphs; before CUDA 12.3 they cannot."""
+MOST_ROWS = 512
+"""Rows of a decoding step, at most. Kernels of more rows take so long that an early start gains nothing: passes of training and of prompts
+are computed in the plain order of the stream."""
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed: PyTorch's builds for CUDA bring it on Linux."""
+    return find_spec("triton") is not None
+
+
+def half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether numbers are in half precision on a GPU, which is what PyTorch's attention kernels and ours compute."""
+    return device.type == "cuda" and dtype in HALF
+
+
+def on_kernels(x: Tensor) -> bool:
+    """Whether our kernels compute tensors like x."""
+    return x.is_cuda and x.dtype in HALF and has_triton()
+
+
+def on_paged_kernel(x: Tensor) -> bool:
+    """Whether `models/paged_kernels.py` attends with queries or keys [..., head_dim] like x."""
+    return x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and on_kernels(x)
+
+
+def with_plain_rows(x: Tensor) -> Tensor:
+    """The tensor with the numbers of each row one behind the other; rows may lie anywhere."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class WithKernel(Generic[P, R]):
+    """A function whose first argument is a tensor, and the function of its name in a module of kernels."""
+
+    def __init__(self, function: Callable[P, R], kernels: str) -> None:
+        self.function = function
+        self.kernels = kernels
+        self.__doc__ = function.__doc__
+        self._kernel: Any = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        first = args[0]
+        if not (isinstance(first, Tensor) and on_kernels(first)):
+            return self.function(*args, **kwargs)
+        if self._kernel is None:
+            self._kernel = getattr(import_module(self.kernels), self.function.__name__)
+        result: R = self._kernel(*args, **kwargs)
+        return result
+
+
+def with_kernel(kernels: str) -> Callable[[Callable[P, R]], WithKernel[P, R]]:
+    """Decorator: run the function of this name in the module `kernels`, which is imported when it is first needed, where kernels run."""
+    return lambda function: WithKernel(function, kernels)
+
+
+def overlapping(device: torch.device, rows: int) -> dict[str, Any]:
+    """Options of a kernel that computes so many rows, and may start while the one before still runs (Hopper and later).
+
+    Launching a kernel and filling the GPU takes a microsecond or two: much, where hundreds of kernels take a few each. A kernel that
+    overlaps ("programmatic dependent launch") has the constant `OVERLAPS`, and calls `gdc_wait` until all that was launched before is done
+    and can be seen. Each of its programs waits before it writes, and before it reads what other kernels write. Before that it may read only
+    what nothing has written since the last kernel that began in the stream's order: the weights of a base model, but nothing computed now.
+    """
+    overlaps = rows <= MOST_ROWS and device.type == "cuda" and _can_overlap(device)
+    return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    version = torch.version.cuda  # None for AMD's GPUs, for which Triton has no such kernels
+    return version is not None and int(version.split(".")[0]) >= OLDEST_CUDA and torch.cuda.get_device_capability(device) >= (9, 0)
