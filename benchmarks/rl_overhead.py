@@ -11,9 +11,9 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import tinker
-from PIL.Image import Image
 from transformers import AutoTokenizer
 
 from benchmarks.servers import API_KEY
@@ -21,8 +21,8 @@ from benchmarks.timing import report
 from tests.bases import load, renderer
 from tests.rl.scripted import chunk_of
 from tests.running import serving
-from tinsmith.models.images import ImageInput
 from tinsmith.models.tiny import write_tiny_model
+from tinsmith.rendering.processor import LocalProcessor
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.datums import likelihood_datum
 from tinsmith.rl.env import Prompt
@@ -110,16 +110,10 @@ def measure(url: str, template: ChatTemplate) -> Costs:
 def processed(inputs: list[tinker.ModelInput], model: Path) -> float:
     """How often the server's renderer processes each image of the inputs, on average."""
     render = renderer(load(model))
-    own, seen = render.processor, []
-    assert own is not None
-
-    def counted(digest: bytes, image: Image) -> ImageInput:
-        seen.append(digest)
-        return own(digest, image)
-
-    render.processor = counted
-    for model_input in inputs:
-        render.render([chunk_of(chunk) for chunk in model_input.chunks])
+    with patch.object(LocalProcessor, "__call__", autospec=True, side_effect=LocalProcessor.__call__) as processing:
+        for model_input in inputs:
+            render.render([chunk_of(chunk) for chunk in model_input.chunks])
+    seen = [call.args[1] for call in processing.call_args_list]  # digests
     return len(seen) / len(set(seen))
 
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from PIL import Image
@@ -10,7 +11,7 @@ from PIL import Image
 from tests.bases import renderer
 from tests.rl.scripted import END, chunk_of, play
 from tinsmith.models.base import BaseModel
-from tinsmith.models.images import ImageInput
+from tinsmith.rendering.processor import LocalProcessor
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.datums import likelihood_datum
 from tinsmith.rl.env import user
@@ -56,16 +57,10 @@ def test_every_image_of_a_trajectory_is_processed_once(name: str, request: pytes
     red, blue, green = ([user(Image.new("RGB", (64, 32), color))] for color in ("red", "blue", "green"))
     made, policy = play(template, ["i</think>x" + END] * 3, [(blue, 0.0, False), (green, 0.0, False), ([], 1.0, True)], red)
     render = renderer(vision_base)
-    assert render.processor is not None
-    own, processed = render.processor, []
-
-    def counted(digest: bytes, image: Image.Image) -> ImageInput:
-        processed.append(digest)
-        return own(digest, image)
-
-    render.processor = counted
-    for model_input in [*policy.prompts, *(likelihood_datum(sample).model_input for sample in made.samples)]:
-        rendered = render.render([chunk_of(chunk) for chunk in model_input.chunks])
-        assert len(rendered.token_ids) == model_input.length
+    with patch.object(LocalProcessor, "__call__", autospec=True, side_effect=LocalProcessor.__call__) as processing:
+        for model_input in [*policy.prompts, *(likelihood_datum(sample).model_input for sample in made.samples)]:
+            rendered = render.render([chunk_of(chunk) for chunk in model_input.chunks])
+            assert len(rendered.token_ids) == model_input.length
+    processed = [call.args[1] for call in processing.call_args_list]  # digests
     assert len(processed) == len(set(processed)) == 3
     assert len(made.samples) == (3 if name == "thinking" else 1)
