@@ -19,11 +19,18 @@ from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession
 from tinsmith.store.store import Store
-from tinsmith.wire.checkpoint_requests import CreateFromCheckpointRequest, LoadWeightsAddress, SaveWeightsForSamplerRequest
 from tinsmith.wire.compression import unpacked_size
 from tinsmith.wire.forward_backward import receive
 from tinsmith.wire.json_body import MAX_SEQ_ID, parse_json
-from tinsmith.wire.training_requests import CreateModelRequest, GetInfoRequest, OperationKey, OptimizerConfig
+from tinsmith.wire.training_requests import (
+    CreateFromCheckpointRequest,
+    CreateModelRequest,
+    GetInfoRequest,
+    LoadWeightsAddress,
+    OperationKey,
+    OptimizerConfig,
+    SaveWeightsForSamplerRequest,
+)
 
 log = logging.getLogger(__name__)
 

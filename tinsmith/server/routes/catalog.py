@@ -1,16 +1,25 @@
-"""Routes that list, search and describe sessions, and put them into projects."""
+"""Routes that list, search and describe training runs, checkpoints and sessions, and put sessions into projects."""
 
 import time
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from tinsmith.server.body import read_body
-from tinsmith.server.descriptions import NO_PROJECT, OWNER, as_texts, describe_session, timestamp
-from tinsmith.server.hub import hub_of
+from tinsmith.server.descriptions import NO_PROJECT, OWNER, as_texts, describe_checkpoint, describe_run, describe_session, timestamp
+from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
-from tinsmith.store import session_catalog
-from tinsmith.store.catalog import Page
-from tinsmith.wire.catalog_requests import AssignProjectRequest, ScopeQuery, SearchSessionsRequest, SessionsQuery
+from tinsmith.store import catalog, session_catalog
+from tinsmith.store.records import TrainingRun
+from tinsmith.wire.catalog_requests import (
+    AssignProjectRequest,
+    CheckpointsQuery,
+    Query,
+    RunsQuery,
+    ScopeQuery,
+    SearchSessionsRequest,
+    SessionsQuery,
+)
 from tinsmith.wire.json_body import parse_json, parse_query
 
 router = APIRouter()
@@ -18,11 +27,56 @@ router = APIRouter()
 _MAX_BODY_BYTES = 64 * 1024
 
 
+@router.get("/training_runs")
+async def list_runs(request: Request) -> Response:
+    """A page of the runs, newest first."""
+    hub = hub_of(request)
+    asked = parse_query(RunsQuery, request.query_params)
+    page = catalog.Page(asked.limit, asked.offset)
+    runs, total = await hub.store.read(catalog.list_runs, page, asked.project_id)
+    return json_reply({"training_runs": [_describe(hub, run) for run in runs], "cursor": _cursor(page, total)})
+
+
+@router.get("/training_runs/{run_id}")
+async def get_run(request: Request, run_id: str) -> Response:
+    """One run."""
+    hub = hub_of(request)
+    parse_query(ScopeQuery, request.query_params)
+    return json_reply(_describe(hub, await hub.store.read(catalog.find_run, run_id)))
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+async def list_run_checkpoints(request: Request, run_id: str) -> Response:
+    """All checkpoints of one run, newest first."""
+    parse_query(Query, request.query_params)
+    found = await hub_of(request).store.read(catalog.list_run_checkpoints, run_id)
+    return json_reply({"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in found]})
+
+
+@router.get("/checkpoints")
+async def list_checkpoints(request: Request) -> Response:
+    """A page of the checkpoints of all runs, newest first."""
+    asked = parse_query(CheckpointsQuery, request.query_params)
+    page = catalog.Page(asked.limit, asked.offset)
+    found, total = await hub_of(request).store.read(catalog.list_checkpoints, page)
+    return json_reply({"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in found], "cursor": _cursor(page, total)})
+
+
+def _describe(hub: Hub, run: TrainingRun) -> dict[str, Any]:
+    return describe_run(run, hub.base_models.name_of(run.model.base_model))
+
+
+def _cursor(page: catalog.Page, total: int) -> dict[str, int]:
+    return {"offset": page.offset, "limit": page.limit, "total_count": total}
+
+
 @router.get("/sessions")
 async def list_sessions(request: Request) -> Response:
     """A page of session ids, newest first."""
     asked = parse_query(SessionsQuery, request.query_params)
-    return json_reply({"sessions": await hub_of(request).store.read(session_catalog.list_sessions, Page(asked.limit, asked.offset))})
+    return json_reply(
+        {"sessions": await hub_of(request).store.read(session_catalog.list_sessions, catalog.Page(asked.limit, asked.offset))}
+    )
 
 
 @router.get("/sessions/{session_id}")
