@@ -7,6 +7,7 @@ name must be one of this server's; an address of numbers cannot be made to point
 import ipaddress
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -58,15 +59,13 @@ class Origins:
 
 def _name_of(url: str) -> str:
     """The host's name, without port; empty if there is none."""
-    try:
+    with suppress(ValueError):
         return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
+    return ""
 
 
 def _is_address(name: str) -> bool:
-    try:
+    with suppress(ValueError):
         ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False

@@ -15,18 +15,20 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from tinsmith.config import RequestsConfig
-from tinsmith.errors import NotBuiltError, TinsmithError, UserError
+from tinsmith.errors import NotBuiltError, TinsmithError, UserError, located
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.compression import packed, unpacked
 from tinsmith.wire.inspection import Inspection, LimitError, RequestKey
-from tinsmith.wire.tensors import Array, to_dense
+from tinsmith.wire.tensors import Array, from_bytes, to_dense
 
 MAX_TENSOR_ELEMENTS = 2**26
 """Most elements that the tensors of one request may have together, once sparse ones are dense: 256 MiB in float32. A request of 5 MB, the
 largest that the SDK sends, has some 2**24."""
 
 IMAGE_FORMATS = ("png", "jpeg")
+
+_TOKEN = np.dtype("<i4")
 
 _REPLY_DTYPES = {
     np.dtype(np.float32): tinker_pb2.DTYPE_FLOAT32,
@@ -146,15 +148,13 @@ def decode_stored(payload: bytes, image_digests: Sequence[bytes] = ()) -> Forwar
     digests = iter(image_digests)
     data = []
     for index, datum in enumerate(message.data):
-        try:
+        with located(f"datum {index}"):
             decoded = Datum(
-                list(_decode_chunks(datum.model_input, digests)),
+                _decode_chunks(datum.model_input, digests),
                 _decode_tensors(datum.loss_fn_inputs, elements_left),
                 tuple(map(_decode_span, datum.model_input_spans)),
                 tuple(map(_decode_span, datum.loss_fn_input_spans)),
             )
-        except TinsmithError as error:
-            raise type(error)(f"datum {index}: {error}") from error
         elements_left -= sum(array.size for array in decoded.loss_fn_inputs.values())
         data.append(decoded)
     return ForwardBackwardRequest(message.model_id, message.seq_id, message.loss_fn, _decode_config(message), message.forward_only, data)
@@ -180,29 +180,23 @@ def _decode_config(message: tinker_pb2.ForwardBackwardRequest) -> dict[str, floa
     return config
 
 
-def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk], digests: Iterator[bytes]) -> Iterator[Chunk]:
+def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk], digests: Iterator[bytes]) -> list[Chunk]:
+    decoded = []
     for index, chunk in enumerate(chunks):
-        try:
-            yield _decode_chunk(chunk, digests)
-        except TinsmithError as error:
-            raise type(error)(f"chunk {index}: {error}") from error
+        with located(f"chunk {index}"):
+            decoded.append(_decode_chunk(chunk, digests))
+    return decoded
 
 
 def _decode_chunk(chunk: tinker_pb2.Chunk, digests: Iterator[bytes]) -> Chunk:
     kind = chunk.WhichOneof("chunk")
     if kind == "encoded_text":
-        return TextChunk(_decode_tokens(chunk.encoded_text.tokens))
+        return TextChunk(from_bytes(chunk.encoded_text.tokens, _TOKEN, "tokens"))
     if kind == "image":
         return _decode_image(chunk.image, next(digests, None))
     if kind == "dmel":
         raise NotBuiltError("audio (dmel) is not built yet; send text and images")
     raise UserError("the chunk is empty; send encoded_text or image")
-
-
-def _decode_tokens(data: bytes) -> NDArray[np.int32]:
-    if len(data) % 4:
-        raise UserError(f"tokens has {len(data)} bytes, which is not a multiple of 4 (int32)")
-    return np.frombuffer(data, dtype="<i4")
 
 
 def _decode_image(image: tinker_pb2.ImageChunk, sha256: bytes | None) -> ImageChunk:
@@ -227,10 +221,8 @@ def _decode_span(span: tinker_pb2.ProvenanceSpan) -> ProvenanceSpan:
 def _decode_tensors(tensors: Mapping[str, tinker_pb2.Tensor], max_elements: int) -> dict[str, Array]:
     decoded: dict[str, Array] = {}
     for name, tensor in tensors.items():
-        try:
+        with located(f"loss_fn_inputs[{name!r}]"):
             decoded[name] = to_dense(tensor, max_elements)
-        except UserError as error:
-            raise UserError(f"loss_fn_inputs[{name!r}]: {error}") from error
         max_elements -= decoded[name].size
     return decoded
 

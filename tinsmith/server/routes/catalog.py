@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.server.body import read_body
+from tinsmith.server.body import read_json
 from tinsmith.server.descriptions import NO_PROJECT, OWNER, as_texts, describe_checkpoint, describe_run, describe_session, timestamp
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
@@ -20,11 +20,9 @@ from tinsmith.wire.catalog_requests import (
     SearchSessionsRequest,
     SessionsQuery,
 )
-from tinsmith.wire.json_body import parse_json, parse_query
+from tinsmith.wire.json_body import parse_query
 
 router = APIRouter()
-
-_MAX_BODY_BYTES = 64 * 1024
 
 
 @router.get("/training_runs")
@@ -97,7 +95,7 @@ async def get_session(request: Request, session_id: str) -> Response:
 @router.put("/sessions/{session_id}/project")
 async def assign_project(request: Request, session_id: str) -> Response:
     """Put a session into a project. A project is only a name and need not be created first."""
-    asked = parse_json(AssignProjectRequest, await read_body(request, _MAX_BODY_BYTES))
+    asked = await read_json(request, AssignProjectRequest)
     await hub_of(request).store.write(session_catalog.assign_project, session_id, asked.project_id)
     return json_reply({})
 
@@ -105,7 +103,7 @@ async def assign_project(request: Request, session_id: str) -> Response:
 @router.post("/sessions/search")
 async def search_sessions(request: Request) -> Response:
     """A page of the sessions that match, newest first."""
-    asked = parse_json(SearchSessionsRequest, await read_body(request, _MAX_BODY_BYTES))
+    asked = await read_json(request, SearchSessionsRequest)
     if OWNER not in (asked.owner.owner_urns or [OWNER]):
         return json_reply({"sessions": []})
     # One more than asked for shows whether there is another page.

@@ -109,8 +109,7 @@ async def trace_export(request: Request, session_id: str) -> Response:
     """A URL of the session's trace, which is computed when it is fetched."""
     hub = hub_of(request)
     parse_query(Query, request.query_params)
-    if await hub.store.read(Store.session, session_id) is None:
-        raise NotFoundError(f"session {session_id!r} does not exist")
+    await hub.session(session_id)
     expires = int(time.time()) + hub.config.server.download_ttl_s
     signature = hub.signer.sign(expires, _TRACE, session_id)
     url = _url(request, f"trace/{quote(session_id)}", expires, signature)

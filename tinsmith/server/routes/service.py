@@ -8,9 +8,9 @@ from packaging.version import InvalidVersion, Version
 
 from tinsmith import __version__
 from tinsmith.errors import NotFoundError
-from tinsmith.server.body import drop_body, read_body
+from tinsmith.server.body import drop_body
 from tinsmith.server.descriptions import OWNER
-from tinsmith.server.hub import hub_of
+from tinsmith.server.hub import hub_of, operation_body
 from tinsmith.server.replies import GoneError, json_reply
 from tinsmith.store.store import Store
 from tinsmith.wire.json_body import parse_json
@@ -31,10 +31,6 @@ create a model from a checkpoint."""
 
 _TELEMETRY_BYTES = 8 * 2**20
 """Limit of a telemetry body, which is not parsed."""
-
-
-async def _body(request: Request) -> bytes:
-    return await read_body(request, hub_of(request).config.requests.max_json_kib * 1024, "max_json_kib")
 
 
 @router.get("/livez")
@@ -105,7 +101,7 @@ async def telemetry(request: Request) -> Response:
 @router.post("/create_session")
 async def create_session(request: Request) -> Response:
     """A new session. A client whose version does not work with this server is told so, and the SDK logs that as an error."""
-    description = parse_json(CreateSessionRequest, await _body(request))
+    description = parse_json(CreateSessionRequest, await operation_body(request))
     session_id = str(uuid.uuid4())
     hub = hub_of(request)
     await hub.store.write(Store.create_session, session_id, description.model_dump())
@@ -118,7 +114,7 @@ async def create_session(request: Request) -> Response:
 @router.post("/session_heartbeat")
 async def session_heartbeat(request: Request) -> Response:
     """A heartbeat of a session. 410 tells its client that the session has ended."""
-    heartbeat = parse_json(SessionHeartbeatRequest, await _body(request))
+    heartbeat = parse_json(SessionHeartbeatRequest, await operation_body(request))
     hub = hub_of(request)
     if not await hub.lifetimes.is_open(heartbeat.session_id):
         raise GoneError(f"session {heartbeat.session_id!r} is finished or does not exist")
@@ -130,12 +126,11 @@ async def session_heartbeat(request: Request) -> Response:
 async def finish_session(request: Request, session_id: str) -> Response:
     """End a session: its models are unloaded and its snapshots dropped. Ending it again changes nothing."""
     hub = hub_of(request)
-    ending = parse_json(FinishSessionRequest, await _body(request))
+    ending = parse_json(FinishSessionRequest, await operation_body(request))
+    await hub.session(session_id)
     if await hub.store.write(Store.finish_session, session_id, ending.reason.type, ending.detail):
         await hub.end_session(session_id, save=False)
         log.info("session %s is finished (%s)", session_id, ending.reason.type)
-    elif await hub.store.read(Store.session, session_id) is None:
-        raise NotFoundError(f"session {session_id!r} does not exist")
     return json_reply({})
 
 
