@@ -142,11 +142,7 @@ def _encoding(request: Request, media_type: str) -> str:
     return encoding
 
 
-async def _no_turn() -> None:
-    pass
-
-
-async def _received(request: Request, max_bytes: int, setting: str | None, turn: Callable[[], Awaitable[None]] = _no_turn) -> bytes:
+async def _received(request: Request, max_bytes: int, setting: str | None, turn: Callable[[], Awaitable[None]] | None = None) -> bytes:
     """The body as it was sent. What is beyond `_SMALL_BYTES` is read part by part, after `turn` each.
 
     BytesIO grows in place and gives out its own buffer; to join a list of parts would stop the loop while megabytes are copied.
@@ -156,6 +152,6 @@ async def _received(request: Request, max_bytes: int, setting: str | None, turn:
         received.write(part)
         if received.tell() > max_bytes:
             raise TooLargeError(f"the body is larger than {max_bytes} bytes{f' ({setting})' if setting else ''}; send smaller requests")
-        if received.tell() > _SMALL_BYTES:
+        if turn is not None and received.tell() > _SMALL_BYTES:
             await turn()  # until then the connection is not read from
     return received.getvalue()

@@ -44,7 +44,8 @@ class Origins:
     def _refusal(self, host: bytes | None, origin: bytes | None) -> str:
         """Return the reason why a request with these headers is refused; empty if it is served."""
         address = "" if host is None else host.decode("latin-1").lower()
-        if host is not None and not self._is_known(_name_of(f"//{address}")):
+        name = _name_of(f"//{address}")
+        if host is not None and name not in self.names and not _is_address(name):
             return f"Host {address[:300]!r} is not a name of this server; call it by its address, or allow it with --allowed-host"
         if origin is None:
             return ""
@@ -52,9 +53,6 @@ class Origins:
         if page.partition("://")[2] == address or _name_of(page) in self.allowed:
             return ""
         return f"Origin {page[:300]!r} is not this server: pages of other sites may not use it; allow their host with --allowed-host"
-
-    def _is_known(self, name: str) -> bool:
-        return name in self.names or _is_address(name)
 
 
 def _name_of(url: str) -> str:

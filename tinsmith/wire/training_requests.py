@@ -77,6 +77,13 @@ class OperationKey(TolerantModel):
     seq_id: SeqId
 
 
+class Operation(StrictModel):
+    """An operation on a model that exists, at its place in the model's sequence."""
+
+    model_id: Id
+    seq_id: SeqId
+
+
 class AdamParams(StrictModel):
     """Hyper-parameters of one AdamW step."""
 
@@ -90,11 +97,9 @@ class AdamParams(StrictModel):
     """Largest global norm of the gradient; 0 or less disables clipping."""
 
 
-class OptimStepRequest(StrictModel):
+class OptimStepRequest(Operation):
     """POST optim_step."""
 
-    model_id: Id
-    seq_id: SeqId
     adam_params: AdamParams
     type: Literal["optim_step"] = "optim_step"
 
@@ -106,11 +111,9 @@ class OptimStepRequest(StrictModel):
         return values
 
 
-class SaveWeightsRequest(StrictModel):
+class SaveWeightsRequest(Operation):
     """POST save_weights: a checkpoint that training can continue from."""
 
-    model_id: Id
-    seq_id: SeqId
     path: CheckpointName
     """Name of the checkpoint."""
     ttl_seconds: TtlSeconds | None = None
@@ -119,11 +122,9 @@ class SaveWeightsRequest(StrictModel):
     type: Literal["save_weights"] = "save_weights"
 
 
-class SaveWeightsForSamplerRequest(StrictModel):
+class SaveWeightsForSamplerRequest(Operation):
     """POST save_weights_for_sampler: a checkpoint named `path`, or a snapshot for the sampling session `sampling_session_seq_id`."""
 
-    model_id: Id
-    seq_id: SeqId
     sampling_session_seq_id: CountFromZero | None = None
     path: CheckpointName | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
@@ -143,11 +144,9 @@ class SaveWeightsForSamplerRequest(StrictModel):
         return self
 
 
-class SaveWeightsExternalRequest(StrictModel):
+class SaveWeightsExternalRequest(Operation):
     """POST save_weights_external: files that other tools load, to be downloaded."""
 
-    model_id: Id
-    seq_id: SeqId
     path: CheckpointName
     ttl_seconds: TtlSeconds | None = None
     age_encryption_recipients: Annotated[list[str], Field(min_length=1, max_length=10)] | None = None
@@ -155,11 +154,9 @@ class SaveWeightsExternalRequest(StrictModel):
     type: Literal["save_weights_external"] = "save_weights_external"
 
 
-class LoadWeightsRequest(StrictModel):
+class LoadWeightsRequest(Operation):
     """POST load_weights into a model that was just created."""
 
-    model_id: Id
-    seq_id: SeqId
     path: str
     """tinker:// path of a checkpoint for training."""
     optimizer: bool

@@ -41,9 +41,8 @@ async def external_weights_urls(request: Request, run_id: str, segment: str, nam
     expires = int(time.time()) + hub.config.server.download_ttl_s
     urls = {}
     for file in sizes:
-        signature = hub.signer.sign(expires, checkpoint.directory, file)
         place = f"download/{quote(run_id)}/{quote(name)}/{quote(file)}"
-        urls[file] = _url(request, place, expires, signature)
+        urls[file] = _signed_url(request, place, expires, checkpoint.directory, file)
     return json_reply({"urls": urls, "expires": timestamp(expires)})
 
 
@@ -111,8 +110,7 @@ async def trace_export(request: Request, session_id: str) -> Response:
     parse_query(Query, request.query_params)
     await hub.session(session_id)
     expires = int(time.time()) + hub.config.server.download_ttl_s
-    signature = hub.signer.sign(expires, _TRACE, session_id)
-    url = _url(request, f"trace/{quote(session_id)}", expires, signature)
+    url = _signed_url(request, f"trace/{quote(session_id)}", expires, _TRACE, session_id)
     return json_reply({"status": "ready", "url": url})
 
 
@@ -126,8 +124,9 @@ async def trace(request: Request, session_id: str) -> Response:
     return await asyncio.to_thread(lambda: json_reply(trace_of(operations)))
 
 
-def _url(request: Request, place: str, expires: int, signature: str) -> str:
+def _signed_url(request: Request, place: str, expires: int, *parts: str) -> str:
     """A URL with the host by which this client reaches the server, also through a proxy that keeps the Host header."""
+    signature = hub_of(request).signer.sign(expires, *parts)
     return f"{request.base_url}api/v1/{place}?expires={expires}&signature={signature}"
 
 
