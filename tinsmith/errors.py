@@ -3,8 +3,6 @@
 A message names the field, its value and what to do about it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from reprlib import Repr
 from typing import ClassVar, Literal
 
@@ -86,12 +84,3 @@ class StoreUnavailableError(TinsmithError):
 
 class EngineUnavailableError(TinsmithError):
     """The engine process is starting, restarting, or has ended (HTTP 503, or a failed future of category "server")."""
-
-
-@contextmanager
-def located(place: str) -> Iterator[None]:
-    """Put `place`, a part of the request, before the message of an error that is raised inside."""
-    try:
-        yield
-    except TinsmithError as error:
-        raise type(error)(f"{place}: {error}") from error

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from tinsmith.config import RequestsConfig
-from tinsmith.errors import NotBuiltError, TinsmithError, UserError, located
+from tinsmith.errors import NotBuiltError, TinsmithError, UserError
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.compression import packed, unpacked
@@ -148,13 +148,15 @@ def decode_stored(payload: bytes, image_digests: Sequence[bytes] = ()) -> Forwar
     digests = iter(image_digests)
     data = []
     for index, datum in enumerate(message.data):
-        with located(f"datum {index}"):
+        try:
             decoded = Datum(
-                _decode_chunks(datum.model_input, digests),
+                list(_decode_chunks(datum.model_input, digests)),
                 _decode_tensors(datum.loss_fn_inputs, elements_left),
                 tuple(map(_decode_span, datum.model_input_spans)),
                 tuple(map(_decode_span, datum.loss_fn_input_spans)),
             )
+        except TinsmithError as error:
+            raise type(error)(f"datum {index}: {error}") from error
         elements_left -= sum(array.size for array in decoded.loss_fn_inputs.values())
         data.append(decoded)
     return ForwardBackwardRequest(message.model_id, message.seq_id, message.loss_fn, _decode_config(message), message.forward_only, data)
@@ -180,12 +182,12 @@ def _decode_config(message: tinker_pb2.ForwardBackwardRequest) -> dict[str, floa
     return config
 
 
-def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk], digests: Iterator[bytes]) -> list[Chunk]:
-    decoded = []
+def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk], digests: Iterator[bytes]) -> Iterator[Chunk]:
     for index, chunk in enumerate(chunks):
-        with located(f"chunk {index}"):
-            decoded.append(_decode_chunk(chunk, digests))
-    return decoded
+        try:
+            yield _decode_chunk(chunk, digests)
+        except TinsmithError as error:
+            raise type(error)(f"chunk {index}: {error}") from error
 
 
 def _decode_chunk(chunk: tinker_pb2.Chunk, digests: Iterator[bytes]) -> Chunk:
@@ -221,8 +223,10 @@ def _decode_span(span: tinker_pb2.ProvenanceSpan) -> ProvenanceSpan:
 def _decode_tensors(tensors: Mapping[str, tinker_pb2.Tensor], max_elements: int) -> dict[str, Array]:
     decoded: dict[str, Array] = {}
     for name, tensor in tensors.items():
-        with located(f"loss_fn_inputs[{name!r}]"):
+        try:
             decoded[name] = to_dense(tensor, max_elements)
+        except UserError as error:
+            raise UserError(f"loss_fn_inputs[{name!r}]: {error}") from error
         max_elements -= decoded[name].size
     return decoded
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import FailFast, Field
 
-from tinsmith.errors import UserError, located, quoted
+from tinsmith.errors import UserError, quoted
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.json_body import StrictModel
 from tinsmith.wire.tensors import csr_rows
@@ -114,8 +114,10 @@ def parse_targets(body: TensorBody) -> TargetIds:
         return TargetIds(shape, np.repeat(np.arange(shape[0]), shape[1]), ids)
     crow = int64_array("target_prompt_logprobs.sparse_crow_indices", body.sparse_crow_indices)
     col = int64_array("target_prompt_logprobs.sparse_col_indices", body.sparse_col_indices)
-    with located("target_prompt_logprobs"):
+    try:
         return TargetIds(shape, csr_rows(crow, col, len(ids), shape), ids, crow, col)
+    except UserError as error:
+        raise UserError(f"target_prompt_logprobs: {error}") from error
 
 
 def int64_array(field: str, values: list[int]) -> NDArray[np.int64]:
