@@ -15,7 +15,7 @@ import tinker
 from tests.acceptance import sdk_session
 from tests.preloaded import REAL_PYTHON
 from tests.running import START_S, Server
-from tinsmith.server.sdk_versions import NEWEST, OLDEST
+from tinsmith.server.routes.service import NEWEST, OLDEST
 
 
 @pytest.fixture(scope="module")

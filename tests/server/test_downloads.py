@@ -14,7 +14,7 @@ import pytest
 
 from tests.server.serving import Served, refused, served
 from tinsmith.errors import ConfigError
-from tinsmith.server.ranges import wanted_bytes
+from tinsmith.server.routes.downloads import wanted_bytes
 from tinsmith.server.signatures import UrlSigner
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(range(256)) * 8192, "deep/a b%2F.bin": b"x", "empty": b""}

@@ -18,7 +18,6 @@ from tinker.types.save_weights_for_sampler_request import SaveWeightsForSamplerR
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest as SdkHeartbeat
 
 from tinsmith.errors import NotBuiltError, UserError
-from tinsmith.wire import checkpoint_requests as checkpoint
 from tinsmith.wire import service_requests as service
 from tinsmith.wire import training_requests as training
 from tinsmith.wire.json_body import parse_json
@@ -39,7 +38,7 @@ def sent(request: BaseModel) -> bytes:
         (training.GetInfoRequest, SdkGetInfo(model_id="m")),
         (service.RetrieveFutureRequest, SdkRetrieve(request_id="r", allow_metadata_only=True)),
         (training.CreateModelRequest, SdkCreateModel(session_id="s", model_seq_id=0, base_model="b", lora_config=LORA)),
-        (checkpoint.SaveWeightsForSamplerRequest, SdkSaveForSampler(model_id="m", seq_id=3, sampling_session_seq_id=0)),
+        (training.SaveWeightsForSamplerRequest, SdkSaveForSampler(model_id="m", seq_id=3, sampling_session_seq_id=0)),
         (service.CreateSamplingSessionRequest, SdkSamplingSession(session_id="s", sampling_session_seq_id=0, base_model="b")),
     ],
 )
@@ -88,15 +87,15 @@ NOTHING = {"rank": 8, "train_unembed": False, "train_mlp": False, "train_attn": 
         *((training.OperationKey, json.dumps({"model_id": "m", "seq_id": n}).encode(), "seq_id") for n in (0, 2**31, 2**70, "1", 1.5)),
         (training.OptimStepRequest, operation(optimizer_params={"type": "dimuon", "learning_rate": 1}), "not built"),
         (training.CreateModelRequest, creation(base_model="b", lora_config=NOTHING), "one of train_unembed"),
-        (checkpoint.SaveWeightsForSamplerRequest, operation(), "either path"),
-        (checkpoint.SaveWeightsForSamplerRequest, operation(path="a", sampling_session_seq_id=0), "either path"),
-        (checkpoint.SaveWeightsForSamplerRequest, operation(path="a", kind="inflight"), "a checkpoint never changes"),
-        (checkpoint.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, ttl_seconds=3600), "belong to a checkpoint"),
-        (checkpoint.SaveWeightsRequest, operation(path="a", ttl_seconds=3599), "ttl_seconds"),
-        (checkpoint.SaveWeightsRequest, operation(path="a", ttl_seconds=400_000_000), "ttl_seconds"),
-        (checkpoint.SaveWeightsRequest, operation(path="a\nb"), "cannot name a checkpoint"),
-        (checkpoint.LoadWeightsRequest, operation(path="a", optimizer=True, weights_access_token="t"), "weights_access_token"),
-        (checkpoint.CreateFromCheckpointRequest, creation(path="a", optimizer=True, optimizer_config=ADAMW), "cannot replace"),
+        (training.SaveWeightsForSamplerRequest, operation(), "either path"),
+        (training.SaveWeightsForSamplerRequest, operation(path="a", sampling_session_seq_id=0), "either path"),
+        (training.SaveWeightsForSamplerRequest, operation(path="a", kind="inflight"), "a checkpoint never changes"),
+        (training.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, ttl_seconds=3600), "belong to a checkpoint"),
+        (training.SaveWeightsRequest, operation(path="a", ttl_seconds=3599), "ttl_seconds"),
+        (training.SaveWeightsRequest, operation(path="a", ttl_seconds=400_000_000), "ttl_seconds"),
+        (training.SaveWeightsRequest, operation(path="a\nb"), "cannot name a checkpoint"),
+        (training.LoadWeightsRequest, operation(path="a", optimizer=True, weights_access_token="t"), "weights_access_token"),
+        (training.CreateFromCheckpointRequest, creation(path="a", optimizer=True, optimizer_config=ADAMW), "cannot replace"),
         (service.CreateSamplingSessionRequest, orjson.dumps({"session_id": "s", "sampling_session_seq_id": 0}), "is needed"),
     ],
 )
@@ -135,7 +134,7 @@ def test_of_a_body_that_is_wrong_in_many_places_not_all_are_described(wrong: byt
     assert cause.error_count() in (1, 1001)
 
 
-@pytest.mark.parametrize("module", [checkpoint, service, training])
+@pytest.mark.parametrize("module", [service, training])
 def test_no_request_takes_an_id_longer_than_any_that_was_given(module: ModuleType) -> None:
     """It is refused before anything is looked up or remembered."""
     models = [found for found in vars(module).values() if isinstance(found, type) and issubclass(found, BaseModel)]

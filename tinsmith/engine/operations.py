@@ -28,17 +28,19 @@ from tinsmith.protocol.work import (
 )
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, SESSION_END, Checkpoint, Command
-from tinsmith.wire.checkpoint_requests import (
+from tinsmith.wire.json_body import parse_json
+from tinsmith.wire.paths import CheckpointKind, CheckpointPath
+from tinsmith.wire.training_requests import (
+    OPERATIONS,
+    AdamParams,
     CreateFromCheckpointRequest,
+    CreateModelRequest,
     LoadWeightsRequest,
+    OptimStepRequest,
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from tinsmith.wire.json_body import parse_json
-from tinsmith.wire.operations import OPERATIONS
-from tinsmith.wire.paths import CheckpointKind, CheckpointPath
-from tinsmith.wire.training_requests import AdamParams, CreateModelRequest, OptimStepRequest
 
 log = logging.getLogger(__name__)
 

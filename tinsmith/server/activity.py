@@ -14,7 +14,6 @@ class Activity:
     """The reports of one engine."""
 
     def __init__(self) -> None:
-        """No report has come yet."""
         self._last: Status | None = None
         self._counts: deque[tuple[float, int, int]] = deque()
         """Monotonic time, and the tokens trained and sampled until then. Only the first entry is older than the window."""

@@ -6,7 +6,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.server.hub import Hub
 from tinsmith.server.origins import Origins
 from tinsmith.server.replies import add_error_replies
-from tinsmith.server.routes import checkpoints, cloud, downloads, futures, runs, sampling, service, sessions, status, training
+from tinsmith.server.routes import catalog, checkpoints, downloads, futures, sampling, service, training
 
 _PREFIX = "/api/v1"
 
@@ -18,7 +18,7 @@ def create_app(hub: Hub) -> FastAPI:
     app.add_middleware(Origins, listens_on=hub.config.server.host, allowed_hosts=hub.config.server.allowed_hosts)
     add_error_replies(app)
     # Routes are tried in order: those that every step and every sample takes come first.
-    for resource in (futures, training, sampling, service, sessions, runs, checkpoints, downloads, cloud, status):
+    for resource in (futures, training, sampling, service, catalog, checkpoints, downloads):
         app.include_router(resource.router, prefix=_PREFIX)
     app.add_api_route("/{path:path}", _not_built, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     return app

@@ -1,5 +1,6 @@
 """The base models that the engine serves, as it described them when it was ready."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ class BaseModels:
     """Base models by name. They stay known while the engine is restarted, because the next one serves the same."""
 
     def __init__(self) -> None:
-        """No model is known before the first engine is ready."""
         self._by_name: dict[str, ModelFacts] = {}
 
     def replace(self, models: list[dict[str, Any]]) -> None:
@@ -47,10 +47,9 @@ class BaseModels:
 
     def name_of(self, asked: str) -> str:
         """The configured name of the model that `asked` means; `asked` itself if that model is not served (any more)."""
-        try:
+        with suppress(NotFoundError):
             return find_base(asked, self._by_name)
-        except NotFoundError:
-            return asked
+        return asked
 
 
 def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:

@@ -13,6 +13,10 @@ from fastapi import Request
 from tinsmith.errors import UserError
 from tinsmith.server.parser_process import ParserProcess
 from tinsmith.wire.compression import TooLargeError, decompress, decompress_beginning, stated_size
+from tinsmith.wire.json_body import ModelT, parse_json
+
+_JSON_BYTES = 64 * 1024
+"""Limit of JSON bodies of a few fields."""
 
 _SMALL_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop: it takes milliseconds at worst."""
@@ -38,6 +42,11 @@ async def read_body(request: Request, max_bytes: int, setting: str | None = None
     encoding = _encoding(request, "application/json")
     body = await _received(request, max_bytes, setting)
     return body if encoding == "identity" else await asyncio.to_thread(decompress, body, max_bytes)
+
+
+async def read_json(request: Request, model_cls: type[ModelT]) -> ModelT:
+    """A JSON body of a few fields. Raises as `read_body` and `parse_json`."""
+    return parse_json(model_cls, await read_body(request, _JSON_BYTES))
 
 
 async def drop_body(request: Request, max_bytes: int) -> None:
@@ -105,10 +114,9 @@ def _small(body: bytes, encoding: str) -> bytes | None:
     size = stated_size(body)
     if size is None or size > _SMALL_BYTES:
         return None
-    try:
+    with contextlib.suppress(TooLargeError):  # it is larger than its first frame says
         return decompress(body, _SMALL_BYTES)
-    except TooLargeError:  # it is larger than its first frame says
-        return None
+    return None
 
 
 def _session_of(body: bytes, encoding: str) -> str:
@@ -134,11 +142,7 @@ def _encoding(request: Request, media_type: str) -> str:
     return encoding
 
 
-async def _no_turn() -> None:
-    pass
-
-
-async def _received(request: Request, max_bytes: int, setting: str | None, turn: Callable[[], Awaitable[None]] = _no_turn) -> bytes:
+async def _received(request: Request, max_bytes: int, setting: str | None, turn: Callable[[], Awaitable[None]] | None = None) -> bytes:
     """The body as it was sent. What is beyond `_SMALL_BYTES` is read part by part, after `turn` each.
 
     BytesIO grows in place and gives out its own buffer; to join a list of parts would stop the loop while megabytes are copied.
@@ -148,6 +152,6 @@ async def _received(request: Request, max_bytes: int, setting: str | None, turn:
         received.write(part)
         if received.tell() > max_bytes:
             raise TooLargeError(f"the body is larger than {max_bytes} bytes{f' ({setting})' if setting else ''}; send smaller requests")
-        if received.tell() > _SMALL_BYTES:
+        if turn is not None and received.tell() > _SMALL_BYTES:
             await turn()  # until then the connection is not read from
     return received.getvalue()

@@ -19,6 +19,7 @@ from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, Ready, Recovering, Saving, Shutdown, Starting
 from tinsmith.server.start_progress import StartProgress
+from tinsmith.server.waiters import set_within
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +95,9 @@ class EngineProcess:
         ever_ready = False
         while True:
             while not await self._gave_up(happened):
-                if await self._stopped_within(_DATABASE_RETRY_S):
+                if await set_within(self._stop, _DATABASE_RETRY_S):
                     return
-            if await self._stopped_within(delay_s):
+            if await set_within(self._stop, delay_s):
                 return
             exit_code, was_ready = await self._run_once()
             if self._stop.is_set():
@@ -116,14 +117,6 @@ class EngineProcess:
         except StoreUnavailableError as error:
             self.reason = f"{happened}; the engine is not started: {error}"
             log.warning(self.reason)
-            return False
-        return True
-
-    async def _stopped_within(self, delay_s: float) -> bool:
-        try:
-            async with asyncio.timeout(delay_s):
-                await self._stop.wait()
-        except TimeoutError:
             return False
         return True
 
@@ -162,9 +155,7 @@ class EngineProcess:
             process.kill()
         exit_code = await exited
         self.state, self.reason, self.busy_s = "down", f"the engine process has ended ({exit_text(exit_code)})", 0.0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
-                await self._bye.wait()
+        await set_within(self._bye, LAST_WORDS_S)
         return exit_code
 
     async def _read(self, link: ServerLink) -> None:

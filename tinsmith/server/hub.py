@@ -12,7 +12,7 @@ from tinsmith.protocol.serving import Done, EndSession, Ready, Recovering, Sampl
 from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels
-from tinsmith.server.body import LargeBodies
+from tinsmith.server.body import LargeBodies, read_body
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.lifetimes import Lifetimes
 from tinsmith.server.queued_operations import QueuedOperations
@@ -24,7 +24,7 @@ from tinsmith.server.sampling_sessions import SamplingSessions
 from tinsmith.server.signatures import UrlSigner
 from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.records import Outcome
+from tinsmith.store.records import Model, Outcome, Session
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.store.store import Store
 
@@ -125,19 +125,29 @@ class Hub:
             await self.engine.notify(EndSession(session_id, save))
             self._ended.pop(session_id, None)
 
-    async def require_open_session(self, session_id: str) -> None:
-        """Raise NotFoundError for an unknown session, UserError for a finished one."""
+    async def session(self, session_id: str) -> Session:
+        """The session. Raises NotFoundError if it was never created."""
         session = await self.store.read(Store.session, session_id)
         if session is None:
             raise NotFoundError(f"session {session_id!r} does not exist")
-        if session.finished_at is not None:
+        return session
+
+    async def model(self, model_id: str) -> Model:
+        """The model. Raises NotFoundError if it was never created."""
+        model = await self.store.read(Store.model, model_id)
+        if model is None:
+            raise NotFoundError(f"model {model_id!r} does not exist")
+        return model
+
+    async def require_open_session(self, session_id: str) -> None:
+        """Raise as `session`, and UserError for one that is finished."""
+        if (await self.session(session_id)).finished_at is not None:
             raise UserError(f"session {session_id} is finished; create a new one")
 
     async def require_model(self, model_id: str) -> None:
-        """Raise NotFoundError for a model that was never created. One that trains is looked up once."""
+        """Raise as `model`. One that trains is looked up once."""
         if model_id not in self._known_models:
-            if await self.store.read(Store.model, model_id) is None:
-                raise NotFoundError(f"model {model_id!r} does not exist")
+            await self.model(model_id)
             self._known_models[model_id] = True
 
 
@@ -155,3 +165,8 @@ def hub_of(request: Request) -> Hub:
     """The hub of the server that got this request."""
     hub: Hub = request.app.state.hub
     return hub
+
+
+async def operation_body(request: Request) -> bytes:
+    """A JSON body up to `max_json_kib`. Raises as `read_body`."""
+    return await read_body(request, hub_of(request).config.requests.max_json_kib * 1024, "max_json_kib")

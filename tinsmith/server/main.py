@@ -61,7 +61,12 @@ def _run(config: Config, until_ready: bool) -> None:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
     _allow_open_files()
     data_dir = Path(config.data_dir)
-    with listening(config) as listener, contextlib.closing(_open_store(config)) as store, only_user(data_dir) as alone:
+    keep_bytes = config.server.kept_operations_mib * 2**20
+    with (
+        listening(config) as listener,
+        contextlib.closing(Store.open(data_dir, keep_bytes=keep_bytes)) as store,
+        only_user(data_dir) as alone,
+    ):
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         store.check()
@@ -69,10 +74,6 @@ def _run(config: Config, until_ready: bool) -> None:
         signals = uvloop.run(_serve(config, listener, store, data_dir, until_ready))
     if len(signals) > 1 or (signals and until_ready):
         raise SystemExit(128 + signals[-1])
-
-
-def _open_store(config: Config) -> Store:
-    return Store.open(Path(config.data_dir), keep_bytes=config.server.kept_operations_mib * 2**20)
 
 
 def _allow_open_files() -> None:

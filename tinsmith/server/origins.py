@@ -7,6 +7,7 @@ name must be one of this server's; an address of numbers cannot be made to point
 import ipaddress
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -43,7 +44,8 @@ class Origins:
     def _refusal(self, host: bytes | None, origin: bytes | None) -> str:
         """Return the reason why a request with these headers is refused; empty if it is served."""
         address = "" if host is None else host.decode("latin-1").lower()
-        if host is not None and not self._is_known(_name_of(f"//{address}")):
+        name = _name_of(f"//{address}")
+        if host is not None and name not in self.names and not _is_address(name):
             return f"Host {address[:300]!r} is not a name of this server; call it by its address, or allow it with --allowed-host"
         if origin is None:
             return ""
@@ -52,21 +54,16 @@ class Origins:
             return ""
         return f"Origin {page[:300]!r} is not this server: pages of other sites may not use it; allow their host with --allowed-host"
 
-    def _is_known(self, name: str) -> bool:
-        return name in self.names or _is_address(name)
-
 
 def _name_of(url: str) -> str:
     """The host's name, without port; empty if there is none."""
-    try:
+    with suppress(ValueError):
         return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
+    return ""
 
 
 def _is_address(name: str) -> bool:
-    try:
+    with suppress(ValueError):
         ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False

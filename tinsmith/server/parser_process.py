@@ -7,6 +7,7 @@ is started again if it dies itself.
 """
 
 import asyncio
+import contextlib
 import importlib
 import io
 import logging
@@ -201,15 +202,13 @@ def main() -> None:
     os.nice(_NICE)
     for module in _NEEDED:
         importlib.import_module(module)
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
+    # Suppressed: the server has closed the socket, or is gone.
+    with socket.socket(fileno=int(sys.argv[1])) as connection, contextlib.suppress(EOFError, OSError):
         while True:
-            try:
-                job_bytes, body_bytes = _SIZES.unpack(_receive(connection, _SIZES.size))
-                answer = _answer(_receive(connection, job_bytes), bytes(_receive(connection, body_bytes)))
-                connection.sendall(_SIZE.pack(len(answer)))
-                connection.sendall(answer)
-            except (EOFError, OSError):
-                return  # the server has closed the socket, or is gone
+            job_bytes, body_bytes = _SIZES.unpack(_receive(connection, _SIZES.size))
+            answer = _answer(_receive(connection, job_bytes), bytes(_receive(connection, body_bytes)))
+            connection.sendall(_SIZE.pack(len(answer)))
+            connection.sendall(answer)
 
 
 if __name__ == "__main__":

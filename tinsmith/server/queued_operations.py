@@ -15,7 +15,6 @@ from tinsmith.store import ids
 
 log = logging.getLogger(__name__)
 
-
 _KNOWN_MODELS = 4096
 """The number of models whose last ended operation is remembered."""
 
@@ -24,7 +23,6 @@ class QueuedOperations:
     """Bytes of payloads and images by request id. In memory only, since a server that starts has no queued operations."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Nothing is queued."""
         self._limits = config.max_queued_mib * 2**20, config.max_queued_session_mib * 2**20
         self._sizes: dict[str, int] = {}
         self._of_session: Counter[str] = Counter()

@@ -5,6 +5,8 @@ no client goes on waiting when the whole machine is down.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,8 @@ class SampleJournal:
         """The client has seen how this sample ended, or will never ask."""
         if request_id in self.waiting:
             del self.waiting[request_id]
-            try:
+            with self._warning(f"the end of sample {request_id} is not noted"):  # a later server may ask its client to send it again
                 self._file.append({"seen": request_id})
-            except OSError as error:  # the client has its answer, and a later server may ask it to send the sample again
-                log.warning("%s: the end of sample %s is not noted: %s", self._path, request_id, error)
             self._shorten()
 
     def _read(self) -> None:
@@ -86,10 +86,15 @@ class SampleJournal:
 
     def _shorten(self) -> None:
         if self._file.size > 2 * self._file.rewritten_size + _SPARE_BYTES:
-            try:
+            with self._warning("it is not shortened"):
                 self._file.rewrite(self._records())
-            except OSError as error:
-                log.warning("%s is not shortened: %s", self._path, error)
+
+    @contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            log.warning("%s: %s: %s", self._path, what, error)
 
 
 def _is_sample(request_id: str) -> bool:

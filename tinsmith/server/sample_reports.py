@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tinsmith.server.sample_journal import SampleJournal
+from tinsmith.server.waiters import set_within
 from tinsmith.store import ids
 
 Client = tuple[str, int]
@@ -112,11 +113,7 @@ class SampleReports:
             self._journal.strike(box.reports.popleft().request_id)
         if not box.reports and timeout_s > 0:
             box.filled.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await box.filled.wait()
-            except TimeoutError:
-                return []
+            await set_within(box.filled, timeout_s)
         return list(box.reports)
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import secrets
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import itsdangerous
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.replies import ForbiddenError
+from tinsmith.store.sync import sync
 
 _FILE_NAME = "signing.key"
 _KEY_BYTES = 32
@@ -49,9 +49,7 @@ def _write_privately(path: Path, content: bytes) -> None:
     """Write a file that only its owner can read, whole or not at all."""
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
+    temporary.touch(0o600, exist_ok=False)
+    temporary.write_bytes(content)
+    sync(temporary)
     temporary.rename(path)

@@ -8,17 +8,24 @@ there.
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
 Ended = TypeVar("Ended")
+
+
+async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait up to `timeout_s` seconds for an event; returns whether it is set."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()
 
 
 class Waiters(Generic[Ended]):
     """All polls that wait now, and the requests that are known to run, for which the store need not be read."""
 
     def __init__(self) -> None:
-        """No poll waits yet."""
         self._polls: defaultdict[str, set[asyncio.Future[Ended | None]]] = defaultdict(set)
         self._running: set[str] = set()
         self._closed = False

@@ -4,8 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
-from tinsmith.wire.checkpoint_requests import TtlSeconds
 from tinsmith.wire.json_body import CountFromZero, StrictModel
+from tinsmith.wire.training_requests import TtlSeconds
 
 _Limit = Annotated[int, Field(ge=1, le=1000)]
 _Text = Annotated[str, Field(min_length=1)]

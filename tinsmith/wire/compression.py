@@ -3,6 +3,9 @@
 Bodies are decompressed up to a limit, and the sizes that their frames state are not trusted. What is large is stored compressed, by us.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import zstandard
 
 from tinsmith.errors import TinsmithError, UserError
@@ -40,13 +43,19 @@ def stated_size(data: bytes) -> int | None:
     return None if size < 0 else size
 
 
-def decompress_beginning(data: bytes, max_bytes: int) -> bytes:
-    """Up to `max_bytes` of what the first frame of `data` expands to. Raises UserError for broken data."""
+@contextmanager
+def _refusing_broken() -> Iterator[None]:
     try:
-        with zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(data[:_MAX_BLOCK_BYTES]) as reader:
-            return reader.read(max_bytes)
+        yield
     except zstandard.ZstdError as error:
         raise UserError(f"the body is not valid zstd: {error}") from error
+
+
+def decompress_beginning(data: bytes, max_bytes: int) -> bytes:
+    """Up to `max_bytes` of what the first frame of `data` expands to. Raises UserError for broken data."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+    with _refusing_broken(), decompressor.stream_reader(data[:_MAX_BLOCK_BYTES]) as reader:
+        return reader.read(max_bytes)
 
 
 def decompress(data: bytes, max_bytes: int) -> bytes:
@@ -55,20 +64,18 @@ def decompress(data: bytes, max_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     frame = decompressor.decompressobj()
-    for start in range(0, len(data), _SLICE_BYTES):
-        rest = data[start : start + _SLICE_BYTES]
-        while rest:
-            if frame.eof:
-                frame = decompressor.decompressobj()
-            try:
+    with _refusing_broken():
+        for start in range(0, len(data), _SLICE_BYTES):
+            rest = data[start : start + _SLICE_BYTES]
+            while rest:
+                if frame.eof:
+                    frame = decompressor.decompressobj()
                 part = frame.decompress(rest)
-            except zstandard.ZstdError as error:
-                raise UserError(f"the body is not valid zstd: {error}") from error
-            rest = frame.unused_data if frame.eof else b""
-            size += len(part)
-            if size > max_bytes:
-                raise TooLargeError(f"the body is larger than {max_bytes} bytes after decompression; send smaller requests")
-            parts.append(part)
+                rest = frame.unused_data if frame.eof else b""
+                size += len(part)
+                if size > max_bytes:
+                    raise TooLargeError(f"the body is larger than {max_bytes} bytes after decompression; send smaller requests")
+                parts.append(part)
     if data and not frame.eof:
         raise UserError("the zstd body ends in the middle of a frame")
     return b"".join(parts)

@@ -20,13 +20,15 @@ from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.compression import packed, unpacked
 from tinsmith.wire.inspection import Inspection, LimitError, RequestKey
-from tinsmith.wire.tensors import Array, to_dense
+from tinsmith.wire.tensors import Array, from_bytes, to_dense
 
 MAX_TENSOR_ELEMENTS = 2**26
 """Most elements that the tensors of one request may have together, once sparse ones are dense: 256 MiB in float32. A request of 5 MB, the
 largest that the SDK sends, has some 2**24."""
 
 IMAGE_FORMATS = ("png", "jpeg")
+
+_TOKEN = np.dtype("<i4")
 
 _REPLY_DTYPES = {
     np.dtype(np.float32): tinker_pb2.DTYPE_FLOAT32,
@@ -191,18 +193,12 @@ def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk], digests: Iterator[bytes])
 def _decode_chunk(chunk: tinker_pb2.Chunk, digests: Iterator[bytes]) -> Chunk:
     kind = chunk.WhichOneof("chunk")
     if kind == "encoded_text":
-        return TextChunk(_decode_tokens(chunk.encoded_text.tokens))
+        return TextChunk(from_bytes(chunk.encoded_text.tokens, _TOKEN, "tokens"))
     if kind == "image":
         return _decode_image(chunk.image, next(digests, None))
     if kind == "dmel":
         raise NotBuiltError("audio (dmel) is not built yet; send text and images")
     raise UserError("the chunk is empty; send encoded_text or image")
-
-
-def _decode_tokens(data: bytes) -> NDArray[np.int32]:
-    if len(data) % 4:
-        raise UserError(f"tokens has {len(data)} bytes, which is not a multiple of 4 (int32)")
-    return np.frombuffer(data, dtype="<i4")
 
 
 def _decode_image(image: tinker_pb2.ImageChunk, sha256: bytes | None) -> ImageChunk:

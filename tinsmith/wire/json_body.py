@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -57,18 +58,22 @@ class TolerantModel(BaseModel):
 
 def parse_json(model_cls: type[ModelT], body: bytes) -> ModelT:
     """The body as `model_cls`. Raises UserError naming the first wrong field and its value, NotBuiltError for parts not built."""
-    try:
+    with _explaining("body"):
         return model_cls.model_validate_json(body)
-    except ValidationError as error:
-        raise _explained(error, "body") from error
 
 
 def parse_query(model_cls: type[ModelT], values: Mapping[str, str]) -> ModelT:
     """A query string as `model_cls`. Raises UserError naming the first wrong parameter and its value."""
-    try:
+    with _explaining("query"):
         return model_cls.model_validate(values)
+
+
+@contextmanager
+def _explaining(whole: str) -> Iterator[None]:
+    try:
+        yield
     except ValidationError as error:
-        raise _explained(error, "query") from error
+        raise _explained(error, whole) from error
 
 
 def _explained(error: ValidationError, whole: str) -> UserError:

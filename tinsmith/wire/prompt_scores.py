@@ -103,7 +103,7 @@ def parse_targets(body: TensorBody) -> TargetIds:
     if body.shape is None or len(body.shape) != 2 or min(body.shape) < 0 or max(body.shape) >= 2**31:
         raise UserError(f"target_prompt_logprobs.shape must be [prompt length - 1, K], got {quoted(body.shape)}")
     shape = body.shape[0], body.shape[1]
-    ids = _int64("data", body.data)
+    ids = int64_array("target_prompt_logprobs.data", body.data)
     if len(ids) > MAX_CELLS:
         raise UserError(f"target_prompt_logprobs has {len(ids)} ids; at most {MAX_CELLS} can be scored at once")
     if body.sparse_crow_indices is None or body.sparse_col_indices is None:
@@ -112,18 +112,20 @@ def parse_targets(body: TensorBody) -> TargetIds:
                 f"target_prompt_logprobs of shape {body.shape} has {len(ids)} ids; send all of them, or all indices of a CSR matrix"
             )
         return TargetIds(shape, np.repeat(np.arange(shape[0]), shape[1]), ids)
-    crow, col = _int64("sparse_crow_indices", body.sparse_crow_indices), _int64("sparse_col_indices", body.sparse_col_indices)
+    crow = int64_array("target_prompt_logprobs.sparse_crow_indices", body.sparse_crow_indices)
+    col = int64_array("target_prompt_logprobs.sparse_col_indices", body.sparse_col_indices)
     try:
         return TargetIds(shape, csr_rows(crow, col, len(ids), shape), ids, crow, col)
     except UserError as error:
         raise UserError(f"target_prompt_logprobs: {error}") from error
 
 
-def _int64(name: str, values: list[int]) -> NDArray[np.int64]:
+def int64_array(field: str, values: list[int]) -> NDArray[np.int64]:
+    """The numbers of a field of the body. Raises UserError if one does not fit."""
     try:
         return np.array(values, dtype=np.int64)
     except OverflowError as error:
-        raise UserError(f"target_prompt_logprobs.{name} holds a number of more than 64 bits") from error
+        raise UserError(f"{field} holds a number of more than 64 bits") from error
 
 
 @dataclass(frozen=True, eq=False)

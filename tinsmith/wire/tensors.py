@@ -42,7 +42,7 @@ def to_dense(tensor: tinker_pb2.Tensor, max_elements: int) -> Array:
         raise UserError("the tensor holds neither dense nor sparse_csr data")
     if encoding == "sparse_csr":
         return _from_csr(tensor.sparse_csr, dtype, _checked_shape(tensor, max_elements))
-    values = _from_bytes(tensor.dense, dtype, "dense")
+    values = from_bytes(tensor.dense, dtype, "dense")
     shape = _checked_shape(tensor, max_elements) if tensor.shape else (len(values),)
     if math.prod(shape) != len(values):
         raise UserError(f"shape {list(shape)} needs {math.prod(shape)} values, but there are {len(values)}")
@@ -62,7 +62,8 @@ def _checked_shape(tensor: tinker_pb2.Tensor, max_elements: int) -> tuple[int, .
     return shape
 
 
-def _from_bytes(data: bytes, dtype: np.dtype[Any], name: str) -> NDArray[Any]:
+def from_bytes(data: bytes, dtype: np.dtype[Any], name: str) -> NDArray[Any]:
+    """The numbers in `data`, the field `name`. Raises UserError if the last is cut off."""
     if len(data) % dtype.itemsize:
         raise UserError(f"{name} has {len(data)} bytes, which is not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype=dtype)
@@ -74,9 +75,9 @@ def _from_csr(csr: tinker_pb2.SparseCsr, dtype: np.dtype[Any], shape: tuple[int,
     rows, columns = shape
     if columns > MAX_COLUMNS:
         raise UserError(f"shape {list(shape)} has {columns} columns; a CSR tensor may have up to {MAX_COLUMNS}: send fewer a position")
-    values = _from_bytes(csr.values, dtype, "values")
-    crow = _from_bytes(csr.crow_indices, _INDEX, "crow_indices")
-    col = _from_bytes(csr.col_indices, _INDEX, "col_indices")
+    values = from_bytes(csr.values, dtype, "values")
+    crow = from_bytes(csr.crow_indices, _INDEX, "crow_indices")
+    col = from_bytes(csr.col_indices, _INDEX, "col_indices")
     row = csr_rows(crow, col, len(values), (rows, columns))
     dense: Array = np.zeros(shape, dtype=dtype)
     dense[row, col] = values

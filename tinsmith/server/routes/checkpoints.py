@@ -6,14 +6,13 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import UserError
 from tinsmith.protocol.serving import ForgetCheckpoint
-from tinsmith.server.body import read_body
+from tinsmith.server.body import read_json
 from tinsmith.server.descriptions import describe_weights
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
 from tinsmith.store import catalog
 from tinsmith.store.store import Store
 from tinsmith.wire.catalog_requests import CopyWeightsRequest, TtlRequest, WeightsInfoRequest
-from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.paths import parse_path
 from tinsmith.wire.service_requests import CreateSessionRequest
 
@@ -21,7 +20,6 @@ router = APIRouter()
 
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{segment}/{name}"
 """The path of a checkpoint's routes. The checkpoint's id has two segments, such as weights/NAME."""
-_MAX_BODY_BYTES = 64 * 1024
 _COPIES = uuid.UUID("6a2f0c1e-94d5-4d0b-8e52-0f3f7d1c9b27")
 """UUID namespace of the sessions that hold copies."""
 
@@ -58,7 +56,7 @@ async def unpublish(request: Request, run_id: str, segment: str, name: str) -> R
 async def set_ttl(request: Request, run_id: str, segment: str, name: str) -> Response:
     """Let a checkpoint expire so many seconds from now, or never."""
     hub, path = hub_of(request), path_of(run_id, segment, name)
-    asked = parse_json(TtlRequest, await read_body(request, _MAX_BODY_BYTES))
+    asked = await read_json(request, TtlRequest)
     await hub.store.write(catalog.set_checkpoint_ttl, path, asked.ttl_seconds)
     await hub.engine.notify(ForgetCheckpoint(path))
     return json_reply({})
@@ -67,7 +65,7 @@ async def set_ttl(request: Request, run_id: str, segment: str, name: str) -> Res
 @router.post("/weights_info")
 async def weights_info(request: Request) -> Response:
     """Describe a checkpoint for a client that wants to load it."""
-    asked = parse_json(WeightsInfoRequest, await read_body(request, _MAX_BODY_BYTES))
+    asked = await read_json(request, WeightsInfoRequest)
     return json_reply(describe_weights(await hub_of(request).store.read(Store.require_checkpoint, asked.tinker_path)))
 
 
@@ -75,7 +73,7 @@ async def weights_info(request: Request) -> Response:
 async def copy_weights(request: Request) -> Response:
     """Copy a checkpoint: a second one with the same files, in a run of its own that cannot be trained."""
     hub = hub_of(request)
-    asked = parse_json(CopyWeightsRequest, await read_body(request, _MAX_BODY_BYTES))
+    asked = await read_json(request, CopyWeightsRequest)
     if request.headers.get("x-tinker-weights-access-token"):
         raise UserError("weights_access_token names another account, and this server has none; leave it out")
     session_id, model_seq_id = asked.session_id, asked.model_seq_id

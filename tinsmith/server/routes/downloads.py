@@ -5,7 +5,10 @@ name.
 """
 
 import asyncio
+import re
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
@@ -14,12 +17,10 @@ from starlette.responses import StreamingResponse
 from tinsmith.errors import NotBuiltError, NotFoundError
 from tinsmith.server.descriptions import timestamp
 from tinsmith.server.hub import Hub, hub_of
-from tinsmith.server.ranges import wanted_bytes
 from tinsmith.server.replies import json_reply
 from tinsmith.server.routes.checkpoints import CHECKPOINT, path_of
-from tinsmith.server.trace import trace_of
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.session_catalog import session_operations
+from tinsmith.store.session_catalog import LoggedOperation, session_operations
 from tinsmith.store.store import Store
 from tinsmith.wire.catalog_requests import DownloadQuery, Query
 from tinsmith.wire.json_body import parse_query
@@ -27,6 +28,7 @@ from tinsmith.wire.json_body import parse_query
 router = APIRouter()
 
 _TRACE = "trace"
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.IGNORECASE)
 
 
 @router.get(f"{CHECKPOINT}/external_weights_urls")
@@ -39,9 +41,8 @@ async def external_weights_urls(request: Request, run_id: str, segment: str, nam
     expires = int(time.time()) + hub.config.server.download_ttl_s
     urls = {}
     for file in sizes:
-        signature = hub.signer.sign(expires, checkpoint.directory, file)
         place = f"download/{quote(run_id)}/{quote(name)}/{quote(file)}"
-        urls[file] = _url(request, place, expires, signature)
+        urls[file] = _signed_url(request, place, expires, checkpoint.directory, file)
     return json_reply({"urls": urls, "expires": timestamp(expires)})
 
 
@@ -81,6 +82,23 @@ def _part(hub: Hub, checkpoint: Checkpoint, file: str, size: int, wanted: range)
     return StreamingResponse(blocks, 206 if len(wanted) < size else 200, headers, "application/octet-stream")
 
 
+def wanted_bytes(headers: Mapping[str, str], size: int) -> range:
+    """Return the bytes of a file of `size` bytes to send (RFC 9110, section 14); empty if the range lies outside of the file.
+
+    The whole file, as the RFC allows, if the header is anything but a single range of bytes, or comes with If-Range: our replies have no
+    ETag and no date that it could compare.
+    """
+    asked = _RANGE.fullmatch(headers.get("range", "").strip())
+    if asked is None or "if-range" in headers or asked.group(1, 2) == ("", ""):
+        return range(size)
+    first, last = asked.groups()
+    if not first:
+        return range(max(0, size - int(last)), size)
+    if last and int(last) < int(first):
+        return range(size)
+    return range(min(int(first), size), min(int(last) + 1, size) if last else size)
+
+
 async def _external(hub: Hub, path: str) -> Checkpoint:
     return await hub.store.read(Store.require_checkpoint, path, "external")
 
@@ -90,11 +108,9 @@ async def trace_export(request: Request, session_id: str) -> Response:
     """A URL of the session's trace, which is computed when it is fetched."""
     hub = hub_of(request)
     parse_query(Query, request.query_params)
-    if await hub.store.read(Store.session, session_id) is None:
-        raise NotFoundError(f"session {session_id!r} does not exist")
+    await hub.session(session_id)
     expires = int(time.time()) + hub.config.server.download_ttl_s
-    signature = hub.signer.sign(expires, _TRACE, session_id)
-    url = _url(request, f"trace/{quote(session_id)}", expires, signature)
+    url = _signed_url(request, f"trace/{quote(session_id)}", expires, _TRACE, session_id)
     return json_reply({"status": "ready", "url": url})
 
 
@@ -108,6 +124,31 @@ async def trace(request: Request, session_id: str) -> Response:
     return await asyncio.to_thread(lambda: json_reply(trace_of(operations)))
 
 
-def _url(request: Request, place: str, expires: int, signature: str) -> str:
+def _signed_url(request: Request, place: str, expires: int, *parts: str) -> str:
     """A URL with the host by which this client reaches the server, also through a proxy that keeps the Host header."""
+    signature = hub_of(request).signer.sign(expires, *parts)
     return f"{request.base_url}api/v1/{place}?expires={expires}&signature={signature}"
+
+
+def trace_of(operations: Sequence[LoggedOperation]) -> dict[str, Any]:
+    """A trace for ui.perfetto.dev or chrome://tracing: one span for each operation, from its arrival to its end if it has ended.
+
+    The operations of a model overlap if its client sends the next before the last has ended. Samples are not in the log.
+    """
+    tracks = {model_id: number for number, model_id in enumerate(dict.fromkeys(o.model_id for o in operations), 1)}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": model_id}} for model_id, number in tracks.items()
+    ]
+    for operation in operations:
+        span = {
+            "name": operation.kind,
+            "cat": operation.status,
+            "id": f"{operation.model_id}/{operation.seq_id}",
+            "pid": tracks[operation.model_id],
+            "tid": 1,
+        }
+        arguments = {"seq_id": operation.seq_id, "status": operation.status}
+        events.append(span | {"ph": "b", "ts": operation.created_at * 1e6, "args": arguments})
+        if operation.finished_at is not None:
+            events.append(span | {"ph": "e", "ts": operation.finished_at * 1e6})
+    return {"displayTimeUnit": "ms", "traceEvents": events}

@@ -8,20 +8,18 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import NotFoundError, StoreUnavailableError
 from tinsmith.protocol.serving import CancelSample, SampleDone, SampleFailed
-from tinsmith.server.body import read_body
+from tinsmith.server.body import read_json
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import GoneError, failed_reply, json_reply, protobuf_reply
 from tinsmith.store import ids
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
-from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.service_requests import CancelFutureRequest, RetrieveFutureRequest, parse_poll
 
 log = logging.getLogger(__name__)
 
 router = APIRouter()
 
-_MAX_BODY_BYTES = 64 * 1024
 _MAX_POLL_BYTES = 4 * 2**20
 """Limit of the body of a poll: enough to acknowledge some 50,000 samples."""
 _FORGOTTEN_AT_A_TIME = 100
@@ -32,7 +30,7 @@ _FORGOTTEN_AT_A_TIME = 100
 async def retrieve_future(request: Request) -> Response:
     """The outcome of an operation or a sample. If there is none after `long_poll_s`, 408, upon which the SDK asks again at once."""
     hub = hub_of(request)
-    request_id = parse_json(RetrieveFutureRequest, await read_body(request, _MAX_BODY_BYTES)).request_id
+    request_id = (await read_json(request, RetrieveFutureRequest)).request_id
     hub.lifetimes.saw(request_id)
 
     look = partial(_look_for_sample if ids.is_sample(request_id) else _look_for_operation, hub, request_id)
@@ -67,7 +65,7 @@ async def retrieve_futures(request: Request) -> Response:
 async def cancel_future(request: Request) -> Response:
     """Stop a sample that its client no longer wants. What has ended, or is not a sample, is left as it is."""
     hub = hub_of(request)
-    request_id = parse_json(CancelFutureRequest, await read_body(request, _MAX_BODY_BYTES)).request_id
+    request_id = (await read_json(request, CancelFutureRequest)).request_id
     sample = hub.samples.find(request_id)
     if sample is not None and sample.outcome is None:
         hub.take(SampleFailed(request_id, sample.run, "it was cancelled by its client", "user", gone=False))

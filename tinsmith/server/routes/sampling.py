@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request, Response
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.serving import Sample
 from tinsmith.server.base_models import check_fits
-from tinsmith.server.body import read_body
+from tinsmith.server.body import read_json
 from tinsmith.server.hub import Hub, comes_from_here, hub_of
 from tinsmith.server.replies import future_reply, json_reply
 from tinsmith.server.sample_checks import ReceivedSample, check_sample, receive_sample
@@ -14,12 +14,9 @@ from tinsmith.store import ids
 from tinsmith.store.records import SamplingSession
 from tinsmith.store.shared import require_sampled
 from tinsmith.store.store import Store
-from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.service_requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
 
 router = APIRouter()
-
-_SMALL_BODY_BYTES = 64 * 1024
 
 
 def _require_sampler(hub: Hub) -> None:
@@ -31,7 +28,7 @@ def _require_sampler(hub: Hub) -> None:
 async def create_sampling_session(request: Request) -> Response:
     """A new sampling session of a base model or a checkpoint. A repeat with the same number gets the same session."""
     hub = hub_of(request)
-    asked = parse_json(CreateSamplingSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
+    asked = await read_json(request, CreateSamplingSessionRequest)
     _require_sampler(hub)
     await hub.require_open_session(asked.session_id)
     session = SamplingSession(
@@ -49,7 +46,7 @@ async def create_sampling_session(request: Request) -> Response:
 async def join_sampling_session(request: Request) -> Response:
     """A number for one more client of a sampling session, from which the ids of its samples are counted."""
     hub = hub_of(request)
-    asked = parse_json(JoinSamplingSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
+    asked = await read_json(request, JoinSamplingSessionRequest)
     await hub.sampling_sessions.find(asked.sampling_session_id)
     client = await hub.store.write(Store.join_sampling_session, asked.sampling_session_id)
     return json_reply({"type": "join_sampling_session", "client_counter": client})

@@ -1,15 +1,17 @@
-"""Routes about the service itself and about sessions."""
+"""Routes about the service itself, and those that begin and end a session. The last are of things that only a hosted service has."""
 
 import logging
 import uuid
 
 from fastapi import APIRouter, Request, Response
+from packaging.version import InvalidVersion, Version
 
+from tinsmith import __version__
 from tinsmith.errors import NotFoundError
-from tinsmith.server.body import drop_body, read_body
-from tinsmith.server.hub import hub_of
+from tinsmith.server.body import drop_body
+from tinsmith.server.descriptions import OWNER
+from tinsmith.server.hub import hub_of, operation_body
 from tinsmith.server.replies import GoneError, json_reply
-from tinsmith.server.sdk_versions import FLAGS_FOR_OLDER, objection
 from tinsmith.store.store import Store
 from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.service_requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
@@ -18,12 +20,17 @@ log = logging.getLogger(__name__)
 
 router = APIRouter()
 
+OLDEST = "0.22.3"
+"""The first SDK that sends every forward pass in protobuf when it is asked to."""
+NEWEST = "0.38.0"
+"""The newest SDK that was tested."""
+
+FLAGS_FOR_OLDER = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True, "create_model_via_load_weights": True}
+"""Flags of client/config that turn on what SDKs from 0.25.0 on do anyway: training data in protobuf, forward passes too, and one request to
+create a model from a checkpoint."""
+
 _TELEMETRY_BYTES = 8 * 2**20
 """Limit of a telemetry body, which is not parsed."""
-
-
-async def _body(request: Request) -> bytes:
-    return await read_body(request, hub_of(request).config.requests.max_json_kib * 1024, "max_json_kib")
 
 
 @router.get("/livez")
@@ -94,20 +101,20 @@ async def telemetry(request: Request) -> Response:
 @router.post("/create_session")
 async def create_session(request: Request) -> Response:
     """A new session. A client whose version does not work with this server is told so, and the SDK logs that as an error."""
-    description = parse_json(CreateSessionRequest, await _body(request))
+    description = parse_json(CreateSessionRequest, await operation_body(request))
     session_id = str(uuid.uuid4())
     hub = hub_of(request)
     await hub.store.write(Store.create_session, session_id, description.model_dump())
     hub.lifetimes.began(session_id)
     log.info("session %s begins (SDK %s)", session_id, description.sdk_version)
-    told = objection(description.sdk_version)
+    told = _objection(description.sdk_version)
     return json_reply({"type": "create_session", "session_id": session_id} | ({} if told is None else {"error_message": told}))
 
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(request: Request) -> Response:
     """A heartbeat of a session. 410 tells its client that the session has ended."""
-    heartbeat = parse_json(SessionHeartbeatRequest, await _body(request))
+    heartbeat = parse_json(SessionHeartbeatRequest, await operation_body(request))
     hub = hub_of(request)
     if not await hub.lifetimes.is_open(heartbeat.session_id):
         raise GoneError(f"session {heartbeat.session_id!r} is finished or does not exist")
@@ -119,10 +126,66 @@ async def session_heartbeat(request: Request) -> Response:
 async def finish_session(request: Request, session_id: str) -> Response:
     """End a session: its models are unloaded and its snapshots dropped. Ending it again changes nothing."""
     hub = hub_of(request)
-    ending = parse_json(FinishSessionRequest, await _body(request))
+    ending = parse_json(FinishSessionRequest, await operation_body(request))
+    await hub.session(session_id)
     if await hub.store.write(Store.finish_session, session_id, ending.reason.type, ending.detail):
         await hub.end_session(session_id, save=False)
         log.info("session %s is finished (%s)", session_id, ending.reason.type)
-    elif await hub.store.read(Store.session, session_id) is None:
-        raise NotFoundError(f"session {session_id!r} does not exist")
     return json_reply({})
+
+
+def _objection(sdk_version: str) -> str | None:
+    """Return a warning for a client of this version when its session begins; None if it works, or names no version."""
+    try:
+        release = Version(Version(sdk_version).base_version)  # without a suffix such as rc1
+    except InvalidVersion:
+        return None
+    if Version(OLDEST) <= release <= Version(NEWEST):
+        return None
+    too_old = release < Version(OLDEST)
+    fault = "is too old for this server: training will fail" if too_old else "is newer than what this server was tested with"
+    return f"tinker {sdk_version} {fault}. It works with {OLDEST} to {NEWEST}; pip install tinker=={NEWEST}"
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """Describe engine, base models, loaded models, samples, speed and memory. For people: it is not part of the Tinker API."""
+    hub = hub_of(request)
+    bases = [
+        {"name": facts.name, "architecture": facts.architecture, "max_context": facts.max_context, "takes_images": facts.takes_images}
+        for facts in (hub.base_models.all() if hub.engine.takes_messages else [])
+    ]
+    engine = {"state": hub.engine.state, "reason": hub.told(hub.engine.reason), "busy_s": hub.engine.busy_s}
+    trains = hub.config.training.trains
+    return json_reply({"version": __version__, "engine": engine, "trains": trains, "base_models": bases, **hub.activity.describe()})
+
+
+@router.get("/billing/usage/events")
+async def billing_usage(request: Request) -> Response:
+    """Nothing is billed."""
+    return json_reply({"data": []})
+
+
+@router.get("/billing/usage/checkpoints/current")
+async def billing_checkpoints(request: Request) -> Response:
+    """Storage is not billed either."""
+    return json_reply({"data": []})
+
+
+@router.get("/audit")
+async def audit(request: Request) -> Response:
+    """There is no audit log."""
+    return json_reply({"entries": []})
+
+
+@router.get("/auth/apikey/me")
+async def describe_key(request: Request) -> Response:
+    """The owner of the API key. Keys are not checked, so every key is the same owner's."""
+    details = {"org_details": {"name": OWNER}, "user_details": {"email": ""}}
+    return json_reply({"key_id": 0, "name": OWNER, "note": "this server does not check keys", "details": details})
+
+
+@router.delete("/auth/apikey/me")
+async def delete_key(request: Request) -> Response:
+    """Refused: the key would still be accepted afterwards."""
+    raise NotFoundError("this server keeps no API keys, so there is none to delete")

@@ -9,21 +9,27 @@ import logging
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from tinsmith.errors import NotBuiltError, NotFoundError, UserError
+from tinsmith.errors import NotBuiltError, UserError
 from tinsmith.protocol.serving import Wake
 from tinsmith.protocol.shapes import rank_refusal
 from tinsmith.server.base_models import check_fits
-from tinsmith.server.body import read_body
-from tinsmith.server.hub import Hub, comes_from_here, hub_of
+from tinsmith.server.hub import Hub, comes_from_here, hub_of, operation_body
 from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession
 from tinsmith.store.store import Store
-from tinsmith.wire.checkpoint_requests import CreateFromCheckpointRequest, LoadWeightsAddress, SaveWeightsForSamplerRequest
 from tinsmith.wire.compression import unpacked_size
 from tinsmith.wire.forward_backward import receive
 from tinsmith.wire.json_body import MAX_SEQ_ID, parse_json
-from tinsmith.wire.training_requests import CreateModelRequest, GetInfoRequest, OperationKey, OptimizerConfig
+from tinsmith.wire.training_requests import (
+    CreateFromCheckpointRequest,
+    CreateModelRequest,
+    GetInfoRequest,
+    LoadWeightsAddress,
+    OperationKey,
+    OptimizerConfig,
+    SaveWeightsForSamplerRequest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +46,6 @@ async def _require_training(request: Request) -> None:  # as a plain function it
 
 _TRAINS = [Depends(_require_training)]
 """Refuse every route of training where nothing is trained: there is no sequence of operations in which that would leave a hole."""
-
-
-async def _body(request: Request, hub: Hub) -> bytes:
-    return await read_body(request, hub.config.requests.max_json_kib * 1024, "max_json_kib")
 
 
 async def _submit(hub: Hub, command: NewCommand) -> Response:
@@ -76,7 +78,7 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
 async def create_model(request: Request) -> Response:
     """A new model. No operation waits for it yet, so a wrong request is refused at once."""
     hub = hub_of(request)
-    body = await _body(request, hub)
+    body = await operation_body(request)
     asked = parse_json(CreateModelRequest, body)
     await hub.require_open_session(asked.session_id)
     facts = hub.base_models.find(asked.base_model, comes_from_here(request))
@@ -97,8 +99,8 @@ async def create_model(request: Request) -> Response:
 async def get_info(request: Request) -> Response:
     """Describe a model as it was created. Only a client on this machine gets a directory as `tokenizer_id`."""
     hub = hub_of(request)
-    asked = parse_json(GetInfoRequest, await _body(request, hub))
-    model = await _existing_model(hub, asked.model_id)
+    asked = parse_json(GetInfoRequest, await operation_body(request))
+    model = await hub.model(asked.model_id)
     facts = hub.base_models.find(model.base_model)
     tells = comes_from_here(request) or facts.tokenizer_id not in hub.base_models.directories()
     return json_reply(
@@ -146,22 +148,19 @@ async def create_custom_loss() -> Response:
 @router.post("/optim_step", dependencies=_TRAINS)
 async def optim_step(request: Request) -> Response:
     """A step of the optimizer."""
-    hub = hub_of(request)
-    return await _submit_json(hub, "optim_step", await _body(request, hub))
+    return await _submit_json(hub_of(request), "optim_step", await operation_body(request))
 
 
 @router.post("/save_weights", dependencies=_TRAINS)
 async def save_weights(request: Request) -> Response:
     """A checkpoint for training."""
-    hub = hub_of(request)
-    return await _submit_json(hub, "save_weights", await _body(request, hub))
+    return await _submit_json(hub_of(request), "save_weights", await operation_body(request))
 
 
 @router.post("/save_weights_external", dependencies=_TRAINS)
 async def save_weights_external(request: Request) -> Response:
     """Weights in files that other tools load, to be downloaded."""
-    hub = hub_of(request)
-    return await _submit_json(hub, "save_weights_external", await _body(request, hub))
+    return await _submit_json(hub_of(request), "save_weights_external", await operation_body(request))
 
 
 async def _submit_json(hub: Hub, kind: CommandKind, body: bytes) -> Response:
@@ -173,7 +172,7 @@ async def _submit_json(hub: Hub, kind: CommandKind, body: bytes) -> Response:
 async def load_weights(request: Request) -> Response:
     """Load a checkpoint: into a new model, or, as older clients ask, into one that was just created."""
     hub = hub_of(request)
-    body = await _body(request, hub)
+    body = await operation_body(request)
     if parse_json(LoadWeightsAddress, body).model_id is not None:
         return await _submit_json(hub, "load_weights", body)
     asked = parse_json(CreateFromCheckpointRequest, body)
@@ -200,9 +199,9 @@ async def save_weights_for_sampler(request: Request) -> Response:
     SDK asks for another id; it gets the same request_id and finds the first id in the result.
     """
     hub = hub_of(request)
-    body = await _body(request, hub)
+    body = await operation_body(request)
     key = parse_json(OperationKey, body)
-    model = await _existing_model(hub, key.model_id)
+    model = await hub.model(key.model_id)
     asked = _asked_snapshot(key, body)
     if asked is None:
         return await _submit_json(hub, "save_weights_for_sampler", body)
@@ -219,13 +218,6 @@ async def save_weights_for_sampler(request: Request) -> Response:
     return await _submit(
         hub, NewCommand(key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=session, digest=digest)
     )
-
-
-async def _existing_model(hub: Hub, model_id: str) -> Model:
-    model = await hub.store.read(Store.model, model_id)
-    if model is None:
-        raise NotFoundError(f"model {model_id!r} does not exist")
-    return model
 
 
 def _asked_snapshot(key: OperationKey, body: bytes) -> SaveWeightsForSamplerRequest | None:

@@ -1,0 +1,129 @@
+"""Routes that list, search and describe training runs, checkpoints and sessions, and put sessions into projects."""
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith.server.body import read_json
+from tinsmith.server.descriptions import NO_PROJECT, OWNER, as_texts, describe_checkpoint, describe_run, describe_session, timestamp
+from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.replies import json_reply
+from tinsmith.store import catalog, session_catalog
+from tinsmith.store.records import TrainingRun
+from tinsmith.wire.catalog_requests import (
+    AssignProjectRequest,
+    CheckpointsQuery,
+    Query,
+    RunsQuery,
+    ScopeQuery,
+    SearchSessionsRequest,
+    SessionsQuery,
+)
+from tinsmith.wire.json_body import parse_query
+
+router = APIRouter()
+
+
+@router.get("/training_runs")
+async def list_runs(request: Request) -> Response:
+    """A page of the runs, newest first."""
+    hub = hub_of(request)
+    asked = parse_query(RunsQuery, request.query_params)
+    page = catalog.Page(asked.limit, asked.offset)
+    runs, total = await hub.store.read(catalog.list_runs, page, asked.project_id)
+    return json_reply({"training_runs": [_describe(hub, run) for run in runs], "cursor": _cursor(page, total)})
+
+
+@router.get("/training_runs/{run_id}")
+async def get_run(request: Request, run_id: str) -> Response:
+    """One run."""
+    hub = hub_of(request)
+    parse_query(ScopeQuery, request.query_params)
+    return json_reply(_describe(hub, await hub.store.read(catalog.find_run, run_id)))
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+async def list_run_checkpoints(request: Request, run_id: str) -> Response:
+    """All checkpoints of one run, newest first."""
+    parse_query(Query, request.query_params)
+    found = await hub_of(request).store.read(catalog.list_run_checkpoints, run_id)
+    return json_reply({"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in found]})
+
+
+@router.get("/checkpoints")
+async def list_checkpoints(request: Request) -> Response:
+    """A page of the checkpoints of all runs, newest first."""
+    asked = parse_query(CheckpointsQuery, request.query_params)
+    page = catalog.Page(asked.limit, asked.offset)
+    found, total = await hub_of(request).store.read(catalog.list_checkpoints, page)
+    return json_reply({"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in found], "cursor": _cursor(page, total)})
+
+
+def _describe(hub: Hub, run: TrainingRun) -> dict[str, Any]:
+    return describe_run(run, hub.base_models.name_of(run.model.base_model))
+
+
+def _cursor(page: catalog.Page, total: int) -> dict[str, int]:
+    return {"offset": page.offset, "limit": page.limit, "total_count": total}
+
+
+@router.get("/sessions")
+async def list_sessions(request: Request) -> Response:
+    """A page of session ids, newest first."""
+    asked = parse_query(SessionsQuery, request.query_params)
+    return json_reply(
+        {"sessions": await hub_of(request).store.read(session_catalog.list_sessions, catalog.Page(asked.limit, asked.offset))}
+    )
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(request: Request, session_id: str) -> Response:
+    """The models and sampling sessions of a session."""
+    parse_query(ScopeQuery, request.query_params)
+    found = await hub_of(request).store.read(session_catalog.describe_session, session_id)
+    return json_reply(
+        {
+            "training_run_ids": found.model_ids,
+            "sampler_ids": found.sampling_session_ids,
+            "user_metadata": as_texts(found.user_metadata),
+            "display_name": found.display_name,
+        }
+    )
+
+
+@router.put("/sessions/{session_id}/project")
+async def assign_project(request: Request, session_id: str) -> Response:
+    """Put a session into a project. A project is only a name and need not be created first."""
+    asked = await read_json(request, AssignProjectRequest)
+    await hub_of(request).store.write(session_catalog.assign_project, session_id, asked.project_id)
+    return json_reply({})
+
+
+@router.post("/sessions/search")
+async def search_sessions(request: Request) -> Response:
+    """A page of the sessions that match, newest first."""
+    asked = await read_json(request, SearchSessionsRequest)
+    if OWNER not in (asked.owner.owner_urns or [OWNER]):
+        return json_reply({"sessions": []})
+    # One more than asked for shows whether there is another page.
+    found = await hub_of(request).store.read(session_catalog.search_sessions, _filter(asked), asked.limit + 1, time.time())
+    page = found[: asked.limit]
+    reply = {"sessions": [describe_session(session) for session in page]}
+    if len(found) > len(page):
+        last = page[-1]
+        return json_reply(reply | {"next_cursor": {"last_created_at": timestamp(last.created_at), "last_session_id": last.session_id}})
+    return json_reply(reply)
+
+
+def _filter(asked: SearchSessionsRequest) -> session_catalog.SessionFilter:
+    projects = None if asked.project_ids is None else [None if project == NO_PROJECT else project for project in asked.project_ids]
+    cursor = asked.cursor
+    return session_catalog.SessionFilter(
+        session_id=asked.session_id,
+        display_name=asked.display_name,
+        project_ids=projects,
+        user_metadata=asked.user_metadata,
+        statuses=None if asked.statuses is None else [(status.type, status.reasons) for status in asked.statuses],
+        before=None if cursor is None else (cursor.last_created_at.timestamp(), cursor.last_session_id),
+    )
