@@ -197,7 +197,11 @@ class _Forks:
         (self.directory / str(program)).unlink(missing_ok=True)
 
     def _fork(self, connection: socket.socket) -> None:
-        request, files = _receive(connection)
+        received = _receive(connection)
+        if received is None:
+            connection.close()
+            return
+        request, files = received
         pid = os.fork()
         if pid == 0:
             try:
@@ -214,13 +218,21 @@ class _Forks:
             connection.sendall(bytes(4))
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """What a small program asks for, and its open files."""
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """What a small program asks for, and its open files; None if it was killed before it had asked."""
     numbers = array.array("i")
-    data, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(MOST_FILES * numbers.itemsize))
-    for _, _, block in ancillary:
-        numbers.frombytes(block)
-    body = connection.recv(int.from_bytes(data, "big"), socket.MSG_WAITALL)
+    try:
+        data, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(MOST_FILES * numbers.itemsize))
+        for _, _, block in ancillary:
+            numbers.frombytes(block)
+        size = int.from_bytes(data, "big")
+        body = connection.recv(size, socket.MSG_WAITALL)
+    except ConnectionError:
+        size, body = 1, b""
+    if len(body) < max(size, 1):
+        for number in numbers:
+            os.close(number)
+        return None
     return json.loads(body), list(numbers)
 
 
