@@ -19,9 +19,8 @@ import pytest
 
 from tests.store.test_commands import DESCRIPTION
 from tinsmith.errors import ConfigError, StoreUnavailableError
-from tinsmith.store.catalog import Page
+from tinsmith.store.catalog import Page, describe_session, list_sessions
 from tinsmith.store.database import look_into, open_database
-from tinsmith.store.session_catalog import describe_session, list_sessions
 from tinsmith.store.store import Store
 
 

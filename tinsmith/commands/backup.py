@@ -16,13 +16,13 @@ from pathlib import Path
 
 from tinsmith.config_values import require_empty
 from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
-from tinsmith.store import catalog, lock, recorded_sequences
+from tinsmith.store import catalog, disk, recorded_sequences
 from tinsmith.store.database import FILE_NAME, require_data
+from tinsmith.store.disk import make_directory
 from tinsmith.store.files import CheckpointFiles, whole_directory
 from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
-from tinsmith.store.sync import make_directory
 
 _BEGUN = ".new"
 """The suffix of a file that is being written and will replace the file of the same name without it."""
@@ -86,7 +86,7 @@ def _copy_files(data_dir: Path, target: Path) -> None:
     Recorded sequences are left out: they last a day, and their file changes while it is copied.
     """
     for file in data_dir.iterdir():
-        left_out = file.name.startswith((FILE_NAME, recorded_sequences.FILE_NAME)) or file.name == lock.FILE_NAME or file.suffix == _BEGUN
+        left_out = file.name.startswith((FILE_NAME, recorded_sequences.FILE_NAME)) or file.name == disk.LOCK_NAME or file.suffix == _BEGUN
         if file.is_file() and not left_out:
             shutil.copy2(file, target)
 

@@ -22,7 +22,7 @@ from tinsmith.models.files import problems
 from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
 from tinsmith.server.main import listening
 from tinsmith.store.database import FILE_NAME, look_into
-from tinsmith.store.lock import is_used
+from tinsmith.store.disk import is_used
 
 if TYPE_CHECKING:
     from tinsmith.memory.base_plan import BasePlan

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tinsmith.store.database import require_data
+from tinsmith.store.disk import only_user
 from tinsmith.store.files import KEPT_DIR, SNAPSHOTS_DIR, CheckpointFiles
-from tinsmith.store.lock import only_user
 from tinsmith.store.store import Store
 from tinsmith.store.sweep import Garbage, find_garbage, find_unknown, sweep
 

@@ -7,7 +7,7 @@ client sends the next before the last has ended. Samples are not in the log.
 from collections.abc import Sequence
 from typing import Any
 
-from tinsmith.store.session_catalog import LoggedOperation
+from tinsmith.store.catalog import LoggedOperation
 
 
 def trace_of(operations: Sequence[LoggedOperation]) -> dict[str, Any]:

@@ -14,11 +14,19 @@ from sqlalchemy import Connection, Row, Select, Text, bindparam, cast, delete, e
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.store import endings, ids
+from tinsmith.store import ids
+from tinsmith.store.disk import oldest_beyond
 from tinsmith.store.records import REJECTED, Command, NewCommand, Outcome
-from tinsmith.store.retention import oldest_beyond
 from tinsmith.store.schema import command_images, commands, models, sampling_sessions, sessions
-from tinsmith.store.sessions import insert_model, insert_sampling_session
+from tinsmith.store.sessions import (
+    end_creation,
+    how_to_go_on,
+    insert_model,
+    insert_sampling_session,
+    lose_all_models,
+    lose_model,
+    refusal,
+)
 from tinsmith.wire.compression import HEADER_BYTES, unpacked_size
 
 _INSERT = insert(commands).on_conflict_do_nothing().returning(commands.c.id)
@@ -41,9 +49,6 @@ _QUEUED = (
     .where(_IS_QUEUED, commands.c.model_id == bindparam("model"), commands.c.seq_id.not_in(select(_known.c.value)))
     .order_by(commands.c.seq_id)
     .limit(bindparam("limit"))
-)
-_QUEUED_SAVES = (
-    select(func.count()).select_from(commands).where(_IS_QUEUED, commands.c.model_id == bindparam("model"), commands.c.kind.like("save%"))
 )
 _PAYLOAD = select(commands.c.payload).where(commands.c.id == bindparam("command_id"))
 _FINISH = update(commands).where(
@@ -120,10 +125,10 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
     """
     if new.model is not None:
         insert_model(connection, new.model, now)
-    refusal = endings.refusal(connection, new.model_id, now)
+    refused = refusal(connection, new.model_id, now)
     row = {"model_id": new.model_id, "seq_id": new.seq_id, "kind": new.kind, "created_at": now, "digest": _digest(new)}
-    if refusal is not None:
-        error, category = refusal
+    if refused is not None:
+        error, category = refused
         row |= {"status": "failed", "finished_at": now, "error": error, "category": category}
         connection.execute(_INSERT, row)
         return False
@@ -140,11 +145,6 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
     return True
 
 
-def queued_saves(connection: Connection, model_id: str) -> int:
-    """Count the queued saves of a model."""
-    return connection.execute(_QUEUED_SAVES, {"model": model_id}).scalar_one()
-
-
 def _digest(new: NewCommand) -> bytes:
     return new.digest or hashlib.sha256(new.payload).digest()
 
@@ -155,13 +155,12 @@ def check_repeat(connection: Connection, new: NewCommand) -> None:
     if first is None:
         return
     digest = _digest(new)
-    same = first.digest in (digest, None)  # None: from before digests were kept
     # One that was refused when it came in has lost its kind.
-    if not same or (REJECTED not in (first.kind, new.kind) and first.kind != new.kind):
-        before = "" if first.digest is None else f" of digest {first.digest.hex()[:12]}"
+    if first.digest != digest or (REJECTED not in (first.kind, new.kind) and first.kind != new.kind):
         raise UserError(
-            f"{ids.request_id(new.model_id, new.seq_id)} is {first.kind}{before} already, and now came as {new.kind} of digest "
-            f"{digest.hex()[:12]}: number every operation of a model anew (create_model: another model_seq_id), and repeat one unchanged"
+            f"{ids.request_id(new.model_id, new.seq_id)} is {first.kind} of digest {first.digest.hex()[:12]} already, "
+            f"and now came as {new.kind} of digest {digest.hex()[:12]}: number every operation of a model anew "
+            "(create_model: another model_seq_id), and repeat one unchanged"
         )
 
 
@@ -220,7 +219,7 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
         if outcome.error is None:
             applied[model_id] = max(seq_id, applied.get(model_id, 0))
         if seq_id == 0:  # create_model, or load_weights into a new model
-            endings.end_creation(connection, model_id, outcome.error is None)
+            end_creation(connection, model_id, outcome.error is None)
         if keep:
             kept += finished.kept_bytes
         else:
@@ -317,11 +316,11 @@ def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool)
     """
     failed: list[str] = []
     for model_id in queued_models(connection):
-        error = f"{reason}; {endings.how_to_go_on(connection, model_id, now)}"
+        error = f"{reason}; {how_to_go_on(connection, model_id, now)}"
         found = connection.execute(_FAIL_AND_KEEP if keep else _FAIL_AND_DROP, {"model": model_id, "now": now, "message": error})
         failed += [ids.request_id(model_id, seq_id) for seq_id in found.scalars()]
     connection.execute(_DROP_ENDED_REFERENCES)
-    endings.lose(connection)
+    lose_all_models(connection)
     connection.execute(
         update(sampling_sessions)
         .where(sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None))
@@ -338,11 +337,11 @@ def lose_models(connection: Connection, reasons: Mapping[str, str], now: float, 
     """
     failed: list[Outcome] = []
     for model_id, reason in reasons.items():
-        error = f"{reason}; {endings.how_to_go_on(connection, model_id, now)}"
+        error = f"{reason}; {how_to_go_on(connection, model_id, now)}"
         failed += [Outcome(command.request_id, None, None, error, "server") for command in queued(connection, model_id, (), _ALL)]
     released = record(connection, failed, now, keep)
     for model_id in reasons:
-        endings.lose_model(connection, model_id)
+        lose_model(connection, model_id)
     lose_snapshots(connection, reasons)
     return failed, released
 

@@ -13,12 +13,10 @@ let files of checkpoints be written, which `tinsmith recover` finds.
 """
 
 import json
-import logging
-import os
 import shlex
-import shutil
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -29,9 +27,7 @@ from sqlalchemy.exc import DatabaseError
 
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store import schema
-from tinsmith.store.sync import make_directory, sync
-
-log = logging.getLogger(__name__)
+from tinsmith.store.disk import make_directory, sync
 
 FILE_NAME = "tinsmith.db"
 REVISIONS = "tinsmith.store:revisions"
@@ -114,6 +110,27 @@ class Database:
         self.held.dispose()
 
 
+class Transactions:
+    """The kinds of transactions of a database, for any thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._write = database.normal.execution_options(write=True)
+        self._durable = database.durable.execution_options(write=True)
+
+    def reading(self) -> AbstractContextManager[Connection]:
+        """A transaction that only reads."""
+        return self._database.normal.begin()
+
+    def writing(self) -> AbstractContextManager[Connection]:
+        """A transaction that writes."""
+        return self._write.begin()
+
+    def writing_durably(self) -> AbstractContextManager[Connection]:
+        """A transaction that survives a power cut once it has ended."""
+        return self._durable.begin()
+
+
 def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
     """Open the database in `data_dir`; create both if they do not exist.
 
@@ -127,14 +144,11 @@ def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
     except OSError as error:
         raise ConfigError(f"data_dir={data_dir} cannot be made: {error}") from error
     opening = _engine(path, "FULL", BUSY_S, is_new=not path.exists())
-    try:
-        with opening.execution_options(write=True).begin() as connection:
+    with ExitStack() as failed:
+        failed.callback(opening.dispose)
+        with _usable(path), opening.execution_options(write=True).begin() as connection:
             _bring_to_our_version(connection, path)
-    except BaseException as error:
-        opening.dispose()
-        if isinstance(error, DatabaseError | StoreUnavailableError):
-            raise _unusable(path, error) from error
-        raise
+        failed.pop_all()
     sync(data_dir)
     file = _OpenFile.find(path)
     return Database(file, _engine(path, "NORMAL", busy_s, file), _engine(path, "FULL", busy_s, file), opening)
@@ -146,46 +160,11 @@ def require_data(data_dir: Path) -> None:
         raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it); name its --data-dir")
 
 
-def let_shrink(database: Database) -> None:
-    """Write a file anew that is too old to give back space, if nobody else uses it and there is room; else it stays as it is."""
-    writing = _engine(database.file.path, "FULL", 1.0, database.file)
-    try:
-        with writing.connect() as connection:
-            driver = connection.connection.driver_connection
-            assert driver is not None
-            ((mode,),) = driver.execute("PRAGMA auto_vacuum")
-            if mode:
-                return
-            if (place := _place_without_room(driver, database.file.path)) is not None:
-                log.warning("the database %s does not become smaller: %s has no room to write it anew", database.file.path, place)
-                return
-            log.info("the database %s is written anew, so that it gives back space from now on", database.file.path)
-            driver.execute("PRAGMA auto_vacuum=INCREMENTAL")
-            driver.execute("VACUUM")
-    except sqlite3.Error as error:
-        log.warning("the database %s cannot be written anew (%s): it does not become smaller; start again later", database.file.path, error)
-    finally:
-        writing.dispose()
-
-
-def _place_without_room(driver: Any, file: Path) -> Path | None:
-    """The directory that lacks room to write a database anew: once in a temporary file of SQLite's, and once more in the log beside it."""
-    pages, free, size = (next(driver.execute(f"PRAGMA {name}"))[0] for name in ("page_count", "freelist_count", "page_size"))
-    named = (os.environ.get(name, "") for name in ("SQLITE_TMPDIR", "TMPDIR"))
-    temporary = next(place for place in (*map(Path, filter(None, named)), Path("/var/tmp"), Path("/tmp"), Path()) if place.is_dir())
-    needed = 2 * (pages - free) * size
-    return next((place for place in (file.parent, temporary) if shutil.disk_usage(place).free < needed), None)
-
-
 def check(database: Database) -> None:
     """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone."""
     path = database.file.path
-    reading = _engine(path, "NORMAL", BUSY_S, database.file)  # a connection that is open has pages in memory
-    try:
-        with reading.begin() as connection:
-            _require_sound(connection, path)
-    finally:
-        reading.dispose()
+    with _connected(_engine(path, "NORMAL", BUSY_S, database.file)) as connection:  # one that is open has pages in memory
+        _require_sound(connection, path)
 
 
 def look_into(data_dir: Path) -> bool:
@@ -196,16 +175,20 @@ def look_into(data_dir: Path) -> bool:
     path = (data_dir / FILE_NAME).absolute()
     if not path.exists():
         return False
-    reading = _engine(path, "NORMAL", BUSY_S, only_read=True)
-    try:
-        with reading.begin() as connection:
-            _require_sound(connection, path)
-            _is_older(connection, path)
-    except (DatabaseError, StoreUnavailableError) as error:
-        raise _unusable(path, error) from error
-    finally:
-        reading.dispose()
+    with _usable(path), _connected(_engine(path, "NORMAL", BUSY_S, only_read=True)) as connection:
+        _require_sound(connection, path)
+        _is_older(connection, path)
     return True
+
+
+@contextmanager
+def _connected(engine: Engine) -> Iterator[Connection]:
+    """A transaction on a connection of its own, which is closed with it."""
+    try:
+        with engine.begin() as connection:
+            yield connection
+    finally:
+        engine.dispose()
 
 
 def _require_sound(connection: Connection, path: Path) -> None:
@@ -214,9 +197,24 @@ def _require_sound(connection: Connection, path: Path) -> None:
         raise damaged(path, found)
 
 
-def _unusable(path: Path, error: DatabaseError | StoreUnavailableError) -> ConfigError:
-    reason = error.orig if isinstance(error, DatabaseError) else error
-    return ConfigError(f"{path} cannot be opened as a database: {reason}; see to that and start again")
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Turn errors of a file that is opened into a ConfigError."""
+    try:
+        yield
+    except (DatabaseError, StoreUnavailableError) as error:
+        reason = error.orig if isinstance(error, DatabaseError) else error
+        raise ConfigError(f"{path} cannot be opened as a database: {reason}; see to that and start again") from error
+
+
+@contextmanager
+def _available() -> Iterator[None]:
+    """Turn errors of SQLite that are no fault of the statement into StoreUnavailableError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        check_available(error)
+        raise
 
 
 def give_back(database: Database, spare_pages: int, most_pages: int) -> None:
@@ -224,13 +222,10 @@ def give_back(database: Database, spare_pages: int, most_pages: int) -> None:
     with database.normal.connect() as connection:
         driver = connection.connection.driver_connection
         assert driver is not None
-        try:
+        with _available():
             ((free,),) = driver.execute("PRAGMA freelist_count")
             if free > spare_pages:  # as a script, because the driver's `execute` would free one page alone
                 driver.executescript(f"PRAGMA incremental_vacuum({min(free - spare_pages, most_pages)})")
-        except sqlite3.Error as error:
-            check_available(error)
-            raise
 
 
 def _engine(
@@ -303,11 +298,8 @@ def check_available(error: BaseException) -> None:
 def _begin(connection: Connection) -> None:
     driver = connection.connection.driver_connection
     assert driver is not None
-    try:
+    with _available():
         driver.execute("BEGIN IMMEDIATE" if connection.get_execution_options().get("write") else "BEGIN")
-    except sqlite3.Error as error:
-        check_available(error)
-        raise
 
 
 def _bring_to_our_version(connection: Connection, path: Path) -> None:

@@ -20,8 +20,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
+from tinsmith.store.disk import make_directory, sync
 from tinsmith.store.manifest import NAME as MANIFEST
-from tinsmith.store.sync import make_directory, sync
 
 CHECKPOINTS_DIR = "checkpoints"
 """Directory of checkpoint files, below a data directory."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from tinsmith.errors import TinsmithError
 from tinsmith.store.digests import BLOCK_BYTES, blocks_of, digests_of
+from tinsmith.store.disk import sync
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.sync import sync
 
 NAME = "manifest.json"
 """Clients do not see this file."""

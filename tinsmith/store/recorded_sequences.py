@@ -21,9 +21,8 @@ import numpy as np
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.store import ids
 from tinsmith.store.database import check_available
-from tinsmith.store.lock import open_lock
+from tinsmith.store.disk import oldest_beyond, open_lock
 from tinsmith.store.records import RecordedSequence
-from tinsmith.store.retention import oldest_beyond
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ CLIENT_REASONS = ("success", "errored", "interrupted")
 """The reasons that a client can give for the end of its session."""
 
 ModelStatus = Literal["creating", "ready", "failed", "finished", "unloaded", "lost", "copied"]
-"""`endings.py` says what each means. A copied model was never loaded: it only holds copies of checkpoints."""
+"""`sessions.py` says what each means. A copied model was never loaded: it only holds copies of checkpoints."""
 Category = Literal["user", "server"]
 
 

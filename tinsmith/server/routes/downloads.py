@@ -18,8 +18,8 @@ from tinsmith.server.ranges import wanted_bytes
 from tinsmith.server.replies import json_reply
 from tinsmith.server.routes.checkpoints import CHECKPOINT, path_of
 from tinsmith.server.trace import trace_of
+from tinsmith.store.catalog import session_operations
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.session_catalog import session_operations
 from tinsmith.store.store import Store
 from tinsmith.wire.catalog_requests import DownloadQuery, Query
 from tinsmith.wire.json_body import parse_query
