@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.config_values import at_home, checked, closest, fill, read_yaml, setting
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, translated
 from tinsmith.logs import LEVELS
 
 CONFIG_VARIABLE = "TINSMITH_CONFIG"
@@ -519,12 +519,9 @@ def _variable_remedy(variable: str, known: set[str]) -> str:
 
 
 def _words(text: str, variable: str) -> list[str]:
-    try:
+    must = f"environment: {variable}={text!r} must be texts separated by spaces and quoted as in a shell"
+    with translated(ValueError, ConfigError, lambda error: f"{must}: {error}"):
         return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"environment: {variable}={text!r} must be texts separated by spaces and quoted as in a shell: {error}"
-        ) from error
 
 
 def _put(config: Config, where: Setting, value: Any, place: str) -> None:

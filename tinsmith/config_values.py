@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, translated
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -92,11 +92,12 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
                     raise yaml.YAMLError(f"line {line} has the key {key!r} of line {places[key]} again; merge what stands below the two")
             return super().construct_mapping(node, deep)
 
-    try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    def why_not(error: Exception) -> str:
         reason = " ".join(str(error).split())  # a YAML error spans several lines
-        raise ConfigError(f"cannot read the configuration file {file}: {reason}; it must be YAML in UTF-8") from error
+        return f"cannot read the configuration file {file}: {reason}; it must be YAML in UTF-8"
+
+    with translated((OSError, UnicodeDecodeError, yaml.YAMLError), ConfigError, why_not):
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
     if tree is None:
         return {}
     if not isinstance(tree, dict):

@@ -3,8 +3,10 @@
 A message names the field, its value and what to do about it.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from reprlib import Repr
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 _MAX_MESSAGE = 2000
 """Maximum length of a message in characters. Without it, a message that quotes a request could be as long as the request."""
@@ -42,6 +44,17 @@ def quoted(value: object) -> str:
     """The `repr` of a value that a client sent, shortened for a message. It costs little even for a very large value."""
     shown = _QUOTING.repr(value)
     return shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "..."
+
+
+@contextmanager
+def translated(
+    theirs: type[Exception] | tuple[type[Exception], ...], ours: type[TinsmithError], say: Callable[[Any], str]
+) -> Iterator[None]:
+    """Turn errors of a library or the operating system into one of ours, with the message that `say` makes of them."""
+    try:
+        yield
+    except theirs as error:
+        raise ours(say(error)) from error
 
 
 class UserError(TinsmithError):

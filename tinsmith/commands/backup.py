@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.config_values import require_empty
-from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
+from tinsmith.errors import ConfigError, NotFoundError, TinsmithError, translated
 from tinsmith.store import catalog, disk, recorded_sequences
 from tinsmith.store.database import FILE_NAME, require_data
 from tinsmith.store.disk import make_directory
@@ -47,7 +47,11 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
     if target.resolve().is_relative_to(data_dir.resolve()):
         raise ConfigError(f"{target} is inside the data directory; name a directory outside of {data_dir}")
     problems: list[str] = []
-    with _named(data_dir, target), _new_directory(target.absolute()) as copy:
+
+    def why_not(error: Exception) -> str:
+        return f"{data_dir} could not be copied to {target}: {error}; correct that and start again"
+
+    with translated((OSError, sqlite3.Error), TinsmithError, why_not), _new_directory(target.absolute()) as copy:
         _copy_database(data_dir / FILE_NAME, copy / FILE_NAME)
         _copy_files(data_dir, copy)
         with contextlib.closing(Store.open(data_dir)) as source, contextlib.closing(Store.open(copy)) as store:
@@ -56,15 +60,6 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
     yield f"{target} is a copy of {data_dir}: tinsmith serve --data-dir {shlex.quote(str(target))}"
     if problems:
         raise TinsmithError(f"{len(problems)} checkpoints in {data_dir} are damaged or have no files: {'; '.join(problems)}")
-
-
-@contextlib.contextmanager
-def _named(data_dir: Path, target: Path) -> Iterator[None]:
-    """Turn errors of the disk, such as one that is full, into a TinsmithError that names both directories."""
-    try:
-        yield
-    except (OSError, sqlite3.Error) as error:
-        raise TinsmithError(f"{data_dir} could not be copied to {target}: {error}; correct that and start again") from error
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,7 +26,7 @@ from tinsmith.store.database import FILE_NAME, look_into
 from tinsmith.store.disk import is_used
 
 if TYPE_CHECKING:
-    from tinsmith.memory.base_plan import BasePlan
+    from tinsmith.memory.plan import BasePlan
     from tinsmith.models.sizing import Sizes
 
 RANK = 32
@@ -53,10 +54,10 @@ def run_doctor(config: Config, console: Console) -> int:
     """Print the report; the exit code is 0 if the configuration can be served, 1 if something is missing."""
     machine = look_around()
     sections = {
-        "machine": [*_machine(machine), _workers(config, machine)],
+        "machine": [*_machine(machine), *_or_missing("workers", _workers(config, machine))],
         "software": list(_software()),
         "storage": list(_storage(Path(config.data_dir))),
-        "address": [_address(config)],
+        "address": list(_or_missing("listens on", _address(config))),
     }
     if config.base_models:
         sections["what fits"] = list(_models(config, machine))
@@ -75,6 +76,14 @@ def _table(title: str, findings: list[Finding]) -> Table:
     return table
 
 
+def _or_missing(subject: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """The findings, and the ConfigError that ends them as one more."""
+    try:
+        yield from findings
+    except ConfigError as error:
+        yield Finding(subject, "missing", str(error))
+
+
 def _machine(machine: Machine) -> Iterator[Finding]:
     yield Finding("CPU", "ok", f"{machine.cpus} cores")
     yield Finding("memory", "ok", f"{_gib(machine.memory_available)} of {_gib(machine.memory_total)} available")
@@ -85,23 +94,21 @@ def _machine(machine: Machine) -> Iterator[Finding]:
         yield Finding("CUDA", "note", f"{machine.no_gpu_because}; models run on the CPU")
 
 
-def _workers(config: Config, machine: Machine) -> Finding:
+def _workers(config: Config, machine: Machine) -> Iterator[Finding]:
     """Report how many workers a server would start here, and whether PyTorch can use a GPU for each."""
     usable, visible = len(machine.gpus), visible_gpus()
-    try:
-        count = worker_count(config, usable=usable)
-    except ConfigError as error:
-        return Finding("workers", "missing", str(error))
+    count = worker_count(config, usable=usable)
     fewer = ""
     if usable < visible and config.models.device != "cpu" and not config.distributed.ray_address:
         why = f": {machine.no_gpu_because}" if machine.no_gpu_because else ""
         fewer = f"PyTorch can use {usable} of the {visible} visible GPUs{why}"
-    if config.distributed.workers:
-        if fewer and count > max(1, usable):
-            return Finding("workers", "missing", f"--workers {count}: {fewer}; ask for {max(1, usable)}, or add --device cpu")
-        return Finding("workers", "ok", f"{count} (--workers)")
-    own = f"{count} of the {usable} GPUs, each with a worker of its own" if count > 1 else "one"
-    return Finding("workers", "note" if fewer else "ok", f"{own} (--workers 0, the default){f'; {fewer}' if fewer else ''}")
+    if not config.distributed.workers:
+        own = f"{count} of the {usable} GPUs, each with a worker of its own" if count > 1 else "one"
+        yield Finding("workers", "note" if fewer else "ok", f"{own} (--workers 0, the default){f'; {fewer}' if fewer else ''}")
+    elif fewer and count > max(1, usable):
+        yield Finding("workers", "missing", f"--workers {count}: {fewer}; ask for {max(1, usable)}, or add --device cpu")
+    else:
+        yield Finding("workers", "ok", f"{count} (--workers)")
 
 
 def _software() -> Iterator[Finding]:
@@ -117,33 +124,31 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
         yield Finding("data directory", "ok", f"{data_dir}: {_gib(shutil.disk_usage(there).free)} free on its disk")
     else:
         yield Finding("data directory", "missing", f"{data_dir}: cannot write to {there}; choose another with --data-dir")
-    try:
-        if is_used(data_dir):
-            yield Finding("data directory", "missing", f"{data_dir} is used by another server; stop it, or choose another with --data-dir")
-    except ConfigError as error:
-        yield Finding("data directory", "missing", str(error))
-    try:
-        if look_into(data_dir):
-            yield Finding("database", "ok", f"all of {data_dir / FILE_NAME} can be read")
-    except ConfigError as error:
-        yield Finding("database", "missing", str(error))
+    yield from _or_missing("data directory", _use(data_dir))
+    yield from _or_missing("database", _database(data_dir))
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield Finding("shared memory", "ok", f"{_gib(shutil.disk_usage(shared).free)} free in {shared}")
 
 
-def _address(config: Config) -> Finding:
-    """Whether a server could listen where it is told to."""
-    try:
-        with listening(config):
-            return Finding("listens on", "ok", f"{config.server.host}, port {config.server.port}")
-    except ConfigError as error:
-        return Finding("listens on", "missing", str(error))
+def _use(data_dir: Path) -> Iterator[Finding]:
+    if is_used(data_dir):
+        yield Finding("data directory", "missing", f"{data_dir} is used by another server; stop it, or choose another with --data-dir")
+
+
+def _database(data_dir: Path) -> Iterator[Finding]:
+    if look_into(data_dir):
+        yield Finding("database", "ok", f"all of {data_dir / FILE_NAME} can be read")
+
+
+def _address(config: Config) -> Iterator[Finding]:
+    with listening(config):
+        yield Finding("listens on", "ok", f"{config.server.host}, port {config.server.port}")
 
 
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     """Sizes of each base model, and whether all of them fit together where they would run."""
-    from tinsmith.memory.base_plan import place_here, plan_base  # here, because these import transformers
+    from tinsmith.memory.plan import place_here, plan_base  # here, because these import transformers
     from tinsmith.models.base import loading_of
     from tinsmith.models.sizing import size_of
 
@@ -203,10 +208,9 @@ def _load_all_but_weights(source: str) -> None:
 
 def _count(config: Config, machine: Machine) -> int:
     """Return the number of workers that would start."""
-    try:
+    with suppress(ConfigError):  # which `_workers` reports
         return worker_count(config, usable=len(machine.gpus))
-    except ConfigError:  # which `_workers` says
-        return max(1, config.distributed.workers)
+    return max(1, config.distributed.workers)
 
 
 def _cache(planned: "BasePlan") -> Iterator[Finding]:

@@ -4,16 +4,14 @@ It may run while a server uses the directory. If no server does, it also deletes
 Complete checkpoints that are not in the database are kept, because `tinsmith recover` can add them; `unknown` deletes them too.
 """
 
-import contextlib
 import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tinsmith.store.database import require_data
 from tinsmith.store.disk import only_user
 from tinsmith.store.files import KEPT_DIR, SNAPSHOTS_DIR, CheckpointFiles
-from tinsmith.store.store import Store
+from tinsmith.store.store import Store, opened
 from tinsmith.store.sweep import Garbage, find_garbage, find_unknown, sweep
 
 
@@ -22,8 +20,7 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
 
     Without `unknown`, complete checkpoints that are not in the database are kept, and the last line says how many there are.
     """
-    require_data(data_dir)
-    with contextlib.closing(Store.open(data_dir)) as store, only_user(data_dir) as alone:
+    with opened(data_dir) as store, only_user(data_dir) as alone:
         files = CheckpointFiles(data_dir)
         left = _left_by_engine(data_dir) if alone else []
         strays = find_unknown(store, files)

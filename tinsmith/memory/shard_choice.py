@@ -83,8 +83,7 @@ def choose(fits: Sequence[Fit], config: Config) -> str:
 
 def estimated(config: Config) -> list[Fit]:
     """Estimate for each base model what fits into this machine's GPUs, with as many workers as the engine will start."""
-    from tinsmith.memory.base_plan import place_here  # these import torch
-    from tinsmith.memory.modes import plan_modes
+    from tinsmith.memory.plan import place_here, plan_modes  # these import torch
     from tinsmith.models.machine import look_around
     from tinsmith.models.sizing import beside_weights, size_of
     from tinsmith.models.usable_gpus import usable_gpus

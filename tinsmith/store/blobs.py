@@ -14,11 +14,11 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.errors import StoreUnavailableError, TinsmithError
+from tinsmith.errors import StoreUnavailableError, TinsmithError, translated
 
 BLOBS_DIR = "blobs"
 """Directory of the files, below a data directory."""
@@ -65,25 +65,22 @@ class BlobFiles:
         blob is written when it is sent again.
         """
         path = self.path(sha256)
-        with _available(path):
-            try:
-                data = path.read_bytes()
-            except FileNotFoundError:
-                return None
+        with _available(path), suppress(FileNotFoundError):
+            data = path.read_bytes()
             if hashlib.sha256(data).digest() == sha256:
                 return data
             path.unlink(missing_ok=True)
-        raise TinsmithError(f"{path} was damaged: its SHA-256 was another than its name; it is deleted, send the image again")
+            raise TinsmithError(f"{path} was damaged: its SHA-256 was another than its name; it is deleted, send the image again")
+        return None
 
     def copy(self, sha256: bytes, to: "BlobFiles") -> bool:
         """Copy a blob to another data directory. False if it is not here. Raises OSError."""
         target = to.path(sha256)
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with suppress(FileNotFoundError):
             shutil.copyfile(self.path(sha256), target)
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def remove(self, sha256: bytes) -> None:
         """Delete a blob, if it is there. Only for a transaction that writes and has seen that nothing refers to it."""
@@ -112,10 +109,10 @@ def _write(path: Path, data: bytes) -> None:
         raise
 
 
-@contextmanager
-def _available(path: Path) -> Iterator[None]:
-    """An error of the operating system becomes a StoreUnavailableError."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreUnavailableError(f"images cannot be stored or read at the moment: {error}; see to {path} and its disk") from error
+def _available(path: Path) -> AbstractContextManager[None]:
+    """Turn an error of the operating system into a StoreUnavailableError."""
+    return translated(
+        OSError,
+        StoreUnavailableError,
+        lambda error: f"images cannot be stored or read at the moment: {error}; see to {path} and its disk",
+    )

@@ -25,7 +25,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, s
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DatabaseError
 
-from tinsmith.errors import ConfigError, StoreUnavailableError
+from tinsmith.errors import ConfigError, StoreUnavailableError, translated
 from tinsmith.store import schema
 from tinsmith.store.disk import make_directory, sync
 
@@ -38,7 +38,7 @@ _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
 """Pragmas of a new file: only while it is empty can it be told to give back deleted space (`give_back`)."""
 _BESIDE = ("-wal", "-shm")
 """Suffixes of the files that SQLite keeps beside a database."""
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Primary error codes of SQLite for a damaged file."""
 
 BUSY_S = 30.0
@@ -139,10 +139,8 @@ def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
     fails.
     """
     path = data_dir / FILE_NAME
-    try:
+    with translated(OSError, ConfigError, lambda error: f"data_dir={data_dir} cannot be made: {error}"):
         make_directory(data_dir)
-    except OSError as error:
-        raise ConfigError(f"data_dir={data_dir} cannot be made: {error}") from error
     opening = _engine(path, "FULL", BUSY_S, is_new=not path.exists())
     with ExitStack() as failed:
         failed.callback(opening.dispose)
@@ -208,7 +206,7 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _available() -> Iterator[None]:
+def available() -> Iterator[None]:
     """Turn errors of SQLite that are no fault of the statement into StoreUnavailableError."""
     try:
         yield
@@ -222,7 +220,7 @@ def give_back(database: Database, spare_pages: int, most_pages: int) -> None:
     with database.normal.connect() as connection:
         driver = connection.connection.driver_connection
         assert driver is not None
-        with _available():
+        with available():
             ((free,),) = driver.execute("PRAGMA freelist_count")
             if free > spare_pages:  # as a script, because the driver's `execute` would free one page alone
                 driver.executescript(f"PRAGMA incremental_vacuum({min(free - spare_pages, most_pages)})")
@@ -250,7 +248,7 @@ def _engine(
     def name_trouble(context: ExceptionContext) -> None:
         check_available(context.original_exception)
         code = getattr(context.original_exception, "sqlite_errorcode", None)
-        if code is not None and code & 0xFF in _DAMAGED:
+        if code is not None and code & 0xFF in DAMAGED:
             raise damaged(path, str(context.original_exception)) from context.original_exception
 
     def parse_json(text: str) -> Any:
@@ -298,7 +296,7 @@ def check_available(error: BaseException) -> None:
 def _begin(connection: Connection) -> None:
     driver = connection.connection.driver_connection
     assert driver is not None
-    with _available():
+    with available():
         driver.execute("BEGIN IMMEDIATE" if connection.get_execution_options().get("write") else "BEGIN")
 
 

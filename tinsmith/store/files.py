@@ -19,7 +19,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
+from tinsmith.errors import ConfigError, NotFoundError, TinsmithError, translated
 from tinsmith.store.disk import make_directory, sync
 from tinsmith.store.manifest import NAME as MANIFEST
 
@@ -125,7 +125,8 @@ class CheckpointFiles:
         """List the root, or write and delete a small file: one that cannot be used is found at the start and not at the first save."""
         if "://" in root and not root.partition("://")[2].strip("/"):
             raise ConfigError(f"checkpoint_root={root!r} names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
-        try:
+        trouble = (ImportError, FileNotFoundError, ValueError, TinsmithError)  # an unknown kind of store, or no access
+        with translated(trouble, ConfigError, lambda error: f"checkpoint_root={root!r} cannot be used: {error}"):
             system, path = self._resolve(f"{self._root}/{WRITING_PREFIX}{uuid.uuid4().hex}")
             if only_read:
                 self._require_readable(system)
@@ -135,8 +136,6 @@ class CheckpointFiles:
                     make_directory(Path(path).parent)
                 system.pipe_file(path, b"")
                 system.rm_file(path)
-        except (ImportError, FileNotFoundError, ValueError, TinsmithError) as error:  # an unknown kind of store, or no access
-            raise ConfigError(f"checkpoint_root={root!r} cannot be used: {error}") from error
 
     def _require_readable(self, system: AbstractFileSystem) -> None:
         if isinstance(system, LocalFileSystem) and not system.isdir(self._resolve(self._root)[1]):
@@ -184,7 +183,8 @@ class CheckpointFiles:
     def fetched(self, place: str) -> Iterator[Path]:
         """A local directory with the files, to be read while the body runs. Raises NotFoundError if they have been deleted."""
         system, path = self._resolve(place)
-        try:
+        gone = "the files of this checkpoint are gone: it was deleted while it was read"
+        with translated(FileNotFoundError, NotFoundError, lambda _: gone):
             if isinstance(system, LocalFileSystem):
                 yield Path(path)
                 return
@@ -193,8 +193,6 @@ class CheckpointFiles:
                     with _using(system, path):
                         system.get_file(f"{path}/{name}", str(scratch / name))
                 yield scratch
-        except FileNotFoundError as error:
-            raise NotFoundError("the files of this checkpoint are gone: it was deleted while it was read") from error
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
@@ -260,22 +258,18 @@ class CheckpointFiles:
         if not self._root:
             return []
         system, path = self._resolve(self._root)
-        try:
-            with _using(system, path):
-                names = [str(found).rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False)]
-        except FileNotFoundError:  # an object store has no directory before something is in it
-            return []
+        names: list[str] = []
+        with suppress(FileNotFoundError), _using(system, path):  # an object store has no directory before something is in it
+            names = [str(found).rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False)]
         return [f"{self._root}/{name}" for name in sorted(names) if _NAME.fullmatch(name)]
 
     def manifest(self, place: str) -> bytes | None:
         """The manifest of a place; None if it has none, or none yet."""
         system, path = self._resolve(place)
-        try:
-            with _using(system, path):
-                content: bytes = system.cat_file(f"{path}/{MANIFEST}")
-        except FileNotFoundError:
-            return None
-        return content
+        with suppress(FileNotFoundError), _using(system, path):
+            content: bytes = system.cat_file(f"{path}/{MANIFEST}")
+            return content
+        return None
 
     def _resolve(self, place: str) -> tuple[AbstractFileSystem, str]:
         """The file system of a place, and its path there."""
@@ -296,9 +290,7 @@ def _entry(path: Path) -> Entry | None:
     finished = _NAME.fullmatch(path.name) is not None
     if not finished and not path.name.startswith(WRITING_PREFIX):
         return None
-    try:
-        modified_at = path.stat().st_mtime
-    except FileNotFoundError:
-        return None
     place = path.name if finished else path.name.removeprefix(WRITING_PREFIX).rpartition("-")[0]
-    return Entry(path.name, place, finished, modified_at)
+    with suppress(FileNotFoundError):
+        return Entry(path.name, place, finished, path.stat().st_mtime)
+    return None

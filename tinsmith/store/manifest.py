@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import TinsmithError, translated
 from tinsmith.store.digests import BLOCK_BYTES, blocks_of, digests_of
 from tinsmith.store.disk import sync
 from tinsmith.store.records import Checkpoint
@@ -94,10 +94,8 @@ def parse_manifest(text: str | bytes, shown: str) -> Manifest:
 
 def read_manifest(directory: Path, shown: str) -> Manifest:
     """The manifest of a directory. Raises TinsmithError if there is none, and as `parse_manifest`."""
-    try:
+    with translated(FileNotFoundError, TinsmithError, lambda _: f"{shown}/{NAME} is missing; {REMEDY}"):
         text = (directory / NAME).read_bytes()
-    except FileNotFoundError as error:
-        raise TinsmithError(f"{shown}/{NAME} is missing; {REMEDY}") from error
     return parse_manifest(text, shown)
 
 

@@ -12,15 +12,16 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError, translated
 from tinsmith.store import ids
-from tinsmith.store.database import check_available
+from tinsmith.store.database import DAMAGED, available
 from tinsmith.store.disk import oldest_beyond, open_lock
 from tinsmith.store.records import RecordedSequence
 
@@ -42,8 +43,6 @@ _LEFT_SHARE = 0.9
 """Share of the limit that is kept when some have to go, so that this does not happen with every sample."""
 _ROW_BYTES = 200
 """About what a row takes beside its arrays."""
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-"""Primary error codes of SQLite for a damaged file."""
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS recorded (
@@ -69,12 +68,10 @@ class RecordedSequences:
         self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
         self._lock = threading.Lock()
-        try:
-            with open_lock(data_dir / f"{FILE_NAME}.lock") as lock:  # several workers open it at the same time
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                self._connection, self._bytes = self._open()
-        except (sqlite3.Error, OSError) as error:
-            raise ConfigError(f"{self._path} cannot be used: {error}; see to that, or delete it: what it records is lost then") from error
+        trouble = self._named(ConfigError, "see to that, or delete it: what it records is lost then")
+        with trouble, open_lock(data_dir / f"{FILE_NAME}.lock") as lock:  # several workers open it at the same time
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._connection, self._bytes = self._open()
         self._purged_at = -_PURGE_S  # so that the first record looks for what has expired
 
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
@@ -169,32 +166,24 @@ class RecordedSequences:
 
     def _transact(self, use: Callable[[sqlite3.Connection], T]) -> T:
         """Return the result of `use`, run in one transaction; once more on an empty file, if the file turns out to be damaged."""
-        with self._lock:
+        with self._lock, self._named(TinsmithError, "stop the server, delete the file and sample again what was recorded"), available():
             try:
-                try:
-                    return self._attempt(use)
-                except sqlite3.DatabaseError as error:
-                    if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:  # missing if the connection is closed
-                        raise
-                    self._connection.close()
-                    self._connection, self._bytes = self._replace(error)
-                    return self._attempt(use)
-            except (sqlite3.Error, OSError) as error:
-                check_available(error)
-                raise TinsmithError(
-                    f"{self._path} cannot be used: {error}; stop the server, delete the file and sample again what was recorded"
-                ) from error
+                return self._attempt(use)
+            except sqlite3.DatabaseError as error:
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF not in DAMAGED:  # missing if the connection is closed
+                    raise
+                self._connection.close()
+                self._connection, self._bytes = self._replace(error)
+                return self._attempt(use)
 
     def _attempt(self, use: Callable[[sqlite3.Connection], T]) -> T:
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            result = use(self._connection)
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            raise
-        return result
+        with self._connection:  # which commits, or rolls back
+            self._connection.execute("BEGIN IMMEDIATE")
+            return use(self._connection)
+
+    def _named(self, ours: type[TinsmithError], remedy: str) -> AbstractContextManager[None]:
+        """Turn errors of the file into one of ours that names it."""
+        return translated((sqlite3.Error, OSError), ours, lambda error: f"{self._path} cannot be used: {error}; {remedy}")
 
     def _purge(self, connection: sqlite3.Connection) -> None:
         """Delete what has expired, once a minute, and what is beyond the limit."""
