@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tinsmith import __version__
-from tinsmith.config import CONFIG_VARIABLE, Setting, base_model_source, base_model_sources, settings
-from tinsmith.config_values import at_home, require_empty
+from tinsmith.config import CONFIG_VARIABLE, base_model_sources, settings
+from tinsmith.config_values import Setting, at_home, base_model_source, require_empty
 from tinsmith.errors import ConfigError, TinsmithError, printable
 
 app = typer.Typer(

@@ -7,24 +7,18 @@ Each part of the server is given the section that it needs; nothing reads the co
 """
 
 import dataclasses
-import re
-import shlex
 import types
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinsmith.config_values import at_home, checked, closest, fill, read_yaml, setting
-from tinsmith.errors import ConfigError, translated
+from tinsmith.config_values import Setting, base_model_source, fill, fill_from_environment, put, read_yaml, setting, settings_of
+from tinsmith.errors import ConfigError
 from tinsmith.logs import LEVELS
 
 CONFIG_VARIABLE = "TINSMITH_CONFIG"
 """The environment variable that names the configuration file, as `--config` does."""
-_PREFIX = "TINSMITH_"
-_TESTS_PREFIX = "TINSMITH_TEST_"
-"""Variables of the tests, which are no settings."""
 
 
 @dataclass
@@ -39,11 +33,7 @@ class ServerConfig:
         "with another Host, or from web pages of another site, are refused",
     )
     long_poll_s: float = setting(
-        30.0,
-        "How long retrieve_future waits for a result before it answers HTTP 408, after which the client asks again",
-        "seconds",
-        0.1,
-        40,
+        30.0, "How long retrieve_future waits for a result before it answers HTTP 408 and the client asks again", "seconds", 0.1, 40
     )
     connection_idle_s: float = setting(
         75.0,
@@ -57,10 +47,7 @@ class ServerConfig:
     fwdbwd_max_chunk_len: int = setting(1024, "Maximum number of datums that the SDK puts into one forward_backward request", "datums", 1)
     sample_result_ttl_s: float = setting(600.0, "How long the result of a sample is kept for its client to fetch", "seconds", 1)
     max_finished_sample_mib: int = setting(
-        1024,
-        "Maximum size of the results of samples that were not fetched; beyond it the oldest are dropped and the SDK repeats the samples",
-        "MiB",
-        1,
+        1024, "Maximum size of sample results that nobody has fetched; then the oldest are dropped, which the SDK repeats", "MiB", 1
     )
     max_pending_samples: int = setting(
         65536, "Maximum number of unfinished sequences, counting num_samples of each request; further requests get HTTP 429", "sequences", 1
@@ -85,23 +72,14 @@ class ServerConfig:
         86400.0, "How long the result of a training operation is kept for its client to fetch, while its session lives", "seconds", 1
     )
     ended_session_ttl_s: float = setting(
-        2592000.0,
-        "How long an ended session stays in the database, with its operations and those of its models that have no checkpoints",
-        "seconds",
-        60,
+        2592000.0, "How long an ended session stays in the database, with its operations and its models without checkpoints", "seconds", 60
     )
     kept_operations_mib: int = setting(
-        0,
-        "Disk space for the payloads and images of finished training operations; the oldest are dropped first, and 0 keeps none",
-        "MiB",
-        0,
+        0, "Disk space for payloads and images of finished training operations; the oldest go first, and 0 keeps none", "MiB", 0
     )
     download_ttl_s: int = setting(3600, "How long a download URL is valid", "seconds", 60, 604800)
     engine_silent_s: float = setting(
-        10.0,
-        "Report that the server is not ready after this long without a heartbeat of the engine process, which sends two a second",
-        "seconds",
-        2,
+        10.0, "Report not ready after this long without a heartbeat of the engine process, which sends two a second", "seconds", 2
     )
     engine_hung_s: float = setting(120.0, "Kill and restart the engine process after this long without a heartbeat", "seconds", 2)
     worker_hung_s: float = setting(120.0, "Kill and restart a worker process after this long without a heartbeat", "seconds", 2)
@@ -214,17 +192,11 @@ class ImagesConfig:
         50_000_000, "Maximum number of pixels of an image, read from its header before it is decoded", "pixels", 1
     )
     max_input_pixels: int = setting(
-        200_000_000,
-        "Maximum number of pixels of all images in one input (a prompt or a datum), read from their headers before any is decoded",
-        "pixels",
-        1,
+        200_000_000, "Maximum number of pixels of all images in one prompt or datum, read from the headers before decoding", "pixels", 1
     )
     max_aspect: float = setting(200.0, "Maximum ratio of the longer side of an image to the shorter one", "", 1)
     image_cache_mib: int = setting(
-        512,
-        "Memory for processed images, that is pixel values and vision features, so that a repeated image is not processed again",
-        "MiB",
-        0,
+        512, "Memory for pixel values and vision features of images, so that a repeated image is not processed again", "MiB", 0
     )
 
 
@@ -264,10 +236,7 @@ class TrainingConfig:
         choices=("float32", "compact", "compact-host"),
     )
     ended_model_ttl_s: float = setting(
-        604800.0,
-        "How long to keep the checkpoint of a model that was saved because its session was idle or the server stopped",
-        "seconds",
-        0.1,
+        604800.0, "How long to keep the checkpoint of a model whose session was idle or whose server stopped", "seconds", 0.1
     )
     kept_copies_gib: float = setting(
         32.0,
@@ -285,10 +254,7 @@ class TrainingConfig:
         1,
     )
     max_unrecorded_mib: float = setting(
-        256.0,
-        "Maximum size of results held in memory while the database cannot be written (locked, disk full); then training waits",
-        "MiB",
-        0,
+        256.0, "Maximum size of results held in memory while the database cannot be written; then training waits", "MiB", 0
     )
     held_operation_s: float = setting(
         600.0, "How long an operation waits for one with a lower seq_id that has not arrived; then it fails", "seconds", 0.1
@@ -317,11 +283,7 @@ class SamplingConfig:
         0,
     )
     snapshot_gib: float = setting(
-        4.0,
-        "Memory for the weights that are sampled, in each worker that samples; when it is full, the least recently sampled are moved to "
-        "disk",
-        "GiB",
-        0,
+        4.0, "Memory for sampled weights in each worker that samples; when full, the least recently sampled move to disk", "GiB", 0
     )
     snapshot_disk_gib: float = setting(
         32.0,
@@ -343,9 +305,7 @@ class SamplingConfig:
     max_running: int = setting(256, "Maximum number of sequences decoded together", "sequences", 1)
     prefill_tokens: int = setting(4096, "Maximum number of prompt tokens computed in one step", "tokens", 1)
     eager: bool = setting(
-        False,
-        "Compute decoding steps and small training passes launch by launch instead of as CUDA graphs: slower, but errors name the "
-        "operation that failed",
+        False, "Run decoding steps and small training passes without CUDA graphs: slower, but errors name the failed operation"
     )
     prefill_tokens_beside: int = setting(
         2048, "Maximum number of prompt tokens computed in one step while sequences are decoded, which then take longer", "tokens", 1
@@ -358,12 +318,7 @@ class VLLMConfig:
 
     vllm_servers: int = setting(1, "Number of vLLM servers to start for each base model; not used with --vllm-url", "servers", 1, 64)
     vllm_tensor_parallel: int = setting(
-        1,
-        "Number of GPUs that each vLLM server divides its base model over; without a GPU, of processes with their own cores; not used with "
-        "--vllm-url",
-        "GPUs",
-        1,
-        64,
+        1, "Number of GPUs (without GPUs, of processes) that share the base model of a vLLM server; not used with --vllm-url", "GPUs", 1, 64
     )
     vllm_urls: list[str] = setting([], "URL of a running vLLM server to use; none is started then; repeat for several")
     vllm_python: str = setting("", "Python of the environment that vLLM is installed in; empty is the one that runs Tinsmith")
@@ -384,10 +339,7 @@ class VLLMConfig:
         0,
     )
     vllm_hung_s: float = setting(
-        120.0,
-        "Restart a vLLM server that has samples to compute but sends nothing for this long; must be longer than a transfer of weights",
-        "seconds",
-        1,
+        120.0, "Restart a busy vLLM server after this many silent seconds; must exceed the time to transfer weights", "seconds", 1
     )
     vllm_dir: str = setting(
         "", "Directory for the weights that vLLM servers load; all of them must be able to read it; empty keeps them in memory"
@@ -438,44 +390,9 @@ class Config:
         return max(1, len(self.base_models)) * self.vllm.vllm_servers * self.vllm.vllm_tensor_parallel
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One setting. `path` is ("sampling", "kv_cache_gib"); no two settings have the same last part."""
-
-    path: tuple[str, ...]
-    type: Any
-    default: Any
-    help: str
-    unit: str
-
-    @property
-    def name(self) -> str:
-        """The last part of the path, such as "kv_cache_gib"."""
-        return self.path[-1]
-
-    @property
-    def option(self) -> str:
-        """The command-line option, such as "--kv-cache-gib". One that is repeated to fill a list has its name in the singular."""
-        name = self.name.removesuffix("s") if typing.get_origin(self.type) is list else self.name
-        return f"--{name.replace('_', '-')}"
-
-    @property
-    def variable(self) -> str:
-        """The environment variable, such as "TINSMITH_KV_CACHE_GIB"."""
-        return f"{_PREFIX}{self.name.upper()}"
-
-
-def settings(section: Any = None, path: tuple[str, ...] = ()) -> Iterator[Setting]:
+def settings() -> Iterator[Setting]:
     """All settings with their defaults, in the order of their declaration."""
-    section = Config() if section is None else section
-    hints = typing.get_type_hints(type(section))
-    for spec in dataclasses.fields(section):
-        value = getattr(section, spec.name)
-        if dataclasses.is_dataclass(value):
-            yield from settings(value, (*path, spec.name))
-        else:
-            info = spec.metadata["info"]
-            yield Setting((*path, spec.name), hints[spec.name], value, info.help, info.unit)
+    return settings_of(Config())
 
 
 def load(
@@ -491,44 +408,13 @@ def load(
     config = Config()
     if file is not None:
         fill(config, read_yaml(file), str(file))
-    variables = {each.variable: each for each in settings()}
-    for variable, text in environment.items():
-        if text and variable.startswith(_PREFIX) and not variable.startswith(_TESTS_PREFIX) and variable != CONFIG_VARIABLE:
-            if variable not in variables:
-                raise ConfigError(f"environment: unknown variable {variable}; {_variable_remedy(variable, set(variables))}")
-            _put(
-                config,
-                variables[variable],
-                _words(text, variable) if variables[variable].default == [] else text,
-                f"environment: {variable}",
-            )
+    fill_from_environment(config, {name: text for name, text in environment.items() if name != CONFIG_VARIABLE})
     names = {each.name: each for each in settings()}
     for name, value in options.items():
         if name not in names:
             raise ConfigError(f"unknown option {name!r}; the options are {', '.join(names)}")
-        _put(config, names[name], value, f"command line: {names[name].option}")
+        put(config, names[name], value, f"command line: {names[name].option}")
     return config
-
-
-def _variable_remedy(variable: str, known: set[str]) -> str:
-    names = {name.removeprefix(_PREFIX) for name in known}
-    similar = closest(variable.removeprefix(_PREFIX), names)
-    if similar:
-        return f"did you mean {_PREFIX}{similar}?"
-    return f"unset it, or name it after a setting, such as {_PREFIX}PORT; `tinsmith serve --help` lists them"
-
-
-def _words(text: str, variable: str) -> list[str]:
-    must = f"environment: {variable}={text!r} must be texts separated by spaces and quoted as in a shell"
-    with translated(ValueError, ConfigError, lambda error: f"{must}: {error}"):
-        return shlex.split(text)
-
-
-def _put(config: Config, where: Setting, value: Any, place: str) -> None:
-    section: Any = config
-    for part in where.path[:-1]:
-        section = getattr(section, part)
-    setattr(section, where.name, checked(section, where.name, value, place))
 
 
 def base_model_sources(config: Config) -> dict[str, str]:
@@ -546,25 +432,6 @@ def base_model_sources(config: Config) -> dict[str, str]:
             raise ConfigError(f"base_models: two have the name {name!r}; tell them apart with NAME=PATH_OR_HUB_ID")
         sources[name] = source
     return sources
-
-
-def base_model_source(spec: str) -> tuple[str, str]:
-    """Name and source of a base model given as [NAME=]PATH_OR_HUB_ID. Raises ConfigError as `base_model_sources` does."""
-    name, separator, source = spec.partition("=")  # a path may contain others
-    if not separator or re.match(r"[/~.]", spec) or Path(spec).is_dir():
-        name, separator, source = "", "", spec
-    if separator and not re.fullmatch(r"[^\s:]+", name):
-        raise ConfigError(f"base_models: {spec!r} must have a name without spaces and colons before its '='")
-    directory = Path(at_home(source))
-    if source and directory.is_dir():
-        source = str(directory.resolve())
-        if not (directory / "config.json").is_file():
-            raise ConfigError(f"base_models: {spec!r}: {source} holds no model (there is no config.json in it)")
-    elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):  # for one word the Hub would be asked a minute: mostly it is a served name
-        missing = f"{source!r} is a file" if directory.is_file() else f"there is no directory {source!r}"
-        served = "" if "/" in source else f"; if it is the name of a served model, say where that is: {name or source}=PATH_OR_HUB_ID"
-        raise ConfigError(f"base_models: {spec!r}: {missing}, and a Hub id looks like ORGANISATION/MODEL{served}")
-    return name or source, source
 
 
 def to_tree(config: Config) -> dict[str, Any]:

@@ -8,6 +8,7 @@ first value is checked, because `tinsmith --help` imports this module.
 import dataclasses
 import difflib
 import re
+import shlex
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 """Bytes of each unit in which a size may be written."""
 
 
+_PREFIX = "TINSMITH_"
+_TESTS_PREFIX = "TINSMITH_TEST_"
+"""Variables of the tests, which are no settings."""
 WRITTEN_BESIDE = ".writing-export-"
 """Prefix of the directory that an export fills before it is renamed to its target."""
 
@@ -210,3 +214,96 @@ def _accepted(kind: Any, info: SettingInfo) -> str:
     if info.low is not None:
         number += f" from {info.low} to {info.high}" if info.high is not None else f" of at least {info.low}"
     return f"{number}, such as 2, 2{info.unit} or {'1MiB' if info.unit == 'KiB' else '500MiB'}" if info.unit in _SIZES else number
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting. `path` is ("sampling", "kv_cache_gib"); no two settings have the same last part."""
+
+    path: tuple[str, ...]
+    type: Any
+    default: Any
+    help: str
+    unit: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the path, such as "kv_cache_gib"."""
+        return self.path[-1]
+
+    @property
+    def option(self) -> str:
+        """The command-line option, such as "--kv-cache-gib". One that is repeated to fill a list has its name in the singular."""
+        name = self.name.removesuffix("s") if typing.get_origin(self.type) is list else self.name
+        return f"--{name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable, such as "TINSMITH_KV_CACHE_GIB"."""
+        return f"{_PREFIX}{self.name.upper()}"
+
+
+def settings_of(section: Any, path: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """All settings of a section and of the sections in it, with their values, in the order of their declaration."""
+    hints = typing.get_type_hints(type(section))
+    for spec in dataclasses.fields(section):
+        value = getattr(section, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings_of(value, (*path, spec.name))
+        else:
+            info = spec.metadata["info"]
+            yield Setting((*path, spec.name), hints[spec.name], value, info.help, info.unit)
+
+
+def fill_from_environment(config: Any, environment: Mapping[str, str]) -> None:
+    """Set what environment variables say. Raises ConfigError for one that names no setting, and as `fill`."""
+    variables = {each.variable: each for each in settings_of(config)}
+    for variable, text in environment.items():
+        if not text or not variable.startswith(_PREFIX) or variable.startswith(_TESTS_PREFIX):
+            continue
+        if variable not in variables:
+            raise ConfigError(f"environment: unknown variable {variable}; {_variable_remedy(variable, set(variables))}")
+        setting = variables[variable]
+        value = _words(text, variable) if typing.get_origin(setting.type) is list else text
+        put(config, setting, value, f"environment: {variable}")
+
+
+def _variable_remedy(variable: str, known: set[str]) -> str:
+    names = {name.removeprefix(_PREFIX) for name in known}
+    similar = closest(variable.removeprefix(_PREFIX), names)
+    if similar:
+        return f"did you mean {_PREFIX}{similar}?"
+    return f"unset it, or name it after a setting, such as {_PREFIX}PORT; `tinsmith serve --help` lists them"
+
+
+def _words(text: str, variable: str) -> list[str]:
+    must = f"environment: {variable}={text!r} must be texts separated by spaces and quoted as in a shell"
+    with translated(ValueError, ConfigError, lambda error: f"{must}: {error}"):
+        return shlex.split(text)
+
+
+def put(config: Any, where: Setting, value: Any, place: str) -> None:
+    """Set one setting. `place` says in messages where its value stands."""
+    section: Any = config
+    for part in where.path[:-1]:
+        section = getattr(section, part)
+    setattr(section, where.name, checked(section, where.name, value, place))
+
+
+def base_model_source(spec: str) -> tuple[str, str]:
+    """Name and source of a base model given as [NAME=]PATH_OR_HUB_ID. Raises ConfigError as `base_model_sources` does."""
+    name, separator, source = spec.partition("=")  # a path may contain others
+    if not separator or re.match(r"[/~.]", spec) or Path(spec).is_dir():
+        name, separator, source = "", "", spec
+    if separator and not re.fullmatch(r"[^\s:]+", name):
+        raise ConfigError(f"base_models: {spec!r} must have a name without spaces and colons before its '='")
+    directory = Path(at_home(source))
+    if source and directory.is_dir():
+        source = str(directory.resolve())
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"base_models: {spec!r}: {source} holds no model (there is no config.json in it)")
+    elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):  # for one word the Hub would be asked a minute: mostly it is a served name
+        missing = f"{source!r} is a file" if directory.is_file() else f"there is no directory {source!r}"
+        served = "" if "/" in source else f"; if it is the name of a served model, say where that is: {name or source}=PATH_OR_HUB_ID"
+        raise ConfigError(f"base_models: {spec!r}: {missing}, and a Hub id looks like ORGANISATION/MODEL{served}")
+    return name or source, source

@@ -13,8 +13,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
-from tinsmith.config import Config, base_model_source
-from tinsmith.config_values import WRITTEN_BESIDE, require_empty
+from tinsmith.config import Config
+from tinsmith.config_values import WRITTEN_BESIDE, base_model_source, require_empty
 from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.errors import ConfigError, TinsmithError, UserError, translated
 from tinsmith.models.files import holds_all_weights, local_directory

@@ -1,4 +1,4 @@
-"""The command log in SQL: training operations, their results, and which images they need. Each function is part of a transaction.
+"""The command log: training operations, their results, and which images they need.
 
 The payload and the images of an operation are dropped when its outcome is recorded, or kept up to a limit. `kept_bytes` is the size of what
 is kept of a finished command, and null if nothing is.
@@ -15,6 +15,7 @@ from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import ids
+from tinsmith.store.database import Transactions
 from tinsmith.store.disk import oldest_beyond
 from tinsmith.store.records import REJECTED, Command, NewCommand, Outcome
 from tinsmith.store.schema import command_images, commands, models, sampling_sessions, sessions
@@ -70,19 +71,9 @@ _KEPT_WITH = (
     select(commands.c.id).join_from(command_images, commands).where(command_images.c.sha256 == bindparam("digest"), _IS_KEPT).distinct()
 )
 _BY_KEY = (commands.c.model_id == bindparam("model_id")) & (commands.c.seq_id == bindparam("seq_id"))
-_KIND_AND_DIGEST = select(commands.c.kind, commands.c.digest).where(_BY_KEY)
 _OUTCOME = select(commands.c.result, commands.c.result_type, commands.c.error, commands.c.category, commands.c.resolved).where(
     _BY_KEY, commands.c.status.in_(("done", "failed"))
 )
-_ENDED_MODELS = (
-    select(models.c.model_id)
-    .join_from(models, sessions)
-    .where(sessions.c.finished_at >= bindparam("before"), sessions.c.finished_at < bindparam("ended_before"))
-)
-_DROPPED = {"status": "dropped", "result": None}
-_DROP_OLD = update(commands).where(commands.c.status == "done", commands.c.finished_at < bindparam("before")).values(_DROPPED)
-_DROP_ENDED = update(commands).where(commands.c.status == "done", commands.c.model_id.in_(_ENDED_MODELS)).values(_DROPPED)
-_QUEUED_MODELS = select(commands.c.model_id).where(_IS_QUEUED).distinct()
 _APPLY = (
     update(models)
     .where(models.c.model_id == bindparam("model"), func.coalesce(models.c.applied_seq, -1) < bindparam("seq"))
@@ -118,6 +109,86 @@ _ALL = 2**62
 """More commands than there are."""
 
 
+class CommandStore(Transactions):
+    """What the command log holds. Each method is one transaction."""
+
+    def check_repeat(self, new: NewCommand) -> None:
+        """Raise UserError if the key of a command that `append` has not queued belongs to another operation."""
+        with self.reading() as connection:
+            first = connection.execute(
+                select(commands.c.kind, commands.c.digest).where(_BY_KEY), {"model_id": new.model_id, "seq_id": new.seq_id}
+            ).first()
+        if first is None:
+            return
+        digest = _digest(new)
+        # One that was refused when it came in has lost its kind.
+        if first.digest != digest or (REJECTED not in (first.kind, new.kind) and first.kind != new.kind):
+            raise UserError(
+                f"{ids.request_id(new.model_id, new.seq_id)} is {first.kind} of digest {first.digest.hex()[:12]} already, "
+                f"and now came as {new.kind} of digest {digest.hex()[:12]}: number every operation of a model anew "
+                "(create_model: another model_seq_id), and repeat one unchanged"
+            )
+
+    def queued_models(self) -> list[str]:
+        """The ids of the models that have queued commands."""
+        with self.reading() as connection:
+            return _queued_models(connection)
+
+    def queued(self, model_id: str, known: Collection[int] = (), limit: int = 1000) -> list[Command]:
+        """The queued commands of one model, in the order of their seq_ids, at most `limit`; those whose seq_id is in `known` are left out.
+
+        Commands may become visible in another order than their ids: ask for all that is new of a model, never for what is behind an id.
+        """
+        with self.reading() as connection:
+            return _queued(connection, model_id, known, limit)
+
+    def payload(self, command: Command) -> bytes:
+        """Return the payload of a command, without its images. Raises NotFoundError if it has ended and that is not kept."""
+        with self.reading() as connection:
+            found: bytes | None = connection.execute(_PAYLOAD, {"command_id": command.id}).scalar()
+        if found is None:
+            raise NotFoundError(f"operation {command.request_id} has ended, and what it was sent with is dropped")
+        return found
+
+    def outcome(self, request_id: str) -> Outcome | None:
+        """Return the outcome of an operation; None if it has none yet, or is not in the log."""
+        row = self._find(_OUTCOME, request_id)
+        return None if row is None else Outcome(request_id, *row)
+
+    def status(self, request_id: str) -> str | None:
+        """queued, done, failed or dropped (done, and its result was dropped); None if the operation is not in the log."""
+        row = self._find(_STATUS, request_id)
+        return None if row is None else row[0]
+
+    def _find(self, statement: Select[*tuple[Any, ...]], request_id: str) -> Row[*tuple[Any, ...]] | None:
+        key = ids.parse_request_id(request_id)
+        if key is None:
+            return None
+        with self.reading() as connection:
+            return connection.execute(statement, {"model_id": key[0], "seq_id": key[1]}).first()
+
+    def drop_results(self, before: float, ended_before: float) -> None:
+        """Drop results from before `before` (Unix time), and all of sessions that were finished before `ended_before`. Errors stay."""
+        drop = update(commands).where(commands.c.status == "done").values(status="dropped", result=None)
+        ended = sessions.c.finished_at >= before, sessions.c.finished_at < ended_before
+        of_ended = commands.c.model_id.in_(select(models.c.model_id).join_from(models, sessions).where(*ended))
+        with self.writing() as connection:
+            connection.execute(drop.where(commands.c.finished_at < before))
+            connection.execute(drop.where(of_ended))
+
+
+def _queued_models(connection: Connection) -> list[str]:
+    return list(connection.execute(select(commands.c.model_id).where(_IS_QUEUED).distinct()).scalars())
+
+
+def _queued(connection: Connection, model_id: str, known: Collection[int], limit: int) -> list[Command]:
+    rows = connection.execute(_QUEUED, {"model": model_id, "known": json.dumps([*known]), "limit": limit})
+    return [_command(row) for row in rows]
+
+
+# ---- Parts of transactions
+
+
 def append(connection: Connection, new: NewCommand, now: float) -> bool:
     """Append one command and the rows that come with it; whether it is queued. Nothing changes if its key is in the log.
 
@@ -149,32 +220,6 @@ def _digest(new: NewCommand) -> bytes:
     return new.digest or hashlib.sha256(new.payload).digest()
 
 
-def check_repeat(connection: Connection, new: NewCommand) -> None:
-    """Raise UserError if the key of a command is in the log with another kind or another content."""
-    first = connection.execute(_KIND_AND_DIGEST, {"model_id": new.model_id, "seq_id": new.seq_id}).first()
-    if first is None:
-        return
-    digest = _digest(new)
-    # One that was refused when it came in has lost its kind.
-    if first.digest != digest or (REJECTED not in (first.kind, new.kind) and first.kind != new.kind):
-        raise UserError(
-            f"{ids.request_id(new.model_id, new.seq_id)} is {first.kind} of digest {first.digest.hex()[:12]} already, "
-            f"and now came as {new.kind} of digest {digest.hex()[:12]}: number every operation of a model anew "
-            "(create_model: another model_seq_id), and repeat one unchanged"
-        )
-
-
-def queued_models(connection: Connection) -> list[str]:
-    """The ids of the models that have queued commands."""
-    return list(connection.execute(_QUEUED_MODELS).scalars())
-
-
-def queued(connection: Connection, model_id: str, known: Collection[int], limit: int) -> list[Command]:
-    """Queued commands of one model, but for those whose seq_id is known, by seq_id."""
-    rows = connection.execute(_QUEUED, {"model": model_id, "known": json.dumps([*known]), "limit": limit})
-    return [_command(row) for row in rows]
-
-
 def _command(row: Row[*tuple[Any, ...]]) -> Command:
     command_id, model_id, seq_id, kind, stored_bytes, beginning, created_at, digests = row
     payload_bytes = unpacked_size(beginning or b"", stored_bytes)  # of an empty one SQLite gives null
@@ -182,12 +227,6 @@ def _command(row: Row[*tuple[Any, ...]]) -> Command:
     return Command(
         command_id, model_id, seq_id, kind, payload_bytes, created_at, tuple(digests[start : start + _DIGEST_BYTES] for start in each)
     )
-
-
-def payload(connection: Connection, command_id: int) -> bytes | None:
-    """Return the payload of a command; None if it was dropped, or there is no such command."""
-    found: bytes | None = connection.execute(_PAYLOAD, {"command_id": command_id}).scalar()
-    return found
 
 
 @dataclass(frozen=True)
@@ -284,38 +323,13 @@ def used(connection: Connection) -> set[bytes]:
     return set(connection.execute(_USED).scalars())
 
 
-def outcome(connection: Connection, request_id: str) -> Outcome | None:
-    """Return the outcome of an operation; None if it has none yet, or is not in the log."""
-    row = _by_request_id(connection, _OUTCOME, request_id)
-    return None if row is None else Outcome(request_id, *row)
-
-
-def drop_results(connection: Connection, before: float, ended_before: float) -> None:
-    """Forget results from before then, and those of sessions that were finished before `ended_before`. Errors stay."""
-    connection.execute(_DROP_OLD, {"before": before})
-    connection.execute(_DROP_ENDED, {"before": before, "ended_before": ended_before})
-
-
-def status(connection: Connection, request_id: str) -> str | None:
-    """queued, done, failed or dropped; None if the operation is not in the log."""
-    row = _by_request_id(connection, _STATUS, request_id)
-    return None if row is None else row[0]
-
-
-def _by_request_id(connection: Connection, statement: Select[*tuple[Any, ...]], request_id: str) -> Row[*tuple[Any, ...]] | None:
-    key = ids.parse_request_id(request_id)
-    if key is None:
-        return None
-    return connection.execute(statement, {"model_id": key[0], "seq_id": key[1]}).first()
-
-
 def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool) -> list[str]:
     """Fail everything that is queued, give up all living models and snapshots, and return the request ids that failed.
 
     The error of an operation names the newest checkpoint of its model. With `keep` payloads and images stay.
     """
     failed: list[str] = []
-    for model_id in queued_models(connection):
+    for model_id in _queued_models(connection):
         error = f"{reason}; {how_to_go_on(connection, model_id, now)}"
         found = connection.execute(_FAIL_AND_KEEP if keep else _FAIL_AND_DROP, {"model": model_id, "now": now, "message": error})
         failed += [ids.request_id(model_id, seq_id) for seq_id in found.scalars()]
@@ -338,7 +352,7 @@ def lose_models(connection: Connection, reasons: Mapping[str, str], now: float, 
     failed: list[Outcome] = []
     for model_id, reason in reasons.items():
         error = f"{reason}; {how_to_go_on(connection, model_id, now)}"
-        failed += [Outcome(command.request_id, None, None, error, "server") for command in queued(connection, model_id, (), _ALL)]
+        failed += [Outcome(command.request_id, None, None, error, "server") for command in _queued(connection, model_id, (), _ALL)]
     released = record(connection, failed, now, keep)
     for model_id in reasons:
         lose_model(connection, model_id)

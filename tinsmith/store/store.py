@@ -8,19 +8,18 @@ one that releases them.
 import json
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from tinsmith.errors import NotFoundError, StoreUnavailableError
-from tinsmith.store import commands
+from tinsmith.errors import StoreUnavailableError
+from tinsmith.store import commands, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
 from tinsmith.store.checkpoints import CheckpointStore
 from tinsmith.store.database import BUSY_S, Database, check, give_back, open_database, require_data
 from tinsmith.store.files import ABOUT_FILE, CheckpointFiles
-from tinsmith.store.records import Command, NewCommand, Outcome
-from tinsmith.store.sessions import SessionStore, forget_ended, images_of_ended
+from tinsmith.store.records import NewCommand, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +29,8 @@ _DELETED_AT_ONCE = 64
 """Images deleted in one transaction: others wait for it."""
 
 
-class Store(SessionStore, CheckpointStore):
-    """Storage of all that must survive the death of a process. The methods here are about the command log and its images."""
+class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
+    """Storage of all that must survive the death of a process. The methods here also write or delete images."""
 
     def __init__(self, database: Database, blobs: BlobFiles, keep_bytes: int) -> None:
         """Use `Store.open`."""
@@ -82,35 +81,9 @@ class Store(SessionStore, CheckpointStore):
             self.delete_unused_blobs(digest for command in with_images for digest in command.images)
         return queued
 
-    def check_repeat(self, new: NewCommand) -> None:
-        """Raise UserError if the key of a command that `append` has not queued belongs to another operation."""
-        with self.reading() as connection:
-            commands.check_repeat(connection, new)
-
     def write_blobs(self, images: Mapping[bytes, bytes]) -> None:
         """Write images, given by digest, ahead of the `append` of their command, in another thread for example. It then finds them."""
         self._blobs.write(images)
-
-    def queued_models(self) -> list[str]:
-        """The ids of the models that have queued commands."""
-        with self.reading() as connection:
-            return commands.queued_models(connection)
-
-    def queued(self, model_id: str, known: Collection[int] = (), limit: int = 1000) -> list[Command]:
-        """The queued commands of one model, in the order of their seq_ids, at most `limit`; those whose seq_id is in `known` are left out.
-
-        Commands may become visible in another order than their ids: ask for all that is new of a model, never for what is behind an id.
-        """
-        with self.reading() as connection:
-            return commands.queued(connection, model_id, known, limit)
-
-    def payload(self, command: Command) -> bytes:
-        """Return the payload of a command, without its images. Raises NotFoundError if it has ended and that is not kept."""
-        with self.reading() as connection:
-            found = commands.payload(connection, command.id)
-        if found is None:
-            raise NotFoundError(f"operation {command.request_id} has ended, and what it was sent with is dropped")
-        return found
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Finish commands in one transaction. A second outcome of a command is ignored.
@@ -188,16 +161,6 @@ class Store(SessionStore, CheckpointStore):
             needed = commands.used(connection)
         return [file for file in found if file.sha256 not in needed]
 
-    def outcome(self, request_id: str) -> Outcome | None:
-        """Return the outcome of an operation; None if it has none yet, or is not in the log."""
-        with self.reading() as connection:
-            return commands.outcome(connection, request_id)
-
-    def drop_results(self, before: float, ended_before: float) -> None:
-        """Drop results from before `before` (Unix time), and all of sessions that were finished before `ended_before`. Errors stay."""
-        with self.writing() as connection:
-            commands.drop_results(connection, before, ended_before)
-
     def give_back_space(self, spare_pages: int = 2**14, most_pages: int = 2**12) -> None:
         """Shorten the database's file by a few MiB of what is deleted, if more than `spare_pages` of 4 KiB are free."""
         give_back(self._database, spare_pages, most_pages)
@@ -205,15 +168,10 @@ class Store(SessionStore, CheckpointStore):
     def forget_ended(self, before: float) -> int:
         """Delete rows of sessions that were finished before then (Unix time); returns how many. Checkpoints and their runs stay."""
         with self.writing() as connection:
-            digests = images_of_ended(connection, before)
-            forgotten = forget_ended(connection, before)
+            digests = sessions.images_of_ended(connection, before)
+            forgotten = sessions.forget_ended(connection, before)
         self.delete_unused_blobs(digests)
         return forgotten
-
-    def status(self, request_id: str) -> str | None:
-        """queued, done, failed or dropped (done, and its result was dropped); None if the operation is not in the log."""
-        with self.reading() as connection:
-            return commands.status(connection, request_id)
 
     def fail_unfinished(self, reason: str) -> list[str]:
         """Give up what a dead engine left: queued commands fail (category server), models are lost, snapshots gone.
