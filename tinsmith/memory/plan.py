@@ -1,8 +1,7 @@
 """The memory that base models, training and sampling take of a device, before any weight is read.
 
-`plan_base` has the budget of one base model beside others on a worker, `plan_modes` the ways in which several GPUs may train it, and
-`make_plan` all that `tinsmith plan` prints. A worker divides its memory with the same functions (`models/budget.py`) when it has loaded the
-weights.
+`plan_base` is the budget of one base model on a worker, `plan_modes` the ways in which several GPUs may train it, and `make_plan` all that
+`tinsmith plan` prints. A worker divides its memory with the same functions (`models/budget.py`) once it has loaded the weights.
 """
 
 import dataclasses
@@ -40,24 +39,24 @@ Mode = Literal["one GPU", "replicas", "sharded"]
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """A device on which a worker would serve models, and memory in bytes."""
+    """A device that would serve models. Sizes are in bytes."""
 
     name: str
     on_gpu: bool
     free: int
-    """Bytes of the device that the server may use (--memory-share)."""
+    """What the server may use (--memory-share)."""
     total: int
     host_free: int
-    """This worker's part of the host's memory."""
+    """Host memory for this worker."""
 
     @property
     def reserve(self) -> int:
-        """Bytes that are left free of any plan."""
+        """Bytes left free of any plan."""
         return reserve_of(self.on_gpu, self.total)
 
 
 def place_here(sizes: Sizes, machine: Machine, config: Config, workers: int) -> DevicePlace:
-    """The device of this machine on which each of so many workers would serve the model; of several the one with least free memory."""
+    """The device on which each worker would serve the model; of several GPUs the one with least free memory."""
     host = machine.memory_available // workers
     if sizes.device.type == "cpu":
         return DevicePlace("the CPU of this machine", False, host, machine.memory_total, host)
@@ -68,7 +67,7 @@ def place_here(sizes: Sizes, machine: Machine, config: Config, workers: int) -> 
 
 @dataclass(frozen=True)
 class BasePlan:
-    """Memory that one base model takes of a worker, and what remains for training."""
+    """Memory that one base model takes of a worker, and what remains."""
 
     sizes: Sizes
     place: DevicePlace
@@ -81,25 +80,25 @@ class BasePlan:
 
     @property
     def cache_shape(self) -> CacheShape:
-        """Bytes that the local sampler keeps for each token and each sequence."""
+        """What the local sampler keeps for each token and each sequence."""
         return CacheShape(self.sizes.layout.layers, self.sizes.dtype, self.sizes.device)
 
     @property
     def cache(self) -> CacheSizes | None:
-        """Size of the local sampler's cache; None without it. Raises ConfigError if it is too small for one sequence."""
+        """The local sampler's cache, if there is one. Raises ConfigError if it is too small for one sequence."""
         if self.config.sampling.sampler != "local":
             return None
         return self.cache_shape.divide(self.budget.cache, self.config.sampling.max_running)
 
     @property
     def recomputation(self) -> Recomputation:
-        """Recomputation that a full pass (--tokens-per-pass) needs to fit; the most there is if it does not fit."""
+        """Recomputation with which a full pass (--tokens-per-pass) fits; the most there is if none suffices."""
         training = self.config.training
         return self.passes.recomputation_for(training.tokens_per_pass, training.logits_chunk, self.budget.passes) or self.passes.smallest
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes that a full pass takes with that recomputation."""
+        """Bytes of a full pass with that recomputation."""
         return self.passes.bytes(self.config.training.tokens_per_pass, self.config.training.logits_chunk, self.recomputation)
 
     @property
@@ -109,7 +108,7 @@ class BasePlan:
 
     @property
     def together(self) -> int:
-        """The longest that all workers compute together, each a slice of it; where that is never done, it is `longest`."""
+        """The longest sequence that all workers compute together, or `longest` where they never do."""
         if not computes_together(self.config, self.workers):
             return self.longest
         slices, place = self.sizes.passes_of_slices(self.workers), self.place
@@ -118,7 +117,7 @@ class BasePlan:
 
 
 def plan_base(sizes: Sizes, others: Sequence[Sizes], place: DevicePlace, config: Config, workers: int) -> BasePlan:
-    """The budget of a base model beside the `others` that each worker holds too, for the planned rank and kind of state."""
+    """The budget of a base model beside the `others` of each worker, for the planned rank and kind of state."""
     bases = (sizes, *others)
     model = sizes.model(config.training.planned_rank, full_state(config.training))
     left = beside_weights(place.free - place.reserve, bases)
@@ -131,29 +130,29 @@ def plan_base(sizes: Sizes, others: Sequence[Sizes], place: DevicePlace, config:
 
 @dataclass(frozen=True)
 class ModePlan:
-    """One way of training, on each worker. Sizes are in bytes."""
+    """One way of training. Sizes are bytes of each worker."""
 
     mode: Mode
     trains: str
     """An adapter, or all weights with their state."""
     settings: str
-    """The settings of `tinsmith serve` that plan for it."""
+    """Options of `tinsmith serve` that plan for it."""
     weight_bytes: int
     """The frozen base model."""
     model_bytes: int
-    """One trained model: weights, gradients and what AdamW remembers."""
+    """Weights, gradients and moments of one trained model."""
     cache_bytes: int
-    """Size of the local sampler's cache; 0 without it."""
+    """The local sampler's cache; 0 without it."""
     longest_sequence: int
     """The longest sequence that trains on one worker, in tokens; 0 if none does."""
     longest_together: int
-    """The longest that trains on all workers together, each of which computes a slice; where that is never done, the same."""
+    """Tokens of the longest that all workers compute together; the same where they never do."""
     fits: bool
-    """Whether a full pass (--tokens-per-pass) of one sequence does, or one of the whole context, and what waits in host memory."""
+    """Whether a full pass of one sequence fits, and the host's share of the state."""
 
 
 def plan_modes(sizes: Sizes, place: DevicePlace, config: Config, rank: int, workers: int, others: Sequence[Sizes] = ()) -> list[ModePlan]:
-    """All that may be trained on so many workers, as the server would with these settings: an adapter of that rank, and all weights.
+    """The ways to train an adapter of this rank, and all weights, on so many workers.
 
     `others` are the base models that the same workers hold beside this one, each with a cache of its own.
     """
@@ -171,7 +170,7 @@ def plan_modes(sizes: Sizes, place: DevicePlace, config: Config, rank: int, work
 
 
 def can_be_sharded(sizes: Sizes) -> bool:
-    """Whether workers may shard the layers of the model (--shard weights)."""
+    """Whether workers may shard the layers (--shard weights)."""
     return sizes.layout.family.model_type in KNOWN_TYPES
 
 
@@ -212,29 +211,25 @@ def _plan_mode(
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Size of the local sampler's cache (--kv-cache-gib)."""
+    """The local sampler's cache (--kv-cache-gib)."""
 
     bytes: int
     blocks: int
-    """Blocks of keys and values."""
     tokens: int
-    """Tokens in all of these blocks."""
     state_slots: int
-    """States of sequences, one for all gated delta nets of the model; 0 if it has none."""
+    """States of gated delta nets, one for each sequence; 0 without such layers."""
     state_bytes: int
-    """One of these states."""
 
 
 @dataclass(frozen=True)
 class AdaptersPlan:
-    """Adapters that are trained."""
+    """Trained adapters."""
 
     bytes_each: int
-    """Weights, accumulated gradients and what AdamW remembers."""
+    """Weights, gradients and moments."""
     snapshot_bytes: int
-    """A frozen copy to sample from."""
     fit: int
-    """Number that fit beside weights, cache and a pass that recomputes its layers."""
+    """Number that fits beside weights, cache and a pass that recomputes its layers."""
 
 
 @dataclass(frozen=True)
@@ -242,73 +237,64 @@ class FullPlan:
     """Training of all parameters (rank 0), beside weights, cache and pass."""
 
     state: FullState
-    """State that is kept for each weight (--full-state)."""
     parts: FullBytes
-    """Bytes of that state."""
     free_bytes: int
     needed_bytes: int
-    """Bytes of the device that it needs."""
     fits: bool
-    """Whether one such model can be trained."""
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """The longest sequence that trains with one adapter, in a pass of its own."""
+    """The longest sequence that trains with one adapter, in tokens."""
 
     tokens: int
     limit: Literal["memory", "context"]
-    """Limit of the length: memory, or the model's context (--max-context)."""
+    """What limits it: memory, or --max-context."""
     together: int
-    """The longest that all workers compute together, each a slice of it; where that is never done, it is `tokens`."""
+    """The longest that all workers compute together, or `tokens` where they never do."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole answer. Sizes are in bytes, and passes are estimated."""
+    """What `tinsmith plan` prints. Sizes are in bytes."""
 
     model: str
     architecture: str
     parameters: int
     rank: int
     lora_parameters: dict[Group, int]
-    """Parameters of an adapter of this rank, by the switches of `create_lora_training_client`."""
+    """Parameters of an adapter, by the switches of `create_lora_training_client`."""
     dtype: str
     device: str
     memory_bytes: int
-    """Bytes that the server may use (--memory-share), of all that the device has or, on this machine, of what is free."""
+    """What the server may use (--memory-share)."""
     weight_bytes: int
     """The frozen base model."""
     reserve_bytes: int
-    """Bytes left free for libraries, captured graphs, images and steps of the sampler."""
+    """Left free for libraries, captured graphs, images and steps of the sampler."""
     pass_tokens: int
-    """The largest pass of several sequences (--tokens-per-pass)."""
     pass_bytes: int
-    """Bytes that such a pass takes."""
     largest_pass_tokens: int
-    """The largest pass that fits beside one model; no more than `pass_tokens`."""
+    """The largest pass that fits beside one model, up to `pass_tokens`."""
     recomputed_layers: int
-    """Number of layers that such a pass must recompute to fit beside one adapter."""
+    """Layers that such a pass recomputes to fit beside one adapter."""
     cache: CachePlan | None
-    """None without the local sampler."""
     adapters: AdaptersPlan
     full_parameters: FullPlan
     longest_sequence: SequencePlan
     advertised_context: int | None
-    """Length that clients are told (`max_context_length`): it trains and can be sampled. None with vLLM."""
+    """`max_context_length` that clients are told; None with vLLM."""
     workers: int
-    """Number of workers that train together (--workers). All sizes are those of one of them."""
+    """All sizes are those of one of them."""
     modes: list[ModePlan]
-    """Ways to train on that many workers."""
     fits: bool
-    """Whether the model can be served and trained with LoRA at all."""
+    """Whether at least one adapter can be trained."""
 
 
 def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
-    """The plan for the one base model of `config`, on GPUs of this memory; None means the devices that this machine would serve it on.
+    """The plan for the one base model of `config`, on GPUs of this memory, or for None on this machine's devices.
 
-    GPUs that need not be here have a host with as much memory as all of them. Raises ConfigError if the configuration of the model cannot
-    be read, or if it could not be served.
+    GPUs that need not be here have a host with as much memory as all of them. Raises ConfigError for a model that cannot be read or served.
     """
     ((name, source),) = base_model_sources(config).items()
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, planned_rank=rank))
@@ -370,7 +356,6 @@ def _cache_of(planned: BasePlan) -> CachePlan | None:
 
 
 def _advertised(config: Config, max_context: int, cache: CachePlan | None, trained: int) -> int | None:
-    """Return the length that clients are told, if sequences of `trained` tokens train."""
     if config.sampling.sampler == "vllm":
         return None
     return advertised_context(trained, max_context if cache is None else min(max_context, cache.tokens))

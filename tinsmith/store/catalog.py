@@ -67,14 +67,14 @@ _SAVED = (
 
 @dataclass(frozen=True)
 class Page:
-    """A part of a list: `limit` entries from number `offset` on."""
+    """Entries of a list."""
 
     limit: int
     offset: int
 
 
 def list_runs(store: Store, page: Page, project_id: str | None) -> tuple[list[TrainingRun], int]:
-    """Runs, newest first, and how many there are; with `project_id` only those of that project's sessions."""
+    """Runs, newest first, and their number; with `project_id` only those of its sessions."""
     condition: ColumnElement[bool] = true() if project_id is None else sessions.c.project_id == project_id
     with store.reading() as connection:
         found = connection.execute(_RUNS.where(condition).order_by(*_RUN_ORDER).limit(page.limit).offset(page.offset))
@@ -102,7 +102,7 @@ def _with_checkpoints(connection: Connection, found: Sequence[Row[*tuple[Any, ..
 
 
 def list_checkpoints(store: Store, page: Page) -> tuple[list[Checkpoint], int]:
-    """The checkpoints of all runs, newest first, and how many there are."""
+    """All checkpoints, newest first, and their number."""
     now = {"now": time.time()}
     with store.reading() as connection:
         found = connection.execute(_CHECKPOINTS.limit(page.limit).offset(page.offset), now)
@@ -111,7 +111,7 @@ def list_checkpoints(store: Store, page: Page) -> tuple[list[Checkpoint], int]:
 
 
 def list_run_checkpoints(store: Store, model_id: str) -> list[Checkpoint]:
-    """The checkpoints of one run, newest first. Raises NotFoundError if there is neither such a run nor a checkpoint of that name."""
+    """The checkpoints of one run, newest first. Raises NotFoundError if there is neither run nor checkpoint."""
     with store.reading() as connection:
         found = connection.execute(_CHECKPOINTS.where(checkpoints.c.model_id == model_id), {"now": time.time()}).all()
         if not found and not connection.execute(select(exists().where(models.c.model_id == model_id))).scalar():
@@ -148,10 +148,9 @@ def delete_checkpoint(store: Store, tinker_path: str) -> None:
 
 
 def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: int, ttl_seconds: float | None) -> str:
-    """Add a checkpoint that shares the files of `source` and belongs to a new run of a session; returns its path.
+    """Add a checkpoint of a new run that shares the files of `source`; returns its path. A repeat returns the same.
 
-    A repeat of the same copy returns the same path. Raises NotFoundError: no such source or session. Raises UserError: malformed path,
-    or the run exists and is no copy of that source.
+    Raises NotFoundError: no such source or session. Raises UserError: malformed path, or the run exists and is no copy of that source.
     """
     now = time.time()
     parts = parse_path(source)
@@ -175,7 +174,7 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
 
 
 def every_checkpoint(store: Store) -> list[Checkpoint]:
-    """All checkpoints, oldest first, including those that have expired and are not deleted yet."""
+    """All checkpoints, oldest first, expired ones included."""
     every = select(*rows.COLUMNS).order_by(checkpoints.c.created_at, checkpoints.c.tinker_path)
     with store.reading() as connection:
         return [Checkpoint(*row) for row in connection.execute(every)]
@@ -188,13 +187,13 @@ def drop_checkpoints_in(store: Store, directory: str) -> None:
 
 
 def move_checkpoints_in(store: Store, directory: str, to: str) -> None:
-    """Note that the files of a directory are in another one now."""
+    """Note that the files of a directory are in another one."""
     with store.writing_durably() as connection:
         connection.execute(update(checkpoints).where(checkpoints.c.directory == directory).values(directory=to))
 
 
 def forget_discarded(store: Store) -> None:
-    """Forget all directories that saves have begun or that are to be deleted."""
+    """Forget all begun and discarded directories."""
     with store.writing_durably() as connection:
         for table in (begun_directories, discarded_directories):
             connection.execute(delete(table))
@@ -216,7 +215,7 @@ class SessionDetail:
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """One session that a search has found."""
+    """A session that a search has found."""
 
     session_id: str
     created_at: float
@@ -225,7 +224,7 @@ class SessionSummary:
     user_metadata: dict[str, Any] | None
     finished_at: float | None
     finish_reason: str | None
-    """The reason that the client gave, or why the server ended the session; None while it is open."""
+    """Of the client, or why the server ended it; None while it is open."""
     finish_detail: str | None
     checkpoints: int
     checkpoint_bytes: int
@@ -233,24 +232,24 @@ class SessionSummary:
 
 @dataclass(frozen=True)
 class SessionFilter:
-    """The conditions of a search. None, or an empty mapping, is no condition."""
+    """Conditions of a search; None is no condition."""
 
     session_id: str | None = None
-    """If `display_name` is given too, sessions that match either are found."""
+    """With `display_name`, sessions that match either are found."""
     display_name: str | None = None
-    """Words that must all occur in the name, in upper or lower case."""
+    """Words that must all occur in the name, in any case."""
     project_ids: Sequence[str | None] | None = None
-    """None as an element means sessions without a project."""
+    """None in it means sessions without a project."""
     user_metadata: dict[str, str] | None = None
     statuses: Sequence[tuple[str, Sequence[str] | None]] | None = None
-    """("active", None), or ("client_finished", reasons), where None stands for all reasons. Any other status matches nothing."""
+    """("active", None), or ("client_finished", reasons or None for all). Any other status matches nothing."""
     before: tuple[float, str] | None = None
-    """created_at and session_id of the last session on the previous page."""
+    """Created_at and session_id of the last session on the previous page."""
 
 
 @dataclass(frozen=True)
 class LoggedOperation:
-    """The times at which a training operation was submitted and finished."""
+    """When a training operation was submitted and finished."""
 
     model_id: str
     seq_id: int
@@ -288,7 +287,7 @@ def assign_project(store: Store, session_id: str, project_id: str) -> None:
 
 
 def search_sessions(store: Store, wanted: SessionFilter, limit: int, now: float) -> list[SessionSummary]:
-    """At most `limit` sessions that match, newest first."""
+    """Matching sessions, newest first."""
     columns = [sessions.c[name] for name in list(SessionSummary.__dataclass_fields__)[:8]]
     saved = [func.coalesce(_SAVED.c.number, 0), func.coalesce(_SAVED.c.bytes, 0)]
     found = (
@@ -326,7 +325,7 @@ def _conditions(wanted: SessionFilter) -> list[ColumnElement[bool]]:
 
 
 def _place(created_at: float, session_id: str) -> Tuple:
-    """A position in the order of sessions. The client's created_at is rounded to microseconds, so the one of the session is used."""
+    """A position in the order of sessions, with the exact created_at: clients round it to microseconds."""
     exact = select(sessions.c.created_at).where(sessions.c.session_id == session_id).scalar_subquery()
     return tuple_(func.coalesce(exact, created_at), session_id)
 
@@ -345,7 +344,7 @@ def _is(kind: str, reasons: Sequence[str] | None) -> ColumnElement[bool]:
 
 
 def session_operations(store: Store, session_id: str) -> list[LoggedOperation]:
-    """The training operations of a session in the order they came in. Raises NotFoundError."""
+    """The training operations of a session, in order. Raises NotFoundError."""
     columns = [commands.c[name] for name in LoggedOperation.__dataclass_fields__]
     logged = select(*columns).join_from(commands, models).where(models.c.session_id == session_id).order_by(commands.c.id)
     with store.reading() as connection:

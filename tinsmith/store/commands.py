@@ -1,7 +1,6 @@
 """The command log: training operations, their results, and which images they need.
 
-The payload and the images of an operation are dropped when its outcome is recorded, or kept up to a limit. `kept_bytes` is the size of what
-is kept of a finished command, and null if nothing is.
+The payload and images of an operation are dropped when its outcome is recorded, or kept up to a limit: `kept_bytes` is then their size.
 """
 
 import hashlib
@@ -106,14 +105,13 @@ _STATUS = select(commands.c.status).where(_BY_KEY)
 _DIGEST_BYTES = 32
 
 _ALL = 2**62
-"""More commands than there are."""
 
 
 class CommandStore(Transactions):
-    """What the command log holds. Each method is one transaction."""
+    """Reads the command log. Each method is one transaction."""
 
     def check_repeat(self, new: NewCommand) -> None:
-        """Raise UserError if the key of a command that `append` has not queued belongs to another operation."""
+        """Raise UserError if a command that `append` has not queued has the key of another operation."""
         with self.reading() as connection:
             first = connection.execute(
                 select(commands.c.kind, commands.c.digest).where(_BY_KEY), {"model_id": new.model_id, "seq_id": new.seq_id}
@@ -135,15 +133,15 @@ class CommandStore(Transactions):
             return _queued_models(connection)
 
     def queued(self, model_id: str, known: Collection[int] = (), limit: int = 1000) -> list[Command]:
-        """The queued commands of one model, in the order of their seq_ids, at most `limit`; those whose seq_id is in `known` are left out.
+        """Up to `limit` queued commands of one model by seq_id, without those whose seq_id is in `known`.
 
-        Commands may become visible in another order than their ids: ask for all that is new of a model, never for what is behind an id.
+        Commands may become visible in another order than their ids: ask for all that is new of a model, never for what follows an id.
         """
         with self.reading() as connection:
             return _queued(connection, model_id, known, limit)
 
     def payload(self, command: Command) -> bytes:
-        """Return the payload of a command, without its images. Raises NotFoundError if it has ended and that is not kept."""
+        """Return the payload of a command, without its images. Raises NotFoundError if it is dropped."""
         with self.reading() as connection:
             found: bytes | None = connection.execute(_PAYLOAD, {"command_id": command.id}).scalar()
         if found is None:
@@ -151,12 +149,12 @@ class CommandStore(Transactions):
         return found
 
     def outcome(self, request_id: str) -> Outcome | None:
-        """Return the outcome of an operation; None if it has none yet, or is not in the log."""
+        """The outcome of an operation; None if it has none, or is not in the log."""
         row = self._find(_OUTCOME, request_id)
         return None if row is None else Outcome(request_id, *row)
 
     def status(self, request_id: str) -> str | None:
-        """queued, done, failed or dropped (done, and its result was dropped); None if the operation is not in the log."""
+        """queued, done, failed or dropped (done, without its result); None if the operation is not in the log."""
         row = self._find(_STATUS, request_id)
         return None if row is None else row[0]
 
@@ -168,7 +166,7 @@ class CommandStore(Transactions):
             return connection.execute(statement, {"model_id": key[0], "seq_id": key[1]}).first()
 
     def drop_results(self, before: float, ended_before: float) -> None:
-        """Drop results from before `before` (Unix time), and all of sessions that were finished before `ended_before`. Errors stay."""
+        """Drop results from before `before` (Unix time), and those of sessions that ended before `ended_before`. Errors stay."""
         drop = update(commands).where(commands.c.status == "done").values(status="dropped", result=None)
         ended = sessions.c.finished_at >= before, sessions.c.finished_at < ended_before
         of_ended = commands.c.model_id.in_(select(models.c.model_id).join_from(models, sessions).where(*ended))
@@ -190,9 +188,9 @@ def _queued(connection: Connection, model_id: str, known: Collection[int], limit
 
 
 def append(connection: Connection, new: NewCommand, now: float) -> bool:
-    """Append one command and the rows that come with it; whether it is queued. Nothing changes if its key is in the log.
+    """Append one command with its rows; whether it is queued. Nothing changes if its key is in the log.
 
-    An operation on a model that no longer takes any is recorded as failed, not queued. Raises NotFoundError if there is no such model.
+    An operation on a model that has ended is recorded as failed. Raises NotFoundError if there is no such model.
     """
     if new.model is not None:
         insert_model(connection, new.model, now)
@@ -231,18 +229,18 @@ def _command(row: Row[*tuple[Any, ...]]) -> Command:
 
 @dataclass(frozen=True)
 class Released:
-    """Result of dropping the payloads and images of commands."""
+    """What finishing commands releases."""
 
     kept_bytes: int = 0
     """Bytes that are kept."""
     digests: Sequence[bytes] = ()
-    """Digests of images that these commands no longer need; other commands may need them."""
+    """Images that these commands no longer need; others may."""
 
 
 def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep: bool) -> Released:
-    """Finish queued commands; with `keep` their payloads and images stay. A command that is finished already keeps its first outcome.
+    """Finish queued commands, which with `keep` keep payloads and images. The first outcome of each counts.
 
-    Each model notes the highest seq_id of its operations that succeeded. Raises NotFoundError for a malformed request id.
+    Each model notes the highest seq_id that succeeded. Raises NotFoundError for a malformed request id.
     """
     kept = 0
     digests: list[bytes] = []
@@ -269,7 +267,7 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
 
 
 def _finished(outcome: Outcome, model_id: str, seq_id: int, now: float) -> dict[str, Any]:
-    """The key of a command, and the values of its row once it has ended."""
+    """Key and values of the row of a finished command."""
     return {
         "model": model_id,
         "seq": seq_id,
@@ -288,12 +286,12 @@ def _drop_references(connection: Connection, command_id: int) -> Sequence[bytes]
 
 
 def kept_bytes(connection: Connection) -> int:
-    """Bytes that are kept of finished commands. An image that several of them have counts for each."""
+    """Bytes that are kept of finished commands; a shared image counts for each."""
     return int(connection.execute(_ALL_KEPT).scalar_one())
 
 
 def drop_kept(connection: Connection, most_bytes: int) -> Released:
-    """Drop payloads and images of the oldest finished commands until the others take at most `most_bytes`."""
+    """Drop payloads and images of the oldest finished commands until at most `most_bytes` are left."""
     digests: list[bytes] = []
     with connection.execute(_OLDEST_KEPT) as oldest_first:
         dropped = list(oldest_beyond(most_bytes, kept_bytes(connection), ((row.id, row.kept_bytes) for row in oldest_first)))
@@ -308,25 +306,25 @@ def _drop_input(connection: Connection, command_id: int) -> Sequence[bytes]:
 
 
 def drop_kept_with(connection: Connection, digest: bytes) -> None:
-    """Drop payloads and images of the finished commands that have this image, which is gone."""
+    """Drop what is kept of finished commands with this image, which is gone."""
     for command_id in connection.execute(_KEPT_WITH, {"digest": digest}).scalars().all():
         _drop_input(connection, command_id)
 
 
 def unused(connection: Connection, digests: Iterable[bytes]) -> list[bytes]:
-    """Those of the digests that no command refers to."""
+    """Digests that no command refers to."""
     return [digest for digest in digests if not connection.execute(_IS_USED, {"digest": digest}).scalar()]
 
 
 def used(connection: Connection) -> set[bytes]:
-    """The digests of all images that a command refers to."""
+    """All digests that commands refer to."""
     return set(connection.execute(_USED).scalars())
 
 
 def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool) -> list[str]:
-    """Fail everything that is queued, give up all living models and snapshots, and return the request ids that failed.
+    """Fail all that is queued, give up all living models and snapshots, and return the request ids that failed.
 
-    The error of an operation names the newest checkpoint of its model. With `keep` payloads and images stay.
+    The error of an operation names the newest checkpoint of its model.
     """
     failed: list[str] = []
     for model_id in _queued_models(connection):
@@ -344,10 +342,9 @@ def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool)
 
 
 def lose_models(connection: Connection, reasons: Mapping[str, str], now: float, keep: bool) -> tuple[list[Outcome], Released]:
-    """Fail all that is queued for these models, and give up the models and their snapshots; returns what failed, and what that releases.
+    """Fail all that is queued for these models, each for its reason, and give up the models and their snapshots.
 
-    `reasons` says for each model why it is lost. The error of an operation also names the newest checkpoint of its model. `keep` is as in
-    `record`.
+    Returns the outcomes, which also name the model's newest checkpoint, and what they release.
     """
     failed: list[Outcome] = []
     for model_id, reason in reasons.items():
@@ -361,6 +358,6 @@ def lose_models(connection: Connection, reasons: Mapping[str, str], now: float, 
 
 
 def lose_snapshots(connection: Connection, reasons: Mapping[str, str]) -> None:
-    """Give up the snapshots of these models that are published, for the given reasons. Those whose save is queued are still to come."""
+    """Give up the published snapshots of these models, each for its reason. Those whose save is queued are still to come."""
     for model_id, reason in reasons.items():
         connection.execute(_LOSE_SNAPSHOTS, {"model": model_id, "reason": reason})

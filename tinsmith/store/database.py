@@ -1,15 +1,15 @@
-"""Opens the SQLite file, sets its modes, and brings an older schema version up to date.
+"""Opens the SQLite file, sets its modes, and migrates an older schema.
 
-In WAL mode several processes can read while one writes. A transaction that is going to write says so when it begins (BEGIN IMMEDIATE), so
-that it waits for its turn instead of failing halfway.
+In WAL mode several processes can read while one writes. A transaction that is going to write begins with BEGIN IMMEDIATE, so that it waits
+for its turn instead of failing halfway.
 
-A commit with synchronous=NORMAL survives the death of any process, but a power cut may undo it. That is enough for commands, because the
-models that they are for do not survive a power cut either. A commit with synchronous=FULL is on the disk when it returns, together with
-everything that was committed before. It is used for rows which say that a checkpoint exists or that its files may be deleted.
+A commit with synchronous=NORMAL survives the death of any process, but a power cut may undo it: enough for commands, because their models
+do not survive a power cut either. A commit with synchronous=FULL is on the disk when it returns, with all that was committed before. It is
+used for rows which say that a checkpoint exists or that its files may be deleted.
 
 A file that is deleted or replaced while it is open goes on taking commits, which nobody finds after a restart; so does the log beside it,
-tinsmith.db-wal. So each transaction with synchronous=FULL first looks whether the open files are those in the directory. Others go on: they
-let files of checkpoints be written, which `tinsmith recover` finds.
+tinsmith.db-wal. So transactions with synchronous=FULL first compare the open files with those in the directory. Others go on: they let
+files of checkpoints be written, which `tinsmith recover` finds.
 """
 
 import json
@@ -31,18 +31,18 @@ from tinsmith.store.disk import make_directory, sync
 
 FILE_NAME = "tinsmith.db"
 REVISIONS = "tinsmith.store:revisions"
-"""Package in which Alembic finds the revisions."""
+"""Where Alembic finds the revisions."""
 
 _PRAGMAS = ("journal_mode=WAL", f"journal_size_limit={64 * 2**20}", "foreign_keys=ON")
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
-"""Pragmas of a new file: only while it is empty can it be told to give back deleted space (`give_back`)."""
+"""Only an empty file can be told to give back deleted space (`give_back`)."""
 _BESIDE = ("-wal", "-shm")
-"""Suffixes of the files that SQLite keeps beside a database."""
+"""What SQLite keeps beside a database."""
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Primary error codes of SQLite for a damaged file."""
 
 BUSY_S = 30.0
-"""Seconds that a transaction waits while another connection holds the lock."""
+"""Longest wait of a transaction for the lock."""
 
 _REMEDY = {
     sqlite3.SQLITE_BUSY: "another program has locked it: let that end (a backup?)",
@@ -54,12 +54,12 @@ _REMEDY = {
     sqlite3.SQLITE_PROTOCOL: "another program has locked it: let that end (a backup?)",
     sqlite3.SQLITE_NOMEM: "free memory",
 }
-"""Remedies for errors that are no fault of the statement, by SQLite's primary error code."""
+"""By SQLite's primary error code, for errors that are no fault of the statement."""
 
 
 @dataclass(frozen=True)
 class _OpenFile:
-    """The file of a database that is open, with those that SQLite keeps beside it while there is a connection."""
+    """The files of an open database."""
 
     path: Path
     identities: Mapping[Path, tuple[int, int]]
@@ -67,13 +67,13 @@ class _OpenFile:
 
     @classmethod
     def find(cls, path: Path) -> "_OpenFile":
-        """Those that are in the directory now."""
+        """Those in the directory now."""
         beside = (path.with_name(path.name + suffix) for suffix in _BESIDE)
         found = {each: each.stat() for each in (path, *(each for each in beside if each.exists()))}
         return cls(path, {each: (there.st_dev, there.st_ino) for each, there in found.items()})
 
     def require_there(self) -> None:
-        """Raise StoreUnavailableError if one is not in the directory any more, or the database is empty."""
+        """Raise StoreUnavailableError if one is gone or was replaced, or the database is empty."""
         for path, identity in self.identities.items():
             try:
                 found = path.stat()
@@ -101,7 +101,7 @@ class Database:
     durable: Engine
     """synchronous=FULL."""
     held: Engine
-    """Its connection stays open, for SQLite deletes the files beside the database with the last one."""
+    """Stays open, because SQLite deletes the files beside the database with its last connection."""
 
     def dispose(self) -> None:
         """Close all connections."""
@@ -134,9 +134,8 @@ class Transactions:
 def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
     """Open the database in `data_dir`; create both if they do not exist.
 
-    A database of an older version is migrated. Raises ConfigError: the directory or file cannot be used, is damaged, or of a version that
-    is not known. Later, transactions raise StoreUnavailableError after waiting `busy_s` seconds for the lock, or if the disk is full or
-    fails.
+    Raises ConfigError: the directory or file cannot be used, is damaged, or of an unknown version. Later, transactions raise
+    StoreUnavailableError after waiting `busy_s` seconds for the lock, or if the disk is full or fails.
     """
     path = data_dir / FILE_NAME
     with translated(OSError, ConfigError, lambda error: f"data_dir={data_dir} cannot be made: {error}"):
@@ -166,9 +165,9 @@ def check(database: Database) -> None:
 
 
 def look_into(data_dir: Path) -> bool:
-    """Read the whole database of a directory and change nothing; False if there is none. A server may use it meanwhile.
+    """Read the whole database of a directory, beside a server too; False if there is none.
 
-    Raises ConfigError: it cannot be read, is damaged, or of a version that is not known.
+    Raises ConfigError: it cannot be read, is damaged, or of an unknown version.
     """
     path = (data_dir / FILE_NAME).absolute()
     if not path.exists():
@@ -181,7 +180,7 @@ def look_into(data_dir: Path) -> bool:
 
 @contextmanager
 def _connected(engine: Engine) -> Iterator[Connection]:
-    """A transaction on a connection of its own, which is closed with it."""
+    """A transaction on a connection of its own."""
     try:
         with engine.begin() as connection:
             yield connection
@@ -234,7 +233,7 @@ def _engine(
     only_read: bool = False,
     is_new: bool = False,
 ) -> Engine:
-    """Connections to a database. With `file` new ones, and transactions with FULL, are refused once it is not in its directory any more."""
+    """Connections to a database. With `file`, new ones and transactions with FULL are refused once it has left its directory."""
 
     def require_there(*_: Any) -> None:
         if file is not None:
@@ -285,7 +284,7 @@ def damaged(path: Path, found: str) -> ConfigError:
 
 
 def check_available(error: BaseException) -> None:
-    """Raise StoreUnavailableError for an error of SQLite that is no fault of the statement."""
+    """Raise StoreUnavailableError for errors in `_REMEDY`."""
     code = getattr(error, "sqlite_errorcode", None)  # missing if the module itself was misused
     if isinstance(error, sqlite3.Error) and code is not None and code & 0xFF in _REMEDY:
         raise StoreUnavailableError(
@@ -310,7 +309,7 @@ def _bring_to_our_version(connection: Connection, path: Path) -> None:
 
 
 def _is_older(connection: Connection, path: Path) -> bool:
-    """Whether a database is to be migrated. Raises ConfigError: damaged, or of a version that this Tinsmith does not know."""
+    """Whether a database is to be migrated. Raises ConfigError: damaged, or of an unknown version."""
     tables = set(inspect(connection).get_table_names())
     if not tables:
         raise damaged(path, "it is empty")
@@ -337,7 +336,7 @@ def _is_older(connection: Connection, path: Path) -> bool:
 
 
 def _upgrade(connection: Connection) -> None:
-    """Run the revisions that are missing, all in the transaction of `connection`: the database is migrated whole or stays as it was."""
+    """Migrate in the transaction of `connection`: whole, or not at all."""
     from alembic import command  # only here: it takes a tenth of a second, and most databases need no migration
     from alembic.config import Config
 

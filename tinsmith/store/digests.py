@@ -1,7 +1,6 @@
 """SHA-256 of large files, block by block, computed by several threads.
 
-A single SHA-256 over a file uses one core, at 1 to 2 GB/s. Digests of blocks use all cores, and tell which part of a file is damaged. The
-digest of a file of at most one block is what `sha256sum` prints.
+Blocks use all cores, and tell which part of a file is damaged. The digest of a file of one block is what `sha256sum` prints.
 """
 
 import hashlib
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BLOCK_BYTES = 16 * 2**20
-"""Size of a block in bytes; the last block of a file may be shorter. Changing it changes the format of manifests and fingerprints."""
+"""Changing it changes the format of manifests and fingerprints."""
 _READ_BYTES = 2**20
 _MAX_THREADS = 16
 
@@ -27,12 +26,12 @@ class Block:
 
 
 def blocks_of(path: Path, start: int, size: int) -> list[Block]:
-    """The blocks of `size` bytes of a file from position `start`; one empty block if `size` is 0."""
+    """The blocks of `size` bytes of a file; one empty block if `size` is 0."""
     return [Block(path, start + done, min(BLOCK_BYTES, size - done)) for done in range(0, max(size, 1), BLOCK_BYTES)]
 
 
 def digests_of(blocks: Sequence[Block]) -> list[str]:
-    """SHA-256 of each block in hexadecimal, in order. If the file ends inside a block, the digest is of what it has. Raises OSError."""
+    """SHA-256 of each block in hexadecimal; if the file ends inside a block, of what it has. Raises OSError."""
     if len(blocks) < 2:
         return [_digest_of(block) for block in blocks]
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(blocks))) as threads:

@@ -18,7 +18,7 @@ LOCK_NAME = "server.lock"
 
 
 def sync(path: Path) -> None:
-    """Sync the content of a file, or the names in a directory: what was created, renamed or deleted there. Raises OSError."""
+    """Sync the content of a file, or the names in a directory. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -35,10 +35,7 @@ def make_directory(directory: Path) -> None:
 
 
 def oldest_beyond(most_bytes: int, all_bytes: int, oldest_first: Iterable[tuple[Key, int]]) -> Iterator[Key]:
-    """Keys of the oldest entries, as many as have to go so that at most `most_bytes` are left. Entries are (key, bytes).
-
-    `all_bytes` is the sum over all entries.
-    """
+    """Keys of the oldest entries (key, bytes) that have to go so that at most `most_bytes` of `all_bytes` are left."""
     for key, size in oldest_first:
         if all_bytes <= most_bytes:
             return
@@ -47,24 +44,21 @@ def oldest_beyond(most_bytes: int, all_bytes: int, oldest_first: Iterable[tuple[
 
 
 def open_lock(path: Path, flags: int = os.O_CREAT) -> IO[str]:
-    """Open a file to lock it, made if there is none. Nothing is written to it, nor to what a link of its name leads to.
-
-    Raises ConfigError if it cannot be opened.
-    """
+    """Open a file to lock it, made if there is none. Neither it nor what a link leads to is written. Raises ConfigError."""
     with _lockable(path):
         return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666), "w")
 
 
 @contextmanager
 def only_user(data_dir: Path) -> Iterator[bool]:
-    """Hold the lock of a data directory while the body runs. Yields False, without a lock, if another process has it."""
+    """Hold the lock of a data directory. Yields False, without a lock, if another process has it."""
     path = data_dir / LOCK_NAME
     with open_lock(path) as lock:
         yield _locked(path, lock, fcntl.LOCK_EX)
 
 
 def is_used(data_dir: Path) -> bool:
-    """Whether a process holds the lock of a data directory, which need not exist. Raises ConfigError where `only_user` would."""
+    """Whether a process holds the lock of a data directory, which need not exist. Raises ConfigError as `only_user`."""
     path = data_dir / LOCK_NAME
     if not os.path.lexists(path):
         return False

@@ -1,7 +1,7 @@
-"""`manifest.json`, which describes a checkpoint. It is in the checkpoint's directory and written after all other files.
+"""`manifest.json`, which describes a checkpoint and is written after all other files of its directory.
 
-It holds the checkpoint's row, so that `tinsmith recover` can add a checkpoint that is missing in the database, and digests of every file,
-so that a damaged file is refused when it is read.
+It holds the checkpoint's row, so that `tinsmith recover` can add it to a database, and digests of every file, so that a damaged one is
+refused when it is read.
 """
 
 import hashlib
@@ -18,10 +18,9 @@ from tinsmith.store.disk import sync
 from tinsmith.store.records import Checkpoint
 
 NAME = "manifest.json"
-"""Clients do not see this file."""
 FORMAT_VERSION = 1
 REMEDY = "put back a copy of it (a backup made by `tinsmith backup`), or use another checkpoint"
-"""Remedy for damaged files, as the end of a message."""
+"""The end of a message about damaged files."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class FileDigests:
     size: int
     """Bytes."""
     sha256: list[str]
-    """Digest of each block of BLOCK_BYTES, in hexadecimal."""
+    """Of each block of BLOCK_BYTES, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,9 @@ class Manifest:
     """The content of a manifest."""
 
     checkpoint: dict[str, Any]
-    """The fields of the row when it was saved, without the directory."""
+    """The row when it was saved, without the directory."""
     files: dict[str, FileDigests]
-    """Digests of the files, by name relative to the directory."""
+    """By name relative to the directory."""
 
     def row(self, directory: str) -> Checkpoint:
         """The row of the checkpoint, with its files in `directory`."""
@@ -49,7 +48,7 @@ class Manifest:
 
 
 def write_manifest(directory: Path, checkpoint: Checkpoint, durable: bool = True) -> None:
-    """Write the manifest of `directory`, which holds all files of this checkpoint, and sync these if they are `durable`. Raises OSError."""
+    """Write the manifest of a complete directory, and sync its files if they are `durable`. Raises OSError."""
     row = {name: value for name, value in asdict(checkpoint).items() if name != "directory"}
     found = sorted(file for file in directory.rglob("*") if file.is_file())
     sizes = {file: file.stat().st_size for file in found}
@@ -72,7 +71,7 @@ def _sync_all(files: Iterable[Path]) -> None:
 
 
 def parse_manifest(text: str | bytes, shown: str) -> Manifest:
-    """The manifest in `text`; `shown` names its directory in messages. Raises TinsmithError if it is damaged or of a newer format."""
+    """The manifest in `text`; `shown` names its directory. Raises TinsmithError if it is damaged or of another format."""
     try:
         content = json.loads(text)
         claimed = content.pop("sha256")
@@ -93,17 +92,14 @@ def parse_manifest(text: str | bytes, shown: str) -> Manifest:
 
 
 def read_manifest(directory: Path, shown: str) -> Manifest:
-    """The manifest of a directory. Raises TinsmithError if there is none, and as `parse_manifest`."""
+    """The manifest of a directory. Raises TinsmithError if there is none, or as `parse_manifest`."""
     with translated(FileNotFoundError, TinsmithError, lambda _: f"{shown}/{NAME} is missing; {REMEDY}"):
         text = (directory / NAME).read_bytes()
     return parse_manifest(text, shown)
 
 
 def verify_files(manifest: Manifest, directory: Path, shown: str, names: Iterable[str] | None = None) -> None:
-    """Raise TinsmithError unless these files (all, without `names`) are what was written; the error names file and remedy.
-
-    All of them are read, by several threads.
-    """
+    """Raise TinsmithError unless these files (all, without `names`) are what was written. Several threads read them."""
     chosen = [name for name in manifest.files if names is None or name in names]
     for name in chosen:
         expected, path = manifest.files[name], directory / name

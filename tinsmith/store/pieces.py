@@ -1,4 +1,4 @@
-"""Files that several processes write together, each some of their bytes, and how it is known that all of them are there.
+"""Files that several processes write together, and the check that all pieces are there.
 
 Each process writes and syncs its pieces and tells of them. One that has heard of all compares the files with that: a file system may lose
 bytes that two hosts write into the same page, and a piece that nobody wrote would read as zeros.
@@ -15,12 +15,12 @@ from pathlib import Path
 from tinsmith.errors import TinsmithError
 
 LARGEST = 64 * 2**20
-"""Most bytes of a piece that is told of: larger ones are cut, so that several threads can compare them."""
+"""Larger pieces are cut, so that several threads can compare them."""
 _READ_BYTES = 2**20
 _MAX_THREADS = 16
 
 Told = Sequence[tuple[str, int, int, int]]
-"""Written pieces: the name of the file, the position in it, the size in bytes, and the CRC-32 of the bytes."""
+"""Written pieces: file name, position, size in bytes, and CRC-32."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class FilePiece:
 
 
 def write_pieces(directory: Path, pieces: Iterable[FilePiece], between_hosts: bool = False) -> list[tuple[str, int, int, int]]:
-    """Write pieces of files in `directory`, which is made if it is not there; other processes write other pieces at the same time.
+    """Write pieces of files in `directory`, while other processes, with `between_hosts` on other hosts, write others.
 
-    They are on the disk when this returns. With `between_hosts` the others may be on other hosts. Raises OSError.
+    They are on the disk when this returns. Raises OSError.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     told: list[tuple[str, int, int, int]] = []
@@ -54,7 +54,7 @@ def write_pieces(directory: Path, pieces: Iterable[FilePiece], between_hosts: bo
 
 
 def check_pieces(directory: Path, told: Told) -> None:
-    """Raise TinsmithError unless the files that are told of hold every piece, and nothing else. Several threads read them."""
+    """Raise TinsmithError unless the files hold every piece that was told of, and nothing else."""
     by_file: dict[str, list[tuple[int, int, int]]] = {}
     for name, start, size, crc in told:
         by_file.setdefault(name, []).append((start, size, crc))
@@ -95,7 +95,7 @@ def _cut(pieces: Iterable[FilePiece]) -> Iterator[FilePiece]:
 
 @contextmanager
 def _opened(path: Path, between_hosts: bool) -> Iterator[int]:
-    """A file to write to at any position. It may be there already, with pieces of others."""
+    """A file to write to at any position, which may hold pieces of others."""
     # A client of NFS extends a write to the whole page if it believes to know that page, and so puts old bytes in the place of those that
     # other hosts have just written; but not in a file that is opened like this.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_DSYNC if between_hosts else 0), 0o600)
@@ -117,7 +117,7 @@ def _size_of(path: Path) -> int:
 
 
 def _crc_of(path: Path, start: int, size: int) -> int:
-    """CRC-32 of some bytes of a file; of fewer, if it ends before."""
+    """CRC-32 of some bytes of a file, or of fewer, if it ends before."""
     crc, left = 0, size
     buffer = memoryview(bytearray(min(_READ_BYTES, size)))
     with path.open("rb", buffering=0) as file:

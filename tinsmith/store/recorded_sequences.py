@@ -1,9 +1,8 @@
 """Records tokens and log-probabilities of samples with record_stability_info, for the loss stable_reinforce.
 
-As Tinker documents it, a sequence belongs to the session that sampled it and can be trained on for one day, which begins anew with each
-training request that uses it. The records are in a SQLite file of their own, so that no sample waits for the database. They survive the
-death of any process, and a power cut may take the last ones. Nothing else refers to them: a file that is damaged, or of another version, is
-replaced by an empty one, and backups leave it out.
+As Tinker documents it, a sequence belongs to its session and can be trained on for one day, which begins anew with each use. The records
+are in a SQLite file of their own, so that no sample waits for the database. They survive the death of any process, and a power cut may take
+the last ones. A file that is damaged, or of another version, is replaced by an empty one, and backups leave it out.
 """
 
 import fcntl
@@ -32,17 +31,17 @@ T = TypeVar("T")
 FILE_NAME = "recorded_sequences.sqlite"
 
 LIFETIME_S = 24 * 3600.0
-"""Seconds for which a sequence can be trained on after it was sampled or last used."""
+"""Seconds for which a sequence can be trained on."""
 
 _VERSION = 1
 _PURGE_S = 60.0
-"""Seconds between two looks for what has expired."""
+"""Seconds between two purges."""
 _IDS_AT_A_TIME = 500
-"""Variables of one statement; SQLite takes 32,766, older versions 999."""
+"""Variables of one statement."""
 _LEFT_SHARE = 0.9
-"""Share of the limit that is kept when some have to go, so that this does not happen with every sample."""
+"""Share of the limit that is left when some have to go, so that not every sample purges."""
 _ROW_BYTES = 200
-"""About what a row takes beside its arrays."""
+"""Roughly, beside the arrays."""
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS recorded (
@@ -63,7 +62,7 @@ class RecordedSequences:
     """The records of one data directory, for any thread of one process."""
 
     def __init__(self, data_dir: Path, max_bytes: float, lifetime_s: float = LIFETIME_S) -> None:
-        """Beyond `max_bytes` the least recently used go first. Raises ConfigError if the file can be neither opened nor replaced."""
+        """The least recently used go first. Raises ConfigError if the file can be neither opened nor replaced."""
         self._path = data_dir / FILE_NAME
         self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
@@ -75,7 +74,7 @@ class RecordedSequences:
         self._purged_at = -_PURGE_S  # so that the first record looks for what has expired
 
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
-        """Keep sequences by id, in the place of what had these ids before. Raises StoreUnavailableError, for example for a full disk."""
+        """Keep sequences by id; those of the same ids are replaced. Raises StoreUnavailableError."""
         expires_at = time.time() + self._lifetime_s
         rows = [
             (
@@ -98,7 +97,7 @@ class RecordedSequences:
         self._transact(insert)
 
     def find(self, sequence_ids: Iterable[str]) -> dict[str, RecordedSequence]:
-        """Those of these sequences that are there, which are now kept for another day. Raises StoreUnavailableError."""
+        """Those of these sequences that are there, which are kept for another day. Raises StoreUnavailableError."""
         named = list(dict.fromkeys(sequence_ids))
 
         def look(connection: sqlite3.Connection) -> dict[str, RecordedSequence]:
@@ -133,7 +132,7 @@ class RecordedSequences:
     # ---- The file
 
     def _open(self) -> tuple[sqlite3.Connection, int]:
-        """A connection to the file, or to an empty one in its place, and the sum of the sizes of its rows."""
+        """A connection to the file, or to an empty one in its place, and the total size of its rows."""
         try:
             return self._connect()
         except sqlite3.DatabaseError as error:
@@ -149,7 +148,7 @@ class RecordedSequences:
         return self._connect()
 
     def _connect(self) -> tuple[sqlite3.Connection, int]:
-        """A connection in which transactions begin where the code says so, and the sum of the sizes of all rows."""
+        """A connection without implicit transactions, and the total size of all rows."""
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30.0)
         try:
             connection.execute("PRAGMA journal_mode=WAL")
@@ -165,7 +164,7 @@ class RecordedSequences:
             raise
 
     def _transact(self, use: Callable[[sqlite3.Connection], T]) -> T:
-        """Return the result of `use`, run in one transaction; once more on an empty file, if the file turns out to be damaged."""
+        """Return the result of `use`, run in one transaction; again on an empty file, if this one turns out to be damaged."""
         with self._lock, self._named(TinsmithError, "stop the server, delete the file and sample again what was recorded"), available():
             try:
                 return self._attempt(use)

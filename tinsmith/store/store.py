@@ -1,8 +1,7 @@
-"""The store as every process sees it: each method is one transaction. It may be used from several threads.
+"""What must survive the death of a process. Each method is one transaction, and any thread may call it.
 
-A method that returns has committed. What concerns checkpoints is on the disk then, also if the power fails; other commits survive the death
-of any process (`database.py`). Images are files (`blobs.py`): they are written before the transaction that needs them and deleted after the
-one that releases them.
+A method that returns has committed. Changes of checkpoints then survive a power cut too (`database.py`). Images are files (`blobs.py`):
+written before the transaction that needs them, deleted after the one that releases them.
 """
 
 import json
@@ -24,13 +23,13 @@ from tinsmith.store.records import NewCommand, Outcome
 log = logging.getLogger(__name__)
 
 _KEEP_AFTER_DROP = 0.95
-"""The part of its limit that is left of what is kept when it was more."""
+"""Share of the limit that is left when some has to go."""
 _DELETED_AT_ONCE = 64
-"""Images deleted in one transaction: others wait for it."""
+"""Images deleted in one transaction, for which others wait."""
 
 
 class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
-    """Storage of all that must survive the death of a process. The methods here also write or delete images."""
+    """The methods here also write or delete images."""
 
     def __init__(self, database: Database, blobs: BlobFiles, keep_bytes: int) -> None:
         """Use `Store.open`."""
@@ -38,16 +37,16 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         self._blobs = blobs
         self._keep_bytes = keep_bytes
         self._kept_bytes: int | None = None
-        """Bytes that are kept of finished operations, as this process counts them; None before it has counted."""
+        """What is kept of finished operations, as this process counts it; None before it has counted."""
         self._unused: set[bytes] = set()
-        """Digests of images that may be unused and are still to be deleted."""
+        """Images that may be unused and are still to be deleted."""
 
     @classmethod
     def open(cls, data_dir: Path, busy_s: float = BUSY_S, keep_bytes: int = 0) -> Self:
-        """The store in `data_dir`, made if there is none. Raises ConfigError: unusable directory, or a newer schema version.
+        """The store in `data_dir`, made if there is none. Raises ConfigError for an unusable directory or a newer schema.
 
-        Payloads and images of finished operations stay as long as they take at most `keep_bytes`; the oldest go first. Every method raises
-        StoreUnavailableError, and changes nothing, if the database is locked for `busy_s` seconds, its disk is full or fails.
+        Payloads and images of finished operations stay up to `keep_bytes`; the oldest go first. A method raises StoreUnavailableError, and
+        changes nothing, if the database is locked for `busy_s` seconds or its disk is full or fails.
         """
         return cls(open_database(data_dir, busy_s), BlobFiles(data_dir), keep_bytes)
 
@@ -60,14 +59,13 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         check(self._database)
 
     def require_there(self) -> None:
-        """Raise StoreUnavailableError if the database's file is not in its directory any more. Checkpoints are not added then."""
+        """Raise StoreUnavailableError if the database's file is not in its directory any more."""
         self._database.file.require_there()
 
     def append(self, new: Sequence[NewCommand]) -> list[bool]:
-        """Append commands in one transaction; True for each that is queued now. One whose (model_id, seq_id) is in the log changes nothing.
+        """Append commands; True for each that is queued. One whose (model_id, seq_id) is in the log changes nothing.
 
-        An operation on a model that has ended is recorded as failed, not queued (`sessions.refusal`).
-        Raises NotFoundError, and appends none, if a model does not exist.
+        An operation on a model that has ended is recorded as failed. Raises NotFoundError, and appends none, if a model does not exist.
         """
         now = time.time()
         with_images = [command for command in new if command.images]
@@ -82,14 +80,14 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         return queued
 
     def write_blobs(self, images: Mapping[bytes, bytes]) -> None:
-        """Write images, given by digest, ahead of the `append` of their command, in another thread for example. It then finds them."""
+        """Write images, given by digest, ahead of the `append` of their command."""
         self._blobs.write(images)
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Finish commands in one transaction. A second outcome of a command is ignored.
+        """Finish commands; a second outcome of one is ignored.
 
-        The results stay, and the model notes the highest seq_id that succeeded. Payloads and images are dropped, or kept up to the limit
-        given to `Store.open`. The outcome of seq_id 0 makes its model ready or failed. Raises NotFoundError for a malformed request id.
+        The model notes the highest seq_id that succeeded, and that of seq_id 0 makes it ready or failed. Payloads and images are dropped,
+        or kept up to the limit given to `open`. Raises NotFoundError for a malformed request id.
         """
         now, keep = time.time(), self._keep_bytes > 0
         with self.writing() as connection:
@@ -97,13 +95,13 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         self._release(released)
 
     def _release(self, released: commands.Released) -> None:
-        """Count what finished commands keep, and delete the images that none needs any more."""
+        """Count what finished commands keep, and delete the images that none needs."""
         if self._keep_bytes > 0:
             self._count_kept(released.kept_bytes)
         self.delete_unused_blobs(released.digests)
 
     def _count_kept(self, more: int) -> None:
-        """Count what is kept now, and drop the oldest of it if it is too much. Raises nothing that the database raises."""
+        """Count what is kept, and drop the oldest if it is too much. A database that is not available is logged."""
         try:
             if self._kept_bytes is None:
                 with self.reading() as connection:
@@ -116,16 +114,16 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
             log.warning("finished operations are kept beyond their limit for now: %s", error)
 
     def _drop_kept(self) -> None:
-        """Drop the oldest of what is kept, a little more than has to go: each time all that is kept is added up."""
+        """Drop the oldest, a little more than has to go: adding up all that is kept takes time."""
         with self.writing() as connection:
             left = commands.drop_kept(connection, int(self._keep_bytes * _KEEP_AFTER_DROP))
         self._kept_bytes = left.kept_bytes
         self.delete_unused_blobs(left.digests)
 
     def delete_unused_blobs(self, digests: Iterable[bytes]) -> None:
-        """Delete those of these blobs that no command refers to. Others that could not be deleted before are tried again.
+        """Delete the blobs that no command refers to, and try those again that could not be deleted before.
 
-        It is done in transactions that write, one after the other with `append`, which looks for its images in its own.
+        The transactions exclude those of `append`, which looks for its images in its own.
         """
         self._unused.update(digests)
         waiting = list(self._unused)
@@ -141,10 +139,10 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
             self._unused.difference_update(some)
 
     def copy_blobs_from(self, original: "Store") -> None:
-        """Copy the images that commands here refer to, which the other store has: `tinsmith backup`. Raises OSError.
+        """Copy the images of commands from another store, for `tinsmith backup`. Raises OSError.
 
-        Operations go on there meanwhile. If one has released an image, what is kept here of finished operations that have it is dropped;
-        those that are queued here are never run, because no engine takes over the queue of another.
+        Operations go on there: if one has released an image, finished operations here lose what is kept of them. Queued ones are never run
+        here.
         """
         with self.reading() as connection:
             needed = commands.used(connection)
@@ -155,18 +153,18 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         self.sweep_blobs()
 
     def unused_blobs(self) -> list[BlobFile]:
-        """Files of images that no command refers to: what a process that died left. One that is just being appended may be among them."""
+        """Files of images that no command refers to. One that is just being appended may be among them."""
         found = list(self._blobs.files())
         with self.reading() as connection:
             needed = commands.used(connection)
         return [file for file in found if file.sha256 not in needed]
 
     def give_back_space(self, spare_pages: int = 2**14, most_pages: int = 2**12) -> None:
-        """Shorten the database's file by a few MiB of what is deleted, if more than `spare_pages` of 4 KiB are free."""
+        """Shorten the database's file by a few MiB, if more than `spare_pages` of 4 KiB are free."""
         give_back(self._database, spare_pages, most_pages)
 
     def forget_ended(self, before: float) -> int:
-        """Delete rows of sessions that were finished before then (Unix time); returns how many. Checkpoints and their runs stay."""
+        """Delete sessions that were finished before then (Unix time), but for runs with checkpoints; returns the number of rows."""
         with self.writing() as connection:
             digests = sessions.images_of_ended(connection, before)
             forgotten = sessions.forget_ended(connection, before)
@@ -174,11 +172,10 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         return forgotten
 
     def fail_unfinished(self, reason: str) -> list[str]:
-        """Give up what a dead engine left: queued commands fail (category server), models are lost, snapshots gone.
+        """Give up what a dead engine left, while none runs: queued commands fail, models are lost, snapshots gone.
 
-        Returns the request ids that failed. Called while no engine runs. What is kept of finished operations is brought under its limit,
-        which may be another since the last time, and images that nothing refers to are deleted. Raises StoreUnavailableError where a file
-        of the database is gone: the next engine would make a new one beside the one that is open here.
+        Returns the request ids that failed. Also brings what is kept under its limit and deletes unused images. Raises
+        StoreUnavailableError if a file of the database is gone: the next engine would make a new one beside the one that is open here.
         """
         self.require_there()
         with self.writing() as connection:
@@ -196,9 +193,9 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
                 file.path.unlink(missing_ok=True)
 
     def lose_models(self, lost: Mapping[str, str], returning: Mapping[str, str]) -> list[Outcome]:
-        """Note what ended with a worker, each with its reason: models, and the snapshots of models that come `returning`.
+        """Note what ended with a worker, and why: models, and the snapshots of models that come `returning`.
 
-        What is queued for models that are lost fails (category server); returns the outcomes.
+        Returns the outcomes of what was queued for lost models.
         """
         with self.writing() as connection:
             failed, released = commands.lose_models(connection, lost, time.time(), keep=self._keep_bytes > 0)
@@ -207,25 +204,22 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         return failed
 
     def read_blob(self, sha256: bytes) -> bytes | None:
-        """The encoded image with this digest; None if no command has it.
-
-        Raises TinsmithError if its file is damaged.
-        """
+        """The encoded image with this digest, if it is there. Raises TinsmithError if its file is damaged."""
         return self._blobs.read(sha256)
 
 
 @contextmanager
 def opened(data_dir: Path) -> Iterator[Store]:
-    """The store of a data directory that a server has made, for the time of the body. Raises ConfigError if there is none."""
+    """The store of a data directory. Raises ConfigError if no server has made one."""
     require_data(data_dir)
     with closing(Store.open(data_dir)) as store:
         yield store
 
 
 def base_of_saved(data_dir: Path, tinker_path: str) -> str | None:
-    """The directory or Hub id of the base model that a checkpoint of a data directory was trained on; None if its files do not say.
+    """The source of the base model that a checkpoint was trained on; None if its files do not say.
 
-    Raises as `require_checkpoint` if there is none of this path, ConfigError if there is no database.
+    Raises as `require_checkpoint`, and ConfigError if there is no database.
     """
     with opened(data_dir) as store:
         place = store.require_checkpoint(tinker_path).directory
