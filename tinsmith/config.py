@@ -1,9 +1,8 @@
-"""Every setting of a server, declared once: its name, type, default, unit and limits.
+"""Every setting of a server, declared once: name, type, default, unit and limits.
 
-`tinsmith serve` and `tinsmith doctor` make one command-line option of each setting: `kv_cache_gib` becomes `--kv-cache-gib`. A YAML file
-given with `--config` holds the settings by section, and an environment variable is named after its setting: `TINSMITH_KV_CACHE_GIB`. The
-command line overrides the environment, the environment the file, and the file the default. Whatever names no setting is refused.
-Each part of the server is given the section that it needs; nothing reads the configuration from a global variable.
+`kv_cache_gib` becomes the option `--kv-cache-gib` of `tinsmith serve`, the variable `TINSMITH_KV_CACHE_GIB`, and a key of its section in
+the YAML file of `--config`. The command line overrides the environment, the environment the file, and the file the default. Whatever names
+no setting is refused. Each part of the server is given the section that it needs; nothing reads the configuration from a global variable.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.logs import LEVELS
 
 CONFIG_VARIABLE = "TINSMITH_CONFIG"
-"""The environment variable that names the configuration file, as `--config` does."""
+"""Names the configuration file, as `--config` does."""
 
 
 @dataclass
@@ -104,7 +103,7 @@ class ServerConfig:
 
 @dataclass
 class RequestsConfig:
-    """Limits of one request. They are checked before anything is built from it."""
+    """Limits of one request, checked before anything is built from it."""
 
     max_json_kib: int = setting(128, "Maximum size of the JSON body of a request that is not a sample", "KiB", 64, 65536)
     max_sample_mib: int = setting(64, "Maximum size of the JSON body of a sample request, with its images in base64", "MiB", 1, 1024)
@@ -369,17 +368,17 @@ class Config:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether workers shard the layers of the base models. `memory/shard_choice.py` says what `auto` means before workers start."""
+        """Whether workers shard the base models' layers. `memory/shard_choice.py` resolves `auto` before workers start."""
         return self.distributed.shard == "weights"
 
     @property
     def only_compares(self) -> bool:
-        """Whether the worker trains and samples nothing itself: vLLM servers sample, and it compares what they compute."""
+        """Whether the worker only compares what vLLM servers compute."""
         return self.sampling.sampler == "vllm" and not self.training.trains
 
     @property
     def compares_with_copy(self) -> bool:
-        """Whether vLLM servers are compared with whole base models on which nothing is trained, because the workers shard theirs."""
+        """Whether vLLM servers are compared with whole base models, because the workers that train shard theirs."""
         return self.sampling.sampler == "vllm" and self.shards_weights and self.training.trains
 
     @property
@@ -391,7 +390,7 @@ class Config:
 
 
 def settings() -> Iterator[Setting]:
-    """All settings with their defaults, in the order of their declaration."""
+    """All settings with their defaults, in order."""
     return settings_of(Config())
 
 
@@ -400,10 +399,10 @@ def load(
     options: Mapping[str, Any] = types.MappingProxyType({}),
     environment: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Config:
-    """The configuration: the defaults, overridden by the YAML file, by environment variables, and by `options`, values by setting name.
+    """The defaults, overridden by the YAML file, by environment variables, and by `options`, values by setting name.
 
-    An environment variable that is empty counts as not set. One for a list is split as a shell does. Raises ConfigError for a file that
-    cannot be read, a key, variable or option that is unknown, and a value of the wrong type or outside its limits.
+    An empty variable counts as not set; one for a list is split as a shell does. Raises ConfigError for a file that cannot be read, an
+    unknown key, variable or option, and a value of the wrong type or outside its limits.
     """
     config = Config()
     if file is not None:
@@ -418,10 +417,9 @@ def load(
 
 
 def base_model_sources(config: Config) -> dict[str, str]:
-    """The source of every base model by its name: an absolute path of a directory, or a Hub id. Without NAME= the source is the name.
+    """The source of every base model by its name: an absolute path or a Hub id. Without NAME= the source is the name.
 
-    Raises ConfigError if there is no base model, if two have the same name, and for a name that a request could not contain and a directory
-    that does not exist.
+    Raises ConfigError if there is no base model, two have the same name, a request could not contain a name, or a directory does not exist.
     """
     if not config.base_models:
         raise ConfigError("no base model to serve; give at least one --base-model [NAME=]PATH_OR_HUB_ID")
@@ -435,7 +433,7 @@ def base_model_sources(config: Config) -> dict[str, str]:
 
 
 def to_tree(config: Config) -> dict[str, Any]:
-    """The configuration as plain dictionaries, which travel to the engine process and become a `Config` there with `from_tree`."""
+    """The configuration as plain dictionaries, for the other processes."""
     return dataclasses.asdict(config)
 
 

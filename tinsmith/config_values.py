@@ -1,8 +1,7 @@
 """Declares settings, and reads and checks their values.
 
-A setting is a field of a dataclass, made with `setting`. A section is such a dataclass, and may hold other sections. `fill` puts the values
-of a YAML file, of environment variables or of the command line into a section. Pydantic checks types and limits; it is imported when the
-first value is checked, because `tinsmith --help` imports this module.
+A setting is a field of a dataclass, made with `setting`. A section is such a dataclass, and may hold other sections. Pydantic checks types
+and limits; it is imported when the first value is checked, because `tinsmith --help` imports this module.
 """
 
 import dataclasses
@@ -22,18 +21,18 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-"""Bytes of each unit in which a size may be written."""
+"""Bytes of each unit of a size."""
 
 
 _PREFIX = "TINSMITH_"
 _TESTS_PREFIX = "TINSMITH_TEST_"
 """Variables of the tests, which are no settings."""
 WRITTEN_BESIDE = ".writing-export-"
-"""Prefix of the directory that an export fills before it is renamed to its target."""
+"""Prefix of the directory that an export fills and then renames."""
 
 
 def require_empty(directory: Path) -> None:
-    """Raise ConfigError unless a directory to write to is empty but for what exports have left, or does not exist yet."""
+    """Raise ConfigError unless a directory is empty, but for what exports have left, or does not exist."""
     if directory.is_symlink() and not directory.exists():
         raise ConfigError(f"{directory} is a link to {directory.readlink()}, which does not exist; make it, or name a new directory")
     if directory.exists() and (not directory.is_dir() or any(not file.name.startswith(WRITTEN_BESIDE) for file in directory.iterdir())):
@@ -41,7 +40,7 @@ def require_empty(directory: Path) -> None:
 
 
 def installer(extra: str) -> str:
-    """The command that adds the packages of an extra. In a clone it names the clone: no package index need have this version."""
+    """The command that installs an extra. In a clone it names the clone: no index need have this version."""
     clone = Path(__file__).parent.parent
     return f"pip install -e '{clone}[{extra}]'" if (clone / "pyproject.toml").is_file() else f"pip install 'tinsmith[{extra}]'"
 
@@ -50,8 +49,8 @@ def installer(extra: str) -> str:
 class SettingInfo:
     """Description of a setting beside its name, type and default.
 
-    `low` and `high` are the limits of a number, both included. `choices` are the values that a text may take. Where there are too many to
-    list, `pattern` is a regular expression for all of them, and `choices` only describes them in messages.
+    `low` and `high` are inclusive. `choices` are the values of a text; where there are too many, `pattern` matches all of them, and
+    `choices` only describes them in messages.
     """
 
     help: str
@@ -71,7 +70,7 @@ def setting(
     choices: tuple[str, ...] = (),
     pattern: str = "",
 ) -> Any:
-    """Declare a field of a section as a setting. The arguments are those of `SettingInfo`."""
+    """Declare a field of a section, with the arguments of `SettingInfo`."""
     metadata = {"info": SettingInfo(help, unit, low, high, choices, pattern)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
@@ -79,14 +78,11 @@ def setting(
 
 
 def read_yaml(file: Path) -> Mapping[str, Any]:
-    """The tree in a YAML file.
-
-    Raises ConfigError if the file cannot be read, is not YAML, has a key twice, or holds something else than keys.
-    """
+    """The tree in a YAML file. Raises ConfigError if it cannot be read, has a key twice, or holds no keys."""
     import yaml  # here for the same reason as pydantic
 
     class Loader(yaml.SafeLoader):
-        """PyYAML keeps the last of several equal keys, and drops the others without a word."""
+        """PyYAML silently keeps the last of several equal keys."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             places: dict[Any, int] = {}
@@ -110,9 +106,9 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
 
 
 def fill(root: Any, values: Mapping[str, Any], source: str) -> None:
-    """Set the fields of the section `root` and of the sections in it from a tree of values. `source` names in messages where it comes from.
+    """Set fields of `root` and the sections in it from a tree of values that comes from `source`.
 
-    Raises ConfigError for an unknown key, a value of the wrong type, and a value outside its limits.
+    Raises ConfigError for an unknown key, and a value of the wrong type or outside its limits.
     """
     _fill(root, root, (), values, source)
 
@@ -133,7 +129,7 @@ def _fill(root: Any, section: Any, path: tuple[str, ...], values: Mapping[str, A
 
 
 def _remedy(name: str, root: Any, path: tuple[str, ...]) -> str:
-    """Advice on an unknown key in the section at `path`: the most similar key of any section, or else all keys of this section."""
+    """Advice on an unknown key: the most similar key of any section, or else all keys of the section at `path`."""
     paths = list(_paths(root))
     similar = closest(name, {path[-1] for path in paths})
     found = [found for found in paths if found[-1] == similar]
@@ -144,7 +140,7 @@ def _remedy(name: str, root: Any, path: tuple[str, ...]) -> str:
 
 
 def _paths(section: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every key in a section and in the sections in it: ("server",), ("server", "port")."""
+    """The path of every key below a section, such as ("server", "port")."""
     for spec in dataclasses.fields(section):
         yield (*path, spec.name)
         value = getattr(section, spec.name)
@@ -153,15 +149,15 @@ def _paths(section: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 
 def closest(name: str, known: set[str]) -> str | None:
-    """The name among those known that a mistyped one probably stands for, if there is one."""
+    """The known name that a mistyped one probably stands for, if there is one."""
     return next(iter(difflib.get_close_matches(name, sorted(known), 1, cutoff=0.7)), None)
 
 
 def checked(section: Any, name: str, value: Any, place: str) -> Any:
-    """`value` as the type of field `name` of a section. `place` says in messages which setting it is and where its value stands.
+    """`value` as the type of field `name` of a section. `place` names setting and source in messages.
 
-    A text is read as a number where a number is wanted, and a size may carry its unit: `2`, `2.5`, `2GiB`, `500MiB`.
-    Raises ConfigError that names the place, the value and what would be accepted.
+    A text is read as a number where one is wanted, and a size may carry its unit: `2`, `2.5`, `2GiB`. Raises ConfigError that says what
+    would be accepted.
     """
     from pydantic import ValidationError
 
@@ -179,7 +175,7 @@ def checked(section: Any, name: str, value: Any, place: str) -> Any:
 
 
 def at_home(text: str) -> str:
-    """The text with a leading `~/` replaced by the home directory: shells do so only at the beginning of an argument."""
+    """The text with the home directory for a leading `~/`, which shells replace only at the beginning of an argument."""
     return str(Path(text).expanduser()) if re.match("~(/|$)", text) else text
 
 
@@ -193,7 +189,7 @@ def _adapter(kind: Any, info: SettingInfo) -> "TypeAdapter[Any]":
 
 
 def _in_unit(text: str, unit: str, kind: type[int] | type[float]) -> str | float:
-    """A size that carries its unit, such as 1.5GiB, as a number of `unit`. Any other text is returned as it is."""
+    """A size such as 1.5GiB as a number of `unit`; any other text as it is."""
     units = {size.lower(): count for size, count in _SIZES.items()}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
     if match is None or unit not in _SIZES or match[2] not in units:
@@ -203,7 +199,7 @@ def _in_unit(text: str, unit: str, kind: type[int] | type[float]) -> str | float
 
 
 def _accepted(kind: Any, info: SettingInfo) -> str:
-    """Describe the values that a setting accepts: "a whole number of MiB from 1 to 4096, such as 2, 2MiB or 500MiB"."""
+    """The accepted values: "a whole number of MiB from 1 to 4096, such as 2, 2MiB or 500MiB"."""
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else info.choices
     if choices:
         return f"one of {', '.join(choices)}"
@@ -218,7 +214,7 @@ def _accepted(kind: Any, info: SettingInfo) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting. `path` is ("sampling", "kv_cache_gib"); no two settings have the same last part."""
+    """A setting. `path` is ("sampling", "kv_cache_gib"), whose last part is unique."""
 
     path: tuple[str, ...]
     type: Any
@@ -233,18 +229,18 @@ class Setting:
 
     @property
     def option(self) -> str:
-        """The command-line option, such as "--kv-cache-gib". One that is repeated to fill a list has its name in the singular."""
+        """Such as "--kv-cache-gib". One that is repeated to fill a list is in the singular."""
         name = self.name.removesuffix("s") if typing.get_origin(self.type) is list else self.name
         return f"--{name.replace('_', '-')}"
 
     @property
     def variable(self) -> str:
-        """The environment variable, such as "TINSMITH_KV_CACHE_GIB"."""
+        """Such as "TINSMITH_KV_CACHE_GIB"."""
         return f"{_PREFIX}{self.name.upper()}"
 
 
 def settings_of(section: Any, path: tuple[str, ...] = ()) -> Iterator[Setting]:
-    """All settings of a section and of the sections in it, with their values, in the order of their declaration."""
+    """All settings below a section with their values, in the order of their declaration."""
     hints = typing.get_type_hints(type(section))
     for spec in dataclasses.fields(section):
         value = getattr(section, spec.name)
@@ -256,7 +252,7 @@ def settings_of(section: Any, path: tuple[str, ...] = ()) -> Iterator[Setting]:
 
 
 def fill_from_environment(config: Any, environment: Mapping[str, str]) -> None:
-    """Set what environment variables say. Raises ConfigError for one that names no setting, and as `fill`."""
+    """Set what environment variables say. Raises ConfigError for one without a setting, and as `fill`."""
     variables = {each.variable: each for each in settings_of(config)}
     for variable, text in environment.items():
         if not text or not variable.startswith(_PREFIX) or variable.startswith(_TESTS_PREFIX):
@@ -283,7 +279,7 @@ def _words(text: str, variable: str) -> list[str]:
 
 
 def put(config: Any, where: Setting, value: Any, place: str) -> None:
-    """Set one setting. `place` says in messages where its value stands."""
+    """Set one setting. `place` says where its value stands."""
     section: Any = config
     for part in where.path[:-1]:
         section = getattr(section, part)

@@ -1,4 +1,4 @@
-"""`tinsmith doctor`: what this machine offers, what fits on it, and what is missing for which feature.
+"""`tinsmith doctor`: what this machine offers, what fits on it, and what is missing.
 
 No weight is read, but all of a database that is there.
 """
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from tinsmith.models.sizing import Sizes
 
 RANK = 32
-"""Rank of the adapters in the estimates of a server that only samples."""
+"""Rank of sampled adapters in estimates."""
 GIB = 2**30
 EXTRAS = {"demo": ("tinker", "matplotlib", "sklearn"), "tests": ("tinker", "pytest", "peft", "httpx", "hypothesis")}
-"""Modules that a part of the project needs beside what serving needs."""
+"""Modules that parts of the project need beside those for serving."""
 INSTALLERS = {"demo": "make demo", "tests": "make dev"}
-"""Commands that install these groups of dependencies."""
+"""What installs them."""
 
 State = Literal["ok", "note", "missing"]
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
@@ -43,7 +43,7 @@ _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `missing` means that serving, as it was asked for, cannot work."""
+    """A line of the report. `missing` means that serving as asked for cannot work."""
 
     subject: str
     state: State
@@ -51,7 +51,7 @@ class Finding:
 
 
 def run_doctor(config: Config, console: Console) -> int:
-    """Print the report; the exit code is 0 if the configuration can be served, 1 if something is missing."""
+    """Print the report; the exit code is 1 if something is missing."""
     machine = look_around()
     sections = {
         "machine": [*_machine(machine), *_or_missing("workers", _workers(config, machine))],
@@ -77,7 +77,7 @@ def _table(title: str, findings: list[Finding]) -> Table:
 
 
 def _or_missing(subject: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """The findings, and the ConfigError that ends them as one more."""
+    """The findings, and a ConfigError that ends them as one more."""
     try:
         yield from findings
     except ConfigError as error:
@@ -95,7 +95,7 @@ def _machine(machine: Machine) -> Iterator[Finding]:
 
 
 def _workers(config: Config, machine: Machine) -> Iterator[Finding]:
-    """Report how many workers a server would start here, and whether PyTorch can use a GPU for each."""
+    """How many workers a server would start here, and whether PyTorch can use a GPU for each."""
     usable, visible = len(machine.gpus), visible_gpus()
     count = worker_count(config, usable=usable)
     fewer = ""
@@ -147,7 +147,7 @@ def _address(config: Config) -> Iterator[Finding]:
 
 
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
-    """Sizes of each base model, and whether all of them fit together where they would run."""
+    """The sizes of each base model, and whether all of them fit."""
     from tinsmith.memory.plan import place_here, plan_base  # here, because these import transformers
     from tinsmith.models.base import loading_of
     from tinsmith.models.sizing import size_of
@@ -195,7 +195,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _load_all_but_weights(source: str) -> None:
-    """Load tokenizer and image processor of a model in a directory; others would be downloaded. Raises ConfigError as loading does."""
+    """Load tokenizer and image processor from a directory; others would be downloaded. Raises ConfigError."""
     from tinsmith.models.base import load_tokenizer  # here, because these import transformers
     from tinsmith.models.families import IMAGE_FAMILIES, read_config
     from tinsmith.rendering.processor import LocalProcessor
@@ -214,7 +214,7 @@ def _count(config: Config, machine: Machine) -> int:
 
 
 def _cache(planned: "BasePlan") -> Iterator[Finding]:
-    """Report the size of the local sampler's cache. Raises ConfigError if it is too small for one sequence."""
+    """The local sampler's cache. Raises ConfigError if it is too small for one sequence."""
     from tinsmith.sampling.prefix import BLOCK
 
     cache, shape = planned.cache, planned.cache_shape
@@ -229,7 +229,7 @@ def _cache(planned: "BasePlan") -> Iterator[Finding]:
 
 
 def _to_train(planned: "BasePlan") -> dict[str, int]:
-    """Return the bytes that training takes beside the weights, by purpose."""
+    """Bytes that training takes beside the weights, by purpose."""
     training = planned.config.training
     if not training.trains:
         return {}
@@ -241,7 +241,7 @@ def _to_train(planned: "BasePlan") -> dict[str, int]:
 
 
 def _full_training(known: "dict[str, Sizes]", left: int, config: Config) -> Iterator[Finding]:
-    """Whether all parameters of each base model can be trained in the `left` bytes, or that nothing is trained."""
+    """Whether all parameters of each base model can be trained in the `left` bytes."""
     from tinsmith.models.budget import full_state  # here, because it imports transformers
 
     if not config.training.trains:

@@ -1,4 +1,4 @@
-"""`tinsmith export` and `tinsmith import`: between the checkpoints of a data directory and the formats of PEFT and transformers.
+"""`tinsmith export` and `tinsmith import`: checkpoints to and from the formats of PEFT and transformers.
 
 Both work beside a running server: the files of a checkpoint are written once and never changed.
 """
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, base_source: str | None) -> None:
     """Write a checkpoint as a PEFT adapter, or merged into its base as a transformers model, as full weights always are.
 
-    `base_source` is where the base model is now, if it is not where the checkpoint was trained; an adapter then names its base so. Raises
-    TinsmithError: no such checkpoint, `directory` is in use, another base model or none to be had, full weights without `merge`.
+    `base_source` is where the base model is now, if it has moved; an adapter then names its base so. Raises TinsmithError: no such
+    checkpoint, `directory` is in use, another base model or none to be had, full weights without `merge`.
     """
     require_empty(directory)
     kind = parse_path(path).kind
@@ -69,9 +69,9 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
 
 @contextlib.contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
-    """A directory to fill, whose files come to `directory` when the body ends, or not at all. What killed exports have left is deleted.
+    """A directory to fill, whose files come to `directory` when the body ends, or not at all.
 
-    Raises TinsmithError for a full disk, and ConfigError if another export fills `directory`.
+    What killed exports have left is deleted. Raises TinsmithError for a full disk, and ConfigError if another export fills `directory`.
     """
     home = directory if directory.is_dir() else directory.parent  # what is there may be a mount or the working directory: keep it
     try:
@@ -127,7 +127,7 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
 
 
 def _fingerprint(source: str, fetch: bool) -> str | None:
-    """The fingerprint of a base model; None if its weights are not on this machine. With `fetch` those of a Hub id are downloaded."""
+    """The fingerprint of a base model, if its weights are here; with `fetch` those of a Hub id are downloaded."""
     if fetch and not Path(source).is_dir():
         remedy = "give --base-model a directory that has them"
         with translated(

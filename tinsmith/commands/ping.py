@@ -19,14 +19,14 @@ from tinsmith.http_client import HEALTH, is_local, misled_by, one_line, open_url
 
 _CAPABILITIES = "/api/v1/get_server_capabilities"
 _PATIENCE_S = 1.0
-"""Maximum wait of `ping` for a name, a connection or an answer."""
+"""Longest wait for a name, a connection or an answer."""
 _PORTS = {"http": 80, "https": 443}
 
 
 def ping(url: str, key: str, base_model: str) -> str:
     """Return a line that describes the server at a URL. `key` and `base_model` may be empty.
 
-    Raises ConfigError that says which of scheme, path, port, host, TLS, proxy, readiness, key or base model is wrong, and what to do.
+    Raises ConfigError that says what is wrong: scheme, path, port, host, TLS, proxy, readiness, key or base model.
     """
     full = url.rstrip("/")
     parts, url = _checked(full), without_user(full)
@@ -53,7 +53,7 @@ def ping(url: str, key: str, base_model: str) -> str:
 
 
 def _checked(url: str) -> SplitResult:
-    """The parts of a URL whose scheme, port and path are those of a server. Raises ConfigError."""
+    """The parts of a URL that may be that of a server. Raises ConfigError."""
     shown = one_line(without_user(url))
     # Without the error's text: it quotes what it takes for the port, such as a password.
     no_url = f"{shown} is no URL: a port is a number, [ ] hold an address; give one such as http://127.0.0.1:8000"
@@ -71,7 +71,7 @@ def _checked(url: str) -> SplitResult:
 
 
 def _connect(host: str, port: int, secure: bool) -> None:
-    """Connect, and shake hands if it is `secure`. Raises ConfigError naming host, port or TLS."""
+    """Connect, with TLS if it is `secure`. Raises ConfigError naming host, port or TLS."""
 
     def why_unreachable(error: OSError) -> str:
         if isinstance(error, ConnectionRefusedError):
@@ -98,7 +98,7 @@ def _connect(host: str, port: int, secure: bool) -> None:
 
 
 def _connection(host: str, port: int) -> socket.socket:
-    """A connection to the first address that takes one. Raises OSError, and ConfigError for a name without an address."""
+    """A connection to the first address that takes one. Raises OSError, or ConfigError for a name without an address."""
     found: list[Any] = []
 
     def look_up() -> None:
@@ -123,7 +123,7 @@ def _connection(host: str, port: int) -> socket.socket:
 
 
 def _require_ready(url: str, full: str, parts: SplitResult) -> None:
-    """Raise ConfigError unless a server answers that can take work. `full` is the URL with user and password."""
+    """Raise ConfigError unless a server answers that can take work. `full` has user and password."""
     other = f"what answers at {url} is no Tinker server: correct the port or the host"
     try:
         with open_url(full + HEALTH, _PATIENCE_S) as reply:
@@ -152,7 +152,7 @@ def _require_ready(url: str, full: str, parts: SplitResult) -> None:
 
 
 def _https_instead(parts: SplitResult) -> str:
-    """The remedy for http:// where TLS is spoken; empty where it is not."""
+    """The remedy for http:// where TLS is spoken, or ""."""
     if parts.scheme == "https":
         return ""
     host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
@@ -180,7 +180,7 @@ def _base_models(url: str, full: str, key: str) -> list[str]:
 
 
 def _field(body: bytes, name: str) -> str:
-    """A text in a JSON object; empty if there is none."""
+    """A text in a JSON object, or ""."""
     with suppress(ValueError, KeyError, TypeError):
         found = json.loads(body)[name]
         return found if isinstance(found, str) else ""

@@ -25,7 +25,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _print_modes(plan: Plan, console: Console) -> None:
-    """A row for each way of using several GPUs, and the mode that is chosen."""
+    """A row for each way of using several GPUs, and the chosen one."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for head in (f"on each of {plan.workers}", "trains", "base model", "trained model", "cache", "longest sequence"):
         table.add_column(Text(head))
@@ -41,7 +41,7 @@ def _print_modes(plan: Plan, console: Console) -> None:
 
 
 def _chosen(modes: list[ModePlan]) -> Iterator[tuple[str, str, str]]:
-    """For each kind of training: what is trained, the mode that it is to have, and why."""
+    """What is trained, the mode for it, and why."""
     for trains in dict.fromkeys(each.trains for each in modes):
         fitting = next((each for each in modes if each.trains == trains and each.fits), None)
         if fitting is None:
@@ -91,7 +91,6 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _full_lines(full: FullPlan) -> Iterator[tuple[str, str]]:
-    """Those of training all parameters."""
     fits = "fits" if full.fits else "does not fit"
     yield "all parameters (rank 0)", f"{fits}: {size_text(full.needed_bytes)} needed, {size_text(full.free_bytes)} left beside all of that"
     named = {

@@ -22,7 +22,7 @@ from tinsmith.wire.paths import CheckpointKind, parse_path
 
 COLUMNS = [checkpoints.c[name] for name in Checkpoint.__dataclass_fields__]
 ALIVE = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > bindparam("now"))
-"""The condition for rows that have not expired; takes `now`."""
+"""Condition for rows that have not expired; takes `now`."""
 
 _FIND = select(*COLUMNS).where(checkpoints.c.tinker_path == bindparam("key"), ALIVE)
 _SAVED_FOR: dict[CheckpointKind, str] = {"training": "for training", "sampler": "for sampling", "external": "to be downloaded"}
@@ -37,16 +37,16 @@ class CheckpointStore(Transactions):
     """Checkpoints and the directories of their files. Each method is one transaction."""
 
     def announce_checkpoint(self, directory: str) -> None:
-        """Note that the files of a checkpoint are going to be written to a directory. Without a row they are deleted a day later."""
+        """Note that files are going to be written to a directory. Without a row they are deleted a day later."""
         begin = insert(begun_directories).prefix_with("OR REPLACE")
         with self.writing() as connection:
             connection.execute(begin, {"directory": directory, "begun_at": time.time()})
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Add a checkpoint, whose files are complete. One of the same path is replaced, and its files are discarded.
+        """Add a checkpoint, whose files are complete; one of the same path is replaced, and its files are discarded.
 
-        It may be called again for the same directory, for example after it raised StoreUnavailableError: a save that the database did not
-        take is finished with the files that it wrote. If the path has them already, nothing changes.
+        It may be called again for the same directory, for example after StoreUnavailableError: if the path has these files already, nothing
+        changes.
         """
         with self.writing_durably() as connection:
             put(connection, checkpoint, time.time())
@@ -77,13 +77,13 @@ class CheckpointStore(Transactions):
             raise UserError(f"{' and '.join(taken)} exist already; import under another name, or delete what is there first")
 
     def expired_checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints that have expired and whose rows are not removed yet, oldest first."""
+        """Expired checkpoints that still have rows, oldest first."""
         expired = select(*COLUMNS).where(checkpoints.c.expires_at <= time.time()).order_by(checkpoints.c.expires_at)
         with self.reading() as connection:
             return [Checkpoint(*row) for row in connection.execute(expired)]
 
     def drop_expired_checkpoints(self) -> list[Checkpoint]:
-        """Remove the rows of expired checkpoints and return them. Their files are discarded."""
+        """Remove and return expired checkpoints. Their files are discarded."""
         now = time.time()
         drop = delete(checkpoints).where(checkpoints.c.expires_at <= now).returning(*COLUMNS)
         with self.writing_durably() as connection:
@@ -92,7 +92,7 @@ class CheckpointStore(Transactions):
         return expired
 
     def discarded_directories(self) -> list[str]:
-        """The directories to delete now: no checkpoint names them, and no save that began within the last day writes to them."""
+        """Directories to delete: no checkpoint names them, and no save that began within the last day writes to them."""
         discarded = select(discarded_directories.c.directory).order_by(discarded_directories.c.discarded_at)
         begun_at = begun_directories.c.begun_at
         left = select(begun_directories.c.directory).where(begun_at < time.time() - WRITING_S).order_by(begun_at)
@@ -100,18 +100,18 @@ class CheckpointStore(Transactions):
             return [*connection.execute(discarded).scalars(), *connection.execute(left).scalars()]
 
     def living_directories(self) -> set[str]:
-        """The directories of checkpoints that have not expired."""
+        """Directories of checkpoints that have not expired."""
         with self.reading() as connection:
             return set(connection.execute(select(checkpoints.c.directory).where(ALIVE), {"now": time.time()}).scalars())
 
     def known_directories(self) -> set[str]:
-        """The directories of all checkpoints, of saves that have begun, and those that are to be deleted."""
+        """Directories that are named by a checkpoint, begun or discarded."""
         known = union(*[select(table.c.directory) for table in (checkpoints, begun_directories, discarded_directories)])
         with self.reading() as connection:
             return set(connection.execute(known).scalars())
 
     def forget_directory(self, directory: str) -> None:
-        """Note that the files in a discarded directory are deleted."""
+        """Note that the files of a directory are deleted."""
         with self.writing() as connection:
             _forget(connection, directory)
 
@@ -137,7 +137,7 @@ def find(connection: Connection, tinker_path: str, now: float) -> Checkpoint | N
 
 
 def discard_unused(connection: Connection, directories: Iterable[str], now: float) -> None:
-    """Note that the files of those directories that no checkpoint names any more are to be deleted."""
+    """Discard those directories that no checkpoint names any more."""
     for directory in set(directories):
         if not connection.execute(select(exists().where(checkpoints.c.directory == directory))).scalar():
             discard = insert(discarded_directories).prefix_with("OR REPLACE")

@@ -1,13 +1,13 @@
 """Sessions, their models and sampling sessions, and how they end.
 
-A model ends in one of three ways, each with an error of its own for clients that still use it (`refusal`):
+A model ends in one of three ways, of which clients that still use it are told (`refusal`):
 
 finished  its client has ended its session
-unloaded  the server has unloaded it, and kept its weights as a checkpoint: its session was idle, or the server was stopped
-lost      its worker or the engine ended under it; what is left are the checkpoints that were saved before
+unloaded  the server has saved and unloaded it: its session was idle, or the server was stopped
+lost      its worker or the engine ended under it
 
-Long after its end, a session is forgotten with its operations, its sampling sessions and its models without checkpoints. A model that has
-checkpoints stays as the run that they belong to, and with it its last operation, whose time says when it was last used.
+Long after its end, a session is forgotten with its operations, sampling sessions and models. A model that has checkpoints stays as their
+run, and with it its last operation, whose time says when it was last used.
 """
 
 import time
@@ -24,7 +24,7 @@ from tinsmith.store.schema import checkpoints, command_images, commands, models,
 
 MODEL_COLUMNS = [models.c[name] for name in Model.__dataclass_fields__]
 MOST_COMMANDS = 10_000
-"""Maximum number of operations that one transaction deletes, because other transactions wait for it."""
+"""Most operations that one transaction deletes: others wait for it."""
 
 _SESSION = select(*[sessions.c[name] for name in Session.__dataclass_fields__]).where(sessions.c.session_id == bindparam("key"))
 _MODEL = select(*MODEL_COLUMNS).where(models.c.model_id == bindparam("key"))
@@ -83,7 +83,7 @@ class SessionStore(Transactions):
         return None if row is None else Session(*row)
 
     def finish_session(self, session_id: str, reason: str, detail: str | None) -> bool:
-        """End a session and its sampling sessions, and its models if its client ends it. False if it was finished before or is unknown.
+        """End a session with its sampling sessions, and its models if its client ends it. False if it was finished before or is unknown.
 
         If the server ends the session, the engine saves its models and then unloads them.
         """
@@ -99,7 +99,7 @@ class SessionStore(Transactions):
         return ended
 
     def open_sessions(self) -> list[str]:
-        """The ids of the sessions that are not finished."""
+        """The ids of sessions that are not finished."""
         with self.reading() as connection:
             return list(connection.execute(select(sessions.c.session_id).where(sessions.c.finished_at.is_(None))).scalars())
 
@@ -114,7 +114,7 @@ class SessionStore(Transactions):
             connection.execute(update(models).where(models.c.model_id == model_id, _LIVING).values(status="unloaded"))
 
     def refusal(self, model_id: str) -> str | None:
-        """Return why a model takes no operations any more, and the remedy; None if it takes some. Raises NotFoundError if there is none."""
+        """Why a model takes no operations any more, with the remedy; None if it takes some. Raises NotFoundError."""
         with self.reading() as connection:
             refused = refusal(connection, model_id, time.time())
         return None if refused is None else refused[0]
@@ -125,7 +125,7 @@ class SessionStore(Transactions):
             return insert_sampling_session(connection, new, time.time())
 
     def join_sampling_session(self, sampling_session_id: str) -> int | None:
-        """A number for one more client of a sampling session, from 1 on and never given twice; None if there is no such session."""
+        """A new number, from 1 on, for one more client of a sampling session; None if there is no such session."""
         clones = sampling_sessions.c.clones
         joined = update(sampling_sessions).where(sampling_sessions.c.sampling_session_id == sampling_session_id).values(clones=clones + 1)
         with self.writing() as connection:
@@ -155,23 +155,23 @@ def insert_sampling_session(connection: Connection, new: SamplingSession, now: f
 
 
 def end_creation(connection: Connection, model_id: str, succeeded: bool) -> None:
-    """Note how the creation of a model ended. If its session was finished in the meantime, the model stays finished."""
+    """Note how the creation of a model ended. A model that is finished already stays so."""
     created = update(models).where(models.c.model_id == model_id, models.c.status == "creating")
     connection.execute(created.values(status="ready" if succeeded else "failed"))
 
 
 def lose_all_models(connection: Connection) -> None:
-    """Note that the engine has ended, and with it every model that had not ended otherwise."""
+    """Note that all living models have ended with the engine."""
     connection.execute(update(models).where(_LIVING).values(status="lost"))
 
 
 def lose_model(connection: Connection, model_id: str) -> None:
-    """Note that a model has ended with its worker, if it has not ended otherwise."""
+    """Note that a living model has ended with its worker."""
     connection.execute(update(models).where(models.c.model_id == model_id, _LIVING).values(status="lost"))
 
 
 def refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Category] | None:
-    """Error and category for an operation on a model that has ended; None if the model has not. Raises NotFoundError: no such model."""
+    """Error and category for an operation on a model that has ended; None if it has not. Raises NotFoundError."""
     owner = connection.execute(_OWNER, {"key": model_id}).first()
     if owner is None:
         raise NotFoundError(f"model {model_id!r} does not exist")
@@ -192,7 +192,7 @@ def refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Cat
 
 
 def how_to_go_on(connection: Connection, model_id: str, now: float) -> str:
-    """The end of a message: the newest checkpoint to continue from, or, if there is none, how to have one next time."""
+    """The end of a message: the newest checkpoint to continue from, or how to have one next time."""
     path = connection.execute(_NEWEST, {"key": model_id, "now": now}).scalar()
     if path is None:
         return "it has no checkpoint to go on from: create a new model, and call save_state from time to time"
@@ -200,10 +200,10 @@ def how_to_go_on(connection: Connection, model_id: str, now: float) -> str:
 
 
 def images_of_ended(connection: Connection, before: float) -> list[bytes]:
-    """Digests of the images of all operations of sessions that were finished before then (Unix time)."""
+    """Images of operations of sessions that were finished before then (Unix time)."""
     return list(connection.execute(_IMAGES_OVER, {"before": before}).scalars())
 
 
 def forget_ended(connection: Connection, before: float, most: int = MOST_COMMANDS) -> int:
-    """Delete rows of sessions that were finished before then (Unix time), of operations at most `most`; returns how many were deleted."""
+    """Delete rows of sessions that were finished before then (Unix time), of at most `most` operations; returns their number."""
     return sum(connection.execute(step, {"before": before, "most": most}).rowcount for step in _FORGET)
