@@ -164,11 +164,9 @@ def checked(section: Any, name: str, value: Any, place: str) -> Any:
     kind = typing.get_type_hints(type(section))[name]
     info: SettingInfo = next(spec.metadata["info"] for spec in dataclasses.fields(section) if spec.name == name)
     given = _in_unit(value, info.unit, kind) if isinstance(value, str) and kind in (int, float) else value
-    try:
+    with translated(ValidationError, ConfigError, lambda _: f"{place}={value!r} must be {_accepted(kind, info)}"):
         # Strict, so that true is no 1; but texts, such as those of environment variables, are converted.
         found = _adapter(kind, info).validate_python(given, strict=not isinstance(given, str))
-    except ValidationError:
-        raise ConfigError(f"{place}={value!r} must be {_accepted(kind, info)}") from None
     if kind == list[str]:
         return [at_home(text) for text in found]
     return at_home(found) if isinstance(found, str) else found

@@ -5,6 +5,7 @@ import os
 import re
 from base64 import b64encode
 from collections.abc import Mapping
+from contextlib import suppress
 from http.client import HTTPResponse, InvalidURL
 from urllib.error import URLError
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -18,11 +19,10 @@ HEALTH = "/api/v1/healthz"
 def is_local(url: str) -> bool:
     """Whether a URL leads to this machine itself. Raises ValueError for what is no URL."""
     host = urlsplit(url).hostname or ""
-    try:
+    with suppress(ValueError):
         address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-    return address.is_loopback or address.is_unspecified
+        return address.is_loopback or address.is_unspecified
+    return host == "localhost" or host.endswith(".localhost")
 
 
 def open_url(url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> HTTPResponse:

@@ -5,11 +5,11 @@ database names are complete and never change, so their directories can be copied
 is copied. Checkpoints elsewhere (`--checkpoint-root`) are copied into the data directory of the copy, which therefore needs nothing else.
 """
 
-import contextlib
 import shlex
 import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tinsmith.store.disk import make_directory
 from tinsmith.store.files import CheckpointFiles, whole_directory
 from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.store import Store
+from tinsmith.store.store import Store, opened
 
 _BEGUN = ".new"
 """Suffix of a file that is being written."""
@@ -50,27 +50,22 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
     def why_not(error: Exception) -> str:
         return f"{data_dir} could not be copied to {target}: {error}; correct that and start again"
 
-    with translated((OSError, sqlite3.Error), TinsmithError, why_not), _new_directory(target.absolute()) as copy:
-        _copy_database(data_dir / FILE_NAME, copy / FILE_NAME)
-        _copy_files(data_dir, copy)
-        with contextlib.closing(Store.open(data_dir)) as source, contextlib.closing(Store.open(copy)) as store:
-            store.copy_blobs_from(source)
-            yield from _copy_checkpoints(_Side(source, CheckpointFiles(data_dir)), _Side(store, CheckpointFiles(copy)), problems)
+    with translated((OSError, sqlite3.Error), TinsmithError, why_not):
+        make_directory(target.absolute().parent)
+        with whole_directory(target.absolute()) as copy:
+            _copy_database(data_dir / FILE_NAME, copy / FILE_NAME)
+            _copy_files(data_dir, copy)
+            with opened(data_dir) as source, opened(copy) as store:
+                store.copy_blobs_from(source)
+                yield from _copy_checkpoints(_Side(source, CheckpointFiles(data_dir)), _Side(store, CheckpointFiles(copy)), problems)
     yield f"{target} is a copy of {data_dir}: tinsmith serve --data-dir {shlex.quote(str(target))}"
     if problems:
         raise TinsmithError(f"{len(problems)} checkpoints in {data_dir} are damaged or have no files: {'; '.join(problems)}")
 
 
-@contextlib.contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
-    make_directory(target.parent)
-    with whole_directory(target) as copy:
-        yield copy
-
-
 def _copy_database(source: Path, target: Path) -> None:
     """Copy the state of one moment, with the write-ahead log, while other processes may write."""
-    with contextlib.closing(sqlite3.connect(source)) as reader, contextlib.closing(sqlite3.connect(target)) as writer:
+    with closing(sqlite3.connect(source)) as reader, closing(sqlite3.connect(target)) as writer:
         reader.backup(writer)
 
 

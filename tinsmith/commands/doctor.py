@@ -170,10 +170,9 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     needed = place.reserve
     for name, sizes in known.items():
         planned = plan_base(sizes, [each for other, each in known.items() if other != name], place, config, workers)
-        try:
-            cached = list(_cache(planned))
-        except ConfigError as error:
-            yield Finding(name, "missing", str(error))
+        cached = list(_or_missing(name, _cache(planned)))
+        if any(finding.state == "missing" for finding in cached):
+            yield from cached
             continue
         parts = {"weights": sizes.weight_bytes}
         if planned.cache is not None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import orjson
 
+from tinsmith.store.disk import renamed
+
 _MARK = b"\xf1TR\x01"
 """No JSON in UTF-8 holds the byte 0xF1 before a T."""
 _HEADER = struct.Struct("<4sII")
@@ -55,13 +57,9 @@ class AppendFile:
         temporary = self._path.with_suffix(".new")
         content = b"".join(map(encode, records))
         temporary.unlink(missing_ok=True)  # it may be a link
-        try:
+        with renamed(temporary, self._path):
             temporary.write_bytes(content)
             file = os.open(temporary, os.O_WRONLY | os.O_APPEND)
-            temporary.rename(self._path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
         if self._file >= 0:
             os.close(self._file)
         self._file = file

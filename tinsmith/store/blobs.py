@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.errors import StoreUnavailableError, TinsmithError, translated
+from tinsmith.store.disk import renamed
 
 BLOBS_DIR = "blobs"
 """Below a data directory."""
@@ -98,12 +99,8 @@ class BlobFiles:
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{_WRITING_PREFIX}{uuid.uuid4().hex}")
-    try:
+    with renamed(temporary, path):
         temporary.write_bytes(data)
-        temporary.rename(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _available(path: Path) -> AbstractContextManager[None]:

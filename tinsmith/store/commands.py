@@ -78,17 +78,6 @@ _APPLY = (
     .where(models.c.model_id == bindparam("model"), func.coalesce(models.c.applied_seq, -1) < bindparam("seq"))
     .values(applied_seq=bindparam("seq"))
 )
-_FAIL_QUEUED = (
-    update(commands)
-    .where(commands.c.status == "queued", commands.c.model_id == bindparam("model"))
-    .values(status="failed", finished_at=bindparam("now"), error=bindparam("message"), category="server")
-    .returning(commands.c.seq_id)
-)
-_FAIL_AND_DROP = _FAIL_QUEUED.values(_DROPPED_INPUT)
-_FAIL_AND_KEEP = _FAIL_QUEUED.values(_KEPT_INPUT)
-_DROP_ENDED_REFERENCES = delete(command_images).where(
-    command_images.c.command_id.in_(select(commands.c.id).where(commands.c.status != "queued", ~_IS_KEPT))
-)
 _LOSE_SNAPSHOTS = (
     update(sampling_sessions)
     .where(
@@ -326,19 +315,11 @@ def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool)
 
     The error of an operation names the newest checkpoint of its model.
     """
-    failed: list[str] = []
-    for model_id in _queued_models(connection):
-        error = f"{reason}; {how_to_go_on(connection, model_id, now)}"
-        found = connection.execute(_FAIL_AND_KEEP if keep else _FAIL_AND_DROP, {"model": model_id, "now": now, "message": error})
-        failed += [ids.request_id(model_id, seq_id) for seq_id in found.scalars()]
-    connection.execute(_DROP_ENDED_REFERENCES)
     lose_all_models(connection)
-    connection.execute(
-        update(sampling_sessions)
-        .where(sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None))
-        .values(gone=reason)
-    )
-    return failed
+    failed, _ = _fail_queued(connection, dict.fromkeys(_queued_models(connection), reason), now, keep)
+    living = sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None)
+    connection.execute(update(sampling_sessions).where(*living).values(gone=reason))
+    return [outcome.request_id for outcome in failed]
 
 
 def lose_models(connection: Connection, reasons: Mapping[str, str], now: float, keep: bool) -> tuple[list[Outcome], Released]:
@@ -346,15 +327,19 @@ def lose_models(connection: Connection, reasons: Mapping[str, str], now: float, 
 
     Returns the outcomes, which also name the model's newest checkpoint, and what they release.
     """
-    failed: list[Outcome] = []
-    for model_id, reason in reasons.items():
-        error = f"{reason}; {how_to_go_on(connection, model_id, now)}"
-        failed += [Outcome(command.request_id, None, None, error, "server") for command in _queued(connection, model_id, (), _ALL)]
-    released = record(connection, failed, now, keep)
+    failed, released = _fail_queued(connection, reasons, now, keep)
     for model_id in reasons:
         lose_model(connection, model_id)
     lose_snapshots(connection, reasons)
     return failed, released
+
+
+def _fail_queued(connection: Connection, reasons: Mapping[str, str], now: float, keep: bool) -> tuple[list[Outcome], Released]:
+    failed: list[Outcome] = []
+    for model_id, reason in reasons.items():
+        error = f"{reason}; {how_to_go_on(connection, model_id, now)}"
+        failed += [Outcome(command.request_id, None, None, error, "server") for command in _queued(connection, model_id, (), _ALL)]
+    return failed, record(connection, failed, now, keep)
 
 
 def lose_snapshots(connection: Connection, reasons: Mapping[str, str]) -> None:

@@ -35,7 +35,7 @@ REVISIONS = "tinsmith.store:revisions"
 
 _PRAGMAS = ("journal_mode=WAL", f"journal_size_limit={64 * 2**20}", "foreign_keys=ON")
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
-"""Only an empty file can be told to give back deleted space (`give_back`)."""
+"""Only an empty file can be told to give back deleted space (`give_back_space`)."""
 _BESIDE = ("-wal", "-shm")
 """What SQLite keeps beside a database."""
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -103,15 +103,9 @@ class Database:
     held: Engine
     """Stays open, because SQLite deletes the files beside the database with its last connection."""
 
-    def dispose(self) -> None:
-        """Close all connections."""
-        self.normal.dispose()
-        self.durable.dispose()
-        self.held.dispose()
-
 
 class Transactions:
-    """The kinds of transactions of a database, for any thread."""
+    """The kinds of transactions of a database, and the care for its file. For any thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -129,6 +123,31 @@ class Transactions:
     def writing_durably(self) -> AbstractContextManager[Connection]:
         """A transaction that survives a power cut once it has ended."""
         return self._durable.begin()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for engine in (self._database.normal, self._database.durable, self._database.held):
+            engine.dispose()
+
+    def require_there(self) -> None:
+        """Raise StoreUnavailableError if the database's file is not in its directory any more."""
+        self._database.file.require_there()
+
+    def check(self) -> None:
+        """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone, both with the remedy."""
+        file = self._database.file
+        with _connected(_engine(file.path, "NORMAL", BUSY_S, file)) as connection:  # one that is open has pages in memory
+            _require_sound(connection, file.path)
+
+    def give_back_space(self, spare_pages: int = 2**14, most_pages: int = 2**12) -> None:
+        """Shorten the file by up to `most_pages` of 4 KiB, if more than `spare_pages` are free."""
+        with self._database.normal.connect() as connection:
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            with available():
+                ((free,),) = driver.execute("PRAGMA freelist_count")
+                if free > spare_pages:  # as a script, because the driver's `execute` would free one page alone
+                    driver.executescript(f"PRAGMA incremental_vacuum({min(free - spare_pages, most_pages)})")
 
 
 def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
@@ -155,13 +174,6 @@ def require_data(data_dir: Path) -> None:
     """Raise ConfigError if a directory holds no database."""
     if not (data_dir / FILE_NAME).is_file():
         raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it); name its --data-dir")
-
-
-def check(database: Database) -> None:
-    """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone."""
-    path = database.file.path
-    with _connected(_engine(path, "NORMAL", BUSY_S, database.file)) as connection:  # one that is open has pages in memory
-        _require_sound(connection, path)
 
 
 def look_into(data_dir: Path) -> bool:
@@ -212,17 +224,6 @@ def available() -> Iterator[None]:
     except sqlite3.Error as error:
         check_available(error)
         raise
-
-
-def give_back(database: Database, spare_pages: int, most_pages: int) -> None:
-    """Shorten the file by up to `most_pages` of those that are free, but for `spare_pages`."""
-    with database.normal.connect() as connection:
-        driver = connection.connection.driver_connection
-        assert driver is not None
-        with available():
-            ((free,),) = driver.execute("PRAGMA freelist_count")
-            if free > spare_pages:  # as a script, because the driver's `execute` would free one page alone
-                driver.executescript(f"PRAGMA incremental_vacuum({min(free - spare_pages, most_pages)})")
 
 
 def _engine(

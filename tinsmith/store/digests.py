@@ -5,10 +5,13 @@ Blocks use all cores, and tell which part of a file is damaged. The digest of a 
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 16 * 2**20
 """Changing it changes the format of manifests and fingerprints."""
@@ -32,19 +35,30 @@ def blocks_of(path: Path, start: int, size: int) -> list[Block]:
 
 def digests_of(blocks: Sequence[Block]) -> list[str]:
     """SHA-256 of each block in hexadecimal; if the file ends inside a block, of what it has. Raises OSError."""
+    return of_each(blocks, _digest_of)
+
+
+def of_each(blocks: Sequence[Block], function: Callable[[Block], T]) -> list[T]:
+    """Results of a function of each block, computed by several threads."""
     if len(blocks) < 2:
-        return [_digest_of(block) for block in blocks]
+        return list(map(function, blocks))
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(blocks))) as threads:
-        return list(threads.map(_digest_of, blocks))
+        return list(threads.map(function, blocks))
+
+
+def parts_of(block: Block) -> Iterator[memoryview]:
+    """The bytes of a block, or fewer if the file ends before, each part until the next is read."""
+    left = block.size
+    buffer = memoryview(bytearray(min(_READ_BYTES, left)))
+    with block.path.open("rb", buffering=0) as file:
+        file.seek(block.start)
+        while left and (count := file.readinto(buffer[: min(left, _READ_BYTES)])):
+            yield buffer[:count]
+            left -= count
 
 
 def _digest_of(block: Block) -> str:
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(_READ_BYTES, block.size)))
-    with block.path.open("rb", buffering=0) as file:
-        file.seek(block.start)
-        left = block.size
-        while left and (count := file.readinto(buffer[: min(left, _READ_BYTES)])):
-            digest.update(buffer[:count])
-            left -= count
+    for part in parts_of(block):
+        digest.update(part)
     return digest.hexdigest()

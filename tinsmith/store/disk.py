@@ -19,11 +19,29 @@ LOCK_NAME = "server.lock"
 
 def sync(path: Path) -> None:
     """Sync the content of a file, or the names in a directory. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with opened(path, os.O_RDONLY) as descriptor:
         os.fsync(descriptor)
+
+
+@contextmanager
+def opened(path: Path, flags: int, mode: int = 0o777) -> Iterator[int]:
+    """The descriptor of a file, as of `os.open`."""
+    descriptor = os.open(path, flags, mode)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def renamed(temporary: Path, target: Path) -> Iterator[None]:
+    """Rename a file that the body writes to `target`; if anything fails with OSError, delete it."""
+    try:
+        yield
+        temporary.rename(target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def make_directory(directory: Path) -> None:

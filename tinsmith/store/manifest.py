@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,11 @@ def _sync_all(files: Iterable[Path]) -> None:
 
 def parse_manifest(text: str | bytes, shown: str) -> Manifest:
     """The manifest in `text`; `shown` names its directory. Raises TinsmithError if it is damaged or of another format."""
-    try:
+    whole = False
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(text)
-        claimed = content.pop("sha256")
-        damaged = claimed != _own_digest(content)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        damaged = True
-    if damaged:
+        whole = content.pop("sha256") == _own_digest(content)
+    if not whole:
         raise TinsmithError(f"{shown}/{NAME} is damaged: its checksum is not that of its content; {REMEDY}")
     if (content["format_version"], content["block_bytes"]) != (FORMAT_VERSION, BLOCK_BYTES):
         version = content["format_version"]

@@ -6,13 +6,13 @@ the last ones. A file that is damaged, or of another version, is replaced by an 
 """
 
 import fcntl
+import json
 import logging
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,8 +36,6 @@ LIFETIME_S = 24 * 3600.0
 _VERSION = 1
 _PURGE_S = 60.0
 """Seconds between two purges."""
-_IDS_AT_A_TIME = 500
-"""Variables of one statement."""
 _LEFT_SHARE = 0.9
 """Share of the limit that is left when some have to go, so that not every sample purges."""
 _ROW_BYTES = 200
@@ -98,19 +96,17 @@ class RecordedSequences:
 
     def find(self, sequence_ids: Iterable[str]) -> dict[str, RecordedSequence]:
         """Those of these sequences that are there, which are kept for another day. Raises StoreUnavailableError."""
-        named = list(dict.fromkeys(sequence_ids))
+        named = json.dumps(list(sequence_ids))
+        which = "WHERE expires_at > ? AND sequence_id IN (SELECT value FROM json_each(?))"
 
         def look(connection: sqlite3.Connection) -> dict[str, RecordedSequence]:
-            now, left = time.time(), iter(named)
-            found: dict[str, RecordedSequence] = {}
-            while some := tuple(islice(left, _IDS_AT_A_TIME)):
-                which = f"WHERE expires_at > ? AND sequence_id IN ({', '.join('?' * len(some))})"
-                rows = connection.execute(f"SELECT sequence_id, prompt_length, tokens, logprobs FROM recorded {which}", (now, *some))
-                for sequence_id, prompt_length, tokens, logprobs in rows:
-                    found[sequence_id] = RecordedSequence(
-                        prompt_length, np.frombuffer(tokens, dtype="<i4"), np.frombuffer(logprobs, dtype="<f4")
-                    )
-                connection.execute(f"UPDATE recorded SET expires_at = ? {which}", (now + self._lifetime_s, now, *some))
+            now = time.time()
+            rows = connection.execute(f"SELECT sequence_id, prompt_length, tokens, logprobs FROM recorded {which}", (now, named))
+            found = {
+                sequence_id: RecordedSequence(prompt_length, np.frombuffer(tokens, dtype="<i4"), np.frombuffer(logprobs, dtype="<f4"))
+                for sequence_id, prompt_length, tokens, logprobs in rows
+            }
+            connection.execute(f"UPDATE recorded SET expires_at = ? {which}", (now + self._lifetime_s, now, named))
             return found
 
         return self._transact(look)

@@ -16,7 +16,7 @@ from tinsmith.errors import StoreUnavailableError
 from tinsmith.store import commands, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
 from tinsmith.store.checkpoints import CheckpointStore
-from tinsmith.store.database import BUSY_S, Database, check, give_back, open_database, require_data
+from tinsmith.store.database import BUSY_S, Database, open_database, require_data
 from tinsmith.store.files import ABOUT_FILE, CheckpointFiles
 from tinsmith.store.records import NewCommand, Outcome
 
@@ -49,18 +49,6 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         changes nothing, if the database is locked for `busy_s` seconds or its disk is full or fails.
         """
         return cls(open_database(data_dir, busy_s), BlobFiles(data_dir), keep_bytes)
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._database.dispose()
-
-    def check(self) -> None:
-        """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone, both with the remedy."""
-        check(self._database)
-
-    def require_there(self) -> None:
-        """Raise StoreUnavailableError if the database's file is not in its directory any more."""
-        self._database.file.require_there()
 
     def append(self, new: Sequence[NewCommand]) -> list[bool]:
         """Append commands; True for each that is queued. One whose (model_id, seq_id) is in the log changes nothing.
@@ -102,7 +90,7 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
 
     def _count_kept(self, more: int) -> None:
         """Count what is kept, and drop the oldest if it is too much. A database that is not available is logged."""
-        try:
+        with _logged("finished operations are kept beyond their limit for now: %s"):  # the outcomes are recorded; the next ones try again
             if self._kept_bytes is None:
                 with self.reading() as connection:
                     self._kept_bytes = commands.kept_bytes(connection)
@@ -110,8 +98,6 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
                 self._kept_bytes += more
             if self._kept_bytes > self._keep_bytes:
                 self._drop_kept()
-        except StoreUnavailableError as error:  # the outcomes are recorded; the next ones try again
-            log.warning("finished operations are kept beyond their limit for now: %s", error)
 
     def _drop_kept(self) -> None:
         """Drop the oldest, a little more than has to go: adding up all that is kept takes time."""
@@ -127,16 +113,13 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         """
         self._unused.update(digests)
         waiting = list(self._unused)
-        for first in range(0, len(waiting), _DELETED_AT_ONCE):
-            some = waiting[first : first + _DELETED_AT_ONCE]
-            try:
+        with _logged("images that no operation needs are deleted later: %s"):
+            for first in range(0, len(waiting), _DELETED_AT_ONCE):
+                some = waiting[first : first + _DELETED_AT_ONCE]
                 with self.writing() as connection:
                     for digest in commands.unused(connection, some):
                         self._blobs.remove(digest)
-            except StoreUnavailableError as error:
-                log.warning("images that no operation needs are deleted later: %s", error)
-                return
-            self._unused.difference_update(some)
+                self._unused.difference_update(some)
 
     def copy_blobs_from(self, original: "Store") -> None:
         """Copy the images of commands from another store, for `tinsmith backup`. Raises OSError.
@@ -158,10 +141,6 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         with self.reading() as connection:
             needed = commands.used(connection)
         return [file for file in found if file.sha256 not in needed]
-
-    def give_back_space(self, spare_pages: int = 2**14, most_pages: int = 2**12) -> None:
-        """Shorten the database's file by a few MiB, if more than `spare_pages` of 4 KiB are free."""
-        give_back(self._database, spare_pages, most_pages)
 
     def forget_ended(self, before: float) -> int:
         """Delete sessions that were finished before then (Unix time), but for runs with checkpoints; returns the number of rows."""
@@ -206,6 +185,15 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
     def read_blob(self, sha256: bytes) -> bytes | None:
         """The encoded image with this digest, if it is there. Raises TinsmithError if its file is damaged."""
         return self._blobs.read(sha256)
+
+
+@contextmanager
+def _logged(message: str) -> Iterator[None]:
+    """Log that the database is not available, instead of raising it."""
+    try:
+        yield
+    except StoreUnavailableError as error:
+        log.warning(message, error)
 
 
 @contextmanager
