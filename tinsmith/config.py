@@ -36,7 +36,7 @@ class ServerConfig:
     )
     connection_idle_s: float = setting(
         75.0,
-        "Close a connection after this long without a request, without the rest of a header, or with a body slower than 4 KiB/s; must "
+        "Close a connection after this long without a request or the rest of its header, or with a body slower than 4 KiB/s; must "
         "exceed the time for which clients keep idle connections",
         "seconds",
         0.1,
@@ -84,15 +84,14 @@ class ServerConfig:
     worker_hung_s: float = setting(120.0, "Kill and restart a worker process after this long without a heartbeat", "seconds", 2)
     worker_still_s: float = setting(
         50.0,
-        "Kill and restart a worker that was ready for work after this long without a heartbeat, or busy without progress (it uses no "
-        "processor, and waits for no disk and no other worker)",
+        "Kill and restart a worker that was ready after this long without a heartbeat, or busy without progress (using no processor, "
+        "and waiting for no disk or other worker)",
         "seconds",
         2,
     )
     worker_stuck_s: float = setting(
         1800.0,
-        "Kill and restart a worker that was ready for work after this long in one call, even if it uses a processor or a disk; must exceed "
-        "the longest wait for a GPU",
+        "Kill and restart a worker that was ready after this long in one call, even with progress; must exceed the longest wait for a GPU",
         "seconds",
         2,
     )
@@ -131,8 +130,8 @@ class ModelsConfig:
     )
     memory_share: float = setting(
         1.0,
-        "Share of a GPU's memory that this server takes; the rest is left to other programs on it, such as a vLLM server, which takes "
-        "what --vllm-arg=--gpu-memory-utilization says. Servers of Tinsmith share a GPU only if each has a share below 1",
+        "Share of a GPU's memory for this server; the rest is left to others, such as a vLLM server, which takes what "
+        "--vllm-arg=--gpu-memory-utilization says. Tinsmith servers share a GPU only with shares below 1",
         "",
         0.01,
         1,
@@ -141,13 +140,13 @@ class ModelsConfig:
     max_lora_rank: int = setting(256, "Maximum LoRA rank that a client may ask for", "", 1)
     deterministic: bool = setting(
         False,
-        "Compute samples and log-probabilities so that they depend on their own request alone, to the last bit, whatever is computed with "
-        "them; slower, and not for models with gated delta nets",
+        "Let samples and log-probabilities depend on their own request alone, to the last bit; slower, and not for models with gated "
+        "delta nets",
     )
     self_check: str = setting(
         "quick",
-        "How a base model is checked before it is served: quick, in a second or two if it has passed the full check before with the same "
-        "files, versions, device and settings, and fully otherwise; full, fully at every start",
+        "How base models are checked before they are served: full, at every start; quick, in a second or two if the full check has "
+        "passed before with the same files, versions, device and settings, else fully",
         choices=("quick", "full"),
     )
     compile_cache: str = setting(
@@ -161,8 +160,8 @@ class DistributedConfig:
 
     workers: int = setting(
         0,
-        "Number of processes that train and sample together, each on its own GPU or share of a CPU; 0 is one for each visible GPU that "
-        "the vLLM servers leave, or one on a CPU",
+        "Number of processes that train and sample, each on a GPU or a share of a CPU; 0 is one for each visible GPU that the vLLM "
+        "servers leave, or one on a CPU",
         "workers",
         0,
         1024,
@@ -175,8 +174,7 @@ class DistributedConfig:
     )
     ray_address: str = setting(
         "",
-        "Ray cluster that runs the workers, on this host or several: auto for the one that runs here, or HOST:PORT of its head; empty "
-        "starts them without Ray",
+        "Ray cluster that runs the workers: auto for the one that runs here, or HOST:PORT of its head; empty starts them without Ray",
         choices=("auto", "HOST:PORT of Ray's head"),
         pattern=r"|auto|[^:/\s]+:[0-9]+",
     )
@@ -205,8 +203,8 @@ class TrainingConfig:
 
     train: str = setting(
         "any",
-        "What clients may train: any, adapters and all weights; none, nothing: the server only samples base models and checkpoints, also "
-        "those that another server writes to --checkpoint-root, and plans no memory for training",
+        "What clients may train: any, adapters and all weights; none, nothing: the server plans no memory for training, and samples "
+        "base models and checkpoints, also those that another server writes to --checkpoint-root",
         choices=("any", "none"),
     )
     tokens_per_pass: int = setting(8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1)
@@ -215,8 +213,8 @@ class TrainingConfig:
     )
     sequence_parallel_from: int = setting(
         0,
-        "Length from which a sequence is computed by all workers together, each a slice of it; 0 does so only if it is too long for one "
-        "worker. Needs --workers 2 or more",
+        "Length from which all workers compute a sequence together, each a slice of it; 0 does so only if it is too long for one worker. "
+        "Needs --workers 2 or more",
         "tokens",
         0,
     )
@@ -230,8 +228,8 @@ class TrainingConfig:
     planned_rank: int = setting(32, "LoRA rank of the planned models; 0 trains all parameters", "", 0)
     full_state: str = setting(
         "float32",
-        "What training of all parameters (rank 0) keeps beside the weights: float32, exact; compact, in half of the memory, with moments "
-        "in 8 bits and gradients in the base's precision; compact-host, the same, with all that a pass does not need in host memory",
+        "What training of all parameters (rank 0) keeps beside the weights: float32, exact; compact, half of that, with moments in 8 "
+        "bits and gradients in the base's precision; compact-host, the same, in host memory where a pass does not need it",
         choices=("float32", "compact", "compact-host"),
     )
     ended_model_ttl_s: float = setting(
@@ -239,15 +237,15 @@ class TrainingConfig:
     )
     kept_copies_gib: float = setting(
         32.0,
-        "Disk space for copies of LoRA models and their optimizers, one or two each, which restore the models after a worker has died. All "
-        "workers share it. A model without a copy is lost then, unless it was just saved. 0 keeps none",
+        "Disk space, over all workers, for copies that restore LoRA models and their optimizers after a worker has died; a model "
+        "without one is lost then, unless it was just saved. 0 keeps none",
         "GiB",
         0,
     )
     kept_copies_share: float = setting(
         0.05,
-        "Maximum share of a model's time that is spent on its copies, for which its steps wait. A model that has stepped since its last "
-        "copy is lost if a worker dies. 1 copies after every step",
+        "Maximum share of a model's time for its copies, during which its steps wait. A model that has stepped since its last copy is "
+        "lost if a worker dies. 1 copies after every step",
         "",
         0.001,
         1,
@@ -286,7 +284,7 @@ class SamplingConfig:
     )
     snapshot_disk_gib: float = setting(
         32.0,
-        "Disk space for snapshots, shared equally by the workers that sample; when it is full, the least recently sampled are deleted, "
+        "Disk space for snapshots, shared equally by the workers that sample; when full, the least recently sampled are deleted, "
         "except each model's newest and those in use",
         "GiB",
         0,
@@ -296,8 +294,8 @@ class SamplingConfig:
     )
     recorded_sequences_gib: float = setting(
         4.0,
-        "Disk space for the sequences that samples with record_stability_info record for the loss stable_reinforce; when it is full, the "
-        "least recently used are deleted",
+        "Disk space for what samples with record_stability_info record for the loss stable_reinforce; when full, the least recently "
+        "used are deleted",
         "GiB",
         0.0001,
     )
@@ -326,14 +324,14 @@ class VLLMConfig:
     )
     vllm_transfer: str = setting(
         "auto",
-        "How full weights get into the vLLM servers that are started: file, through a file in memory; ipc, through the memory of a GPU "
-        "that trainer and server share; broadcast, from GPU to GPU; auto chooses what works on this machine",
+        "How full weights get into started vLLM servers: file, through a file in memory; ipc, through the memory of a shared GPU; "
+        "broadcast, from GPU to GPU; auto, as this machine allows",
         choices=("auto", "file", "ipc", "broadcast"),
     )
     vllm_turn_s: float = setting(
         0.0,
-        "Let the trainer and the vLLM servers share one GPU in turns of this length, each with nearly all of its memory. A turn without "
-        "work ends earlier. 0 gives each a part of the memory all the time",
+        "Let trainer and vLLM servers share one GPU in turns of at most this length, each with nearly all of its memory. 0 gives each a"
+        " part of the memory all the time",
         "seconds",
         0,
     )
