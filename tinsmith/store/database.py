@@ -296,8 +296,11 @@ def check_available(error: BaseException) -> None:
 def _begin(connection: Connection) -> None:
     driver = connection.connection.driver_connection
     assert driver is not None
-    with available():
+    try:  # not `available`: a transaction begins here thousands of times a second
         driver.execute("BEGIN IMMEDIATE" if connection.get_execution_options().get("write") else "BEGIN")
+    except sqlite3.Error as error:
+        check_available(error)
+        raise
 
 
 def _bring_to_our_version(connection: Connection, path: Path) -> None:
