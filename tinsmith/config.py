@@ -130,8 +130,8 @@ class ModelsConfig:
     )
     memory_share: float = setting(
         1.0,
-        "Share of a GPU's memory for this server; the rest is left to others, such as a vLLM server, which takes what "
-        "--vllm-arg=--gpu-memory-utilization says. Tinsmith servers share a GPU only with shares below 1",
+        "Share of a GPU's memory that this server takes; the rest is left to other programs on it, such as a vLLM server, which takes "
+        "what --vllm-arg=--gpu-memory-utilization says. Servers of Tinsmith share a GPU only if each has a share below 1",
         "",
         0.01,
         1,
@@ -228,8 +228,8 @@ class TrainingConfig:
     planned_rank: int = setting(32, "LoRA rank of the planned models; 0 trains all parameters", "", 0)
     full_state: str = setting(
         "float32",
-        "What training of all parameters (rank 0) keeps beside the weights: float32, exact; compact, half of that, with moments in 8 "
-        "bits and gradients in the base's precision; compact-host, the same, in host memory where a pass does not need it",
+        "What training of all parameters (rank 0) keeps beside the weights: float32, exact; compact, in half of the memory, with moments "
+        "in 8 bits and gradients in the base's precision; compact-host, the same, with all that a pass does not need in host memory",
         choices=("float32", "compact", "compact-host"),
     )
     ended_model_ttl_s: float = setting(

@@ -69,7 +69,7 @@ class SavedRows(Protocol):
     """A `Store`, or what asks the process that has one."""
 
     def require_checkpoint(self, tinker_path: str, kind: CheckpointKind | None = None) -> Checkpoint:
-        """As `Store.require_checkpoint`."""
+        """The row of a checkpoint. Raises as `Store.require_checkpoint`."""
         ...
 
 
