@@ -16,11 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from tinsmith.errors import ConfigError, TinsmithError
-from tinsmith.rl.calls import EnvError, call, env_error, guarded
+from tinsmith.rl.calls import EnvError, call, env_error, environment_code
 from tinsmith.rl.config import WorkerKind
 from tinsmith.rl.env import Env, find, make
 
@@ -211,7 +210,8 @@ _of_this_process: dict[str, Any] = {}
 
 
 def _open_in_process(factory: Callable[..., Env], options: dict[str, Any]) -> None:
-    _of_this_process["env"] = guarded(partial(factory, **options))
+    with environment_code():
+        _of_this_process["env"] = factory(**options)
 
 
 def _call_in_process(method: str, arguments: tuple[Any, ...]) -> Any:
@@ -223,12 +223,8 @@ def _call_in_process(method: str, arguments: tuple[Any, ...]) -> Any:
 
 def _made(name: str, options: Mapping[str, Any]) -> Env:
     """A new environment. Raises ConfigError for an unknown name or wrong options, and EnvError for what its constructor raises."""
-    try:
+    with environment_code(ConfigError):
         return make(name, **options)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:  # an environment must not end the program
-        raise env_error(error) from error
 
 
 def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
