@@ -254,7 +254,7 @@ class Conversation:
         return len(sampled) > 0 and int(sampled[-1]) in self.template.stop_ids
 
     def _appended(self, text: str, seen: str, sampled: NDArray[np.int32], stopped: bool) -> str | None:
-        """Return the text that the template adds behind what was seen and sampled; None if `text` does not begin with that."""
+        """The text that the template adds behind what was seen and sampled; None if `text` does not begin with that."""
         if not text.startswith(seen):
             return None
         rest, end = text[len(seen) :], self.template.end_of_turn

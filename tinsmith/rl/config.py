@@ -192,7 +192,7 @@ class RlConfig:
 
     @property
     def staleness(self) -> int:
-        """Return the most steps by which the weights of a group may be old."""
+        """Most steps by which the weights of a group may be old."""
         return {"sync": 0, "one_step_off": 1, "async": self.training.max_staleness}[self.training.mode]
 
 

@@ -27,7 +27,7 @@ from tinsmith.rl.workers import Workers, make_workers
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result."""
+    """What an evaluation found."""
 
     metrics: Metrics
     trajectories: list[Trajectory]

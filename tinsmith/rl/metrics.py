@@ -82,13 +82,8 @@ def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
 
     Estimated without bias from n >= k attempts with c successes: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
     """
-    return _mean([_pass_at_k(len(attempts), sum(attempts), k) for attempts in successes])
-
-
-def _pass_at_k(n: int, c: int, k: int) -> float:
-    if n - c < k:
-        return 1.0
-    return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+    counts = [(len(attempts), sum(attempts)) for attempts in successes]
+    return _mean([1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1))) for n, c in counts])
 
 
 def _env_metrics(reports: Sequence[Mapping[str, float]]) -> Metrics:

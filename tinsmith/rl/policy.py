@@ -24,7 +24,7 @@ from tinsmith.rl.reach import require_server
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """The sampling of an answer."""
+    """How to sample an answer."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -60,7 +60,7 @@ class WeightsLostError(TinsmithError):
 
 
 class Policy(Protocol):
-    """Answers prompts."""
+    """A model, or what stands in for one."""
 
     async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
         """One answer to `prompt`. Raises PromptRefusedError, WeightsLostError."""
@@ -68,13 +68,12 @@ class Policy(Protocol):
 
 
 class TinkerPolicy:
-    """The model of an SDK sampling client. Which sampler the server uses, its own or vLLM, makes no difference."""
+    """The model of an SDK sampling client."""
 
     def __init__(self, client: tinker.SamplingClient) -> None:
         self.client = client
 
     async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
-        """One answer to `prompt`. Raises PromptRefusedError, WeightsLostError, and the SDK's other errors."""
         params = tinker.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,

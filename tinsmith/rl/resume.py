@@ -77,7 +77,7 @@ class RunState:
     home: str = ""
     """The directory of the run, as `home_of` names it. In a copy of the directory it is another one."""
     others: tuple[str, ...] = ()
-    """Return the checkpoints that were saved by a run in another directory, of which this one is a copy."""
+    """Checkpoints that were saved by a run in another directory, of which this one is a copy."""
 
     @property
     def paths(self) -> frozenset[str]:
@@ -103,7 +103,7 @@ def load_state(directory: Path) -> RunState | None:
 
 
 def home_of(directory: Path) -> str:
-    """Return the identity of a directory, which a copy of it does not share."""
+    """The identity of a directory, which a copy of it does not share."""
     return f"{directory.resolve()} ({directory.stat().st_ino})"
 
 
@@ -232,7 +232,7 @@ def _check_allowed_changes(keys: list[str], settings: dict[str, Any]) -> None:
 
 
 def _changes(directory: Path, step: int, settings: dict[str, Any], allowed: list[str]) -> list[str]:
-    """Return the changes for the run, apart from MAY_DIFFER. Raises ConfigError for what is neither in MAY_CHANGE nor `allowed`."""
+    """Describe the settings that changed, apart from MAY_DIFFER. Raises ConfigError for what is neither in MAY_CHANGE nor `allowed`."""
     file = directory / SETTINGS
     what = f"cannot read {file}, the settings of the run in {directory}"
     with config_error(what, OSError, ValueError, AttributeError, remedy=_RESTORE):  # no file, not JSON, or not sections
