@@ -184,7 +184,7 @@ class Conversation:
     """
 
     prompt: TokenSequence
-    """Of the model's next answer."""
+    """Prompt of the model's next answer."""
 
     def __init__(
         self, template: ChatTemplate, messages: Sequence[ChatMessage], end_turn_after_stop_string: bool = True, context_turns: int = 0

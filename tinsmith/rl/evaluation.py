@@ -27,7 +27,7 @@ from tinsmith.rl.workers import Workers, make_workers
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found."""
+    """Metrics and episodes of an evaluation."""
 
     metrics: Metrics
     trajectories: list[Trajectory]

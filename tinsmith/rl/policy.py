@@ -24,7 +24,7 @@ from tinsmith.rl.reach import require_server
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """How to sample an answer."""
+    """Settings of the sampling of an answer."""
 
     max_tokens: int
     temperature: float = 1.0
