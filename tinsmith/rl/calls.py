@@ -70,9 +70,10 @@ def _checked(env: Any, method: str, value: Any) -> Any:
 @contextmanager
 def environment_code(*others: type[Exception]) -> Iterator[None]:
     """Turn every exception of the body, which runs an environment's code, into an EnvError; but for those of types `others`."""
+    ours: tuple[type[Exception], ...] = (EnvError, *others)
     try:
         yield
-    except (EnvError, *others):
+    except ours:
         raise
     except (Exception, SystemExit) as error:  # an environment must not end the program
         raise env_error(error) from error
