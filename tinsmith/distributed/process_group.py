@@ -126,6 +126,11 @@ class ProcessGroup:
         self.sum(found)
         return [row[:size].numpy().tobytes().decode().rstrip("\0") for row, size in zip(found, sizes, strict=True)]
 
+    def workers_beside(self) -> list[int]:
+        """Return the number of workers on each worker's host, itself included, by rank. To be called by all at the same time."""
+        hosts = self.texts(self.place.host)
+        return [hosts.count(host) for host in hosts]
+
     def exchange(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]) -> None:
         """Give each worker its part of `sent`, and take a part of `received` from each. Both are flat, the parts in order of the ranks."""
         with self._not_alone():

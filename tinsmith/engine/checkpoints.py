@@ -8,7 +8,7 @@ on the disk.
 import time
 from typing import Any
 
-from tinsmith.engine.steps import Steps, until_stored
+from tinsmith.engine.running import Steps, until_stored
 from tinsmith.errors import NotFoundError, StoreUnavailableError, TinsmithError, UserError
 from tinsmith.protocol.work import ExportModel, SaveModel
 from tinsmith.store.files import CheckpointFiles

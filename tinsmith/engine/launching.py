@@ -8,12 +8,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
-import orjson
-
-from tinsmith.config import Config, to_tree
+from tinsmith.config import Config
+from tinsmith.protocol.child_process import start_bytes
 from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.place import Place
 
@@ -42,8 +41,8 @@ class WorkerStart:
 
     @property
     def standard_input(self) -> bytes:
-        """Bytes for its standard input, which other users of its host do not see: `protocol/started.py`."""
-        return orjson.dumps({"config": to_tree(self.config), "keys": None if self.keys is None else asdict(self.keys)})
+        """Bytes for its standard input."""
+        return start_bytes(self.config, self.keys)
 
 
 class WorkerProgram(Protocol):

@@ -12,12 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from tinsmith.config import Config
-from tinsmith.engine.backoff import Backoff
 from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.operations import Operations
-from tinsmith.engine.recorder import Recorder
-from tinsmith.engine.status import StatusReporter
+from tinsmith.engine.recorder import Backoff, Recorder
 from tinsmith.engine.trainer import Trainer
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, StoreUnavailableError
@@ -39,6 +37,7 @@ from tinsmith.protocol.serving import (
     Saving,
     Shutdown,
     Starting,
+    Status,
     Wake,
 )
 from tinsmith.protocol.work import WorkerReady
@@ -58,6 +57,9 @@ IDLE_S = 1.0
 
 DATABASE_BUSY_S = 0.5
 """Seconds that the engine waits for the database's lock before it goes on with other work."""
+
+STATUS_S = 1.0
+"""Least time between two reports for `tinsmith status`."""
 
 WORKER_EXIT_S = 60.0
 """Seconds that a worker may take to end when told to. Its last pass was waited for before; vLLM servers may need a while."""
@@ -97,7 +99,10 @@ class Engine:
             workers=workers.count,
             cuts_passes=not config.shards_weights,  # every pass puts the layers together: in smaller ones that would take most of the time
         )
-        self.status = StatusReporter(self.trainer, self.workers, link.send)
+        self.reported: Status | None = None
+        """Status that the server was told last."""
+        self.status_at = 0.0
+        """The monotonic time from which it may be told again."""
         self.filed: dict[str, set[int]] = {}
         """seq_ids of the commands that are read and not recorded, by model."""
         self.unread: set[str] = set()
@@ -192,7 +197,7 @@ class Engine:
         self.trainer.fail_overdue()
         if self._may_train:
             self.trainer.turn()
-        self.status.report()
+        self._report_status()
 
     @property
     def has_lost(self) -> bool:
@@ -251,6 +256,34 @@ class Engine:
             if not filed:
                 del self.filed[model_id]
         self.link.send(Done.of(outcome))
+
+    def _report_status(self) -> None:
+        """Tell the server what engine and workers do, for `tinsmith status`, if that has changed and the last report is old enough."""
+        if (now := time.monotonic()) < self.status_at:
+            return
+        self.status_at = now + STATUS_S
+        trainer, of_workers = self.trainer, self.workers.status
+        status = Status(
+            models=[
+                {
+                    "model_id": model_id,
+                    "base_model": model.base_model,
+                    "queued": trainer.queued(model_id),
+                    "trained_tokens": trainer.trained_tokens[model_id],
+                }
+                for model_id, model in trainer.operations.models.items()
+            ],
+            workers=self.workers.shown,
+            running_samples=of_workers.running_samples,
+            waiting_samples=of_workers.waiting_samples,
+            trained_tokens=trainer.trained_before + trainer.trained_tokens.total(),
+            sampled_tokens=self.workers.sampled_tokens,
+            memory=of_workers.memory,
+            graphs=of_workers.graphs,
+        )
+        if status != self.reported:
+            self.reported = status
+            self.link.send(status)
 
     # ---- A worker's end, and ours
 

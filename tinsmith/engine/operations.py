@@ -1,17 +1,17 @@
-"""Operations other than forward work: create, step, save and load. Each is a generator of steps (`steps.py`)."""
+"""Operations other than forward work: create, step, save and load. Each is a generator of steps (`running.py`)."""
 
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from tinsmith.engine.checkpoints import CheckpointRows
-from tinsmith.engine.origin import Fresh, Origin, Saved
-from tinsmith.engine.steps import Steps, until_stored
+from tinsmith.engine.loaded_model import Fresh, LoadedModel, Saved
+from tinsmith.engine.running import Ended, Steps, until_stored
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.messages import Message
@@ -41,42 +41,6 @@ from tinsmith.wire.paths import CheckpointKind, CheckpointPath
 from tinsmith.wire.training_requests import AdamParams, CreateModelRequest, OptimStepRequest
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class LoadedModel:
-    """A model between create_model and the end of its session."""
-
-    model_id: str
-    base_model: str
-    shape: LoraShape
-    spoiled: str | None = None
-    """The reason why the gradients since the last optim_step are not what the client asked for."""
-    origin: Origin | None = None
-    """Place of the state that the last finished step left; None if there is none, and the model ends with its workers."""
-    added_seq: int = -1
-    """seq_id of the newest operation that is finished and has added gradients."""
-    stepped_seq: int = -1
-    """seq_id of the newest optim_step that is finished, whether it was applied or has failed."""
-    told_of_empty_step: bool = False
-    """The log has been told that it took a step without gradients."""
-    state: int = 0
-    """The number of the state that the last finished step, or load, has left: each leaves another."""
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether finished operations have added gradients since the last step."""
-        return self.added_seq > self.stepped_seq
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Result of an operation."""
-
-    result: dict[str, Any]
-    """The reply to the client."""
-    resolved: dict[str, Any] | None = None
-    """Values that it read or wrote outside of its payload (`Outcome.resolved`)."""
 
 
 class Operations:

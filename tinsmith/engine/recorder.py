@@ -5,14 +5,45 @@ tried again until it does. It is never replaced by a failure, because a client t
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
-from tinsmith.engine.backoff import Backoff
 from tinsmith.errors import StoreUnavailableError
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
+
+FIRST_S = 0.1
+LONGEST_S = 5.0
+"""Intervals double between these two, in seconds."""
+
+
+class Backoff:
+    """The next attempt at one thing that goes well again by itself: soon at first, then at growing intervals."""
+
+    def __init__(self) -> None:
+        self._interval_s = 0.0
+        self._due_at = 0.0
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last attempt failed."""
+        return self._interval_s > 0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the next attempt; 0 when it is due."""
+        return max(0.0, self._due_at - time.monotonic())
+
+    def failed(self) -> None:
+        """Put the next attempt off."""
+        self._interval_s = min(LONGEST_S, 2 * self._interval_s or FIRST_S)
+        self._due_at = time.monotonic() + self._interval_s
+
+    def succeeded(self) -> None:
+        """Let the next attempt be due at once."""
+        self._interval_s = self._due_at = 0.0
 
 
 class Recorder:

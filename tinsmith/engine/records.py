@@ -1,4 +1,4 @@
-"""Answers workers' questions about the databases, which are opened on the server's host alone.
+"""Answers workers' questions: mostly about the databases, which are opened on the server's host alone.
 
 SQLite in WAL mode keeps a part of each database in memory that all its processes share, which those of another host do not.
 """
@@ -13,9 +13,12 @@ from tinsmith.protocol.questions import (
     Answered,
     CheckpointRow,
     FindCheckpoint,
+    FindMeeting,
     FindSequences,
     ForgetSequences,
     KeepSequences,
+    MeetingPort,
+    OpenMeeting,
     Sequences,
 )
 from tinsmith.store.recorded_sequences import RecordedSequences
@@ -65,3 +68,21 @@ class Records:
             opened = [self.__dict__.pop(name) for name in ("_store", "_recorded") if name in self.__dict__]
         for each in opened:
             each.close()
+
+
+class GroupAnswers:
+    """Answers one group of workers, in threads: with the databases, and where its workers meet."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._meeting = MeetingPort("", 0)
+
+    def answer(self, question: Message) -> Message:
+        """Answer a worker's question."""
+        match question:
+            case OpenMeeting():
+                self._meeting = MeetingPort(question.host, question.port)
+                return Answered()
+            case FindMeeting():
+                return self._meeting
+        return self._records.answer(question)

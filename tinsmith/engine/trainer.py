@@ -15,15 +15,13 @@ from functools import partial
 
 import orjson
 
-from tinsmith.engine.backoff import Backoff
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.crash_recovery import CrashRecovery
 from tinsmith.engine.forward_work import ForwardWork
-from tinsmith.engine.operations import Ended, Operations, writes_files
+from tinsmith.engine.operations import Operations, writes_files
 from tinsmith.engine.passes import ForwardOperation
-from tinsmith.engine.running import Running, log_finished
-from tinsmith.engine.saves import Saves
-from tinsmith.engine.steps import Wait
+from tinsmith.engine.recorder import Backoff
+from tinsmith.engine.running import Ended, Running, Saves, Wait, log_finished
 from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError, UserError
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message

@@ -282,13 +282,10 @@ class DropFiles(Message):
 class WorkerStatus(Message):
     """Status of a worker. Sent at most once a second, and only when something changed."""
 
-    done: int
-    """Passes and calls since the worker started."""
     running_samples: int
     waiting_samples: int
-    finished_samples: int
-    """Since the worker started, as `sampled_tokens`."""
     sampled_tokens: int
+    """Since the worker started."""
     memory: dict[str, int]
     """Bytes that the worker holds, by place."""
     graphs: dict[str, int]

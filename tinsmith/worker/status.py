@@ -31,8 +31,6 @@ class WorkerStatusReporter:
         self.send = send
         self.reported: WorkerStatus | None = None
         """The last report, without the memory: that always changes a little."""
-        self.done = 0
-        """Passes and calls that the device has done."""
         self.due = 0.0
         self.summed_up = (time.monotonic(), 0, 0)
         """The monotonic time of the log's last line on samples, and the numbers of samples and tokens then."""
@@ -48,7 +46,7 @@ class WorkerStatusReporter:
         if now - self.summed_up[0] >= SUMMARY_S:
             self.sum_up()
         running, waiting = self.samples.load()
-        status = WorkerStatus(self.done, running, waiting, self.samples.finished, self.samples.sampled_tokens, {}, graphs_made())
+        status = WorkerStatus(running, waiting, self.samples.sampled_tokens, {}, graphs_made())
         if status != self.reported:
             self.reported = status
             self.send(dataclasses.replace(status, memory=memory_held()))

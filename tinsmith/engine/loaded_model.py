@@ -1,4 +1,4 @@
-"""Places from which a new worker can restore a model's weights and optimizer as its last finished step left them."""
+"""A loaded model as the engine knows it, and the places from which a new worker can restore it."""
 
 from dataclasses import asdict, dataclass
 
@@ -35,4 +35,27 @@ class Saved:
         return LoadModel(number, base_model, model_id, self.name, self.directory, self.optimizer)
 
 
-Origin = Fresh | Saved
+@dataclass
+class LoadedModel:
+    """A model between create_model and the end of its session."""
+
+    model_id: str
+    base_model: str
+    shape: LoraShape
+    spoiled: str | None = None
+    """The reason why the gradients since the last optim_step are not what the client asked for."""
+    origin: Fresh | Saved | None = None
+    """Place of the state that the last finished step left; None if there is none, and the model ends with its workers."""
+    added_seq: int = -1
+    """seq_id of the newest operation that is finished and has added gradients."""
+    stepped_seq: int = -1
+    """seq_id of the newest optim_step that is finished, whether it was applied or has failed."""
+    told_of_empty_step: bool = False
+    """The log has been told that it took a step without gradients."""
+    state: int = 0
+    """The number of the state that the last finished step, or load, has left: each leaves another."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether finished operations have added gradients since the last step."""
+        return self.added_seq > self.stepped_seq
