@@ -99,10 +99,10 @@ def test_nothing_is_remembered_of_models_that_are_unloaded_but_their_tokens(here
     here.forward("a", 1, [5, 4])
     here.settle()
     trainer = here.engine.trainer
-    assert (trainer.trained_tokens, trainer.trained_before) == ({"s:train:a": 9}, 0)
+    assert (trainer.trained_tokens, trainer.models["s:train:a"].trained_tokens) == (9, 9)
     here.say(EndSession("s", save=False))
     here.settle()
-    assert (trainer.operations.models, trainer.forward.served, trainer.trained_tokens, trainer.trained_before) == ({}, {}, {}, 9)
+    assert (trainer.operations.models, trainer.forward.served, trainer.models, trainer.trained_tokens) == ({}, {}, {}, 9)
 
 
 def metrics(here: Here, model: str, seq: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ import psutil
 import torch.distributed as dist
 
 from tinsmith.errors import ConfigError
-from tinsmith.protocol.place import Place
+from tinsmith.protocol.place import Place, listening_at
 from tinsmith.protocol.questions import Answers, FindMeeting, MeetingPort, OpenMeeting
 
 _LOOK_S = 0.1
@@ -61,10 +61,8 @@ def meet(place: Place, ask: Answers) -> dist.Store:
     named = all(variable in os.environ for variable in _INTERFACES)  # then they need not be found, and stay what they are
     set_communication_variables(LOOPBACK if named else interface_of(place.host))
     if place.rank == 0:
-        try:
+        with listening_at(place.host):
             listener = socket.create_server((place.host, 0))  # at this address only
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {place.host}, by which workers on other hosts should reach this one: {error}") from error
         port = listener.getsockname()[1]
         store = _store(place, place.host, port, listener.detach())
         ask(OpenMeeting(place.host, port))

@@ -19,7 +19,7 @@ from tinsmith.protocol.place import Place
 log = logging.getLogger(__name__)
 
 KILL_S = 30.0
-"""Seconds that a killed process may take to end. Giving back a GPU and hundreds of gigabytes takes some."""
+"""Seconds that a killed process may take to end: giving back a GPU and hundreds of gigabytes takes some."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class WorkerStart:
 
     @property
     def standard_input(self) -> bytes:
-        """Bytes for its standard input."""
         return start_bytes(self.config, self.keys)
 
 
@@ -49,7 +48,7 @@ class WorkerProgram(Protocol):
     """The program of a worker, wherever it runs. `subprocess.Popen` is one, but for `fault`."""
 
     fault: str
-    """The reason why it has ended, if its exit code does not say that."""
+    """Why it has ended, if its exit code does not say that."""
 
     @property
     def pid(self) -> int | None:
@@ -61,11 +60,11 @@ class WorkerProgram(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it at once. If it does not within a time, because nothing can end it, it is taken to have ended."""
+        """End it at once. If nothing can end it, it is taken to have ended after a time."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return as `poll`. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Wait for its end and return as `poll`. Raises subprocess.TimeoutExpired."""
         ...
 
 
@@ -73,12 +72,12 @@ class Launcher(Protocol):
     """Starts the programs of workers."""
 
     host: str | None
-    """The address of this host at which workers find the engine; None for workers that are its own children."""
+    """Address of this host at which workers find the engine; None for workers that are its own children."""
     gpus_by_number: bool
     """Whether a worker sees the GPUs of others too, so that it is told the number of its own."""
 
     def hosts(self) -> Sequence[str] | None:
-        """The address of each worker's host, by rank; empty if all start on this one. None if that is not decided now: ask again later."""
+        """Address of each worker's host, by rank; empty if all start on this one. None if that is not decided: ask again later."""
         ...
 
     def launch(self, launch: WorkerStart) -> WorkerProgram:
@@ -86,34 +85,31 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing is started any more."""
+        """End the launcher: nothing is started any more."""
         ...
 
 
 class ChildProcess(subprocess.Popen[bytes]):
     """A program that this process has started.
 
-    One that is killed and does not end is in the hands of the kernel, of a driver or a disk perhaps, and computes nothing any more. It is
-    taken to have ended: nobody waits for it for ever.
+    One that is killed and does not end is held by the kernel, perhaps for a driver or a disk. It is taken to have ended: nobody waits
+    for ever.
     """
 
     fault = ""
     _given_up_at = math.inf
-    """The monotonic time at which it is taken to have ended though it has not."""
+    """Monotonic time at which it is taken to have ended though it has not."""
     _was_given_up = False
 
     def kill(self) -> None:
-        """Kill the process; its time to end begins."""
         self._given_up_at = min(self._given_up_at, time.monotonic() + KILL_S)
         super().kill()
 
     def poll(self) -> int | None:
-        """Return the exit status; one too if it was killed and does not end in its time."""
         code = super().poll()
         return self._give_up() if code is None and time.monotonic() >= self._given_up_at else code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, but no longer than until it is given up."""
         left_s = max(0.0, self._given_up_at - time.monotonic())
         if left_s > (math.inf if timeout is None else timeout) or left_s == math.inf:
             return super().wait(timeout)
@@ -140,11 +136,9 @@ class ChildProcesses:
     gpus_by_number = True
 
     def hosts(self) -> Sequence[str] | None:
-        """All start on this one."""
         return ()
 
     def launch(self, launch: WorkerStart) -> ChildProcess:
-        """Start a program."""
         process = ChildProcess(launch.command(str(os.getpid())), stdin=subprocess.PIPE, env=os.environ | dict(launch.variables))
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, which `poll` tells
@@ -154,4 +148,4 @@ class ChildProcesses:
         return process
 
     def close(self) -> None:
-        """Do nothing; a process starter holds no resources."""
+        """Do nothing."""

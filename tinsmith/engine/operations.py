@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from tinsmith.engine.checkpoints import CheckpointRows
-from tinsmith.engine.loaded_model import Fresh, LoadedModel, Saved
+from tinsmith.engine.model_state import Fresh, LoadedModel, Saved
 from tinsmith.engine.running import Ended, Steps, until_stored
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.protocol.facts import ModelFacts, find_base
@@ -44,10 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Operations:
-    """Starts operations. `send` tells the worker; `facts` are those of the base models that it serves.
-
-    A model that the server unloads is kept as a checkpoint for `ended_ttl_s` seconds.
-    """
+    """Starts operations. `send` tells the worker; `facts` are those of the base models that it serves."""
 
     def __init__(
         self,
@@ -59,7 +56,10 @@ class Operations:
         send: Callable[[Message], None],
         copies: Callable[[str], Path] | None = None,
     ) -> None:
-        """`read_payload` fetches what a command was sent with, when its turn comes. Kept copies of a model go to `copies`, if there."""
+        """`read_payload` fetches a command's payload when its turn comes. Kept copies of a model go to `copies`, if there.
+
+        A model that the server unloads is kept as a checkpoint for `ended_ttl_s` seconds.
+        """
         self.facts = facts
         self.max_lora_rank = max_lora_rank
         self.checkpoints = checkpoints
@@ -71,13 +71,13 @@ class Operations:
         self._numbers = iter(range(1, 2**63))
 
     def model(self, model_id: str) -> LoadedModel:
-        """A loaded model. Raises NotFoundError."""
+        """Return a loaded model. Raises NotFoundError."""
         if model_id not in self.models:
             raise NotFoundError(f"model {model_id} is not loaded: its create_model failed, or its session is over; create a model")
         return self.models[model_id]
 
     def next_number(self) -> int:
-        """A number for a call or a pass, never given twice."""
+        """Return a number for a call or a pass, never given twice."""
         return next(self._numbers)
 
     def read(self, command: Command) -> BaseModel:
@@ -88,7 +88,7 @@ class Operations:
         return parse_json(OPERATIONS[command.kind], payload)
 
     def start(self, command: Command, request: BaseModel) -> Steps[Ended]:
-        """The steps of a command, which asks for that. Raises TinsmithError: now, or from one of its steps."""
+        """Return the steps of a command. Raises TinsmithError: now, or from one of its steps."""
         match request:
             case CreateModelRequest() as request:
                 return self._create_model(command.model_id, request)
@@ -126,7 +126,7 @@ class Operations:
             self.models[command.model_id].added_seq = command.seq_id
 
     def spoil_step(self, model_id: str, reason: str) -> None:
-        """The gradients since the last optim_step are not what the client asked for: the next one is refused and clears them."""
+        """Let the next optim_step be refused: the gradients are not what the client asked for."""
         if model_id in self.models:
             self.models[model_id].spoiled = reason
 
@@ -245,7 +245,7 @@ class Operations:
         return self.checkpoints.announce(path, model.base_model, architecture, asdict(model.shape), ttl_seconds, user_metadata)
 
     def _create_from_checkpoint(self, model_id: str, request: CreateFromCheckpointRequest) -> Steps[Ended]:
-        checkpoint = self.checkpoints.find(request.path, "training")
+        checkpoint = self.checkpoints.store.require_checkpoint(request.path, "training")
         base_model = find_base(request.base_model or checkpoint.base_model, self.facts())
         shape = LoraShape(**checkpoint.lora_config)
         self._check_rank(shape.rank)
@@ -256,14 +256,14 @@ class Operations:
         return Ended(result, {"directory": checkpoint.directory})
 
     def _load(self, request: LoadWeightsRequest) -> Steps[Ended]:
-        """Into a model that nothing has happened to yet: its own weights are replaced."""
+        """Replace the weights of a model that nothing has happened to yet."""
         model = self.model(request.model_id)
         if request.seq_id != 1:
             raise UserError(
                 f"load_weights must be the first request of a model, this one is seq_id {request.seq_id}; "
                 "use create_training_client_from_state, which makes a new model"
             )
-        checkpoint = self.checkpoints.find(request.path, "training")
+        checkpoint = self.checkpoints.store.require_checkpoint(request.path, "training")
         saved = LoraShape(**checkpoint.lora_config)
         if replace(saved, seed=model.shape.seed) != model.shape:
             there, here = saved.differences(model.shape), model.shape.differences(saved)
@@ -278,8 +278,9 @@ class Operations:
         path = checkpoint.tinker_path
         try:
             yield LoadModel(self.next_number(), base_model, model_id, path, checkpoint.directory, optimizer)
-        except TinsmithError as error:
-            raise self.checkpoints.why_not_read(path, error) from error
+        except TinsmithError:
+            self.checkpoints.check_still_there(path)
+            raise
 
 
 def writes_files(request: BaseModel) -> bool:
@@ -291,5 +292,5 @@ def writes_files(request: BaseModel) -> bool:
 
 
 def _seed_of(model_id: str) -> int:
-    """The seed of a client that gave none: different for every model, the same if the command is run again."""
+    """Seed a model whose client gave none: different for every model, the same if the command is run again."""
     return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7], "big")

@@ -24,6 +24,7 @@ from tinsmith.errors import ConfigError, EngineUnavailableError
 from tinsmith.protocol.gate import ChildKeys, Gate
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.own_directory import OwnDirectory
+from tinsmith.protocol.place import listening_at
 from tinsmith.protocol.serving import Alive
 
 _LINGER_MS = 1000
@@ -269,10 +270,8 @@ def _new_address() -> tuple[OwnDirectory, str]:
 
 def _bind(socket: "zmq.Socket[bytes]", host: str) -> int:
     """Bind to a free port of this host; returns its number."""
-    try:
+    with listening_at(host):
         socket.bind(f"{_TCP}{host}:*")
-    except zmq.ZMQError as error:
-        raise ConfigError(f"cannot listen at {host}, by which workers on other hosts should reach this one: {error}") from error
     return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 

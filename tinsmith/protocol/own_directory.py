@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -51,11 +52,9 @@ class OwnDirectory:
 
 def boot_name() -> str:
     """Return a name for this start of the machine; empty if the system does not tell it from others."""
-    try:
-        # Begins with a letter: earlier versions of Tinsmith delete what is named by the number of a process that they do not know.
+    with suppress(OSError):
         return "b" + _BOOT_ID.read_text().strip().replace("-", "")[:12]
-    except OSError:
-        return ""
+    return ""
 
 
 def _delete_leftovers(prefix: str, parent: Path, boot: str) -> None:
@@ -76,21 +75,17 @@ def _delete_leftovers(prefix: str, parent: Path, boot: str) -> None:
 def _is_left(directory: Path) -> bool:
     """Whether nobody uses a directory that this start of the machine has made."""
     try:
-        file = os.open(directory / OWNER, os.O_RDWR)
+        with (directory / OWNER).open("rb+") as file:
+            return _locked(file.fileno())  # closed, it is not locked again: each process makes a directory of its own
     except FileNotFoundError:  # it was there before the directory got its name: somebody has begun to delete all of it
         return True
     except OSError:  # of another user
         return False
-    try:
-        return _locked(file)
-    finally:
-        os.close(file)  # nobody locks it again: each process makes a directory of its own
 
 
 def _locked(file: int) -> bool:
     """Lock a file; returns whether that was possible."""
-    try:
+    with suppress(OSError):  # another process has it, or the file system has no locks
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process has it, or the file system has no locks
-        return False
-    return True
+        return True
+    return False

@@ -1,9 +1,24 @@
 """Place of a worker among those that hold the same models."""
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import zmq
+
+from tinsmith.errors import ConfigError
+
 _TCP = "tcp://"
+
+
+@contextmanager
+def listening_at(host: str) -> Iterator[None]:
+    """Run the body, which listens at an address of this host. Raises ConfigError if that is not possible."""
+    try:
+        yield
+    except (OSError, zmq.ZMQError) as error:
+        raise ConfigError(f"cannot listen at {host}, by which workers on other hosts should reach this one: {error}") from error
 
 
 def meeting_at(host: str) -> str:
