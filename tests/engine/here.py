@@ -165,7 +165,7 @@ def is_idle(trainer: Trainer) -> bool:
     """Whether nothing is being computed, and nothing will be before a new command comes."""
     begun = trainer.forward.operations or trainer.forward.complete or any(state.begun for state in trainer.models.values())
     waits = trainer.models.put_off or trainer.crash_recovery.waiting or trainer.queue.ready()
-    return not (begun or waits or trainer._to_unload())
+    return not (begun or waits or trainer.to_unload())
 
 
 class Here:

@@ -1,7 +1,7 @@
 """Lets workers of several hosts find each other: the first opens a port, and tells the engine, which tells the others.
 
-Nobody has to choose a port that is still free when it is opened, and the engine's messages are private. What the workers say to each other
-afterwards is not: neither to the store of this port nor over gloo and NCCL is anything encrypted or anybody asked who it is.
+Nobody has to choose a free port, and the engine's messages are private. What the workers say to each other afterwards is not: neither to
+the store of this port nor over gloo and NCCL is anything encrypted or anybody asked who it is.
 """
 
 import os
@@ -18,7 +18,6 @@ from tinsmith.protocol.place import Place, listening_at
 from tinsmith.protocol.questions import Answers, FindMeeting, MeetingPort, OpenMeeting
 
 _LOOK_S = 0.1
-"""Seconds between two questions whether the first worker has opened its port."""
 
 CONNECT = timedelta(minutes=5)
 """Maximum time for connecting to an open port."""

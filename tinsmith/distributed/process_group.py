@@ -1,7 +1,6 @@
 """Collectives of workers: sums and parts of tensors, and small numbers, over NCCL between GPUs and gloo between CPUs.
 
-All workers must call the same methods in the same order. One that never comes lets the others wait; the engine watches its workers, and
-ends all of them when one has ended.
+All workers must call the same methods in the same order. One that never comes lets the others wait, until the engine ends all of them.
 """
 
 import logging
@@ -77,7 +76,6 @@ class ProcessGroup:
 
     @property
     def count(self) -> int:
-        """Number of workers."""
         return self.place.count
 
     def sum(self, tensor: Tensor) -> None:

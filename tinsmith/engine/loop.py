@@ -18,6 +18,7 @@ from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.recorder import Backoff, Recorder
+from tinsmith.engine.stopping import Stopping
 from tinsmith.engine.trainer import Trainer
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, StoreUnavailableError
@@ -322,10 +323,10 @@ class Engine:
         """
         deadline = time.monotonic() + BUSY_S
         told = None
-        self.trainer.begin_to_stop()
+        stopping = Stopping(self.trainer)
         while (self.workers.is_ready and not self.trainer.is_stopped) or (self.recorder.waiting and time.monotonic() < deadline):
             if self.workers.is_ready:
-                self.trainer.finish(give_up=time.monotonic() >= deadline)
+                stopping.turn(give_up=time.monotonic() >= deadline)
             saving = self.trainer.models.saving
             if saving != told or self.recorder.waiting or self.trainer.models.wait_for_database:
                 told = saving

@@ -1,11 +1,11 @@
 """Runs workers as actors of Ray, each with the GPU (or core) that Ray reserves for it, on one host or several.
 
 The engine is a client of a Ray that runs already. It reserves what all workers need in one placement group, for as long as it lives, and
-starts every worker in an actor of its own (`ray_actor.py`), which ends with the engine. What a worker writes comes back and goes where
-the engine's own output goes. A thread for each worker waits for Ray, so that the engine does not.
+starts every worker in an actor of its own (`ray_actor.py`), which ends with the engine. A thread for each worker waits for Ray, and
+passes on what the worker writes.
 
-Ray takes more than a minute to find out that a host has vanished. The engine does not wait for that before it says so and ends the
-other workers, but before it starts new ones: a place that is reserved may not be there.
+Ray takes more than a minute to find out that a host has vanished. The engine does not wait for that before it ends the other workers,
+but before it starts new ones: a place that is reserved may not be there.
 """
 
 import contextlib
@@ -60,12 +60,12 @@ class RayActors:
     def __init__(self, config: Config, wake: Callable[[], None]) -> None:
         """Connect to Ray and reserve what the workers need. `wake` is called, by any thread, when one of them has ended.
 
-        Raises ConfigError, with the remedy, if Ray does not answer or has too little.
+        Raises ConfigError if Ray does not answer or has too little.
         """
         self._wake = wake
         self._programs: list[RayProgram] = []
         self._nodes: list[str] = []
-        """The node of Ray on which each worker is to start, by rank, as `hosts` has found it last."""
+        """Node of Ray on which each worker is to start, by rank, as `hosts` found it last."""
         self._waits = False
         """Whether the log was told that there is no place for workers."""
         _connect(config.distributed.ray_address)
@@ -111,9 +111,9 @@ class RayActors:
         return False
 
     def hosts(self) -> list[str] | None:
-        """The address of each worker's host, by rank; empty if that is the server's for all. None while Ray has no place for some.
+        """Address of each worker's host, by rank; empty if that is the server's for all.
 
-        That is so when a host has vanished, and neither Ray knows it yet nor another has room.
+        None if a host has vanished, and neither Ray knows it yet nor another has room.
         """
         self._programs = [program for program in self._programs if not program.has_ended]
         places = placement_group_table(self._reserved)["bundles_to_node_id"]
@@ -128,7 +128,6 @@ class RayActors:
         return [addresses[node] for node in self._nodes] if {*self._nodes} != {self._own_node} else []
 
     def launch(self, launch: WorkerStart) -> "RayProgram":
-        """Start a program in a new actor, where `hosts` has said last."""
         place = PlacementGroupSchedulingStrategy(self._reserved, launch.place.rank)
         actor: Any = ray.remote(WorkerActor).options(scheduling_strategy=place, max_restarts=0, max_task_retries=0, **self._needs).remote()
         left = {name: value for name, value in os.environ.items() if name not in GIVEN_BY_RAY and not name.startswith("RAY_")}
@@ -163,25 +162,21 @@ class RayProgram:
         self._code = -int(signal.SIGKILL)
         self._ended = threading.Event()
         self._given_up_at = math.inf
-        """The monotonic time at which it is taken to have ended though Ray has not said so."""
+        """Monotonic time at which it is taken to have ended though Ray has not said so."""
         threading.Thread(target=self._follow, name="actor", daemon=True).start()
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
         return self._code if self.has_ended or time.monotonic() >= self._given_up_at else None
 
     @property
     def has_ended(self) -> bool:
-        """Whether Ray says that it has ended."""
         return self._ended.is_set()
 
     def kill(self) -> None:
-        """End the actor, and with it the program."""
         self._given_up_at = min(self._given_up_at, time.monotonic() + KILL_S)
         ray.kill(self._actor)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, when it has ended, or is killed and does not answer."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             now = time.monotonic()
@@ -243,7 +238,7 @@ def _has(node: dict[str, Any], kind: str) -> int:
 
 
 def _mark(config: Config) -> dict[str, Path]:
-    """Write a file of a new name to each directory that all workers must see, which shows that they do; by what the directory is called."""
+    """Write a new file to each directory that all workers must see, which shows that they do; by the name of the directory's setting."""
     shared = {"data_dir": config.data_dir}
     if config.checkpoint_root and "://" not in config.checkpoint_root and config.training.trains:
         shared["checkpoint_root"] = config.checkpoint_root

@@ -1,7 +1,7 @@
 """Records the outcomes of operations in the log, then tells the server.
 
-An operation that had its effect has ended, whatever the database says: an outcome that the database does not take is kept in memory and
-tried again until it does. It is never replaced by a failure, because a client that repeats a step that was applied applies it twice.
+An outcome that the database does not take is kept in memory and tried again until it does. It is never replaced by a failure: the
+operation has had its effect, and a client that repeats a step applies it twice.
 """
 
 import logging
@@ -28,7 +28,6 @@ class Backoff:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the last attempt failed."""
         return self._interval_s > 0
 
     @property
@@ -37,12 +36,10 @@ class Backoff:
         return max(0.0, self._due_at - time.monotonic())
 
     def failed(self) -> None:
-        """Put the next attempt off."""
         self._interval_s = min(LONGEST_S, 2 * self._interval_s or FIRST_S)
         self._due_at = time.monotonic() + self._interval_s
 
     def succeeded(self) -> None:
-        """Let the next attempt be due at once."""
         self._interval_s = self._due_at = 0.0
 
 
@@ -60,7 +57,6 @@ class Recorder:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the results take that are not in the log."""
         return sum(len(outcome.result or b"") + len(outcome.error or "") for outcome in self.waiting)
 
     @property

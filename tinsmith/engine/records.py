@@ -1,6 +1,6 @@
 """Answers workers' questions: mostly about the databases, which are opened on the server's host alone.
 
-SQLite in WAL mode keeps a part of each database in memory that all its processes share, which those of another host do not.
+SQLite in WAL mode keeps a part of each database in memory that processes of another host do not share.
 """
 
 from functools import cached_property
@@ -42,12 +42,12 @@ class Records:
         return RecordedSequences(self._directory, self._recorded_bytes)
 
     def open(self) -> tuple[Store, RecordedSequences]:
-        """Open what is not open yet. Raises ConfigError, with the remedy, if that is not possible."""
+        """Open what is not open yet. Raises ConfigError if that is not possible."""
         with self._lock:
             return self._store, self._recorded
 
     def answer(self, question: Message) -> Message:
-        """Answer a question, which is one of `protocol/questions.py`. Raises as the store does."""
+        """Answer a question of `protocol/questions.py`. Raises as the store does."""
         store, recorded = self.open()
         match question:
             case FindCheckpoint():
@@ -63,7 +63,6 @@ class Records:
         return Answered()
 
     def close(self) -> None:
-        """Close what is open."""
         with self._lock:
             opened = [self.__dict__.pop(name) for name in ("_store", "_recorded") if name in self.__dict__]
         for each in opened:
@@ -78,7 +77,6 @@ class GroupAnswers:
         self._meeting = MeetingPort("", 0)
 
     def answer(self, question: Message) -> Message:
-        """Answer a worker's question."""
         match question:
             case OpenMeeting():
                 self._meeting = MeetingPort(question.host, question.port)

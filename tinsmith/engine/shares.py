@@ -7,10 +7,10 @@ import numpy as np
 from tinsmith.protocol.work import PassDone, RunPass
 
 QUADRATIC_TOKENS = 2**15
-"""Tokens of a sequence of which attention costs as much as all that grows with the length: for models of 1 to 8 billion parameters."""
+"""Length of a sequence at which attention costs as much as all that grows with the length, for models of 1 to 8 billion parameters."""
 
 PIXELS_OF_A_TOKEN = 32 * 32
-"""Pixels of an image that become one token: 4 patches of 16x16. Qwen2.5-VL has 28x28, which is near enough to compare costs."""
+"""Pixels of an image that become one token: 4 patches of 16x16. Qwen2.5-VL's 28x28 are near enough."""
 
 TOWER_COST = 0.2
 """Cost of the vision tower for a token's pixels, in tokens that the language model trains on.
@@ -21,7 +21,7 @@ and the mergers, forward alone: 2.6 (3.6) GFLOP. LoRA takes a token through the 
 """
 
 QUADRATIC_PIXELS = 1_600_000
-"""Pixels of an image of which attention in such a tower costs as much as all that grows with the pixels: 6,250 patches."""
+"""Pixels of an image (6,250 patches) at which attention in such a tower costs as much as all that grows with the pixels."""
 
 
 def cost(tokens: int) -> float:
@@ -32,17 +32,17 @@ def cost(tokens: int) -> float:
 def image_cost(pixels: int, tokens: int) -> float:
     """Return the cost of an image that the vision tower has not computed, in tokens of a short sequence.
 
-    It stands in a sequence of so many `tokens`, and models make images smaller that are larger than they take: it has no more tokens.
+    It stands in a sequence of so many `tokens`, and models shrink images that are larger than they take: it has no more tokens.
     """
     computed = min(pixels, tokens * PIXELS_OF_A_TOKEN)
     return TOWER_COST * computed / PIXELS_OF_A_TOKEN * (1 + computed / QUADRATIC_PIXELS)
 
 
 def divide(message: RunPass, count: int, most: int, everyone: bool = False) -> list[RunPass | None]:
-    """The share of each of `count` workers; None for one that gets nothing, or an empty one if `everyone` takes part.
+    """Return the share of each of `count` workers; None for one that gets nothing, or an empty one if `everyone` takes part.
 
-    The most expensive datum goes first, each to the worker that has then least to do among those whose share stays within `most` tokens, or
-    else to the one with fewest. An image of several datums costs a worker once. Datums keep their order within a share.
+    The most expensive datum goes first, each to the worker that has then least to do among those whose share stays within `most` tokens,
+    or else to the one with fewest. An image of several datums costs a worker once. Datums keep their order within a share.
     """
     if count == 1:
         return [message]
@@ -72,13 +72,13 @@ def _costs_of_images(message: RunPass) -> list[Mapping[str, float]]:
 
 
 def _part(message: RunPass, places: Sequence[int]) -> RunPass:
-    """The share of these datums. The pixels have served their purpose: a worker sees its images."""
+    """Return the share of these datums, without pixels, which were for dividing."""
     pieces, lengths = [message.pieces[place] for place in places], [message.lengths[place] for place in places]
     return RunPass(message.number, message.base_model, message.backward, pieces, lengths)
 
 
 def same_outcome(one: PassDone, other: PassDone) -> bool:
-    """Whether two workers that have computed the same datums say of each that it has a result, or that it has none."""
+    """Whether two workers that have computed the same datums agree which have a result and which have none."""
     return all(
         [(operation, index) for operation, index, *_ in of_one] == [(operation, index) for operation, index, *_ in of_other]
         for of_one, of_other in ((one.results, other.results), (one.failures, other.failures))
@@ -86,7 +86,7 @@ def same_outcome(one: PassDone, other: PassDone) -> bool:
 
 
 def join(parts: Sequence[PassDone], tokens_per_pass: int) -> PassDone:
-    """The result of a pass from those of its shares. A pass of all workers may have `tokens_per_pass` tokens from now on."""
+    """Join the results of a pass's shares. A pass of all workers may have `tokens_per_pass` tokens from now on."""
     losses, values, logprobs = [], [], []
     for part in parts:
         datums, numbers = len(part.results), sum(map(len, part.metrics))

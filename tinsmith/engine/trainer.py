@@ -1,9 +1,7 @@
 """The training half of the engine: operations in order, forward work merged into passes, results into the log.
 
-Nothing here computes or waits. What is due is sent to the worker, whose answers come back with `take`, and meanwhile other models go on.
-
-What an operation needs of the database may be out of reach for a while: its payload, its images, the row of a checkpoint. Its model then
-waits and is tried again, and all others go on.
+Nothing here computes or waits. What is due is sent to the workers, whose answers come back with `take`, and meanwhile other models go
+on. Where an operation needs what the database cannot give now, its model waits and is tried again.
 """
 
 import logging
@@ -33,7 +31,7 @@ from tinsmith.wire.forward_backward import encode_output
 log = logging.getLogger(__name__)
 
 SAVE_AGAIN_S = 60.0
-"""Time between two attempts to save a model whose session has ended: each writes until the disk is full."""
+"""Seconds between two attempts to save a model whose session has ended: each writes until the disk is full."""
 
 SAMPLING_S = 600.0
 """Seconds after a session's sample in which another is expected, so that passes are kept short."""
@@ -43,7 +41,7 @@ CANCELLED = GivenUpError("it was cancelled: its session ended before the operati
 
 
 class Trainer:
-    """Runs the commands of all models. `record` takes their outcomes and does not fail (`Recorder.record`). `send` tells the worker."""
+    """Runs the commands of all models. `record` takes their outcomes and does not fail (`Recorder.record`). `send` tells the workers."""
 
     def __init__(
         self,
@@ -66,7 +64,7 @@ class Trainer:
         self.trained_tokens = 0
         """Tokens of the forward_backward operations of all models so far."""
         self.sampling: dict[str, float] = {}
-        """Sessions that sample, and when they last did (monotonic time), longest ago first. One that has ended may go on sampling."""
+        """Sessions that sample, and when they last did (monotonic time), longest ago first."""
         self.forward = ForwardWork(
             *(tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared),
             workers=workers,
@@ -80,7 +78,7 @@ class Trainer:
         """Operations that were under way when workers ended, and are computed again."""
 
     def _is_shared(self) -> bool:
-        """Whether there are several sessions, of which one may wait for another, and passes are cut for their sake."""
+        """Whether there are several sessions, which may wait for each other, so that passes are cut."""
         while self.sampling and next(iter(self.sampling.values())) < time.monotonic() - SAMPLING_S:
             del self.sampling[next(iter(self.sampling))]
         return self.cuts_passes and len({*self.sampling, *map(ids.session_of, self.operations.models)}) > 1
@@ -91,7 +89,7 @@ class Trainer:
         self.sampling[session_id] = time.monotonic()
 
     def queued(self, model_id: str) -> int:
-        """Return the number of a model's operations that are not finished."""
+        """Return the number of a model's unfinished operations."""
         begun = [each for each in self.models[model_id].begun if each.command is not None]
         return len(self.forward.operations.get(model_id, ())) + len(begun) + len(self.queue.models[model_id].held)
 
@@ -106,12 +104,12 @@ class Trainer:
 
     @property
     def overdue_at(self) -> float | None:
-        """The monotonic time at which `fail_overdue` has something to do next; None if nothing waits for its predecessor alone."""
+        """Monotonic time at which `fail_overdue` is due; None if nothing waits for its predecessor alone."""
         return self.queue.next_deadline(self._begun)
 
     @property
     def _begun(self) -> set[str]:
-        """Models with operations that have begun and not ended, and those that are still to come back."""
+        """Models with operations that have begun and not ended, and those that are to come back."""
         return {*self.forward.operations, *self.crash_recovery.waiting, *self.models.running}
 
     @property
@@ -119,14 +117,12 @@ class Trainer:
         """Models that cannot be unloaded, because something has begun or waits for the database."""
         return self._begun.union(model_id for model_id, state in self.models.items() if state.is_put_off or state.saving is not None)
 
-    def _to_unload(self) -> list[ModelState]:
-        """The models that can be unloaded now."""
+    def to_unload(self) -> list[ModelState]:
         now, busy = time.monotonic(), self._busy
         ending = [state for model_id, state in self.models.items() if state.ending is not None and model_id not in busy]
         return [state for state in ending if state.save_again_at is None or state.save_again_at <= now]
 
     def add(self, command: Command) -> None:
-        """File a new command."""
         self.models.setdefault(command.model_id, ModelState(command.model_id))
         if not self.queue.add(command):
             late = UserError(f"seq_id {command.seq_id} came after the operations behind it had been given up")
@@ -145,21 +141,21 @@ class Trainer:
         self.crash_recovery.turn()
         tries_again = self.models.wait_for_database and self.backoff.wait_s == 0
         if tries_again:
-            self._try_again()
+            self.try_again()
         for model_id in self.queue.ready():
             if not self.models[model_id].is_put_off and model_id not in self.crash_recovery.waiting:
                 self._advance(model_id)
         self.forward.send_passes(self.models.put_off)
-        self._record_complete()
-        for state in self._to_unload():
+        self.record_complete()
+        for state in self.to_unload():
             if state.ending == "save" and state.model_id in self.operations.models:
-                self._begin_saving(state)
+                self.begin_saving(state)
             else:
-                self._unload(state)
+                self.unload(state)
         if tries_again and not self.models.wait_for_database:
             self.backoff.succeeded()
 
-    def _try_again(self) -> list[ModelState]:
+    def try_again(self) -> list[ModelState]:
         """Go on with what waits for the database; returns the models that were put off."""
         unrecorded = [state for state in self.models.values() if state.waits_for_row]
         put_off = [state for state in self.models.values() if state.is_put_off]
@@ -170,68 +166,16 @@ class Trainer:
                 self._go_on(running, None)
         return put_off
 
-    def _begin_saving(self, state: ModelState) -> None:
+    def begin_saving(self, state: ModelState) -> None:
+        """Begin to save a model that is unloaded when it is saved."""
         state.running = Running(state.model_id, self.operations.keep(state.model_id), None)
         self._go_on(state.running, None)
-
-    # ---- When the server stops
-
-    def begin_to_stop(self) -> None:
-        """Begin to end: `finish` takes the place of `turn`, and saves all models but those whose clients ended their sessions."""
-        self.stops = True
-        self._end_all()
-        for state in self.models.values():
-            state.save_again_at = None
-
-    def _end_all(self) -> None:
-        for model_id in self.operations.models:
-            self.models[model_id].ending = self.models[model_id].ending or "save"
 
     @property
     def is_stopped(self) -> bool:
         """Whether nothing is being computed or saved, and no model is left to be saved."""
         begun = any(state.begun for state in self.models.values())
         return not (begun or self.forward.passes or self.forward.complete or self.operations.models)
-
-    def finish(self, give_up: bool) -> None:
-        """Record what the worker has computed, then save the models, one after the other. Nothing else is begun.
-
-        With `give_up` what waits for the database is lost.
-        """
-        self._record_complete()
-        self.crash_recovery.turn()
-        self._end_all()  # one that was being made when the stop began may be there now
-        put_off = self._try_again() if self.backoff.wait_s == 0 or give_up else []
-        if self.forward.passes:
-            return
-        for model_id in list(self.forward.operations):
-            self.models[model_id].cancelled += self.forward.cancel(model_id, CANCELLED)
-        for state in self.models.values():
-            if give_up and (state in put_off or state.is_put_off or state.waits_for_row):
-                self._lose_unrecorded(state)
-            if state.save_again_at is not None:
-                self._lose(state)
-            if state.ending == "drop":
-                state.is_put_off = False
-        for state in self._to_unload():
-            if state.ending == "drop":
-                self._unload(state)
-            elif not self.models.running:
-                self._begin_saving(state)
-
-    def _lose_unrecorded(self, state: ModelState) -> None:
-        """Give up what a model has that waits for the database, and the model, unless it is lost already."""
-        if state.waits_for_row:
-            state.forget_save()
-        if state.model_id in self.operations.models:
-            self._lose(state)
-
-    def _lose(self, state: ModelState) -> None:
-        """Let go of a model that could not be saved: it is unloaded as it is."""
-        log.error("model %s could not be saved and is lost", state.model_id)
-        state.running = state.save_again_at = None
-        state.forget_save()
-        state.ending = "drop"
 
     def _advance(self, model_id: str) -> None:
         """Take this model's commands in order: forward work until a pass is full, others only when nothing is before them."""
@@ -258,7 +202,7 @@ class Trainer:
             self.backoff.failed()
 
     def _put_back(self, commands: list[Command], error: StoreUnavailableError) -> None:
-        """Let commands of one model, which follow each other, wait in the queue until the database can be read."""
+        """Put commands of one model, which follow each other, back into the queue until the database can be read."""
         for command in reversed(commands):
             self.queue.models[command.model_id].put_back(command)
         self._put_off(commands[0].model_id, error)
@@ -306,7 +250,7 @@ class Trainer:
             self._put_off(running.model_id, error)
 
     def _copied(self, number: int) -> None:
-        """The copy that a save writes is there, and its model goes on. One that the server is going to unload has nothing to go on with."""
+        """Let a model go on whose save has its copy. One that the server is going to unload has nothing to go on with."""
         running = self.models.in_call(number)
         if running is not None and running.command is not None:
             running.copied_state = self.operations.models[running.model_id].state
@@ -314,7 +258,7 @@ class Trainer:
             state.running, state.saving = None, running
 
     def _remove(self, running: Running) -> ModelState:
-        """An operation has ended; returns the state of its model."""
+        """Take an operation that has ended out of the state of its model, which is returned."""
         state = self.models[running.model_id]
         if running.copied_state is None:
             state.running = None
@@ -325,7 +269,7 @@ class Trainer:
     def _end_running(self, running: Running, ended: Ended) -> None:
         state = self._remove(running)
         if running.command is None:
-            self._unload(state)
+            self.unload(state)
             return
         command = running.command
         self.suspects.discard(command.request_id)
@@ -346,14 +290,14 @@ class Trainer:
     # ---- Forward work
 
     def _prepare(self, command: Command) -> None:
-        """Let the worker check and measure a forward command. Raises StoreUnavailableError if it cannot be read now."""
+        """Let the workers check and measure a forward command. Raises StoreUnavailableError if it cannot be read now."""
         with failing_into(lambda error: self._fail(command, error), StoreUnavailableError):
             payload = self.operations.read_payload(command)
             model = self.operations.model(command.model_id)
             self.forward.add(command, model.base_model, payload)
 
     def take(self, message: Message) -> None:
-        """Take in what the worker says of its work."""
+        """Take in what the workers say of their work."""
         match message:
             case Prepared() | PrepareFailed() | PassDone():
                 self.forward.take(message)
@@ -370,7 +314,8 @@ class Trainer:
         if (running := self.models.in_call(number)) is not None:
             self._go_on(running, answer)
 
-    def _record_complete(self) -> None:
+    def record_complete(self) -> None:
+        """Record the forward work that is computed."""
         operations = self.forward.take_complete()
         encoded: dict[ForwardOperation, Outcome] = {}
         for operation in operations:
@@ -389,7 +334,7 @@ class Trainer:
     # ---- Ends
 
     def fail_overdue(self) -> None:
-        """Give up on commands that waited too long for their predecessor.
+        """Fail commands that waited too long for their predecessor.
 
         An optim_step among them clears the gradients, so passes of its model that are under way must have ended.
         """
@@ -412,14 +357,15 @@ class Trainer:
         self.record([Outcome(command.request_id, None, None, str(error), error.category)])
         log.warning("failed model=%s seq_id=%d kind=%s: %s", command.model_id, command.seq_id, command.kind, error)
 
-    def _unload(self, state: ModelState) -> None:
+    def unload(self, state: ModelState) -> None:
+        """Unload a model as it is, and fail its operations that are not run any more."""
         state.ending = None
         self._fail_cancelled(state)
         self.operations.unload(state.model_id)
         self._forget(state.model_id)
 
     def _fail_cancelled(self, state: ModelState, error: TinsmithError | None = None) -> None:
-        """Fail all that is not run any more of a model; by default with what became of the model."""
+        """Fail what is not run any more of a model; by default with what became of the model."""
         cancelled, state.cancelled = state.cancelled + self.queue.cancel(state.model_id), []
         if cancelled:
             error = error or self._why_cancelled(state.model_id)
@@ -441,13 +387,13 @@ class Trainer:
         self.suspects = {each for each in self.suspects if not each.startswith(f"{model_id}/")}
 
     def workers_ended(self, reason: str) -> None:
-        """The workers are gone, and with them all models: these come back, or `take_lost` says that they do not.
+        """Take in that the workers are gone, and all models with them: these come back, or `take_lost` says that they do not.
 
-        What had begun and was not recorded is run again by the next workers. What was under way for the second time fails with `reason`:
-        it may be what ends them, and would do so again and again.
+        What had begun and was not recorded is run again. What was under way for the second time fails with `reason`: it may be what ends
+        workers, and would do so again and again.
         """
         self._take_back_complete()
-        self._record_complete()
+        self.record_complete()
         self.crash_recovery.workers_ended(reason)
         begun = [(each.command, each.is_at_worker) for queue in self.forward.operations.values() for each in queue]
         for state in self.models.values():
@@ -493,7 +439,7 @@ class Trainer:
                 self.forward.operations.setdefault(model.model_id, deque()).appendleft(operation)
 
     def take_lost(self) -> dict[str, str]:
-        """Models that ended with their workers since this was last asked, and why. They are forgotten here, and still queued in the log."""
+        """Forget the models that ended with their workers; returns why each did. They are still queued in the log."""
         lost = self.crash_recovery.take_lost()
         for model_id in lost:
             self._forget(model_id)

@@ -54,7 +54,7 @@ class WorkerGroup:
         self._meeting: OwnDirectory | None = None
         """Directory in which workers on this host find each other."""
         self._look_at = 0.0
-        """The monotonic time at which to look again on which hosts workers can start."""
+        """Monotonic time at which to look again on which hosts workers can start."""
         self._left: list[str] = []
         """Directories of saves that ended with the workers before."""
         self._told = False
@@ -62,12 +62,10 @@ class WorkerGroup:
 
     @property
     def is_ready(self) -> bool:
-        """Whether they can take work."""
         return all(worker.is_ready for worker in self.workers)
 
     @property
     def was_ever_ready(self) -> bool:
-        """Whether a group could ever take work."""
         return bool(self.models)
 
     @property
@@ -114,7 +112,6 @@ class WorkerGroup:
     # ---- Processes
 
     def start_if_due(self) -> None:
-        """Start all if none runs and it is time."""
         if self._runs or self.wait_s > 0:
             return
         hosts = self.launcher.hosts()
@@ -145,7 +142,7 @@ class WorkerGroup:
             worker.kill_hung(f"{why}it had {liveness.stillness or liveness.standstill} and was killed")
 
     def ended(self) -> str | None:
-        """The reason why the workers have ended, told once; None while they run, or if none does."""
+        """Return why the workers have ended, once; None while they run, or if none does."""
         reasons = self._ends()
         if not reasons:
             return None

@@ -24,21 +24,19 @@ from tinsmith.protocol.work import WorkerReady, WorkerStatus
 log = logging.getLogger(__name__)
 
 NO_STATUS = WorkerStatus(0, 0, 0, {}, {})
-"""Status of a worker that has not reported yet."""
 
 WORKER = (sys.executable, "-P", "-m", "tinsmith.worker")
 """The program that a worker is."""
 
 
 SETTLED = 4
-"""So many heartbeats after another worker has gone on, what one tells is of the time after that."""
+"""Heartbeats after which a worker tells of the time since another has gone on."""
 
 
 class Liveness:
     """Signs of life and of progress of one worker.
 
-    Silence is counted in looks, not by the clock: an engine that could not run itself, because it was stopped or its machine slept, has
-    heard nothing either.
+    Silence is counted in looks, not by the clock: an engine that could not run itself has heard nothing either.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -47,7 +45,7 @@ class Liveness:
         self._last = Alive(0.0)
         self._silent_s = 0.0
         self.is_ready = False
-        """Whether it was ready for work. One that is starting may be silent and still for longer: it loads libraries and models."""
+        """Whether it was ready for work. One that is starting loads libraries and models, and may be silent and still for longer."""
         self.beaten = True
         """Whether a heartbeat came since the last look."""
         self.is_stopped = False
@@ -66,17 +64,15 @@ class Liveness:
         return self._last.waits
 
     def beat(self, alive: Alive) -> None:
-        """A heartbeat has come."""
         self._last, self.beaten = alive, True
         self._beats += 1
 
     def another_went_on(self) -> None:
-        """Another worker of its group has become ready: what this one told last may be of the time before."""
+        """Note that another worker of its group has become ready: what this one told last may be of the time before."""
         self._beats = 0
 
     @property
     def is_settled(self) -> bool:
-        """Whether what it tells is of the time since another went on."""
         return self._beats >= SETTLED
 
     def look(self, since_s: float) -> None:
@@ -98,7 +94,6 @@ class Liveness:
 
     @property
     def stuck_s(self) -> float:
-        """Seconds that it had been in one and the same call at the last heartbeat."""
         return self._last.stuck_s
 
     @property
@@ -111,8 +106,8 @@ class Liveness:
     def fault(self) -> str:
         """Return the reason why it hangs by itself; empty if it does not. While it waits for others, only its silence is one.
 
-        One that is starting may take hours in one call: it downloads a model, or waits for another process that does. Only when others wait
-        for it is that too long (`hanging`).
+        One that is starting may take hours in one call, to download a model for example. That is too long only when others wait for it
+        (`hanging`).
         """
         if self.waits or not self.is_ready:
             return self.silence
@@ -129,9 +124,10 @@ class Liveness:
 
 
 def hanging(workers: Sequence[Liveness]) -> Sequence[Liveness]:
-    """Those of a group that keep the others from going on, or all if each waits for the others in an exchange: nothing can come of it then.
+    """Return those of a group that keep the others from going on, or all if each waits for the others in an exchange.
 
-    Empty if one of them moves, or may be given work. Those that are ready wait for those that are starting, and are not what keeps them.
+    There are none if one of them moves, or may be given work. Those that are ready wait for those that are starting, and are not what
+    keeps them.
     """
     starting = [liveness for liveness in workers if not liveness.is_ready]
     concerned = starting or workers
@@ -176,11 +172,11 @@ class WorkerProcess:
         self.liveness = Liveness(config.server)
         """Heartbeats of the current worker."""
         self.fault = ""
-        """The reason for which the worker that runs, or has just ended, was to end; empty if nobody knows."""
+        """Why the worker that runs, or has just ended, was to end; empty if nobody knows."""
         self.follows = False
         """Whether the worker that has just ended did so because another had."""
         self.last_messages: list[Message] = []
-        """Messages of a worker that has ended which `receive` did not return: results of what it had computed."""
+        """Messages of a worker that has ended which `receive` did not return."""
         self._was_ready = False
         self._delay_s = 0.0
         self._start_at = 0.0
@@ -188,12 +184,10 @@ class WorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can take work."""
         return self.state == "ready"
 
     @property
     def pid(self) -> int | None:
-        """Id of the current process."""
         return None if self.process is None else self.process.pid
 
     @property
@@ -220,7 +214,7 @@ class WorkerProcess:
         self._looked_at, self.liveness = time.monotonic(), Liveness(self.config.server)
 
     def send(self, message: Message) -> None:
-        """Tell a worker that is ready. What is meant for one that is not is dropped: it has nothing that it would concern."""
+        """Tell a worker that is ready. What is meant for another is dropped: it has nothing that it would concern."""
         if self.link is not None and self.is_ready:
             self.link.send(message)
 
@@ -266,7 +260,7 @@ class WorkerProcess:
         self.liveness = Liveness(self.config.server)
 
     def ended(self) -> str | None:
-        """The reason why the worker has ended, told once; None while it runs, or if none does. Its last messages are in `last_messages`."""
+        """Return why the worker has ended, once; None while it runs, or if none does. Its last messages are in `last_messages`."""
         if self.process is None or (exit_code := self.process.poll()) is None:
             return None
         assert self.link is not None
@@ -284,7 +278,6 @@ class WorkerProcess:
         return reason
 
     def begin_to_kill(self) -> None:
-        """End the worker without waiting for it, if one runs."""
         if self.process is not None:
             self.process.kill()
 
@@ -295,7 +288,6 @@ class WorkerProcess:
             self.process.wait()
 
     def begin_to_stop(self) -> None:
-        """Tell the worker to finish what it computes and end."""
         if self.link is not None:
             self.link.send(Shutdown())
 

@@ -1,9 +1,8 @@
 """Guards a socket that other hosts can reach: only the child that it was made for may connect.
 
 Both ends prove with keys who they are, and all that they say is encrypted (CURVE, which is part of ZeroMQ). A parent makes new keys for
-every child and gives them to it privately. A program that has none, or others, is refused while it connects and takes nobody's place.
-
-ZeroMQ asks about every connection by a request on an inner socket (its protocol ZAP), which a thread answers.
+every child and gives them to it privately. ZeroMQ asks about every connection by a request on an inner socket (its protocol ZAP), which
+a thread answers.
 """
 
 import threading
@@ -18,7 +17,7 @@ _ZAP = "inproc://zeromq.zap.01"
 """Address at which ZeroMQ asks whether a peer may connect."""
 
 _HANDSHAKE_MS = 300_000
-"""Milliseconds for both ends to prove who they are: a child that gives up ends, and machines can be very busy."""
+"""Milliseconds for both ends to prove who they are: machines can be very busy."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Gate:
     """Lets one child in."""
 
     def __init__(self) -> None:
-        """Make new keys."""
         public, self._secret = zmq.curve_keypair()
         of_child, secret_of_child = zmq.curve_keypair()
         self._public_of_child = z85.decode(of_child)
@@ -61,7 +59,6 @@ class Gate:
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
     def close(self) -> None:
-        """Let nobody in any more."""
         for domain in self._domains:
             del _doorman().guests[domain.encode()]
 
@@ -75,7 +72,7 @@ class _Guest:
         self._came = False
 
     def comes_with(self, key: bytes) -> bool:
-        """Whether who has this public key, and has proved it, may connect."""
+        """Whether a peer that has proved to have this public key may connect."""
         if key != self._key or (self._once and self._came):
             return False
         self._came = True

@@ -1,13 +1,11 @@
 """The directory of one process for its sockets or for what its vLLM servers read, and those that dead processes have left beside it.
 
-Containers of a machine may share the place (`/dev/shm`), and several machines one on NFS (TMPDIR, --vllm-dir). So the number of a process
-says nothing: another container or machine counts its own. Each directory is named by the start of the machine's kernel (its boot id)
-instead, and holds a file that its process locks to its end. The kernel lets go of the lock, however the process ends. All processes of this
-kernel see the lock, in whatever container; those of others may not, as some mounts of NFS have locks of their own. Therefore:
+Containers may share the place (`/dev/shm`), and machines one on NFS (TMPDIR, --vllm-dir), so a process id says nothing. Each directory
+is named by the start of the machine's kernel (its boot id), and holds a file that its process locks to its end, however it ends. All
+processes of this kernel see the lock, in whatever container; those of others may not. Therefore:
 
-- what this kernel has started and nobody locks is a leftover, and deleted;
-- what another machine has made, or this one before it was last started, is never deleted, because it may be in use. The log names the
-  place.
+- what this kernel has started and nobody locks is deleted;
+- what another machine has made, or this one before it was last started, is never deleted. The log names the place.
 """
 
 import fcntl

@@ -31,15 +31,14 @@ class Place:
     """One of `count` workers."""
 
     rank: int = 0
-    """Its number, from 0 to `count` - 1."""
     count: int = 1
     meeting: str = ""
     """Address at which the workers of a group meet: `file://` and a path if all are on the server's host, otherwise `tcp://` and the
-    address by which others reach the host of this one (`distributed/meeting.py`). Empty for a worker alone on the server's host."""
+    address by which others reach this worker's host (`distributed/meeting.py`). Empty for a worker alone on the server's host."""
 
     @property
     def host(self) -> str:
-        """The address of its host, if the workers are not all on the server's; empty otherwise."""
+        """Address of its host, if the workers are not all on the server's; empty otherwise."""
         return self.meeting.removeprefix(_TCP) if self.meeting.startswith(_TCP) else ""
 
     @property

@@ -1,8 +1,8 @@
 """Questions of a worker to the engine: database rows, and where the workers meet.
 
-Each question is answered by one message: FindCheckpoint by CheckpointRow, FindSequences by Sequences, FindMeeting by MeetingPort, the
-others by Answered, and any of them by NotAnswered. They have a socket of their own beside the link (`link.py`), so that any thread of the
-worker may ask and wait, while a thread of the engine answers: the loops of both go on meanwhile.
+FindCheckpoint is answered by CheckpointRow, FindSequences by Sequences, FindMeeting by MeetingPort, the others by Answered, and any of
+them by NotAnswered. They have a socket of their own (`link.py`), so that any thread of the worker may ask and wait, while a thread of
+the engine answers: the loops of both go on meanwhile.
 """
 
 import os
@@ -43,12 +43,10 @@ class CheckpointRow(Message):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The row as a checkpoint."""
         return Checkpoint(**self.row)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        """The message for a row."""
         return cls(asdict(checkpoint))
 
 
@@ -69,14 +67,12 @@ class _CarriesSequences(Message):
 
     @classmethod
     def of(cls, sequences: Mapping[str, RecordedSequence]) -> Self:
-        """The message for these."""
         headers = [(name, sequence.prompt_length, len(sequence.tokens)) for name, sequence in sequences.items()]
         arrays = [array for each in sequences.values() for array in (each.tokens.astype("<i4"), each.logprobs.astype("<f4"))]
         return cls(headers, b"".join(array.tobytes() for array in arrays))
 
     @property
     def sequences(self) -> dict[str, RecordedSequence]:
-        """The sequences by id."""
         found: dict[str, RecordedSequence] = {}
         start = 0
         for name, prompt_length, count in self.headers:
@@ -139,7 +135,7 @@ class NotAnswered(Message):
 
 
 Answers = Callable[[Message], Message]
-"""Questions -> what answers them. Raises what `NotAnswered` is to say."""
+"""Answers a question. Raises what `NotAnswered` is to say."""
 
 
 class Questions:

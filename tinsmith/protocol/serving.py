@@ -26,7 +26,7 @@ class Sample(Message):
 
     request_id: str
     run: int
-    """Tells apart what runs under one request id, one after the other: its client may give a sample up and send the id again."""
+    """Tells apart runs of one request id: its client may give a sample up and send the id again."""
     base_model: str
     """Name of the base model as configured, without a ":suffix"."""
     weights_id: str | None
@@ -92,7 +92,7 @@ class Recovering(Message):
 
 @dataclass(frozen=True)
 class Alive(Message):
-    """The sender's process runs. A thread of its own sends it, on a socket of its own, however long the loop is busy."""
+    """The sender's process runs. A thread sends it, on a socket of its own, however long the loop is busy."""
 
     busy_s: float
     """Seconds that the loop has been in its current turn; 0 while it waits for work."""
@@ -117,12 +117,10 @@ class Done(Message):
 
     @classmethod
     def of(cls, outcome: Outcome) -> Self:
-        """The message for `outcome`."""
         return cls(outcome.request_id, outcome.result_type, outcome.error, outcome.category, outcome.result or b"")
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome as it is in the log."""
         return Outcome(self.request_id, None if self.result_type is None else self.payload, self.result_type, self.error, self.category)
 
 
