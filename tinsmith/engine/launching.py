@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,10 @@ log = logging.getLogger(__name__)
 
 KILL_S = 30.0
 """Seconds that a killed process may take to end: giving back a GPU and hundreds of gigabytes takes some."""
+
+
+_LOOK_S = 0.02
+"""Seconds between two looks whether a program has ended that is waited for."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +49,57 @@ class WorkerStart:
         return start_bytes(self.config, self.keys)
 
 
-class WorkerProgram(Protocol):
-    """The program of a worker, wherever it runs. `subprocess.Popen` is one, but for `fault`."""
+class WorkerProgram(ABC):
+    """The program of a worker, wherever it runs.
 
-    fault: str
+    One that is killed and does not end is held by the kernel, perhaps for a driver or a disk, or its host is gone. It computes nothing any
+    more, and is taken to have ended after a time: nobody waits for ever.
+    """
+
+    fault = ""
     """Why it has ended, if its exit code does not say that."""
+    pid: int | None = None
+    """Id of its process, once that is known."""
+    kill_s = KILL_S
+    """Seconds that it may take to end when it is killed."""
+    _given_up_at = math.inf
+    """Monotonic time at which it is taken to have ended though it has not."""
+    _was_given_up = False
 
     @property
-    def pid(self) -> int | None:
-        """Id of its process, once that is known."""
-        ...
-
-    def poll(self) -> int | None:
+    @abstractmethod
+    def exit_code(self) -> int | None:
         """Its exit code, or the negative number of the signal that ended it; None while it runs."""
-        ...
+
+    @abstractmethod
+    def end(self) -> None:
+        """Let it be ended at once."""
 
     def kill(self) -> None:
-        """End it at once. If nothing can end it, it is taken to have ended after a time."""
-        ...
+        """End it at once; its time to end begins."""
+        self._given_up_at = min(self._given_up_at, time.monotonic() + self.kill_s)
+        self.end()
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return as `poll`. Raises subprocess.TimeoutExpired."""
-        ...
+    def poll(self) -> int | None:
+        """Return its exit code, or one of a program that is killed if it is given up; None while it runs."""
+        code = self.exit_code
+        if code is not None or time.monotonic() < self._given_up_at:
+            return code
+        if not self._was_given_up:
+            self._was_given_up = True
+            log.error(
+                "process %s does not end %.0f s after it was killed, because the kernel holds it or its host is gone: it is left behind, "
+                "with what it has of GPUs and memory",
+                *(self.pid, self.kill_s),
+            )
+        return -int(signal.SIGKILL)
+
+    def wait(self, timeout_s: float = math.inf) -> int | None:
+        """Wait for its end and return as `poll`."""
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return code
 
 
 class Launcher(Protocol):
@@ -89,44 +123,26 @@ class Launcher(Protocol):
         ...
 
 
-class ChildProcess(subprocess.Popen[bytes]):
-    """A program that this process has started.
+class ChildProgram(WorkerProgram):
+    """A program that this process has started."""
 
-    One that is killed and does not end is held by the kernel, perhaps for a driver or a disk. It is taken to have ended: nobody waits
-    for ever.
-    """
+    def __init__(self, launch: WorkerStart) -> None:
+        self.kill_s = KILL_S
+        command, environment = launch.command(str(os.getpid())), os.environ | dict(launch.variables)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which `poll` tells
+            self._process.stdin.write(launch.standard_input)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
 
-    fault = ""
-    _given_up_at = math.inf
-    """Monotonic time at which it is taken to have ended though it has not."""
-    _was_given_up = False
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
 
-    def kill(self) -> None:
-        self._given_up_at = min(self._given_up_at, time.monotonic() + KILL_S)
-        super().kill()
-
-    def poll(self) -> int | None:
-        code = super().poll()
-        return self._give_up() if code is None and time.monotonic() >= self._given_up_at else code
-
-    def wait(self, timeout: float | None = None) -> int:
-        left_s = max(0.0, self._given_up_at - time.monotonic())
-        if left_s > (math.inf if timeout is None else timeout) or left_s == math.inf:
-            return super().wait(timeout)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return super().wait(left_s)
-        return self._give_up()
-
-    def _give_up(self) -> int:
-        if not self._was_given_up:
-            log.error(
-                "process %d does not end %.0f s after it was killed, because the kernel holds it: it is left behind, with what it has of "
-                "GPUs and memory",
-                self.pid,
-                KILL_S,
-            )
-        self._was_given_up = True
-        return -int(signal.SIGKILL)
+    def end(self) -> None:
+        self._process.kill()
 
 
 class ChildProcesses:
@@ -138,14 +154,8 @@ class ChildProcesses:
     def hosts(self) -> Sequence[str] | None:
         return ()
 
-    def launch(self, launch: WorkerStart) -> ChildProcess:
-        process = ChildProcess(launch.command(str(os.getpid())), stdin=subprocess.PIPE, env=os.environ | dict(launch.variables))
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which `poll` tells
-            process.stdin.write(launch.standard_input)
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        return process
+    def launch(self, launch: WorkerStart) -> ChildProgram:
+        return ChildProgram(launch)
 
     def close(self) -> None:
         """Do nothing."""

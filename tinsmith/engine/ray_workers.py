@@ -10,14 +10,11 @@ but before it starts new ones: a place that is reserved may not be there.
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import tinsmith
 from tinsmith.config import Config
-from tinsmith.engine.launching import WorkerStart
+from tinsmith.engine.launching import WorkerProgram, WorkerStart
 from tinsmith.engine.ray_actor import GIVEN_BY_RAY, PARENT, WorkerActor
 from tinsmith.errors import ConfigError
 
@@ -69,11 +66,10 @@ class RayActors:
         self._waits = False
         """Whether the log was told that there is no place for workers."""
         _connect(config.distributed.ray_address)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(ray.shutdown)
             self._reserve(config, config.distributed.workers)
-        except ConfigError:
-            ray.shutdown()
-            raise
+            undo.pop_all()
         self._shared = _mark(config)
 
     def _reserve(self, config: Config, count: int) -> None:
@@ -149,41 +145,28 @@ class RayActors:
             file.unlink(missing_ok=True)
 
 
-class RayProgram:
+class RayProgram(WorkerProgram):
     """A program that runs in an actor."""
+
+    kill_s = KILL_S
 
     def __init__(self, actor: Any, said: Any, wake: Callable[[], None]) -> None:
         """`said` is what the actor's `run` yields."""
-        self.fault = ""
-        self.pid: int | None = None
         self._actor = actor
         self._said = said
         self._wake = wake
         self._code = -int(signal.SIGKILL)
-        self._ended = threading.Event()
-        self._given_up_at = math.inf
-        """Monotonic time at which it is taken to have ended though Ray has not said so."""
+        self.has_ended = False
+        """Whether Ray says that it has ended."""
         threading.Thread(target=self._follow, name="actor", daemon=True).start()
 
-    def poll(self) -> int | None:
-        return self._code if self.has_ended or time.monotonic() >= self._given_up_at else None
-
     @property
-    def has_ended(self) -> bool:
-        return self._ended.is_set()
+    def exit_code(self) -> int | None:
+        return self._code if self.has_ended else None
 
-    def kill(self) -> None:
-        self._given_up_at = min(self._given_up_at, time.monotonic() + KILL_S)
+    def end(self) -> None:
+        """End the actor, and with it the program."""
         ray.kill(self._actor)
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            now = time.monotonic()
-            if now >= deadline:
-                raise subprocess.TimeoutExpired("the program in an actor of Ray", timeout or 0.0)
-            self._ended.wait(min(threading.TIMEOUT_MAX, max(0.0, min(deadline, self._given_up_at) - now)))
-        return code
 
     def _follow(self) -> None:
         """Pass on what the program writes until it has ended, or its actor has."""
@@ -205,7 +188,7 @@ class RayProgram:
             self.fault = f"its Ray actor has ended: {' '.join(str(error).split())}"
         finally:
             _write(rest + b"\n" if rest else b"")
-            self._ended.set()
+            self.has_ended = True
             self._wake()
 
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import orjson
@@ -374,10 +375,9 @@ class Trainer:
 
     def _why_cancelled(self, model_id: str) -> UserError:
         """Describe the end of an unloaded model, and name the checkpoint to go on from."""
-        try:
+        refusal = None
+        with suppress(TinsmithError):  # the database cannot be read, or does not know the session any more
             refusal = self.operations.checkpoints.store.refusal(model_id)
-        except TinsmithError:  # the database cannot be read, or does not know the session any more
-            refusal = None
         return UserError(str(CANCELLED) if refusal is None else f"it was cancelled, because {refusal}")
 
     def _forget(self, model_id: str) -> None:

@@ -1,7 +1,6 @@
 """A worker's process: started, watched through its heartbeats, and restarted when it has ended."""
 
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -296,11 +295,8 @@ class WorkerProcess:
         if self.process is None or self.link is None:
             return
         self.begin_to_stop()
-        try:
-            self.process.wait(timeout_s if self.is_ready else 0.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if self.process.wait(timeout_s if self.is_ready else 0.0) is None:
+            self.kill()
         self._close_link()
         self.state = "down"
 

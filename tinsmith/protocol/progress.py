@@ -1,10 +1,10 @@
 """Whether a process that is busy gets on, judged by one of its threads: for how long there was no sign of it.
 
-still_s   nothing has moved: no thread came on in its Python code, none used a processor or waits for a disk, nor does a child. So is a
-thread that hangs in a driver, or waits for what never comes. Tens of seconds are too long.
-stuck_s   no thread came on in its Python code, whatever processors and disks do: all are in one and the same call. So is a thread that
-waits for a kernel of a GPU which never ends, because it spins; but also any long call, until it returns. Only many minutes are too long.
-The longest is the wait for what a GPU was given ahead, at most a thousand launches.
+- `still_s`: nothing has moved. No thread came on in its Python code, none used a processor or waits for a disk, nor does a child. So is a
+  thread that hangs in a driver, or waits for what never comes. Tens of seconds are too long.
+- `stuck_s`: no thread came on in its Python code, whatever processors and disks do: all are in one and the same call. So is a thread that
+  waits for a kernel of a GPU which never ends, because it spins, but also one in a long call. Only many minutes are too long. The longest
+  call is the wait for what a GPU was given ahead, at most a thousand launches.
 """
 
 import gc
