@@ -281,7 +281,7 @@ def test_a_gap_is_given_up_and_names_what_is_missing(monkeypatch: pytest.MonkeyP
     now, clock = 104.0, 1e9 - 3600
     queue.add(command(4))
     assert (queue.next_deadline(), queue.overdue(now=109.9)) == (110.0, [])
-    (overdue,) = queue.overdue(now=110.1)
-    assert (overdue.command.seq_id, overdue.missing) == (3, 1)
+    ((overdue, missing),) = queue.overdue(now=110.1)
+    assert (overdue.seq_id, missing) == (3, 1)
     assert (taken(queue), queue.next_deadline()) == ([4], None)
     assert not queue.add(command(1))

@@ -123,7 +123,7 @@ def test_a_worker_is_started_once_and_another_takes_the_place_of_one_that_is_kil
     for _ in range(1000):
         worker.ask("to the dead")
     worker.until(lambda: worker.ends)
-    assert (process.state, process.pid, process.liveness.busy_s) == ("down", None, 0.0)
+    assert (process.state, process.pid, process.liveness.last.busy_s) == ("down", None, 0.0)
     assert 0.0 < process.wait_s <= child_process.FIRST_DELAY_S
     process.start_if_due()
     assert process.pid is None  # not before it is due

@@ -10,15 +10,6 @@ from dataclasses import dataclass, field
 from tinsmith.store.records import Command
 
 
-@dataclass(frozen=True)
-class Overdue:
-    """A command that waited too long for its predecessor."""
-
-    command: Command
-    missing: int
-    """The first seq_id that never came."""
-
-
 @dataclass
 class ModelQueue:
     """Commands of one model that have not been taken yet. `create_model` is seq_id 0."""
@@ -64,10 +55,10 @@ class ModelQueue:
         while self.next_seq in self.ended:
             self.next_seq += 1
 
-    def skip_gap(self) -> Overdue:
-        """Give up waiting: remove the earliest held command, which is overdue; the sequence goes on behind it."""
+    def skip_gap(self) -> tuple[Command, int]:
+        """Remove the earliest held command, behind which the sequence goes on; returns it, and the first missing seq_id."""
         seq = min(self.held)
-        overdue = Overdue(self.held.pop(seq), self.next_seq)
+        overdue = self.held.pop(seq), self.next_seq
         del self.filed_at[seq]
         self.next_seq = seq + 1
         self._pass_ended()
@@ -111,8 +102,8 @@ class CommandQueue:
     def drop(self, model_id: str) -> None:
         self.models.pop(model_id, None)
 
-    def overdue(self, now: float, busy: Collection[str] = ()) -> list[Overdue]:
-        """Remove and return commands held behind a gap since before `now - held_s` (monotonic time).
+    def overdue(self, now: float, busy: Collection[str] = ()) -> list[tuple[Command, int]]:
+        """Remove commands held behind a gap since before `now - held_s` (monotonic time); returns them, each with the first missing seq_id.
 
         Those of `busy` models are left: what they have begun comes before the gap, and ends first.
         """

@@ -2,10 +2,9 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -37,7 +36,7 @@ from tinsmith.wire.checkpoint_requests import (
 )
 from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.operations import OPERATIONS
-from tinsmith.wire.paths import CheckpointKind, CheckpointPath
+from tinsmith.wire.paths import CheckpointPath
 from tinsmith.wire.training_requests import AdamParams, CreateModelRequest, OptimStepRequest
 
 log = logging.getLogger(__name__)
@@ -90,21 +89,21 @@ class Operations:
     def start(self, command: Command, request: BaseModel) -> Steps[Ended]:
         """Return the steps of a command. Raises TinsmithError: now, or from one of its steps."""
         match request:
-            case CreateModelRequest() as request:
+            case CreateModelRequest():
                 return self._create_model(command.model_id, request)
-            case OptimStepRequest() as request:
+            case OptimStepRequest():
                 return self._optim_step(command, request.adam_params)
-            case SaveWeightsRequest() as request:
+            case SaveWeightsRequest():
                 return self._save(request)
-            case SaveWeightsForSamplerRequest(path=None) as request:
+            case SaveWeightsForSamplerRequest(path=None):
                 return self._snapshot(command, request)
-            case SaveWeightsForSamplerRequest() as request:
+            case SaveWeightsForSamplerRequest():
                 return self._save_for_sampler(request)
-            case SaveWeightsExternalRequest() as request:
+            case SaveWeightsExternalRequest():
                 return self._save_external(request)
-            case CreateFromCheckpointRequest() as request:
+            case CreateFromCheckpointRequest():
                 return self._create_from_checkpoint(command.model_id, request)
-            case LoadWeightsRequest() as request:
+            case LoadWeightsRequest():
                 return self._load(request)
         raise UserError(f"operation {command.kind!r} is unknown")
 
@@ -134,7 +133,7 @@ class Operations:
         """Save a model that the server is going to unload, if it was ever created."""
         if model_id not in self.models:
             return Ended({})
-        saved = yield from self._written(self.models[model_id], "training", SESSION_END, self.ended_ttl_s, None)
+        saved = yield from self._written(self.models[model_id], CheckpointPath(model_id, "training", SESSION_END), self.ended_ttl_s)
         yield from until_stored(lambda: self.checkpoints.store.unload_model(model_id))
         log.info(
             "model %s is kept as %s for %.3g days; go on with create_training_client_from_state_with_optimizer(%r)",
@@ -205,44 +204,45 @@ class Operations:
 
     def _save(self, request: SaveWeightsRequest) -> Steps[Ended]:
         model = self.model(request.model_id)
+        path = CheckpointPath(model.model_id, "training", request.path)
         if not request.overwrite:
-            self.checkpoints.check_free(CheckpointPath(model.model_id, "training", request.path))
+            self.checkpoints.check_free(path)
         copied_state = model.state
-        saved = yield from self._written(model, "training", request.path, request.ttl_seconds, request.user_metadata)
+        saved = yield from self._written(model, path, request.ttl_seconds, request.user_metadata)
         # A step may have been taken while the files were written: its state is not in them, and a model never goes further back.
         if model.state == copied_state and (model.origin is None or not model.origin.lasts):
             model.origin = Saved(saved.tinker_path, saved.directory, optimizer=True)
         return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory})
 
     def _save_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
-        model, name = self.model(request.model_id), request.path or ""
-        self.checkpoints.check_free(CheckpointPath(model.model_id, "sampler", name))
-        saved = yield from self._written(model, "sampler", name, request.ttl_seconds, request.user_metadata)
+        model = self.model(request.model_id)
+        path = CheckpointPath(model.model_id, "sampler", request.path or "")
+        self.checkpoints.check_free(path)
+        saved = yield from self._written(model, path, request.ttl_seconds, request.user_metadata)
         return Ended({"path": saved.tinker_path, "type": "save_weights_for_sampler"}, {"directory": saved.directory})
 
     def _save_external(self, request: SaveWeightsExternalRequest) -> Steps[Ended]:
         model = self.model(request.model_id)
         path = CheckpointPath(model.model_id, "external", request.path)
         self.checkpoints.check_free(path)
-        row = self._announced(model, path, request.ttl_seconds, None)
         recipients = list(request.age_encryption_recipients or [])
-        call = ExportModel(self.next_number(), model.base_model, model.model_id, recipients, row)
-        saved = yield from self.checkpoints.written(call)
+        saved = yield from self._written(model, path, request.ttl_seconds, recipients=recipients)
         result = {"path": saved.tinker_path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
         return Ended(result, {"directory": saved.directory})
 
     def _written(
-        self, model: LoadedModel, kind: CheckpointKind, name: str, ttl_seconds: float | None, user_metadata: dict[str, str] | None
+        self,
+        model: LoadedModel,
+        path: CheckpointPath,
+        ttl_seconds: float | None,
+        user_metadata: dict[str, str] | None = None,
+        recipients: Sequence[str] = (),
     ) -> Steps[Checkpoint]:
-        row = self._announced(model, CheckpointPath(model.model_id, kind, name), ttl_seconds, user_metadata)
-        call = SaveModel(self.next_number(), model.base_model, model.model_id, kind == "training", row)
-        return (yield from self.checkpoints.written(call))
-
-    def _announced(
-        self, model: LoadedModel, path: CheckpointPath, ttl_seconds: float | None, user_metadata: dict[str, str] | None
-    ) -> dict[str, Any]:
         architecture = self.facts()[model.base_model].architecture
-        return self.checkpoints.announce(path, model.base_model, architecture, asdict(model.shape), ttl_seconds, user_metadata)
+        row = self.checkpoints.announce(path, model.base_model, architecture, asdict(model.shape), ttl_seconds, user_metadata)
+        about = self.next_number(), model.base_model, model.model_id
+        call = ExportModel(*about, list(recipients), row) if path.kind == "external" else SaveModel(*about, path.kind == "training", row)
+        return (yield from self.checkpoints.written(call))
 
     def _create_from_checkpoint(self, model_id: str, request: CreateFromCheckpointRequest) -> Steps[Ended]:
         checkpoint = self.checkpoints.store.require_checkpoint(request.path, "training")

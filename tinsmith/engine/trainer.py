@@ -339,9 +339,8 @@ class Trainer:
 
         An optim_step among them clears the gradients, so passes of its model that are under way must have ended.
         """
-        for overdue in self.queue.overdue(time.monotonic(), self._begun):
-            command = overdue.command
-            waited = f"seq_id {overdue.missing} never came; this operation, seq_id {command.seq_id}, waited {self.queue.held_s:g} s for it"
+        for command, missing in self.queue.overdue(time.monotonic(), self._begun):
+            waited = f"seq_id {missing} never came; this operation, seq_id {command.seq_id}, waited {self.queue.held_s:g} s for it"
             self._fail(command, UserError(waited))
             if command.kind != "optim_step":  # what is missing may belong to the step that is open now; an optim_step has ended it
                 self.operations.spoil_step(command.model_id, waited)

@@ -1,4 +1,4 @@
-"""The workers as one: they hold the same models, share the work (`shared_work.py`), and end together.
+"""The workers as one: they hold the same models, share the work (`shares.py`), and end together.
 
 A worker that ends takes the others with it: they may wait for it in a sum that it will never come to, and none has all gradients. All are
 started again.
@@ -15,7 +15,7 @@ from tinsmith.config import Config
 from tinsmith.engine.devices import threads_of, visible_gpus
 from tinsmith.engine.launching import ChildProcesses, Launcher
 from tinsmith.engine.records import GroupAnswers, Records
-from tinsmith.engine.shared_work import SharedWork
+from tinsmith.engine.shares import SharedWork
 from tinsmith.engine.worker_process import WORKER, WorkerProcess, hanging
 from tinsmith.protocol.child_process import LAST_WORDS_S
 from tinsmith.protocol.facts import ModelFacts
@@ -71,7 +71,7 @@ class WorkerGroup:
     @property
     def busy_s(self) -> float:
         """Seconds that the busiest had been in its current turn at its last heartbeat; 0 while all wait for work."""
-        return max(worker.liveness.busy_s for worker in self.workers)
+        return max(worker.liveness.last.busy_s for worker in self.workers)
 
     @property
     def wait_s(self) -> float:
@@ -138,7 +138,7 @@ class WorkerGroup:
             worker.watch()
         found = hanging([worker.liveness for worker in self.workers])
         for worker, liveness in [(worker, worker.liveness) for worker in self.workers if worker.liveness in found]:
-            why = "all wait for each other in an exchange, and nothing comes: " if liveness.waits else ""
+            why = "all wait for each other in an exchange, and nothing comes: " if liveness.last.waits else ""
             worker.kill_hung(f"{why}it had {liveness.stillness or liveness.standstill} and was killed")
 
     def ended(self) -> str | None:

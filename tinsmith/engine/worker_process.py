@@ -41,7 +41,8 @@ class Liveness:
     def __init__(self, config: ServerConfig) -> None:
         """Start watching a worker that has just been started."""
         self._config = config
-        self._last = Alive(0.0)
+        self.last = Alive(0.0)
+        """Its last heartbeat."""
         self._silent_s = 0.0
         self.is_ready = False
         """Whether it was ready for work. One that is starting loads libraries and models, and may be silent and still for longer."""
@@ -49,30 +50,16 @@ class Liveness:
         """Whether a heartbeat came since the last look."""
         self.is_stopped = False
         """Whether the system says that it does not run: then it loads nothing either."""
-        self._beats = 0
+        self.beats = 0
         """Heartbeats since another worker of its group has become ready, and so has come out of what this one may have waited in."""
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds that it had been in its current turn at the last heartbeat; 0 while it waits for work."""
-        return self._last.busy_s
-
-    @property
-    def waits(self) -> bool:
-        """Whether it was in an exchange with others at the last heartbeat."""
-        return self._last.waits
-
     def beat(self, alive: Alive) -> None:
-        self._last, self.beaten = alive, True
-        self._beats += 1
+        self.last, self.beaten = alive, True
+        self.beats += 1
 
     def another_went_on(self) -> None:
         """Note that another worker of its group has become ready: what this one told last may be of the time before."""
-        self._beats = 0
-
-    @property
-    def is_settled(self) -> bool:
-        return self._beats >= SETTLED
+        self.beats = 0
 
     def look(self, since_s: float) -> None:
         """Count a look, `since_s` seconds after the last."""
@@ -89,17 +76,13 @@ class Liveness:
     def stillness(self) -> str:
         """Return that it beats and has made no progress for too long, even if it waits for others; else an empty text."""
         limit_s, name = self._patience
-        return f"made no progress in its work for {self._last.still_s:.0f} s ({name})" if self._last.still_s >= limit_s else ""
-
-    @property
-    def stuck_s(self) -> float:
-        return self._last.stuck_s
+        return f"made no progress in its work for {self.last.still_s:.0f} s ({name})" if self.last.still_s >= limit_s else ""
 
     @property
     def standstill(self) -> str:
         """Return that it has been in one call for so long that it will not come back, though it beats; else an empty text."""
-        too_long = self.stuck_s >= self._config.worker_stuck_s
-        return f"been in one and the same call for {self.stuck_s:.0f} s (worker_stuck_s)" if too_long else ""
+        too_long = self.last.stuck_s >= self._config.worker_stuck_s
+        return f"been in one and the same call for {self.last.stuck_s:.0f} s (worker_stuck_s)" if too_long else ""
 
     @property
     def fault(self) -> str:
@@ -108,7 +91,7 @@ class Liveness:
         One that is starting may take hours in one call, to download a model for example. That is too long only when others wait for it
         (`hanging`).
         """
-        if self.waits or not self.is_ready:
+        if self.last.waits or not self.is_ready:
             return self.silence
         return self.silence or self.stillness or self.standstill
 
@@ -130,11 +113,11 @@ def hanging(workers: Sequence[Liveness]) -> Sequence[Liveness]:
     """
     starting = [liveness for liveness in workers if not liveness.is_ready]
     concerned = starting or workers
-    if not any(liveness.waits for liveness in concerned):
+    if not any(liveness.last.waits for liveness in concerned):
         return ()
-    if not all(liveness.is_settled and (liveness.stillness or liveness.standstill) for liveness in concerned):
+    if not all(liveness.beats >= SETTLED and (liveness.stillness or liveness.standstill) for liveness in concerned):
         return ()
-    return [liveness for liveness in concerned if not liveness.waits] or concerned
+    return [liveness for liveness in concerned if not liveness.last.waits] or concerned
 
 
 class WorkerProcess:
