@@ -1,4 +1,4 @@
-"""Starts a worker's program as a child process of the engine. `ray_workers.py` does so in Ray, with the same interface."""
+"""Starts the programs of workers, and ends them."""
 
 import contextlib
 import logging
@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tinsmith.config import Config
 from tinsmith.protocol.child_process import start_bytes
@@ -102,27 +101,6 @@ class WorkerProgram(ABC):
         return code
 
 
-class Launcher(Protocol):
-    """Starts the programs of workers."""
-
-    host: str | None
-    """Address of this host at which workers find the engine; None for workers that are its own children."""
-    gpus_by_number: bool
-    """Whether a worker sees the GPUs of others too, so that it is told the number of its own."""
-
-    def hosts(self) -> Sequence[str] | None:
-        """Address of each worker's host, by rank; empty if all start on this one. None if that is not decided: ask again later."""
-        ...
-
-    def launch(self, launch: WorkerStart) -> WorkerProgram:
-        """Start a program; returns without waiting for it."""
-        ...
-
-    def close(self) -> None:
-        """End the launcher: nothing is started any more."""
-        ...
-
-
 class ChildProgram(WorkerProgram):
     """A program that this process has started."""
 
@@ -145,17 +123,21 @@ class ChildProgram(WorkerProgram):
         self._process.kill()
 
 
-class ChildProcesses:
-    """Starts workers as child processes."""
+class Launcher:
+    """Starts the programs of workers, here as children of this process; `ray_workers.py` does so in Ray."""
 
     host: str | None = None
+    """Address of this host at which workers find the engine; None for workers that are its own children."""
     gpus_by_number = True
+    """Whether a worker sees the GPUs of others too, so that it is told the number of its own."""
 
     def hosts(self) -> Sequence[str] | None:
+        """Address of each worker's host, by rank; empty if all start on this one. None if that is not decided: ask again later."""
         return ()
 
-    def launch(self, launch: WorkerStart) -> ChildProgram:
+    def launch(self, launch: WorkerStart) -> WorkerProgram:
+        """Start a program; returns without waiting for it."""
         return ChildProgram(launch)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Start nothing any more."""

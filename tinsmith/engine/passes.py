@@ -114,6 +114,7 @@ class Pace:
     """The longest sequence that took more than `PASS_S` by itself."""
 
     def learn(self, lengths: Sequence[int], seconds: float) -> None:
+        """Take in what a pass of sequences of these lengths took."""
         total, rate = sum(lengths), sum(lengths) / seconds
         if seconds > PASS_S:
             self.tokens = max(1, rate * PASS_S)

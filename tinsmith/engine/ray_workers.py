@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import tinsmith
 from tinsmith.config import Config
-from tinsmith.engine.launching import WorkerProgram, WorkerStart
+from tinsmith.engine.launching import Launcher, WorkerProgram, WorkerStart
 from tinsmith.engine.ray_actor import GIVEN_BY_RAY, PARENT, WorkerActor
 from tinsmith.errors import ConfigError
 
@@ -49,7 +49,7 @@ _MARK = ".seen-by-workers-"
 """Prefix of files that show workers which directories they share with the engine."""
 
 
-class RayActors:
+class RayActors(Launcher):
     """Starts workers in actors of Ray."""
 
     gpus_by_number = False

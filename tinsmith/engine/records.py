@@ -77,6 +77,7 @@ class GroupAnswers:
         self._meeting = MeetingPort("", 0)
 
     def answer(self, question: Message) -> Message:
+        """Answer a worker's question."""
         match question:
             case OpenMeeting():
                 self._meeting = MeetingPort(question.host, question.port)

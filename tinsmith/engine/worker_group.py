@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tinsmith.config import Config
 from tinsmith.engine.devices import threads_of, visible_gpus
-from tinsmith.engine.launching import ChildProcesses, Launcher
+from tinsmith.engine.launching import Launcher
 from tinsmith.engine.records import GroupAnswers, Records
 from tinsmith.engine.shares import SharedWork
 from tinsmith.engine.worker_process import WORKER, WorkerProcess, hanging
@@ -39,7 +39,7 @@ class WorkerGroup:
     ) -> None:
         """Nothing runs yet. `engine` is woken up by what the workers say. Without a `launcher` they are children of this process."""
         self.config = config
-        self.launcher: Launcher = launcher or ChildProcesses()
+        self.launcher = launcher or Launcher()
         configs = [_config_of(config, rank, count, self.launcher.gpus_by_number) for rank in range(count)]
         self.records = Records(config)
         self.workers = [WorkerProcess(each, engine, program, self.launcher) for each in configs]
@@ -112,6 +112,7 @@ class WorkerGroup:
     # ---- Processes
 
     def start_if_due(self) -> None:
+        """Start all if none runs and it is time."""
         if self._runs or self.wait_s > 0:
             return
         hosts = self.launcher.hosts()

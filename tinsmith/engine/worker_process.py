@@ -10,7 +10,7 @@ from typing import Literal
 import psutil
 
 from tinsmith.config import Config, ServerConfig
-from tinsmith.engine.launching import ChildProcesses, Launcher, WorkerProgram, WorkerStart
+from tinsmith.engine.launching import Launcher, WorkerProgram, WorkerStart
 from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, next_delay_s
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
@@ -135,7 +135,7 @@ class WorkerProcess:
         self.answers: Answers | None = None
         """Answers the next worker's questions, in a thread. None leaves them without an answer."""
         self.answering: Answering | None = None
-        self.launcher: Launcher = launcher or ChildProcesses()
+        self.launcher = launcher or Launcher()
         self.program = program
         self.place = Place()
         """Place of the next worker in its group."""

@@ -9,6 +9,7 @@ import threading
 import uuid
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -60,23 +61,15 @@ class Gate:
 
     def close(self) -> None:
         for domain in self._domains:
-            del _doorman().guests[domain.encode()]
+            _doorman().guests.pop(domain.encode(), None)
 
 
-class _Guest:
-    """The guard of one socket."""
+class _Guest(NamedTuple):
+    """The child that may connect to a socket."""
 
-    def __init__(self, key: bytes, once: bool) -> None:
-        self._key = key
-        self._once = once
-        self._came = False
-
-    def comes_with(self, key: bytes) -> bool:
-        """Whether a peer that has proved to have this public key may connect."""
-        if key != self._key or (self._once and self._came):
-            return False
-        self._came = True
-        return True
+    key: bytes
+    """Its public key."""
+    once: bool
 
 
 class _Doorman:
@@ -94,7 +87,9 @@ class _Doorman:
         while True:
             version, number, domain, _, _, mechanism, *credentials = self._questions.recv_multipart()
             guest = self.guests.get(domain)
-            comes = mechanism == b"CURVE" and guest is not None and guest.comes_with(credentials[0])
+            comes = mechanism == b"CURVE" and guest is not None and guest.key == credentials[0]
+            if comes and guest is not None and guest.once:
+                self.guests.pop(domain, None)
             code, reason = (b"200", b"OK") if comes else (b"400", b"not the child that this socket is for")
             self._questions.send_multipart([version, number, code, reason, b"", b""])
 
