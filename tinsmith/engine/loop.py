@@ -88,7 +88,7 @@ class Engine:
             checkpoints,
             training.ended_model_ttl_s,
             self.store.payload,
-            self._to_worker,
+            workers.send,
             partial(kept_copies, Path(config.data_dir)) if training.kept_copies_gib else None,
         )
         self.recorder = Recorder(self.store, self._recorded, training.max_unrecorded_mib * 2**20)
@@ -98,7 +98,7 @@ class Engine:
             training.tokens_per_pass * workers.count,
             config.images.max_image_pixels,
             self.recorder.record,
-            self._to_worker,
+            workers.send,
             workers=workers.count,
             cuts_passes=not config.shards_weights,  # every pass puts the layers together: in smaller ones that would take most of the time
         )
@@ -165,9 +165,9 @@ class Engine:
             case Sample() | CancelSample() | ForgetCheckpoint():
                 if isinstance(message, Sample):
                     self.trainer.sampled(ids.session_of(message.request_id))
-                self._to_worker(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
+                self.workers.send(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
             case EndSession():
-                self._to_worker(message)
+                self.workers.send(message)
                 self.ended_sessions.append(message)
             case Shutdown():
                 self.stopping = True
@@ -181,9 +181,6 @@ class Engine:
                 self._tell_ready()
             case _:
                 self.trainer.take(message)
-
-    def _to_worker(self, message: Message) -> None:
-        self.workers.send(message)
 
     def _tell_ready(self) -> None:
         if self.workers.is_ready and not self.has_lost:

@@ -56,13 +56,10 @@ class Recorder:
         self.backoff = Backoff()
 
     @property
-    def held_bytes(self) -> int:
-        return sum(len(outcome.result or b"") + len(outcome.error or "") for outcome in self.waiting)
-
-    @property
     def is_full(self) -> bool:
         """Whether so much waits that no more work should be started."""
-        return bool(self.waiting) and self.held_bytes >= self.limit_bytes
+        held = sum(len(outcome.result or b"") + len(outcome.error or "") for outcome in self.waiting)
+        return bool(self.waiting) and held >= self.limit_bytes
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Record outcomes behind those that wait, now or later. Raises nothing that the database raises."""
