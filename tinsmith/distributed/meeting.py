@@ -20,11 +20,9 @@ from tinsmith.protocol.questions import Answers, FindMeeting, MeetingPort, OpenM
 _LOOK_S = 0.1
 
 CONNECT = timedelta(minutes=5)
-"""Maximum time for connecting to an open port."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that name the interface over which workers talk."""
 
 
 def set_communication_variables(interface: str) -> None:

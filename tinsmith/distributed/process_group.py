@@ -141,7 +141,6 @@ class ProcessGroup:
             raise DeviceLostError(f"the workers are not the same any more: {what} is {numbers}, by rank")
 
     def close(self) -> None:
-        """Leave the group."""
         dist.destroy_process_group()
 
     @contextmanager

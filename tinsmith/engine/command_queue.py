@@ -27,11 +27,9 @@ class ModelQueue:
         self.filed_at[command.seq_id] = time.monotonic()
 
     def head(self) -> Command | None:
-        """The command whose turn it is."""
         return self.held.get(self.next_seq)
 
     def take(self) -> Command:
-        """Remove and return the head. Raises KeyError if it is not there."""
         command = self.held.pop(self.next_seq)
         del self.filed_at[self.next_seq]
         self.next_seq += 1
@@ -69,7 +67,6 @@ class ModelQueue:
         return self.filed_at[min(self.held)] if self.held and self.head() is None else None
 
     def is_late(self, seq_id: int) -> bool:
-        """Whether that place in the sequence was given up already."""
         return seq_id < self.next_seq or seq_id in self.ended
 
 

@@ -33,7 +33,6 @@ class CrashRecovery:
         self.lost: dict[str, str] = {}
         """Models that do not come back, and why, until `take_lost`."""
         self.reason = ""
-        """Why the last workers ended."""
         self.under_way: tuple[str, int] | None = None
         """The model that is being brought back, and the number of the call."""
         self._to_delete: list[tuple[str, str]] = []
@@ -86,7 +85,6 @@ class CrashRecovery:
         return True
 
     def take_lost(self) -> dict[str, str]:
-        """Return the models lost since the last call, and why."""
         lost, self.lost = self.lost, {}
         return lost
 

@@ -65,11 +65,9 @@ class ForwardWork:
         self.of_images: set[int] = set()
         """Numbers of the passes of models that have images to decode."""
         self.served: dict[str, int] = {}
-        """Number of the last pass that had work of a model."""
         self.served_bases: dict[str, int] = {}
         """Number of the last pass on a base model."""
         self.complete: list[ForwardOperation] = []
-        """Operations that are computed and not recorded."""
 
     def add(self, command: Command, base_model: str, payload: bytes) -> None:
         """Let the worker check and measure an operation."""
@@ -111,7 +109,6 @@ class ForwardWork:
         self.paces.clear()
 
     def take_complete(self) -> list[ForwardOperation]:
-        """Remove and return the operations that are computed."""
         complete, self.complete = self.complete, []
         return complete
 
@@ -186,7 +183,6 @@ class ForwardWork:
         return next((pieces for pieces in passes if pieces and not self._is_others_turn(pieces, put_off)), [])
 
     def _most_tokens(self, base_model: str) -> dict[bool, int]:
-        """Most tokens of a pass, forward and with backward."""
         most, is_shared = self.tokens_per_pass[base_model], self.is_shared()
         paces = {each: self.workers * self.paces[base_model, each].tokens for each in (False, True)}
         return {each: int(min(most, tokens)) if is_shared else most for each, tokens in paces.items()}

@@ -37,7 +37,6 @@ class WorkerStart:
     keys: ChildKeys | None
     config: Config
     variables: Mapping[str, str]
-    """Environment variables beside those of the engine."""
 
     def command(self, parent_pid: str) -> list[str]:
         """The program and its arguments, to be started by the process `parent_pid`."""
@@ -62,7 +61,6 @@ class WorkerProgram(ABC):
     kill_s = KILL_S
     """Seconds that it may take to end when it is killed."""
     _given_up_at = math.inf
-    """Monotonic time at which it is taken to have ended though it has not."""
     _was_given_up = False
 
     @property

@@ -103,13 +103,10 @@ class Engine:
             cuts_passes=not config.shards_weights,  # every pass puts the layers together: in smaller ones that would take most of the time
         )
         self.reported: Status | None = None
-        """Status that the server was told last."""
         self.status_at = 0.0
-        """The monotonic time from which it may be told again."""
         self.filed: dict[str, set[int]] = {}
         """seq_ids of the commands that are read and not recorded, by model."""
         self.unread: set[str] = set()
-        """Models that have new commands in the log."""
         self.reads_all = True
         """Whether other models than `unread` may have new commands too."""
         self.ended_sessions: list[EndSession] = []
@@ -201,7 +198,6 @@ class Engine:
 
     @property
     def has_lost(self) -> bool:
-        """Whether what ended with a worker is still to be recorded."""
         return bool(self.lost or self.returning)
 
     @property

@@ -92,7 +92,6 @@ class ModelState:
     save_again_at: float | None = None
     """When its saving at the end, which has failed, is tried again (monotonic time). Until then it stays loaded."""
     trained_tokens: int = 0
-    """Tokens of its forward_backward operations so far."""
 
     @property
     def waits_for_row(self) -> bool:
@@ -101,7 +100,6 @@ class ModelState:
 
     @property
     def begun(self) -> list[Running]:
-        """Operations that have begun and are no forward work."""
         return [each for each in (self.running, self.saving) if each is not None]
 
     def forget_save(self) -> None:
@@ -124,7 +122,6 @@ class ModelStates(dict[str, ModelState]):
 
     @property
     def running(self) -> set[str]:
-        """Models with an operation that runs and is no forward work."""
         return {model_id for model_id, state in self.items() if state.running is not None}
 
     @property

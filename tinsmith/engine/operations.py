@@ -70,13 +70,11 @@ class Operations:
         self._numbers = iter(range(1, 2**63))
 
     def model(self, model_id: str) -> LoadedModel:
-        """Return a loaded model. Raises NotFoundError."""
         if model_id not in self.models:
             raise NotFoundError(f"model {model_id} is not loaded: its create_model failed, or its session is over; create a model")
         return self.models[model_id]
 
     def next_number(self) -> int:
-        """Return a number for a call or a pass, never given twice."""
         return next(self._numbers)
 
     def read(self, command: Command) -> BaseModel:
@@ -120,7 +118,6 @@ class Operations:
             self.spoil_step(command.model_id, f"seq_id {command.seq_id}: {reason}")
 
     def added(self, command: Command) -> None:
-        """Note that an operation has added gradients, and is finished."""
         if command.model_id in self.models:
             self.models[command.model_id].added_seq = command.seq_id
 

@@ -40,13 +40,10 @@ class ForwardOperation:
     prepared: Prepared | None = None
     """The worker's measurements; None while it prepares the operation."""
     in_pass: set[int] = field(default_factory=set)
-    """Indices of the datums that are in a pass now."""
     results: dict[int, DatumOutput] = field(default_factory=dict)
-    """Results of the datums that are computed, by index."""
     failures: list[TinsmithError] = field(default_factory=list)
     """Errors of its datums. Then no more of it is computed, and it ends when none of it is in a pass any more."""
     started_at: float = field(default_factory=time.monotonic)
-    """Monotonic time of its start."""
 
     @property
     def backward(self) -> bool:
@@ -135,7 +132,6 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the datum."""
         assert self.operation.prepared is not None
         return self.operation.prepared.lengths[self.index]
 

@@ -18,7 +18,6 @@ _LOOK_S = 0.2
 """Seconds between two looks whether a silent program has ended."""
 
 _AT_ONCE = 65536
-"""Most bytes of output in one report."""
 
 GIVEN_BY_RAY = ("CUDA_VISIBLE_DEVICES",)
 """Variables that a program has from its actor: which GPU is its own."""

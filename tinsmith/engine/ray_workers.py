@@ -64,7 +64,6 @@ class RayActors(Launcher):
         self._nodes: list[str] = []
         """Node of Ray on which each worker is to start, by rank, as `hosts` found it last."""
         self._waits = False
-        """Whether the log was told that there is no place for workers."""
         _connect(config.distributed.ray_address)
         with contextlib.ExitStack() as undo:
             undo.callback(ray.shutdown)
@@ -157,7 +156,6 @@ class RayProgram(WorkerProgram):
         self._wake = wake
         self._code = -int(signal.SIGKILL)
         self.has_ended = False
-        """Whether Ray says that it has ended."""
         threading.Thread(target=self._follow, name="actor", daemon=True).start()
 
     @property
@@ -165,7 +163,6 @@ class RayProgram(WorkerProgram):
         return self._code if self.has_ended else None
 
     def end(self) -> None:
-        """End the actor, and with it the program."""
         ray.kill(self._actor)
 
     def _follow(self) -> None:
@@ -193,7 +190,6 @@ class RayProgram(WorkerProgram):
 
 
 def _connect(address: str) -> None:
-    """Become a client of the Ray at this address."""
     if address != "auto":
         host, _, port = address.rpartition(":")
         try:
@@ -216,7 +212,6 @@ def _connect(address: str) -> None:
 
 
 def _has(node: dict[str, Any], kind: str) -> int:
-    """Return the number of GPUs or cores that Ray has on a host."""
     return int(node["Resources"].get(kind, 0))
 
 

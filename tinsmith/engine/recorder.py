@@ -32,7 +32,6 @@ class Backoff:
 
     @property
     def wait_s(self) -> float:
-        """Seconds until the next attempt; 0 when it is due."""
         return max(0.0, self._due_at - time.monotonic())
 
     def failed(self) -> None:

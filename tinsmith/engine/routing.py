@@ -28,7 +28,6 @@ class _Worker:
     """Prompts and samples of one worker."""
 
     load: float = 0.0
-    """Cost of what it has not finished."""
     known: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of beginnings of prompts, the least recently used first."""
 
@@ -55,7 +54,6 @@ class _Running:
     rank: int
     cost: float
     asked: set[int]
-    """All workers that have had it."""
 
 
 class Routing:

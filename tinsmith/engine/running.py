@@ -42,7 +42,6 @@ class Ended:
     """Result of an operation."""
 
     result: dict[str, Any]
-    """The reply to the client."""
     resolved: dict[str, Any] | None = None
     """Values that it read or wrote outside of its payload (`Outcome.resolved`)."""
 
@@ -56,7 +55,6 @@ class Running:
     command: Command | None
     """None if the server saves a model that it is going to unload."""
     started_at: float = field(default_factory=time.monotonic)
-    """Monotonic time of its start."""
     in_call: int | None = None
     """The number of the call that it waits for; None if it waits for the database."""
     has_begun: bool = False

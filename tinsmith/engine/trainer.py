@@ -63,7 +63,6 @@ class Trainer:
         self.send = send
         self.models = ModelStates()
         self.trained_tokens = 0
-        """Tokens of the forward_backward operations of all models so far."""
         self.sampling: dict[str, float] = {}
         """Sessions that sample, and when they last did (monotonic time), longest ago first."""
         self.forward = ForwardWork(
@@ -85,7 +84,6 @@ class Trainer:
         return self.cuts_passes and len({*self.sampling, *map(ids.session_of, self.operations.models)}) > 1
 
     def sampled(self, session_id: str) -> None:
-        """Note that a session samples."""
         self.sampling.pop(session_id, None)
         self.sampling[session_id] = time.monotonic()
 

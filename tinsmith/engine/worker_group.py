@@ -54,11 +54,9 @@ class WorkerGroup:
         self._meeting: OwnDirectory | None = None
         """Directory in which workers on this host find each other."""
         self._look_at = 0.0
-        """Monotonic time at which to look again on which hosts workers can start."""
         self._left: list[str] = []
         """Directories of saves that ended with the workers before."""
         self._told = False
-        """Whether the engine knows that they are ready."""
 
     @property
     def is_ready(self) -> bool:
@@ -82,7 +80,6 @@ class WorkerGroup:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that all workers have sampled, those before them included."""
         return sum(worker.sampled_tokens for worker in self.workers)
 
     @property

@@ -39,15 +39,12 @@ class Liveness:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        """Start watching a worker that has just been started."""
         self._config = config
         self.last = Alive(0.0)
-        """Its last heartbeat."""
         self._silent_s = 0.0
         self.is_ready = False
         """Whether it was ready for work. One that is starting loads libraries and models, and may be silent and still for longer."""
         self.beaten = True
-        """Whether a heartbeat came since the last look."""
         self.is_stopped = False
         """Whether the system says that it does not run: then it loads nothing either."""
         self.beats = 0
@@ -138,21 +135,16 @@ class WorkerProcess:
         self.launcher = launcher or Launcher()
         self.program = program
         self.place = Place()
-        """Place of the next worker in its group."""
         self.environment: Mapping[str, str] = {}
-        """Variables that it gets beside those of this process."""
         self.engine = engine
         self.link: ParentLink | None = None
         self.process: WorkerProgram | None = None
         self.state: Literal["starting", "ready", "down"] = "down"
         self.device = ""
         self.models: dict[str, ModelFacts] = {}
-        """Base models that it serves, once the first worker is ready."""
         self.status = NO_STATUS
         self.sampled_before = 0
-        """Tokens that its predecessors have sampled."""
         self.liveness = Liveness(config.server)
-        """Heartbeats of the current worker."""
         self.fault = ""
         """Why the worker that runs, or has just ended, was to end; empty if nobody knows."""
         self.follows = False
@@ -174,7 +166,6 @@ class WorkerProcess:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that all workers in this place have sampled."""
         return self.sampled_before + self.status.sampled_tokens
 
     @property

@@ -26,7 +26,6 @@ class ChildKeys:
     """Keys by which a child knows its parent and is known, in ZeroMQ's text form."""
 
     parent: str
-    """The parent's public key."""
     public: str
     secret: str = field(repr=False)
 
@@ -46,7 +45,6 @@ class Gate:
         of_child, secret_of_child = zmq.curve_keypair()
         self._public_of_child = z85.decode(of_child)
         self.keys = ChildKeys(public.decode(), of_child.decode(), secret_of_child.decode())
-        """Keys that the child is given."""
         self._domains: list[str] = []
 
     def guard(self, socket: "zmq.Socket[bytes]", once: bool) -> None:
@@ -68,7 +66,6 @@ class _Guest(NamedTuple):
     """The child that may connect to a socket."""
 
     key: bytes
-    """Its public key."""
     once: bool
 
 

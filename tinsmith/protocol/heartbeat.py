@@ -16,7 +16,6 @@ from tinsmith.protocol.progress import Exchanges, Progress
 from tinsmith.protocol.serving import Alive
 
 BEAT_S = 0.5
-"""Seconds from one heartbeat to the next."""
 
 _UNREAD = 10
 """Heartbeats that may wait for a parent that does not read; further ones are not sent."""

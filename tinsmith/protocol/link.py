@@ -103,7 +103,6 @@ class ChildLink:
             self._poller.register(socket, zmq.POLLIN)
 
     def forget(self, other: "ParentLink") -> None:
-        """Undo `listen_to`, before `other` is closed."""
         for socket in other.sockets:
             self._poller.unregister(socket)
 
@@ -202,7 +201,6 @@ class ParentLink:
             self._socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close at once; messages that have not left are dropped."""
         self._socket.close(linger=0)
         self._heartbeats.close(linger=0)
         if self._questions is not None:
@@ -242,14 +240,12 @@ class ServerLink:
             raise EngineUnavailableError("the engine is not connected; send the request again") from error
 
     def close(self) -> None:
-        """Close at once; messages that have not left are dropped."""
         self._socket.close(linger=0)
         self._heartbeats.close(linger=0)
         self._directory.close()
 
 
 def _new_address() -> tuple[OwnDirectory, str]:
-    """A new directory, and the address of a socket in it."""
     directory = OwnDirectory(_PREFIX, Path(tempfile.gettempdir()))
     path = directory.path / "child"
     if len(os.fsencode(heartbeat_address(str(path)))) > _MAX_PATH_BYTES:

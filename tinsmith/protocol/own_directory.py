@@ -41,7 +41,6 @@ class OwnDirectory:
         self.path = made.rename(parent / f"{prefix}{named}{made.name.removeprefix(_BEING_MADE)}")
 
     def close(self) -> None:
-        """Delete it with all that is in it."""
         if self._lock >= 0:
             os.close(self._lock)  # before the file goes: NFS keeps a file that is open, and so the directory
             self._lock = -1

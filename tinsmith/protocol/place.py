@@ -43,12 +43,10 @@ class Place:
 
     @property
     def name(self) -> str:
-        """Name of the worker in messages."""
         there = f" on {self.host}" if self.host else ""
         return f"worker {self.rank} of {self.count}{there}" if self.count > 1 else f"the worker{there}"
 
     def writes(self, model_id: str) -> bool:
-        """Whether this is the worker that writes what is saved of a model."""
         return writer_of(model_id, self.count) == self.rank
 
 

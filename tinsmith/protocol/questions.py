@@ -166,7 +166,6 @@ class Questions:
         return answer
 
     def close(self) -> None:
-        """End the connection; no more questions may follow."""
         self._socket.close()
         self._context.term()
 

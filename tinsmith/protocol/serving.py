@@ -28,7 +28,6 @@ class Sample(Message):
     run: int
     """Tells apart runs of one request id: its client may give a sample up and send the id again."""
     base_model: str
-    """Configured name of the base model."""
     weights_id: str | None
     """Ephemeral snapshot, or path of the checkpoint, to sample from; None samples the base weights."""
     num_samples: int
@@ -73,7 +72,6 @@ class Starting(Message):
     step: str
     """A predicate: "loads tiny"."""
     to_come: list[str]
-    """The steps behind it, in order."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,6 @@ class Done(Message):
     error: str | None
     category: Category | None
     payload: bytes
-    """The result; empty for a failure."""
 
     @classmethod
     def of(cls, outcome: Outcome) -> Self:

@@ -35,7 +35,6 @@ class Prepare(Message):
     number: int
     """Comes back with the answer: an operation may be dropped and asked for again."""
     operation: str
-    """Request id of the operation."""
     model_id: str
     base_model: str
     image_digests: list[str]
@@ -87,7 +86,6 @@ class RunPass(Message):
     pieces: list[tuple[str, int]]
     """Operation and index of each datum."""
     lengths: list[int]
-    """Tokens of each of them."""
     together: bool = False
     """Whether all workers compute the one datum that it holds, each a slice of it."""
     pixels: list[dict[str, int]] = field(default_factory=list)
@@ -212,7 +210,6 @@ class FinishSave(Message):
     number: int
     directory: str
     pieces: list[tuple[str, int, int, int]]
-    """Pieces that all workers wrote."""
     error_type: str = ""
     """Type and message of the error with which the call is to fail; empty if all went well."""
     error: str = ""
@@ -284,7 +281,6 @@ class WorkerStatus(Message):
     sampled_tokens: int
     """Since the worker started."""
     memory: dict[str, int]
-    """Bytes that the worker holds, by place."""
     graphs: dict[str, int]
     """Graphs captured since the worker started, by kind; a number that keeps growing says that time is lost."""
 
