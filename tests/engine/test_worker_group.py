@@ -25,7 +25,7 @@ from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import writer_of
-from tinsmith.protocol.questions import Answered, FindMeeting, MeetingPort, OpenMeeting
+from tinsmith.protocol.questions import Answered, FindMeeting, MeetingPort
 from tinsmith.protocol.serving import Alive, CancelSample, EndSession, ForgetCheckpoint, Ready, Recovering, Sample, SampleDone, SampleFailed
 from tinsmith.protocol.work import (
     Answer,
@@ -200,7 +200,7 @@ def test_workers_on_other_hosts_start_when_these_are_known_and_are_told_of_one_m
         assert [worker.place.meeting for worker in spoken.start().workers] == ["tcp://10.0.0.1", "tcp://10.0.0.2"]
         first, second = (worker.answers or pytest.fail("none answers") for worker in spoken.workers)
         assert second(FindMeeting()) == MeetingPort("", 0)  # that of the workers before is none of theirs
-        assert first(OpenMeeting("10.0.0.1", 7)) == Answered()
+        assert first(MeetingPort("10.0.0.1", 7)) == Answered()
         assert second(FindMeeting()) == MeetingPort("10.0.0.1", 7)
         spoken.workers[1].end = KILLED
         assert spoken.group.ended() == f"worker 1 of 2 on 10.0.0.2: {KILLED}"

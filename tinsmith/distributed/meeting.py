@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tinsmith.errors import ConfigError
 from tinsmith.protocol.place import Place, listening_at
-from tinsmith.protocol.questions import Answers, FindMeeting, MeetingPort, OpenMeeting
+from tinsmith.protocol.questions import Answers, FindMeeting, MeetingPort
 
 _LOOK_S = 0.1
 
@@ -62,7 +62,7 @@ def meet(place: Place, ask: Answers) -> dist.Store:
             listener = socket.create_server((place.host, 0))  # at this address only
         port = listener.getsockname()[1]
         store = _store(place, place.host, port, listener.detach())
-        ask(OpenMeeting(place.host, port))
+        ask(MeetingPort(place.host, port))
         return store
     while True:
         answer = ask(FindMeeting())

@@ -10,12 +10,10 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from tinsmith.config import Config
 from tinsmith.engine.checkpoints import CheckpointRows
-from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.recorder import Backoff, Recorder
 from tinsmith.engine.stopping import Stopping
@@ -46,7 +44,7 @@ from tinsmith.protocol.serving import (
 from tinsmith.protocol.work import WorkerReady
 from tinsmith.store import ids
 from tinsmith.store.database import BUSY_S
-from tinsmith.store.files import KEPT_DIR, CheckpointFiles, kept_copies
+from tinsmith.store.files import KEPT_DIR, CheckpointFiles
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
@@ -79,29 +77,10 @@ class Engine:
         heartbeat.worker_busy_s = 0.0
         self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
         shutil.rmtree(Path(config.data_dir) / KEPT_DIR, ignore_errors=True)  # of models that ended with the engine before
-        training = config.training
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
-        checkpoints = CheckpointRows(self.store, files)
-        operations = Operations(
-            lambda: self.workers.models,
-            config.models.max_lora_rank,
-            checkpoints,
-            training.ended_model_ttl_s,
-            self.store.payload,
-            workers.send,
-            partial(kept_copies, Path(config.data_dir)) if training.kept_copies_gib else None,
-        )
-        self.recorder = Recorder(self.store, self._recorded, training.max_unrecorded_mib * 2**20)
-        self.trainer = Trainer(
-            operations,
-            CommandQueue(training.held_operation_s),
-            training.tokens_per_pass * workers.count,
-            config.images.max_image_pixels,
-            self.recorder.record,
-            workers.send,
-            workers=workers.count,
-            cuts_passes=not config.shards_weights,  # every pass puts the layers together: in smaller ones that would take most of the time
-        )
+        operations = Operations(config, CheckpointRows(self.store, files), lambda: self.workers.models, workers.send)
+        self.recorder = Recorder(self.store, self._recorded, config.training.max_unrecorded_mib * 2**20)
+        self.trainer = Trainer(config, workers.count, operations, self.recorder.record, workers.send)
         self.reported: Status | None = None
         self.status_at = 0.0
         self.filed: dict[str, set[int]] = {}

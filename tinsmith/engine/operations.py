@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from tinsmith.config import Config
 from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.engine.model_state import Fresh, LoadedModel, Saved
 from tinsmith.engine.running import Ended, Steps, until_stored
@@ -26,6 +27,7 @@ from tinsmith.protocol.work import (
     TakeSnapshot,
 )
 from tinsmith.store import ids
+from tinsmith.store.files import kept_copies
 from tinsmith.store.records import REJECTED, SESSION_END, Checkpoint, Command
 from tinsmith.wire.checkpoint_requests import (
     CreateFromCheckpointRequest,
@@ -43,29 +45,15 @@ log = logging.getLogger(__name__)
 
 
 class Operations:
-    """Starts operations. `send` tells the worker; `facts` are those of the base models that it serves."""
+    """Starts operations. `send` tells the workers; `facts` are those of the base models that they serve."""
 
     def __init__(
-        self,
-        facts: Callable[[], Mapping[str, ModelFacts]],
-        max_lora_rank: int,
-        checkpoints: CheckpointRows,
-        ended_ttl_s: float,
-        read_payload: Callable[[Command], bytes],
-        send: Callable[[Message], None],
-        copies: Callable[[str], Path] | None = None,
+        self, config: Config, checkpoints: CheckpointRows, facts: Callable[[], Mapping[str, ModelFacts]], send: Callable[[Message], None]
     ) -> None:
-        """`read_payload` fetches a command's payload when its turn comes. Kept copies of a model go to `copies`, if there.
-
-        A model that the server unloads is kept as a checkpoint for `ended_ttl_s` seconds.
-        """
-        self.facts = facts
-        self.max_lora_rank = max_lora_rank
+        self.config = config
         self.checkpoints = checkpoints
-        self.ended_ttl_s = ended_ttl_s
-        self.read_payload = read_payload
+        self.facts = facts
         self.send = send
-        self.copies = copies
         self.models: dict[str, LoadedModel] = {}
         self._numbers = iter(range(1, 2**63))
 
@@ -79,7 +67,7 @@ class Operations:
 
     def read(self, command: Command) -> BaseModel:
         """Parse the request of a command. Raises TinsmithError."""
-        payload = self.read_payload(command)
+        payload = self.checkpoints.store.payload(command)
         if command.kind == REJECTED:
             raise UserError(payload.decode())
         return parse_json(OPERATIONS[command.kind], payload)
@@ -130,13 +118,14 @@ class Operations:
         """Save a model that the server is going to unload, if it was ever created."""
         if model_id not in self.models:
             return Ended({})
-        saved = yield from self._written(self.models[model_id], CheckpointPath(model_id, "training", SESSION_END), self.ended_ttl_s)
+        ttl_s = self.config.training.ended_model_ttl_s
+        saved = yield from self._written(self.models[model_id], CheckpointPath(model_id, "training", SESSION_END), ttl_s)
         yield from until_stored(lambda: self.checkpoints.store.unload_model(model_id))
         log.info(
             "model %s is kept as %s for %.3g days; go on with create_training_client_from_state_with_optimizer(%r)",
             model_id,
             saved.tinker_path,
-            self.ended_ttl_s / 86400,
+            ttl_s / 86400,
             saved.tinker_path,
         )
         return Ended({})
@@ -158,8 +147,9 @@ class Operations:
         return Ended({"model_id": model_id, "type": "create_model"}, {"seed": seed} | found)
 
     def _check_rank(self, rank: int) -> None:
-        if rank > self.max_lora_rank:
-            raise UserError(rank_refusal(rank, self.max_lora_rank))
+        largest = self.config.models.max_lora_rank
+        if rank > largest:
+            raise UserError(rank_refusal(rank, largest))
 
     def _optim_step(self, command: Command, adam: AdamParams) -> Steps[Ended]:
         model = self.model(command.model_id)
@@ -188,9 +178,11 @@ class Operations:
 
     def _copy_after(self, model: LoadedModel, seq_id: int) -> tuple[str, str]:
         """Return where a step's copy goes, and where the one before is; none for full weights, which are too large."""
-        if self.copies is None or model.shape.rank == 0:
+        if not self.config.training.kept_copies_gib or model.shape.rank == 0:
             return "", ""
-        return str(self.copies(model.model_id) / str(seq_id)), model.origin.directory if isinstance(model.origin, Saved) else ""
+        return str(kept_copies(Path(self.config.data_dir), model.model_id) / str(seq_id)), model.origin.directory if isinstance(
+            model.origin, Saved
+        ) else ""
 
     def _snapshot(self, command: Command, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
         model = self.model(command.model_id)

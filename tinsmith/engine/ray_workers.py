@@ -123,6 +123,7 @@ class RayActors(Launcher):
         return [addresses[node] for node in self._nodes] if {*self._nodes} != {self._own_node} else []
 
     def launch(self, launch: WorkerStart) -> "RayProgram":
+        """Start a program in a new actor, where `hosts` has said last."""
         place = PlacementGroupSchedulingStrategy(self._reserved, launch.place.rank)
         actor: Any = ray.remote(WorkerActor).options(scheduling_strategy=place, max_restarts=0, max_task_retries=0, **self._needs).remote()
         left = {name: value for name, value in os.environ.items() if name not in GIVEN_BY_RAY and not name.startswith("RAY_")}

@@ -18,7 +18,6 @@ from tinsmith.protocol.questions import (
     ForgetSequences,
     KeepSequences,
     MeetingPort,
-    OpenMeeting,
     Sequences,
 )
 from tinsmith.store.recorded_sequences import RecordedSequences
@@ -79,8 +78,8 @@ class GroupAnswers:
     def answer(self, question: Message) -> Message:
         """Answer a worker's question."""
         match question:
-            case OpenMeeting():
-                self._meeting = MeetingPort(question.host, question.port)
+            case MeetingPort():
+                self._meeting = question
                 return Answered()
             case FindMeeting():
                 return self._meeting

@@ -13,6 +13,7 @@ from functools import partial
 
 import orjson
 
+from tinsmith.config import Config
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.crash_recovery import CrashRecovery
 from tinsmith.engine.forward_work import ForwardWork
@@ -46,19 +47,16 @@ class Trainer:
 
     def __init__(
         self,
+        config: Config,
+        workers: int,
         operations: Operations,
-        queue: CommandQueue,
-        tokens_per_pass: int,
-        max_pixels: int,
         record: Callable[[list[Outcome]], None],
         send: Callable[[Message], None],
-        workers: int,
-        cuts_passes: bool,
     ) -> None:
-        """A pass is divided among `workers`. With `cuts_passes` none is to keep other sessions waiting for long (`ForwardWork`)."""
-        self.cuts_passes = cuts_passes
+        """A pass is divided among `workers`."""
+        self.cuts_passes = not config.shards_weights  # every pass gathers the layers: in small ones that would take most of the time
         self.operations = operations
-        self.queue = queue
+        self.queue = CommandQueue(config.training.held_operation_s)
         self.record = record
         self.send = send
         self.models = ModelStates()
@@ -66,8 +64,8 @@ class Trainer:
         self.sampling: dict[str, float] = {}
         """Sessions that sample, and when they last did (monotonic time), longest ago first."""
         self.forward = ForwardWork(
-            *(tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared),
-            workers=workers,
+            *(config.training.tokens_per_pass * workers, config.images.max_image_pixels, operations.next_number, send),
+            *(self._fail, self._put_back, self._put_off, self._is_shared, workers),
         )
         self.stops = False
         """Whether the server stops, so that nothing is tried again."""
@@ -291,7 +289,7 @@ class Trainer:
     def _prepare(self, command: Command) -> None:
         """Let the workers check and measure a forward command. Raises StoreUnavailableError if it cannot be read now."""
         with failing_into(lambda error: self._fail(command, error), StoreUnavailableError):
-            payload = self.operations.read_payload(command)
+            payload = self.operations.checkpoints.store.payload(command)
             model = self.operations.model(command.model_id)
             self.forward.add(command, model.base_model, payload)
 

@@ -201,6 +201,7 @@ class ParentLink:
             self._socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK)
 
     def close(self) -> None:
+        """Close at once; messages that have not left are dropped."""
         self._socket.close(linger=0)
         self._heartbeats.close(linger=0)
         if self._questions is not None:

@@ -101,21 +101,13 @@ class ForgetSequences(Message):
 
 
 @dataclass(frozen=True)
-class OpenMeeting(Message):
-    """Workers of several hosts can meet at this port from now on. Said by the first of them."""
-
-    host: str
-    port: int
-
-
-@dataclass(frozen=True)
 class FindMeeting(Message):
     """Asks where the workers of several hosts meet."""
 
 
 @dataclass(frozen=True)
 class MeetingPort(Message):
-    """There; the port is 0 as long as nobody knows."""
+    """The port at which workers of several hosts meet, as the first of them says when it has opened it; 0 in an answer before that."""
 
     host: str
     port: int
