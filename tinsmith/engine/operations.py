@@ -180,9 +180,8 @@ class Operations:
         """Return where a step's copy goes, and where the one before is; none for full weights, which are too large."""
         if not self.config.training.kept_copies_gib or model.shape.rank == 0:
             return "", ""
-        return str(kept_copies(Path(self.config.data_dir), model.model_id) / str(seq_id)), model.origin.directory if isinstance(
-            model.origin, Saved
-        ) else ""
+        before = model.origin.directory if isinstance(model.origin, Saved) else ""
+        return str(kept_copies(Path(self.config.data_dir), model.model_id) / str(seq_id)), before
 
     def _snapshot(self, command: Command, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
         model = self.model(command.model_id)
