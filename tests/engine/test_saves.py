@@ -237,7 +237,9 @@ def test_a_step_that_runs_when_the_save_ends_counts_once_it_is_finished(here: He
 def test_a_save_that_is_cut_short_is_written_again_before_what_comes_behind_it(here: Here, disk: SlowDisk) -> None:
     before = state(here)
     hold_save(here, disk)
-    number = here.engine.trainer.models[MODEL].saving.in_call
+    saving = here.engine.trainer.models[MODEL].saving
+    assert saving is not None
+    number = saving.in_call
     assert number is not None
     here.process.is_stuck = True
     here.forward("a", 4, LENGTHS)

@@ -63,9 +63,9 @@ class Trainer:
         self.trained_tokens = 0
         self.sampling: dict[str, float] = {}
         """Sessions that sample, and when they last did (monotonic time), longest ago first."""
+        tokens, pixels = config.training.tokens_per_pass * workers, config.images.max_image_pixels
         self.forward = ForwardWork(
-            *(config.training.tokens_per_pass * workers, config.images.max_image_pixels, operations.next_number, send),
-            *(self._fail, self._put_back, self._put_off, self._is_shared, workers),
+            *(tokens, pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared, workers)
         )
         self.stops = False
         """Whether the server stops, so that nothing is tried again."""
