@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import torch
 
 from tinsmith.config import Config
-from tinsmith.distributed.hosts import workers_beside
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import ModelBytes, divide_memory, full_state, longest_together, longest_trained, model_bytes, reserve_of
@@ -73,7 +72,7 @@ class DeviceMemory:
 
 def _share_of_host(free: int, group: ProcessGroup) -> int:
     """Return each worker's share of its host's free memory; the smallest counts for all."""
-    return min(each // workers for each, workers in zip(group.gather(free), workers_beside(group), strict=True))
+    return min(each // workers for each, workers in zip(group.gather(free), group.workers_beside(), strict=True))
 
 
 def _model_bytes(base: BaseModel, rank: int, config: Config, parts: int) -> ModelBytes:
