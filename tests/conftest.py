@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ if os.environ.get("TINSMITH_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which transformers does; its kernels then compute on a CPU
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the server has it: threads that spin take the cores from other processes
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # here and in what tests start: threads waited for each other a tenth of the time
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, here and in all that tests start
 
 from tests.crashes import pytest_testnodedown
 from tests.extent import EVERYTHING
