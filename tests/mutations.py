@@ -377,14 +377,14 @@ MUTATIONS = (
     ),
     Mutation(
         "top_p keeps one token too few",
-        "tinsmith/sampling/truncation.py",
+        "tinsmith/sampling/choose.py",
         "fewer = (missing + of_tie - 1) // of_tie",
         "fewer = missing // of_tie",
         (CHOOSE,),
     ),
     Mutation(
         "top_k keeps one token too many",
-        "tinsmith/sampling/truncation.py",
+        "tinsmith/sampling/choose.py",
         "k = torch.where(top_k > 0, top_k, vocabulary)",
         "k = torch.where(top_k > 0, top_k + 1, vocabulary)",
         (CHOOSE,),
@@ -413,7 +413,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the samples of a request share their random numbers",
-        "tinsmith/sampling/randomness.py",
+        "tinsmith/sampling/choose.py",
         "state = _mix(state ^ _mix(samples + _signed(2 * _GAMMA)))",
         "state = _mix(state ^ _mix(samples * 0 + _signed(2 * _GAMMA)))",
         (CHOOSE,),

@@ -20,7 +20,7 @@ from tinsmith.models.budget import (
 from tinsmith.models.machine import Machine
 from tinsmith.models.pass_memory import PassMemory, Recomputation
 from tinsmith.models.sizing import Sizes, beside_weights
-from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
+from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes
 
 
 @dataclass(frozen=True)

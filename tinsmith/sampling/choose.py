@@ -1,6 +1,7 @@
 """Logits -> the next token of each sequence and its log-probability."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -10,8 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tinsmith.models.device import has_triton, upload
-from tinsmith.sampling.randomness import uniforms
-from tinsmith.sampling.truncation import truncate
 
 COLDEST = float(np.finfo(np.float32).tiny)
 """The lowest temperature above 0: devices without subnormal numbers take smaller ones for 0, and 0 / 0 is NaN."""
@@ -192,3 +191,113 @@ def _filled(level: Tensor) -> Tensor:
     """The level padded with nodes of probability 0, so that each parent has all its children."""
     missing = -level.shape[1] % BRANCHES
     return pad(level, (0, missing)) if missing else level
+
+
+# Top-k and top-p
+
+
+WEIGHT_BITS = 44
+"""The likeliest token weighs 2**44: sums over a vocabulary of 2**18 tokens fit into 63 bits."""
+
+
+def truncate(logits: Tensor, logprobs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`logprobs` [n, vocabulary] with -inf outside the top k tokens, then outside the smallest set of probability top_p among the rest.
+
+    top_k [n] int64, of which values below 1 are off, and top_p [n] float32, of which 1 is off. The `logits` [n, vocabulary] float32 say
+    which token is likelier: a high temperature makes their log-probabilities equal. The likeliest token is always kept.
+    """
+    keys = order_preserving(logits)  # [n, vocabulary]
+    vocabulary = logits.shape[1]
+    k = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
+    last = _last_kept(keys, None, k)
+    tied = k - _above(keys, None, last)  # how many of the tokens at `last` are kept
+
+    weights = ((logprobs - logprobs.amax(-1, keepdim=True)).exp() * 2.0**WEIGHT_BITS).to(torch.int64)
+    above = _above(keys, weights, last)
+    of_tie = torch.where(keys == last.unsqueeze(1), weights, 0).amax(-1)
+    total = above + tied * of_tie
+    enough = (total.to(torch.float64) * top_p.to(torch.float64)).ceil().to(torch.int64).clamp(min=1)
+    inner = torch.maximum(_last_kept(keys, weights, enough), last)
+    missing = enough - _above(keys, weights, inner)
+    of_tie = torch.where(keys == inner.unsqueeze(1), weights, 0).amax(-1).clamp(min=1)
+    fewer = (missing + of_tie - 1) // of_tie
+    on = top_p < 1
+    tied = torch.where(on, torch.where(inner == last, torch.minimum(fewer, tied), fewer), tied)
+    last = torch.where(on, inner, last)
+
+    level = keys == last.unsqueeze(1)
+    kept = (keys > last.unsqueeze(1)) | (level & (level.cumsum(-1) <= tied.unsqueeze(1)))
+    return logprobs.masked_fill(~kept, -torch.inf)
+
+
+def order_preserving(numbers: Tensor) -> Tensor:
+    """int32 numbers in the order of these float32 numbers; equal ones, such as 0 and -0, have equal images."""
+    bits = (numbers + 0.0).view(torch.int32)  # -0 + 0 is 0
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _last_kept(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
+    """The largest number [n] int32 for which the keys from it on weigh `least` [n] or more; without weights each weighs 1."""
+    if keys.is_cuda and has_triton():
+        from tinsmith.sampling.choose_kernels import last_kept_kernel
+
+        return last_kept_kernel(keys, weights, least)
+    return last_kept_reference(keys, weights, least)
+
+
+def last_kept_reference(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
+    """The same in PyTorch."""
+    found = torch.full_like(least, -(2**31), dtype=torch.int32)
+    found = torch.where(_weight_from(keys, weights, torch.zeros_like(found)) >= least, 0, found)
+    for bit in reversed(range(31)):
+        larger = found + 2**bit
+        found = torch.where(_weight_from(keys, weights, larger) >= least, larger, found)
+    return found
+
+
+def _above(keys: Tensor, weights: Tensor | None, last: Tensor) -> Tensor:
+    """Sum up the weights of the keys above `last`: [n] int64."""
+    return _weight_from(keys, weights, last + 1)
+
+
+def _weight_from(keys: Tensor, weights: Tensor | None, first: Tensor) -> Tensor:
+    """Sum up the weights of the keys from `first` [n] on: [n] int64."""
+    chosen = keys >= first.unsqueeze(1)
+    return chosen.sum(-1) if weights is None else torch.where(chosen, weights, 0).sum(-1)
+
+
+# Random numbers
+
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def as_bits(numbers: Sequence[int] | np.ndarray) -> Tensor:
+    """Numbers [n] of 0 to 2**64 - 1 as int64 with the same bits, on the CPU."""
+    return torch.from_numpy(np.array(numbers, dtype=np.uint64).view(np.int64))
+
+
+def uniforms(seeds: Tensor, samples: Tensor, positions: Tensor, count: int = 1) -> Tensor:
+    """`count` numbers in [0, 1) for each (seed, sample, position), all [n] int64; returns [count, n] float64."""
+    state = _mix(seeds + _signed(_GAMMA))
+    state = _mix(state ^ _mix(samples + _signed(2 * _GAMMA)))
+    state = _mix(state ^ _mix(positions + _signed(3 * _GAMMA)))
+    steps = torch.arange(count, device=state.device).unsqueeze(1) * _signed(_GAMMA)
+    state = _mix(state + steps)  # [count, n]
+    return _shifted(state, 11).to(torch.float64) * 2.0**-53
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Z shifted to the right, with zeros coming in: PyTorch's own shift repeats the sign."""
+    return torch.bitwise_and(z >> bits, 2 ** (64 - bits) - 1)
+
+
+def _signed(bits: int) -> int:
+    """The int64 with these bits; what is beyond 64 of them is dropped."""
+    return (bits + 2**63) % 2**64 - 2**63

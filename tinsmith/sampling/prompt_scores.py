@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.choose import draw, draws_needed, logprobs_at
-from tinsmith.sampling.randomness import as_bits, uniforms
+from tinsmith.sampling.choose import as_bits, draw, draws_needed, logprobs_at, uniforms
 from tinsmith.wire.prompt_scores import Alternatives, PromptAnswers, PromptQuestions, TargetLogprobs, TopLogprobs
 from tinsmith.wire.sample import SamplingParams
 

@@ -45,12 +45,10 @@ from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.leaks import CHUNK, EXACT, Probe, check_leaks, gradients, packed_logprobs
-from tinsmith.sampling.local.cache_shape import CacheSizes
-from tinsmith.sampling.local.kv_cache import blocks_for
+from tinsmith.sampling.local.kv_cache import CacheSizes, blocks_for
 from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.rounding import EXACT_NOISE, NOISE, rounded_otherwise
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
-from tinsmith.sampling.tower_check import check_tower
+from tinsmith.sampling.tower_check import EXACT_NOISE, NOISE, check_tower, rounded_otherwise
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule

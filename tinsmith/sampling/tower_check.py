@@ -3,16 +3,19 @@
 Random images of two sizes go through ours together, and through theirs one after the other.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.images import ImageFeatures, ImageInput
 from tinsmith.rendering.processor import LocalProcessor
-from tinsmith.sampling.rounding import NOISE, rounded_otherwise
 
 SIZES = ((150, 230), (64, 40), (150, 230))
 """Width and height of the images; the model's processor may enlarge them. The larger ones have several windows, some of them cut."""
@@ -59,3 +62,33 @@ def _difference(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> float:
     """The largest of any image and layer, relative to the size of the features."""
     pairs = [(a.float(), b.float()) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
     return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
+
+
+NOISE = 3.0
+"""The most by which we may differ from transformers in half precision, in units of what it differs from itself with other roundings."""
+EXACT_NOISE = 10.0
+"""The same in float32, for models that enlarge rounding, such as some that were trained with high learning rates. It is more than in half
+precision: single values count there, not means, and sums inside of a module round more often than its output does here."""
+
+
+@contextmanager
+def rounded_otherwise(model: nn.Module) -> Iterator[None]:
+    """Outputs of the model's linears, norms and so on change by up to one unit of their last place, at random."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def change(_module: object, _inputs: object, output: Any) -> Any:
+        if not isinstance(output, Tensor):
+            return output
+        if output.device not in generators:
+            generators[output.device] = torch.Generator(output.device).manual_seed(0)
+        drawn = torch.rand(output.shape, generator=generators[output.device], device=output.device)
+        relative = torch.finfo(output.dtype).eps / 2 * (2 * drawn - 1)
+        return (output * (1 + relative)).to(output.dtype)
+
+    leaves = [module for module in model.modules() if not list(module.children())]
+    handles = [module.register_forward_hook(change) for module in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

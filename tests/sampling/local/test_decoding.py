@@ -22,10 +22,10 @@ from tinsmith.models.lora import Adapter
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import likeliest
 from tinsmith.sampling.local import decode_step, decoding
+from tinsmith.sampling.local.cached_attention import paged_reference
 from tinsmith.sampling.local.decode_graph import rung_of
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows
 from tinsmith.sampling.local.device_batch import FIELDS, DeviceBatch
-from tinsmith.sampling.local.paged_attention import paged_reference
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled

@@ -22,7 +22,7 @@ from tinsmith.models.packed_lora import Adapters, SegmentAdapters
 from tinsmith.models.stable_attention import stable_attention
 from tinsmith.rendering.packing import segments_of
 from tinsmith.sampling.choose import DeviceChoice, choose_next
-from tinsmith.sampling.local.delta_step import convolve_step, delta_step
+from tinsmith.sampling.local.cached_attention import gathered_bytes, has_kernel, paged_attention, store_and_attend
 from tinsmith.sampling.local.device_batch import (
     ADVANCE,
     COLUMNS,
@@ -40,8 +40,7 @@ from tinsmith.sampling.local.device_batch import (
     write_places,
 )
 from tinsmith.sampling.local.kv_cache import KVCache
-from tinsmith.sampling.local.paged_attention import gathered_bytes, has_kernel, paged_attention, store_and_attend
-from tinsmith.sampling.local.states import StateSlots, StateSteps
+from tinsmith.sampling.local.states import StateSlots, StateSteps, convolve_step, delta_step
 from tinsmith.training.logprobs import head_logits, head_lora
 
 MOST_GATHERED = 2**28

@@ -27,10 +27,9 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import choose
-from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
 from tinsmith.sampling.local.cached_attention import CachedPlan, Window
 from tinsmith.sampling.local.decoding import Decoding, Drawn, Flight
-from tinsmith.sampling.local.kv_cache import KVCache
+from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes, KVCache
 from tinsmith.sampling.local.schedule import Schedule
 from tinsmith.sampling.local.sequence import SampleJob, SequenceState, StopRuleState, choice_of
 from tinsmith.sampling.local.states import StateSlots

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.delta_rule import Lengths, convolve, gated_delta_rule
-from tinsmith.models.device import reserve_zeros
-from tinsmith.sampling.local.cache_shape import CacheShape
+from tinsmith.models.device import has_triton, reserve_zeros
+from tinsmith.models.with_kernel import HALF
+from tinsmith.sampling.local.kv_cache import CacheShape
 
 
 class StateSlots:
@@ -141,3 +142,51 @@ class StateSteps:
         for layer, index in self.states.index.items():
             self.states.inputs[index].index_copy_(0, self.slots, self.inputs[layer])
             self.states.memory[index].index_copy_(0, self.slots, self.memory[layer])
+
+
+# One token of each row, in place
+
+
+def convolve_step(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> Tensor:
+    """The convolution of one new input of each row, then SiLU: x [rows, channels], weight [channels, taps] -> [rows, channels].
+
+    inputs [slots, taps - 1, channels] are the last ones of every slot, in place; `slots` [rows] says which is whose.
+    """
+    if _has_kernel(x):
+        from tinsmith.sampling.local.delta_step_kernels import convolve_kernel
+
+        return convolve_kernel(x, weight, inputs, slots)
+    return convolve_step_reference(x, weight, inputs, slots)
+
+
+def convolve_step_reference(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> Tensor:
+    """`convolve_step` in PyTorch."""
+    index = slots.long()
+    out, after = convolve(x, weight, Lengths((1,) * len(x)), inputs.index_select(0, index))
+    inputs.index_copy_(0, index, after.to(inputs.dtype))
+    return out
+
+
+def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor) -> Tensor:
+    """The gated delta rule for one token of each row: [rows, value_heads, value_dim].
+
+    query and key [rows, key_heads, key_dim], value [rows, value_heads, value_dim], decay (a logarithm) and beta [rows, value_heads]. memory
+    [slots, value_heads, key_dim, value_dim] float32 holds the states of every slot, in place; `slots` [rows] says which is whose.
+    """
+    if _has_kernel(query):
+        from tinsmith.sampling.local.delta_step_kernels import delta_kernel
+
+        return delta_kernel(query, key, value, decay, beta, memory, slots)
+    return delta_step_reference(query, key, value, decay, beta, memory, slots)
+
+
+def delta_step_reference(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor) -> Tensor:
+    """`delta_step` in PyTorch."""
+    index = slots.long()
+    out, after = gated_delta_rule(query, key, value, decay, beta, Lengths((1,) * len(query)), memory.index_select(0, index))
+    memory.index_copy_(0, index, after.to(memory.dtype))
+    return out
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (*HALF, torch.float32) and has_triton()
