@@ -407,8 +407,8 @@ MUTATIONS = (
     Mutation(
         "what a seed gives depends on what runs beside",
         "tinsmith/sampling/local/sequence.py",
-        "seed=np.array([s.job.seed for s in sequences], dtype=np.uint64),",
-        "seed=np.array([s.job.seed + place for place, s in enumerate(sequences)], dtype=np.uint64),",
+        "seed=[s.job.seed for s in sequences],",
+        "seed=[s.job.seed + place for place, s in enumerate(sequences)],",
         ("tests/sampling/local/test_decoding.py::test_each_gets_what_it_would_get_alone",),
     ),
     Mutation(

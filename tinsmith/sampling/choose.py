@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tinsmith.models.device import has_triton, upload
+from tinsmith.wire.sample import SamplingParams
 
 COLDEST = float(np.finfo(np.float32).tiny)
 """The lowest temperature above 0: devices without subnormal numbers take smaller ones for 0, and 0 / 0 is NaN."""
@@ -37,6 +38,21 @@ class Choice:
     """Number of tokens that the sequence has generated."""
     topk: NDArray[np.int64]
     """Number of likeliest tokens to report; 0 is none."""
+
+    @classmethod
+    def for_params(
+        cls, params: Sequence[SamplingParams], seed: Sequence[int], sample: Sequence[int], position: Sequence[int], topk: Sequence[int]
+    ) -> "Choice":
+        """The choices of sequences with these parameters."""
+        return cls(
+            temperature=np.array([p.temperature for p in params], dtype=np.float32),
+            top_k=np.array([p.top_k for p in params], dtype=np.int64),
+            top_p=np.array([p.top_p for p in params], dtype=np.float32),
+            seed=np.array(seed, dtype=np.uint64),
+            sample=np.array(sample, dtype=np.uint64),
+            position=np.array(position, dtype=np.uint64),
+            topk=np.array(topk, dtype=np.int64),
+        )
 
     def of(self, rows: slice) -> "Choice":
         """The choices of some of the sequences."""

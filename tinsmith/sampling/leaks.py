@@ -131,11 +131,8 @@ def _embeddings(base: BaseModel) -> Iterator[list[Tensor]]:
         kept.append(output.detach().requires_grad_())
         return kept[-1]
 
-    handle = base.language_model.get_input_embeddings().register_forward_hook(keep)
-    try:
+    with base.language_model.get_input_embeddings().register_forward_hook(keep):
         yield kept
-    finally:
-        handle.remove()
 
 
 def _compare_gradients(probes: Sequence[Probe], own: Collection[int], found: Gradients, alone: Sequence[Gradients]) -> None:

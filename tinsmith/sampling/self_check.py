@@ -18,7 +18,7 @@ through the search for leaks once, and through a few steps of the sampler withou
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -230,16 +230,13 @@ def _random_image(base: BaseModel, generator: np.random.Generator) -> list[Chunk
 @contextmanager
 def _short_windows(base: BaseModel) -> Iterator[None]:
     """Sliding windows of `WINDOW` tokens, in the configuration, which makes transformers' masks, and in the layers, which tell us."""
-    holders = [base.language_model.config, *base.language_model.modules()]
-    kept = [(holder, getattr(holder, "sliding_window", None)) for holder in holders]
-    kept = [(holder, window) for holder, window in kept if isinstance(window, int) and window > WINDOW]
-    try:
-        for holder, _ in kept:
-            holder.sliding_window = WINDOW
+    with ExitStack() as restored:
+        for holder in (base.language_model.config, *base.language_model.modules()):
+            window = getattr(holder, "sliding_window", None)
+            if isinstance(window, int) and window > WINDOW:
+                restored.callback(setattr, holder, "sliding_window", window)
+                holder.sliding_window = WINDOW
         yield
-    finally:
-        for holder, window in kept:
-            holder.sliding_window = window
 
 
 # The ways to compute them
@@ -298,12 +295,11 @@ def _transformers_logprobs(base: BaseModel, probe: Probe, implementation: str) -
         extra["pixel_values"] = torch.cat([p.pixel_values for p in rendered.images]).to(base.device, base.dtype)
         extra["image_grid_thw"] = torch.tensor([p.grid_thw for p in rendered.images], device=base.device)
         extra["mm_token_type_ids"] = (ids == base.config.image_token_id).int()
-    use_attention(base.network, base.family, implementation)
-    try:
-        with base.active.during([Segment(0, len(rendered), probe.adapter)]):
-            logits = base.network(input_ids=ids, use_cache=False, **extra).logits[0]
-    finally:
-        use_attention(base.network, base.family, ATTENTION)
+    with ExitStack() as restored:
+        restored.callback(use_attention, base.network, base.family, ATTENTION)
+        use_attention(base.network, base.family, implementation)
+        restored.enter_context(base.active.during([Segment(0, len(rendered), probe.adapter)]))
+        logits = base.network(input_ids=ids, use_cache=False, **extra).logits[0]
     logprobs: Tensor = logits[:-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
     return logprobs.cpu()
 

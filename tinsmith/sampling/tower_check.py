@@ -4,7 +4,7 @@ Random images of two sizes go through ours together, and through theirs one afte
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -85,10 +85,8 @@ def rounded_otherwise(model: nn.Module) -> Iterator[None]:
         relative = torch.finfo(output.dtype).eps / 2 * (2 * drawn - 1)
         return (output * (1 + relative)).to(output.dtype)
 
-    leaves = [module for module in model.modules() if not list(module.children())]
-    handles = [module.register_forward_hook(change) for module in leaves]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if not list(module.children()):
+                hooks.enter_context(module.register_forward_hook(change))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -19,7 +19,7 @@ from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.stable_attention import stable_attention
 from tinsmith.models.with_kernel import HALF
 from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
-from tinsmith.sampling.local.states import StateSlots, StateSteps
+from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps
 from tinsmith.sampling.prefix import BLOCK
 
 NARROW = 16
@@ -44,7 +44,7 @@ class Window:
         return [self.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(self.start, self.end)]
 
 
-class CachedPlan:
+class CachedPlan(StatefulPlan):
     """The `PassPlan` of a row of windows, each window's tokens next to each other, in row order."""
 
     def __init__(self, cache: KVCache, windows: Sequence[Window], states: StateSlots | None = None, stable: bool = False) -> None:
@@ -56,10 +56,12 @@ class CachedPlan:
             total += len(window)
         fresh = [i for i, window in enumerate(windows) if window.start == 0]
         rows = [row for i in fresh for row in range(starts[i], starts[i] + len(windows[i]))]
+        steps = None
+        if states:
+            steps = StateSteps(states, upload(np.array([w.slot for w in windows]), device), [len(w) for w in windows])
+        super().__init__(steps)
         self.cache = cache
         self.places = upload(np.array([place for window in windows for place in window.places()]), device)
-        slots = upload(np.array([w.slot for w in windows]), device)
-        self.steps = StateSteps(states, slots, [len(w) for w in windows]) if states else None
         self.fresh = upload(np.array(rows, dtype=np.int64), device)
         self.packed = PackedPlan([len(windows[i]) for i in fresh], device, dtype) if fresh else None
         continued = [(start, window) for start, window in zip(starts, windows, strict=True) if window.start > 0]
@@ -80,19 +82,6 @@ class CachedPlan:
         for group in self.groups:
             out[group.rows] = group.attend(query[group.rows], *self.cache.of_layer(layer), scale, window)
         return out
-
-    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        assert self.steps, "a gated delta net needs states"
-        return self.steps.convolve(layer, x, weight)
-
-    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        assert self.steps, "a gated delta net needs states"
-        return self.steps.delta_rule(layer, query, key, value, decay, beta)
-
-    def commit(self) -> None:
-        """The whole pass has succeeded: from now on the slots hold the states after its windows."""
-        if self.steps:
-            self.steps.commit()
 
 
 def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, Tensor]:

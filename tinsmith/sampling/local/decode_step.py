@@ -40,7 +40,7 @@ from tinsmith.sampling.local.device_batch import (
     write_places,
 )
 from tinsmith.sampling.local.kv_cache import KVCache
-from tinsmith.sampling.local.states import StateSlots, StateSteps, convolve_step, delta_step
+from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps, StepsInPlace
 from tinsmith.training.logprobs import head_logits, head_lora
 
 MOST_GATHERED = 2**28
@@ -75,27 +75,7 @@ class StepRows:
     """The owner of the weights of all rows, where these are not among the columns; None for the base and its columns."""
 
 
-class StepsInPlace:
-    """Steps the states of gated delta nets where they lie, for a step that is not tried again: there is no copy of any."""
-
-    def __init__(self, states: StateSlots, slots: Tensor) -> None:
-        """`slots` [rows] are those of the rows; rows that nobody has may share one."""
-        self.states = states
-        self.slots = slots
-
-    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """Convolve one token of each row (`PassPlan.convolve`)."""
-        return convolve_step(x, weight, self.states.inputs[self.states.index[layer]], self.slots)
-
-    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Apply the delta rule to one token of each row (`PassPlan.delta_rule`)."""
-        return delta_step(query, key, value, decay, beta, self.states.memory[self.states.index[layer]], self.slots)
-
-    def commit(self) -> None:
-        """The states are those after the step already."""
-
-
-class DecodePlan:
+class DecodePlan(StatefulPlan):
     """The `PassPlan` of one new token for each row of a batch."""
 
     def __init__(
@@ -108,6 +88,7 @@ class DecodePlan:
         stable: bool,
     ) -> None:
         """If `stable`, attention is computed as in `models/stable_attention.py`."""
+        super().__init__(steps)
         self.cache = cache
         self.stable = stable
         self.state, self.table = state, table
@@ -118,7 +99,6 @@ class DecodePlan:
             else (group.rows, table[group.rows, : group.blocks], lengths[group.rows])
             for group in groups
         ]
-        self.steps = steps
 
     @cached_property
     def places(self) -> Tensor:
@@ -140,14 +120,6 @@ class DecodePlan:
             out[rows] = compute(query[rows], keys, values, table, lengths, scale, window)
         assert out is not None, "a step has rows"
         return out
-
-    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        assert self.steps, "a gated delta net needs states"
-        return self.steps.convolve(layer, x, weight)
-
-    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        assert self.steps, "a gated delta net needs states"
-        return self.steps.delta_rule(layer, query, key, value, decay, beta)
 
 
 class DecodeStep:
@@ -181,8 +153,7 @@ class DecodeStep:
             logits = self._logits_of(rows.owner, state, positions, plan)
         tokens, logprobs = choose_next(logits, choice_of_rows(state), rows.truncates)
         drawn = torch.stack([tokens.double(), logprobs.double()], dim=1)  # [rows, 2]
-        if steps:
-            steps.commit()
+        plan.commit()
         # From here on nothing takes memory: a state that has been stepped is not stepped again.
         batch.drawn[: rows.count].copy_(drawn)
         state[:, TOKEN].copy_(tokens)

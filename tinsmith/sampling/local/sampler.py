@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from tinsmith.config import SamplingConfig
-from tinsmith.errors import DeviceLostError, TinsmithError, UserError
+from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE
 from tinsmith.models.device import upload
 from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.models.threads import threads_for
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
@@ -143,6 +144,7 @@ class LocalSampler:
         What runs out of memory leaves no trace, and is smaller the next time. Raises errors of deciding what to compute, for which no
         single request is responsible.
         """
+        self.deliver = deliver
         try:
             if not self.flights:
                 self.schedule.grow()
@@ -157,11 +159,7 @@ class LocalSampler:
             if deliver is not None:
                 deliver(events)
                 events = []
-            self.deliver = deliver
-            try:
-                events += self._compute_prompts(windows)
-            finally:
-                self.deliver = None
+            events += self._compute_prompts(windows)
         events += self._taken_meanwhile()
         self._rest()
         return events
@@ -206,17 +204,9 @@ class LocalSampler:
         failed: list[list[SequenceState]] = []
         self.must_settle = False
         for group in self.decoding.groups(self.schedule.running):
-            group = _there(group)
-            if not group:
-                continue
-            try:
-                flights.append(self.decoding.launch(group))
-            except Exception as error:
-                if isinstance(error, DeviceLostError):
-                    raise
-                if not (is_out_of_memory(error) and self.schedule.retreat([])):
-                    log.warning("a decoding step failed; each sample of it is tried alone: %s", error)
-                    failed.append(group)
+            if there := _there(group):
+                with _caught(partial(self._retreat, "a decoding step", [], [there], failed)):
+                    flights.append(self.decoding.launch(there))
         self._stored(flights)
         # Outside of the handler, where the failed step holds no tensors any more.
         for group in failed:
@@ -230,14 +220,19 @@ class LocalSampler:
             return []
         flights: list[Flight] = []
         for group in self.decoding.groups([s for s in self.schedule.running if not s.job.failed]):
-            try:
+            with _caught(self._settle):
                 flights.append(self.decoding.launch(group))
-            except Exception as error:
-                if isinstance(error, DeviceLostError):
-                    raise
-                log.warning("a decoding step failed and is tried again: %s", error)
-                self.must_settle = True
         return flights
+
+    def _settle(self, error: Exception) -> None:
+        log.warning("a decoding step failed and is tried again: %s", error)
+        self.must_settle = True
+
+    def _retreat(self, what: str, windows: list[tuple[SequenceState, Window]], work: list[T], alone: list[T], error: Exception) -> None:
+        """Take less from now on if memory ran out; otherwise `work` is to be tried alone."""
+        if not (is_out_of_memory(error) and self.schedule.retreat(windows)):
+            log.warning("%s failed; each sample of it is tried alone: %s", what, error)
+            alone += work
 
     def _stored(self, flights: Sequence[Flight]) -> None:
         for flight in flights:
@@ -246,30 +241,22 @@ class LocalSampler:
     def _decode_one_by_one(self, group: Sequence[SequenceState], events: list[SampleEvent]) -> None:
         """Compute the next token of each job in a step of its own, so that only jobs fail that cannot be computed."""
         for own in _by_job((sequence, sequence) for sequence in group):
-            try:
-                flight = self.decoding.launch_alone(own)
-            except Exception as error:
-                if isinstance(error, DeviceLostError):
-                    raise
-                self._fail(own[0].job, error, events)
-                continue
-            self._stored([flight])
-            events += self._append(self.decoding.collect(flight))
-            for sequence in own:
-                sequence.seat = None
+            flights: list[Flight] = []
+            with _caught(partial(self._fail, own[0].job, events)):
+                flights.append(self.decoding.launch_alone(own))
+            self._stored(flights)
+            for flight in flights:
+                events += self._append(self.decoding.collect(flight))
+                for sequence in own:
+                    sequence.seat = None
 
     def _compute_prompts(self, windows: list[tuple[SequenceState, Window]]) -> list[SampleEvent]:
-        try:
+        alone: list[tuple[SequenceState, Window]] = []
+        with _caught(partial(self._retreat, "a pass", windows, windows, alone)):
             return self._pass(windows)
-        except Exception as error:
-            if isinstance(error, DeviceLostError):
-                raise
-            smaller = is_out_of_memory(error) and self.schedule.retreat(windows)
-            if not smaller:
-                log.warning("a pass failed; each sample of it is tried alone: %s", error)
         # Outside of the handler, where the failed pass holds no tensors any more.
         self._free_memory()
-        return [] if smaller else self._one_by_one(windows)
+        return self._one_by_one(alone)
 
     def _free_memory(self) -> None:
         if self.base.device.type == "cuda":
@@ -281,27 +268,21 @@ class LocalSampler:
         for own in _by_job((sequence, (sequence, window)) for sequence, window in windows):
             if own[0][0].job.failed:  # in the middle of the pass of all; its blocks are given back
                 continue
-            try:
+            with _caught(partial(self._fail, own[0][0].job, events)):
                 events += self._pass(own)
-            except Exception as error:
-                if isinstance(error, DeviceLostError):
-                    raise
-                self._fail(own[0][0].job, error, events)
         return events
 
-    def _fail(self, job: SampleJob, error: Exception, ended: list[SampleEvent]) -> None:
-        """End a job with the error that it raised. An error that is not a TinsmithError is logged with its traceback."""
+    def _fail(self, job: SampleJob, ended: list[SampleEvent], error: Exception) -> None:
+        """End a job with the error that it raised."""
         if job.failed:
             return
-        if not isinstance(error, TinsmithError):
-            log.error("unexpected error in sample=%s", job.request_id, exc_info=error)
-            error = TinsmithError(f"internal error: {error!r}")
         job.failed = True
         if self.failed_meanwhile is None:
             self.schedule.drop(lambda sequence: sequence.job is job)
         else:
             self.failed_meanwhile.append(job)
-        ended.append(SampleFailure(job.request_id, error))
+        with failing_into(lambda failure: ended.append(SampleFailure(job.request_id, failure))):
+            raise error
 
     def cancel(self, request_id: str) -> None:
         self.schedule.drop(lambda sequence: sequence.job.request_id == request_id)
@@ -368,9 +349,9 @@ class LocalSampler:
             if job.failed:
                 continue
             if isinstance(top, Exception):
-                self._fail(job, top, events)
+                self._fail(job, events, top)
                 continue
-            try:
+            try:  # `_caught` would take as long as all the rest of it
                 sequence.append(token, logprob, top)
                 if job.stream:
                     events.append(sequence.newest())
@@ -382,7 +363,7 @@ class LocalSampler:
             except Exception as error:
                 if isinstance(error, DeviceLostError):
                     raise
-                self._fail(job, error, events)
+                self._fail(job, events, error)
         if some_ended:
             self.schedule.drop(lambda sequence: sequence.reason is not None)
         return events
@@ -417,6 +398,17 @@ class LocalSampler:
     def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:
         lora = head_lora(weights if isinstance(weights, Adapter) else None)
         return head_logits(hidden, self.base.head(weights), *lora, stable=self.base.deterministic)
+
+
+@contextmanager
+def _caught(handle: Callable[[Exception], None]) -> Iterator[None]:
+    """Give `handle` the error that the body raises, but for a lost device, which is lost to all requests."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DeviceLostError):
+            raise
+        handle(error)
 
 
 def _there(group: Sequence[SequenceState]) -> list[SequenceState]:

@@ -194,13 +194,10 @@ class SequenceState:
 
 def choice_of(sequences: list[SequenceState]) -> Choice:
     """Return how each of them chooses its next token."""
-    params = [s.job.params for s in sequences]
-    return Choice(
-        temperature=np.array([p.temperature for p in params], dtype=np.float32),
-        top_k=np.array([p.top_k for p in params], dtype=np.int64),
-        top_p=np.array([p.top_p for p in params], dtype=np.float32),
-        seed=np.array([s.job.seed for s in sequences], dtype=np.uint64),
-        sample=np.array([s.index for s in sequences], dtype=np.uint64),
-        position=np.array([len(s.tokens) for s in sequences], dtype=np.uint64),
-        topk=np.array([s.job.topk for s in sequences], dtype=np.int64),
+    return Choice.for_params(
+        [s.job.params for s in sequences],
+        seed=[s.job.seed for s in sequences],
+        sample=[s.index for s in sequences],
+        position=[len(s.tokens) for s in sequences],
+        topk=[s.job.topk for s in sequences],
     )

@@ -112,6 +112,26 @@ class StateSlots:
         return next((count for count in range(len(keys), 0, -1) if keys[count - 1] in self.saved), 0)
 
 
+class StatefulPlan:
+    """The part of a `PassPlan` that gated delta nets follow."""
+
+    def __init__(self, steps: "StateSteps | StepsInPlace | None") -> None:
+        self.steps = steps
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        assert self.steps, "a gated delta net needs states"
+        return self.steps.convolve(layer, x, weight)
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        assert self.steps, "a gated delta net needs states"
+        return self.steps.delta_rule(layer, query, key, value, decay, beta)
+
+    def commit(self) -> None:
+        """The whole pass has succeeded: from now on the slots hold the states after it."""
+        if self.steps:
+            self.steps.commit()
+
+
 class StateSteps:
     """One pass: the states before its windows are read from the slots, those after them wait for `commit`."""
 
@@ -145,6 +165,26 @@ class StateSteps:
 
 
 # One token of each row, in place
+
+
+class StepsInPlace:
+    """Steps the states of gated delta nets where they lie, for a step that is not tried again: there is no copy of any."""
+
+    def __init__(self, states: StateSlots, slots: Tensor) -> None:
+        """`slots` [rows] are those of the rows; rows that nobody has may share one."""
+        self.states = states
+        self.slots = slots
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """Convolve one token of each row (`PassPlan.convolve`)."""
+        return convolve_step(x, weight, self.states.inputs[self.states.index[layer]], self.slots)
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Apply the delta rule to one token of each row (`PassPlan.delta_rule`)."""
+        return delta_step(query, key, value, decay, beta, self.states.memory[self.states.index[layer]], self.slots)
+
+    def commit(self) -> None:
+        """The states are those after the step already."""
 
 
 def convolve_step(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> Tensor:

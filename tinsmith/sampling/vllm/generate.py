@@ -75,14 +75,9 @@ async def generate_stream(
 
 async def score(instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None) -> dict[str, Any]:
     """The reply to a prompt, in a slot that samples never use: they may be waiting for it while they fill all others."""
-    await _send_images(instance, rendered, model, instance.spare_slot)
+    await send_images(instance, rendered, model, instance.spare_slot)
     async with instance.spare_slot:
         return await ask(instance, rendered, params, model)
-
-
-async def send_images(instance: Instance, rendered: RenderedInput, model: str | None) -> None:
-    """Return when the server knows the prompt's images. Raises as `Connection.post` for the caller that sends them."""
-    await _send_images(instance, rendered, model, instance.slots.reserve(1))
 
 
 async def ask(
@@ -171,13 +166,18 @@ def _sizes(instance: Instance, rendered: RenderedInput) -> dict[str, int]:
     return {key: size for key, size in sizes.items() if size <= instance.images.maxsize}
 
 
-async def _send_images(instance: Instance, rendered: RenderedInput, model: str | None, slot: Slot) -> None:
-    """Do what `send_images` says; a request that carries images runs in `slot`."""
+async def send_images(instance: Instance, rendered: RenderedInput, model: str | None, slot: Slot | None = None) -> None:
+    """Return when the server knows the prompt's images. A request that carries images runs in `slot`, or in one of the samples'.
+
+    Raises as `Connection.post` for the caller that sends them.
+    """
     sizes = _sizes(instance, rendered)
     while arriving := {instance.arriving[key] for key in sizes if key in instance.arriving}:
         await asyncio.wait(arriving)  # if one fails, the first caller that waited sends its images
     if new := sizes.keys() - _known(instance, rendered):
-        task = asyncio.create_task(_send_with_one_token(instance, rendered, model, {key: sizes[key] for key in new}, slot))
+        task = asyncio.create_task(
+            _send_with_one_token(instance, rendered, model, {key: sizes[key] for key in new}, slot or instance.slots.reserve(1))
+        )
         instance.arriving |= dict.fromkeys(new, task)
         task.add_done_callback(partial(_arrived, instance, new))
         await asyncio.shield(task)

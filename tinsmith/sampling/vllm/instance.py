@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -109,13 +109,8 @@ _LOOK_AGAIN_S = 2.0
 """Seconds between two questions whether a silent engine has ended."""
 
 
-class Slots:
+class Slots(asyncio.Semaphore):
     """Slots of a server, one for each sequence that it may compute side by side."""
-
-    def __init__(self, count: int) -> None:
-        self.free = count
-        self.queue: deque[asyncio.Future[None]] = deque()
-        """Each waits for one slot, in order of arrival."""
 
     @asynccontextmanager
     async def reserve(self, at_most: int) -> AsyncIterator[int]:
@@ -124,34 +119,13 @@ class Slots:
         If nobody waits, that is `at_most`, or as many as are free. Otherwise it is one: several are returned together, when the longest of
         their sequences has ended, and until then those who wait could have used the others.
         """
-        count = await self._take(at_most)
-        try:
+        async with AsyncExitStack() as held:
+            await held.enter_async_context(self)
+            count = 1
+            while count < at_most and not self.locked():  # it is locked too while somebody waits
+                await held.enter_async_context(self)
+                count += 1
             yield count
-        finally:
-            self._give_back(count)
-
-    async def _take(self, at_most: int) -> int:
-        if self.free and not self.queue:
-            count = min(self.free, at_most)
-            self.free -= count
-            return count
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.queue.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it got a slot at the same moment
-                self._give_back(1)
-            raise
-        return 1
-
-    def _give_back(self, count: int) -> None:
-        self.free += count
-        while self.free and self.queue:
-            turn = self.queue.popleft()
-            if not turn.cancelled():
-                self.free -= 1
-                turn.set_result(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,10 +216,6 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-async def _leave_it() -> None:
-    """Do nothing: the server is not ours to end."""
-
-
 @dataclass(eq=False)
 class Instance:
     """A server from one start to its end."""
@@ -269,16 +239,14 @@ class Instance:
     weights_lock: WeightsLock = field(default_factory=WeightsLock)
     label: str | None = None
     """Name of the server's full weights in replies; None if it does not say, or was not asked yet."""
-    label_known: bool = False
-    """True when it was asked for its label."""
     number: int = field(default_factory=itertools.count().__next__)
     """Different for every instance."""
     running: set[str] = field(default_factory=set)
     """Names of requests that have been sent with a name, by which the server can be told to abort them."""
     refusal: str | None = None
     """The reason why it is not sampled from at all (`launch.py`)."""
-    probing: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    """The task that finds out the kinds below (`Publisher.try_probes`), under the key of the base's weights."""
+    facts: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    """The tasks that find out the label and the refusal, and the kinds below (`Publisher.try_probes`)."""
     merged_kinds: frozenset[str] = frozenset()
     """The kinds of layers to which it applies no adapters (`verify.py`). Adapters that train one of them are merged into the base."""
     refused_kinds: frozenset[str] = frozenset()
@@ -291,7 +259,7 @@ class Instance:
     """Sleep mode, which it shares with the other servers of its base model."""
     ranks: int = 1
     """Its workers, over which the model is divided."""
-    end: Callable[[], Awaitable[None]] = _leave_it
+    end: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
     """Ends its process, if we have started it; returns when that holds no memory any more."""
 
     def wakes(self) -> None:
@@ -320,7 +288,7 @@ class Instance:
         A server whose engine hangs still takes requests. A server whose engine has ended waits for its requests before it ends too, and
         vLLM never answers some of those that were under way in the engine. Only /health tells of that.
         """
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while True:
                     async with running(_succeeds(self.connection.get("/is_paused"))) as asked:
@@ -333,8 +301,7 @@ class Instance:
                     if not await self.is_alive():
                         return "lost"
                     await asyncio.sleep(_LOOK_AGAIN_S)
-        except TimeoutError:
-            return "silent"
+        return "silent"
 
 
 @asynccontextmanager
@@ -349,8 +316,7 @@ async def running(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T
 
 async def _succeeds(request: Coroutine[Any, Any, Any]) -> bool:
     """Return whether a request to a server is answered without an error."""
-    try:
+    with suppress(ServerLostError, RefusedError, ServerFailedError):
         await request
-    except (ServerLostError, RefusedError, ServerFailedError):
-        return False
-    return True
+        return True
+    return False

@@ -236,7 +236,7 @@ def gpus_of(base_name: str, config: Config, device: torch.device, gpus: int) -> 
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ServedSizes:
     """The memory that a base model takes at a server, in bytes."""
 
     weights: int
@@ -248,14 +248,14 @@ class Sizes:
     """One rank of one adapter on all modules that LoRA can train."""
 
 
-def sizes_of(layers: Sequence[LayerKind], parameters: int, per_lora_rank: int, dtype: torch.dtype) -> Sizes:
+def sizes_of(layers: Sequence[LayerKind], parameters: int, per_lora_rank: int, dtype: torch.dtype) -> ServedSizes:
     """The sizes of a model with that many parameters, to which one rank of an adapter adds `per_lora_rank`."""
     cache = sum(layer.bytes_per_token(dtype) for layer in layers if isinstance(layer, Attention))
     state = sum(layer.state_bytes(dtype) for layer in layers if isinstance(layer, DeltaNet))
-    return Sizes(parameters * dtype.itemsize, cache, state, per_lora_rank * dtype.itemsize)
+    return ServedSizes(parameters * dtype.itemsize, cache, state, per_lora_rank * dtype.itemsize)
 
 
-def divided(sizes: Sizes, ranks: int, heads: int) -> Sizes:
+def divided(sizes: ServedSizes, ranks: int, heads: int) -> ServedSizes:
     """Return the sizes on each of several GPUs. Each of the `heads` heads of keys and values is on one GPU at least.
 
     Adapters count whole: one of the two matrices of each is.
@@ -298,7 +298,7 @@ def longest_sequence(base: BaseModel, config: Config, gpus: Sequence[int]) -> in
     return longest
 
 
-def tokens_that_fit(sizes: Sizes, memory: int, config: Config) -> int:
+def tokens_that_fit(sizes: ServedSizes, memory: int, config: Config) -> int:
     """Tokens whose keys and values fit into so many bytes of a GPU, beside weights, adapters and activations."""
     adapters = int(value_of(config.vllm.vllm_args, "--max-loras") or MAX_LORAS) * lora_rank(config.models.max_lora_rank)
     left = memory * (1 - _FOR_PASSES) - sizes.weights - _STATES * sizes.state - adapters * sizes.per_lora_rank

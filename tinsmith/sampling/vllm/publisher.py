@@ -216,32 +216,29 @@ class Publisher:
         After a failure the server holds nothing that could be sampled from, but the next attempt can begin.
         """
         tensors = await asyncio.to_thread(self.files.tensors, weights)
-        async with instance.sleep_mode.kept_awake():
-            await self._transfer_tensors(instance, tensors)
-        instance.checks.clear()  # adapters too are computed over what has just come
-
-    async def _transfer_tensors(self, instance: Instance, tensors: Tensors) -> None:
-        transfer = instance.transfer or await self._opened(instance)
-        instance.transfer = None
         post = instance.connection.post
-        await post("/pause", mode="wait", clear_cache="false")  # images stay; prefixes are reset below
-        try:
-            await self._send(instance, transfer, tensors, f"{_LABEL}{self.files.root.name}-{next(self._transfers)}")
-        except BaseException:  # it is what is told, whatever becomes of the server now
-            for path, body in (("/finish_weight_update", {}), ("/resume", None)):  # there may be nothing to finish
-                with suppress(TinsmithError):
-                    await post(path, body)
-            raise
-        instance.transfer = transfer
-        await post("/resume")
+        async with instance.sleep_mode.kept_awake():
+            transfer = instance.transfer or await self._opened(instance)
+            instance.transfer = None
+            await post("/pause", mode="wait", clear_cache="false")  # images stay; prefixes are reset below
+            try:
+                await self._send(instance, transfer, tensors)
+            except BaseException:  # it is what is told, whatever becomes of the server now
+                for path, body in (("/finish_weight_update", {}), ("/resume", None)):  # there may be nothing to finish
+                    with suppress(TinsmithError):
+                        await post(path, body)
+                raise
+            instance.transfer = transfer
+            await post("/resume")
+        instance.checks.clear()  # adapters too are computed over what has just come
 
     async def _opened(self, instance: Instance) -> Transfer:
         transfer = new_transfer(instance.transfer_kind, self.files.root, self.device, instance.ranks, self.longest_broadcast_s)
         await transfer.open(instance.connection)
         return transfer
 
-    async def _send(self, instance: Instance, transfer: Transfer, tensors: Tensors, label: str) -> None:
-        post = instance.connection.post
+    async def _send(self, instance: Instance, transfer: Transfer, tensors: Tensors) -> None:
+        post, label = instance.connection.post, f"{_LABEL}{self.files.root.name}-{next(self._transfers)}"
         await post("/start_weight_update")
         await transfer.send(instance.connection, tensors, await asyncio.to_thread(identity, tensors.items()))
         await post("/finish_weight_update", {"weight_version": label})
@@ -275,7 +272,7 @@ class Publisher:
         Raises as `Connection.post`, and TinsmithError if it computes something else than the trainer with the base's weights. Who comes
         next tries again then.
         """
-        await once(instance.probing, BASE, partial(self._probe, instance))
+        await once(instance.facts, "probes", partial(self._probe, instance))
 
     async def _probe(self, instance: Instance) -> None:
         await self._learn_about(instance)
@@ -315,34 +312,28 @@ class Publisher:
     @asynccontextmanager
     async def _as_adapter(self, instance: Instance, probe: AdapterProbe) -> AsyncIterator[str]:
         key = f"probe/{probe.kind}"
-        try:
-            name = await self._load_once(instance, key, probe.adapter)
-            yield name
-            await self._take_off(instance, name)
-        finally:
-            instance.adapters.pop(key, None)
+        name = await self._load_once(instance, key, probe.adapter)
+        yield name
+        await self._take_off(instance, name)
+        del instance.adapters[key]
 
     async def _learn_about(self, instance: Instance) -> None:
         """Ask a server once what it calls its full weights, which vLLM 0.26 cannot say, and whether it can be sampled from."""
-        if instance.label_known:
-            return
-        refused = None
+        await once(instance.facts, "version", partial(self._ask_version, instance))
+
+    async def _ask_version(self, instance: Instance) -> None:
         if not instance.started_by_us and has_delta_nets(self.canary.base):
-            refused = refusal(self.canary.base, (await instance.connection.get("/version"))["version"], self.served_on)
-        label = None
+            instance.refusal = refusal(self.canary.base, (await instance.connection.get("/version"))["version"], self.served_on)
         with suppress(RefusedError):
-            label = (await instance.connection.get("/weight_info"))["weight_version"]
-        if not instance.label_known:
-            instance.label_known, instance.label, instance.refusal = True, label, refused
-            if not instance.started_by_us and (label is None or label.startswith(_LABEL)):
-                # A process before this one may have left its weights there.
-                instance.weights_lock.weights = UNKNOWN
+            instance.label = (await instance.connection.get("/weight_info"))["weight_version"]
+        if not instance.started_by_us and (instance.label is None or instance.label.startswith(_LABEL)):
+            # A process before this one may have left its weights there.
+            instance.weights_lock.weights = UNKNOWN
 
 
 async def _has_compared(instance: Instance, name: str) -> bool:
     """Return whether all workers of a server have compared an adapter (`inside_vllm/worker.py`)."""
-    try:
+    with suppress(RefusedError, ServerFailedError):  # it has no such method
         reply = await instance.connection.post("/collective_rpc", {"method": "tinsmith_checked_adapter", "args": [name]})
-    except (RefusedError, ServerFailedError):  # it has no such method
-        return False
-    return all(result["checked"] for result in reply["results"])
+        return all(result["checked"] for result in reply["results"])
+    return False

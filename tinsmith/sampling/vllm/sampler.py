@@ -20,9 +20,10 @@ import numpy as np
 from torch import Tensor
 
 from tinsmith.config import Config
-from tinsmith.errors import ConfigError, DeviceLostError, TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.full import Weights
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
@@ -202,29 +203,22 @@ class VLLMSampler:
 
     def _publish(self, weights: Weights) -> None:
         """Hand weights to the client. Their faults are raised for the requests that sample from them."""
-        try:
+        with failing_into(partial(log.warning, "the canary of published weights could not be computed: %s")):
             self.client.publish(self._with_canary(weights))
-        except Exception as error:
-            if isinstance(error, DeviceLostError):
-                raise
-            log.warning("the canary of published weights could not be computed: %s", error)
 
     def _submit(self, pending: _Pending, events: list[SampleEvent]) -> None:
-        try:
+        with failing_into(partial(self._fail, pending, events)):
             if pending.fills(self.longest):
                 result = self._answered_here(pending)
                 del self.pending[pending.request_id]
                 events += [*(result.tokens_of(index) for index in range(len(result.sequences)) if pending.stream), result]
-                return
-            job = self._job(pending)
-        except Exception as error:
-            if isinstance(error, DeviceLostError):
-                raise
-            del self.pending[pending.request_id]
-            events.append(SampleFailure(pending.request_id, _of_our_family(pending.request_id, error)))
-        else:
-            pending.future = self.client.run_job(job)
-            pending.future.add_done_callback(partial(self._take, pending, None))
+            else:
+                pending.future = self.client.run_job(self._job(pending))
+                pending.future.add_done_callback(partial(self._take, pending, None))
+
+    def _fail(self, pending: _Pending, events: list[SampleEvent], error: TinsmithError) -> None:
+        del self.pending[pending.request_id]
+        events.append(SampleFailure(pending.request_id, error))
 
     def _job(self, pending: _Pending) -> Job:
         published = self._with_canary(pending.weights)
@@ -263,15 +257,7 @@ class VLLMSampler:
         request, count, seed = pending.request, pending.request.num_samples, _seed_of(pending)
         answers, logits = self._scored(pending, request.questions, seed)
         params, topk = request.params, request.topk_sample_logprobs
-        how = Choice(
-            temperature=np.full(count, params.temperature, dtype=np.float32),
-            top_k=np.full(count, params.top_k, dtype=np.int64),
-            top_p=np.full(count, params.top_p, dtype=np.float32),
-            seed=np.full(count, seed, dtype=np.uint64),
-            sample=np.arange(count, dtype=np.uint64),
-            position=np.zeros(count, dtype=np.uint64),
-            topk=np.full(count, topk, dtype=np.int64),
-        )
+        how = Choice.for_params([params] * count, [seed] * count, range(count), [0] * count, [topk] * count)
         rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
         version = (VersionSpan(ref_of(pending.weights, self.base.name).label, 0, 1),)
         sequences = []
@@ -315,15 +301,10 @@ def _seed_of(pending: _Pending) -> int:
 def _outcome(request_id: str, future: "Future[SampleResult]") -> SampleEvent:
     if future.cancelled():
         return SampleFailure(request_id, TinsmithError("the sample was given up, because the server stops"))
-    error = future.exception()
-    return future.result() if error is None else SampleFailure(request_id, _of_our_family(request_id, error))
-
-
-def _of_our_family(request_id: str, error: BaseException) -> TinsmithError:
-    if isinstance(error, TinsmithError):
-        return error
-    log.error("unexpected error in sample=%s", request_id, exc_info=error)
-    return TinsmithError(f"internal error: {error!r}")
+    failures: list[SampleEvent] = []
+    with failing_into(lambda error: failures.append(SampleFailure(request_id, error))):
+        return future.result()
+    return failures[0]
 
 
 def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake: Callable[[], None]) -> VLLMSampler:

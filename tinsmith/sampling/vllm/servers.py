@@ -14,14 +14,15 @@ import re
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cachetools import LRUCache
 
 from tinsmith.errors import TinsmithError
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.sampling.inside_vllm import TransferKind
 from tinsmith.sampling.vllm.instance import Instance, SleepMode, Slots, running
 from tinsmith.sampling.vllm.protocol import Connection
@@ -73,7 +74,7 @@ class Server:
         slots: int,
         hung_s: float,
         changed: asyncio.Condition,
-        try_out: Callable[[Instance], Awaitable[None]] | None = None,
+        try_out: Callable[[Instance], Coroutine[Any, Any, None]] | None = None,
         sleep_mode: SleepMode | None = None,
     ) -> None:
         """`source` says how to start it, or is the URL of one that runs already. It gets at most `slots` samples at a time.
@@ -126,29 +127,36 @@ class Server:
 
     async def _run_instance(self) -> bool:
         """Start one instance and stay with it to its end; returns whether it was ever ready."""
-        started_by_us = isinstance(self.source, Launch)
-        kind: TransferKind = self.source.transfer_kind if isinstance(self.source, Launch) else "file"
-        ranks = self.source.ranks if isinstance(self.source, Launch) else 1
-        slots, together = Slots(self.slots), min(self.slots, _MOST_TOGETHER)
+        launch = self.source if isinstance(self.source, Launch) else None
         instance: Instance | None = None
         failing: asyncio.Task[str] | None = None
         self._fault = ""
         try:
             async with self.sleep_mode.kept_awake():  # it takes its memory while it starts
                 began = time.monotonic()
-                connection = Connection(await self._start())
                 instance = Instance(
-                    connection, slots, together, started_by_us, kind, sleep_mode=self.sleep_mode, ranks=ranks, end=self._end
+                    connection=Connection(await self._start()),
+                    slots=Slots(self.slots),
+                    samples_per_request=min(self.slots, _MOST_TOGETHER),
+                    started_by_us=launch is not None,
+                    transfer_kind=launch.transfer_kind if launch else "file",
+                    sleep_mode=self.sleep_mode,
+                    ranks=launch.ranks if launch else 1,
+                    end=self._end,
                 )
                 self.sleep_mode.instances.add(instance)
-                answers = await self._within(_STARTS_WITHIN_S if started_by_us else _ANSWERS_WITHIN_S, instance.answers)
+                answers = await self._within(_STARTS_WITHIN_S if launch else _ANSWERS_WITHIN_S, instance.answers)
             if not answers:
                 if self.process is not None and self.process.returncode is None:
                     self._fault = f"it did not answer within {_STARTS_WITHIN_S:g} s of its start"
                 return False
             failing = asyncio.create_task(self._until_it_fails(instance))
-            was_ready = await self._becomes_ready(instance, began, failing)
+            was_ready = await self._is_tried_out(instance, failing)
             if was_ready:
+                self.instance = instance
+                self._suspected.clear()
+                await self._change("ready", "")
+                log.info("the vLLM server at %s is ready, %.1f s", instance.connection.url, time.monotonic() - began)
                 await self._watch(instance, failing)
             if self.process is None or self.process.returncode is None:
                 self._fault = failing.result() if failing.done() else "a worker of it has ended, or it takes no requests any more"
@@ -187,16 +195,6 @@ class Server:
             )
         return f"unix:{socket}"
 
-    async def _becomes_ready(self, instance: Instance, began: float, failing: asyncio.Task[str]) -> bool:
-        """Try an instance out that answers, and was started at `began`; returns whether it is ready."""
-        if not await self._is_tried_out(instance, failing):
-            return False
-        self.instance = instance
-        self._suspected.clear()
-        await self._change("ready", "")
-        log.info("the vLLM server at %s is ready, %.1f s", instance.connection.url, time.monotonic() - began)
-        return True
-
     async def _is_tried_out(self, instance: Instance, failing: asyncio.Task[str]) -> bool:
         """Try an instance out; returns whether it is still there. Other failures come again with the first sample that needs it.
 
@@ -204,20 +202,16 @@ class Server:
         """
         if self.try_out is None:
             return True
-        trying = asyncio.ensure_future(self.try_out(instance))
-        try:
+        failures: list[TinsmithError] = []
+        async with running(self.try_out(instance)) as trying:
             await asyncio.wait((trying, failing), return_when=asyncio.FIRST_COMPLETED)
             if not trying.done():  # it may be waiting until the server is awake: it is not waited for
                 return False
-            await trying
-        except TinsmithError as error:
-            log.warning("the vLLM server at %s could not be tried out: %s", instance.connection.url, error)
+            with failing_into(failures.append):
+                trying.result()
+        if failures:
+            log.warning("the vLLM server at %s could not be tried out: %s", instance.connection.url, failures[0])
             return await self._answers_again(instance, failing)
-        except Exception:
-            log.exception("unexpected error while the vLLM server at %s was tried out", instance.connection.url)
-            return await self._answers_again(instance, failing)
-        finally:
-            trying.cancel()
         return not failing.done()
 
     async def _watch(self, instance: Instance, failing: asyncio.Task[str]) -> None:
@@ -274,11 +268,10 @@ class Server:
 
     async def _is_alive_soon(self, instance: Instance) -> bool:
         """Return whether an idle server is alive. One of ours that says nothing may be busy, and is left alone until it is needed."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWERS_WITHIN_S):
                 return await instance.is_alive()
-        except TimeoutError:
-            return instance.started_by_us
+        return instance.started_by_us
 
     async def _within(self, limit_s: float, asked: Callable[[], Awaitable[bool]]) -> bool:
         """Ask the server again and again, as long as our process runs; returns whether a yes came in that time."""
