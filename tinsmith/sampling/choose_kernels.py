@@ -1,8 +1,7 @@
-"""Triton kernels of `choose_next`: three launches, which read the logits twice.
+"""Triton kernels of `choose_next` and of the search of `truncate`.
 
-What `choose.py` says in PyTorch takes a hundred small kernels, which one row waits for longer than for a layer of its model. Here a row is
-cut into chunks of 16³ tokens, so that a chunk is a whole branch of the tree by which tokens are drawn (`choose.draw`). Sums within a row
-are added up in an order that depends on the vocabulary alone.
+Choosing takes three launches instead of a hundred, and reads the logits twice. A row is cut into chunks of 16³ tokens, each a branch of the
+tree by which tokens are drawn (`choose.draw`). Sums within a row are added in an order that depends on the vocabulary alone.
 """
 
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 CHUNK = 16**3
 """Tokens of a program."""
 LARGEST = 16**5
-"""The largest vocabulary: its tree has five levels, of which the kernels know that many."""
+"""The largest vocabulary: the kernels know five levels of its tree."""
 
 
 def choose_kernel(
@@ -30,9 +29,8 @@ def choose_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Choose tokens [n] and their log-probabilities [n] from logits [n, vocabulary] of at most `LARGEST` tokens.
 
-    `left` [n, vocabulary] is -inf where a token is truncated; None draws from all. What is drawn from is computed here in any case: a row
-    draws by the same numbers whether another row truncates or not.
-    `draws` comes from `draws_needed`, and no temperature is lower than `coldest`.
+    `left` [n, vocabulary] is -inf where a token is truncated; None draws from all. It is not drawn from, so that a row draws by the same
+    numbers whether another row truncates or not. `draws` comes from `draws_needed`; no temperature is lower than `coldest`.
     """
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -93,7 +91,7 @@ def choose_kernel(
 
 @triton.jit
 def _temperature_of(temperature: tl.tensor, row: tl.tensor, coldest: tl.tensor) -> tl.tuple:
-    """The temperature of the probabilities of a row, and whether it takes the likeliest token."""
+    """Return the temperature of a row, and whether it takes the likeliest token."""
     own = tl.load(temperature + row)
     greedy = own == 0.0
     hottest = 3.0e38  # behind the vocabulary stands -inf, and -inf / inf is no number
@@ -112,7 +110,7 @@ def _scan(
     coldest: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
-    """The highest logit of one chunk of a row, where it is, and the sum of the exponentials below it."""
+    """Find the highest logit of one chunk of a row, its place, and the sum of exponentials."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     heat, _ = _temperature_of(temperature, row, coldest)
@@ -130,7 +128,7 @@ def _scan(
 
 @triton.jit
 def _normalizer(parts: tl.tensor, row: tl.tensor, rows: tl.tensor, heat: tl.tensor, CHUNKS: tl.constexpr, PADDED: tl.constexpr) -> tl.tuple:
-    """The highest logit of a row, and the logarithm of the sum of all exponentials."""
+    """Return the highest logit of a row, and the logarithm of the sum of all exponentials."""
     chunk = tl.arange(0, PADDED)
     place = row * CHUNKS + chunk
     highest = tl.load(parts + place, mask=chunk < CHUNKS, other=float("-inf"))
@@ -142,7 +140,7 @@ def _normalizer(parts: tl.tensor, row: tl.tensor, rows: tl.tensor, heat: tl.tens
 
 @triton.jit
 def _kept(x: tl.tensor, left: tl.tensor, row: tl.tensor, vocabulary: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """The log-probabilities `x` of some tokens of a row, -inf for those that are truncated."""
+    """Return the log-probabilities `x` of some tokens of a row, -inf for those that are truncated."""
     found = tl.load(left + row.to(tl.int64) * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
     return tl.where(found == float("-inf"), float("-inf"), x)
 
@@ -267,7 +265,7 @@ BITS = 4
 
 
 def last_kept_kernel(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
-    """The largest number [n] int32 for which the keys [n, vocabulary] from it on weigh `least` [n] or more, as in `truncation.py`."""
+    """Compute `choose.last_kept_reference` for keys [n, vocabulary], sixteen parts at a time where the reference halves."""
     rows, vocabulary = keys.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     found = torch.full((rows,), -(2**31), dtype=torch.int64, device=keys.device)

@@ -1,4 +1,4 @@
-"""The part of the self-check that looks at images: our way through the vision tower against transformers' own.
+"""The part of the self-check that looks at images: our vision tower against transformers', and the noise of rounding that is allowed.
 
 Random images of two sizes go through ours together, and through theirs one after the other.
 """
@@ -18,15 +18,15 @@ from tinsmith.models.images import ImageFeatures, ImageInput
 from tinsmith.rendering.processor import LocalProcessor
 
 SIZES = ((150, 230), (64, 40), (150, 230))
-"""Width and height of the images; the model's processor may enlarge them. The larger ones have several windows, some of them cut."""
+"""Width and height of the images; the larger ones have several windows, some of them cut."""
 EXACT = 1e-4
 """Largest difference of an image's features in float32, relative to their size."""
 ROUNDED = 0.02
-"""The same that is normal in half precision: a number is rounded by up to 0.004 of itself in bfloat16, a few times on its way."""
+"""The same in half precision: bfloat16 rounds a number by up to 0.004 of itself, a few times on its way."""
 
 
 def check_tower(base: BaseModel, processor: LocalProcessor, quick: bool = False) -> None:
-    """Raise ConfigError if features of images differ from those of transformers' tower; `quick` takes one image of each size."""
+    """Raise ConfigError if features differ from those of transformers' tower; `quick` takes one image of each size."""
     generator = np.random.default_rng(0)
     sizes = SIZES[:2] if quick else SIZES
     drawn = [Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8)) for width, height in sizes]
@@ -46,12 +46,11 @@ def check_tower(base: BaseModel, processor: LocalProcessor, quick: bool = False)
 
 
 def _layers(features: ImageFeatures) -> list[Tensor]:
-    """All features of an image, each [image tokens, hidden]."""
     return [features.embeddings, *features.deepstack]
 
 
 def _transformers_layers(base: BaseModel, image: ImageInput) -> list[Tensor]:
-    """The same by transformers' tower; some versions of it leave the features of several images in one piece."""
+    """Compute the features by transformers' tower; some versions of it leave those of several images in one piece."""
     pixels = image.pixel_values.to(base.device, base.dtype)
     output = base.network.model.get_image_features(pixels, torch.tensor([image.grid_thw], device=base.device), return_dict=True)
     layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
@@ -59,21 +58,20 @@ def _transformers_layers(base: BaseModel, image: ImageInput) -> list[Tensor]:
 
 
 def _difference(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> float:
-    """The largest of any image and layer, relative to the size of the features."""
     pairs = [(a.float(), b.float()) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
     return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
 
 
 NOISE = 3.0
-"""The most by which we may differ from transformers in half precision, in units of what it differs from itself with other roundings."""
+"""Largest difference from transformers in half precision, in units of its difference from itself with other roundings."""
 EXACT_NOISE = 10.0
-"""The same in float32, for models that enlarge rounding, such as some that were trained with high learning rates. It is more than in half
-precision: single values count there, not means, and sums inside of a module round more often than its output does here."""
+"""The same in float32, for models that enlarge rounding. It is larger, because single values count there, not means, and sums inside of a
+module round more often than its output does here."""
 
 
 @contextmanager
 def rounded_otherwise(model: nn.Module) -> Iterator[None]:
-    """Outputs of the model's linears, norms and so on change by up to one unit of their last place, at random."""
+    """Change outputs of the model's linears, norms and so on by up to one unit of their last place, at random."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def change(_module: object, _inputs: object, output: Any) -> Any:

@@ -1,8 +1,8 @@
-"""A packed row whose sequences continue what is cached: the sampler's `PassPlan`.
+"""Attention to cached keys and values: of windows of new tokens in a packed row, and of one new token of each row of a batch.
 
-Each sequence brings a window of new tokens: a whole prompt, a piece of one, or the one token sampled last. Their keys and values are stored
-first. Windows that begin their sequence then attend among themselves, as in training; the others attend to their cached tokens. Gated delta
-nets go on from the states in the slots of the sequences, which change when the caller commits the plan (`states.py` says why).
+A window is a whole prompt, a piece of one, or the token sampled last. Keys and values are stored first. Windows that begin their sequence
+attend among themselves, as in training; the others attend to their cached tokens. Gated delta nets go on from the states in their slots,
+which change when the plan is committed (`states.py`).
 """
 
 from collections.abc import Hashable, Sequence
@@ -23,29 +23,29 @@ from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps
 from tinsmith.sampling.prefix import BLOCK
 
 NARROW = 16
-"""Windows of up to so many blocks, or of several and up to so many tokens, share a group: few large calls beat a little less padding."""
+"""Windows of up to so many blocks, or of several tokens and no more, share a group: few large calls beat a little less padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Tokens [start, end) of a sequence, which a pass computes. `blocks` hold the tokens before, and have room for these."""
+    """Tokens [start, end) of a sequence that a pass computes. `blocks` hold the tokens before, and have room for these."""
 
     blocks: list[int]
     start: int
     end: int
     slot: int = -1
-    """Slot of the state after the earlier tokens, in a model with gated delta nets."""
+    """Slot of the state before them, in a model with gated delta nets."""
 
     def __len__(self) -> int:
         return self.end - self.start
 
     def places(self) -> list[int]:
-        """Places of its tokens' keys and values: block · BLOCK + offset."""
+        """Return the places of its tokens' keys and values: block · BLOCK + offset."""
         return [self.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(self.start, self.end)]
 
 
 class CachedPlan(StatefulPlan):
-    """The `PassPlan` of a row of windows, each window's tokens next to each other, in row order."""
+    """The `PassPlan` of a row of windows."""
 
     def __init__(self, cache: KVCache, windows: Sequence[Window], states: StateSlots | None = None, stable: bool = False) -> None:
         """If `stable`, attention is computed as in `models/stable_attention.py`."""
@@ -85,7 +85,7 @@ class CachedPlan(StatefulPlan):
 
 
 def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the blocks [tokens, most blocks] of each token of the windows, and the number of tokens that it sees [tokens]."""
+    """Return the blocks [tokens, most blocks] that each token of the windows sees, and how many tokens in them [tokens]."""
     most = max(len(window.blocks) for window in windows)
     tables = np.array([window.blocks + window.blocks[:1] * (most - len(window.blocks)) for window in windows])
     owner = np.repeat(np.arange(len(windows)), [len(window) for window in windows])
@@ -94,17 +94,13 @@ def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, 
 
 
 def _continued(windows: list[tuple[int, Window]], device: torch.device, dtype: torch.dtype) -> "Sequence[ContinuedWindows | CachedGroup]":
-    """Return the attention of windows that continue their sequences, each with its start in the row."""
     if windows and device.type == "cuda" and dtype in HALF:
         return [ContinuedWindows([start for start, _ in windows], [window for _, window in windows], device)]
     return [CachedGroup([start for start, _ in group], [window for _, window in group], device) for group in group_similar(windows)]
 
 
 class ContinuedWindows:
-    """Windows that continue their sequences, of any widths and lengths, for the variable-length kernel: nothing is padded.
-
-    What the windows see of the cache is gathered into one row of tokens for each layer.
-    """
+    """Windows that continue their sequences, for the variable-length kernel. What they see is gathered into one row for each layer."""
 
     def __init__(self, starts: list[int], windows: list[Window], device: torch.device) -> None:
         """`starts` are the rows where the windows begin."""
@@ -113,7 +109,7 @@ class ContinuedWindows:
         within = np.arange(BLOCK)
         places = [(np.array(w.blocks)[:, np.newaxis] * BLOCK + within).ravel()[: w.end] for w in windows]
         self.rows, self.places = upload(np.concatenate(rows), device), upload(np.concatenate(places), device)
-        """[tokens]: the rows of the windows; where what they see lies in the cache, block · BLOCK + offset."""
+        """[tokens]: the rows of the windows; the places of what they see, block · BLOCK + offset."""
         self.cu_query, self.cu_key = (upload(np.append(0, counts.cumsum()).astype(np.int32), device) for counts in (widths, lengths))
         self.longest = int(widths.max()), int(lengths.max())
 
@@ -122,15 +118,15 @@ class ContinuedWindows:
         return memory.flatten(0, 1).index_select(0, self.places)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention of query [tokens of the windows, heads, head_dim] to keys and values as `gather` takes them."""
+        """Compute the attention of query [tokens of the windows, heads, head_dim] to keys and values as `gather` takes them."""
         k, v = self.gather(keys), self.gather(values)
         return continued_attention(query, k, v, self.cu_query, self.cu_key, self.longest, scale, window)
 
 
 class CachedGroup:
-    """Windows that continue their sequences, padded to one width and to one number of blocks.
+    """Windows that continue their sequences, padded to one width and one number of blocks.
 
-    A window that is narrower than the widest repeats its last token, whose result is then written several times.
+    A narrower window repeats its last token, whose result is then written several times.
     """
 
     def __init__(self, starts: list[int], windows: list[Window], device: torch.device) -> None:
@@ -143,12 +139,12 @@ class CachedGroup:
         self.rows = upload(np.array([start + step for start, own in zip(starts, steps, strict=True) for step in own]), device)
         self.table = upload(np.array(table).flatten(), device)
         self.places = upload(np.array([[w.start + step for step in own] for w, own in zip(windows, steps, strict=True)]), device)
-        """[windows, width]: where each token lies in its sequence."""
+        """[windows, width]: place of each token in its sequence."""
         self.columns = torch.arange(blocks * BLOCK, device=device)
         self.masks: dict[int | None, Tensor] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention of query [windows · width, heads, head_dim] to keys and values [blocks, BLOCK, kv_heads, head_dim] of one layer."""
+        """Attend from query [windows · width, heads, head_dim] to keys and values [blocks, BLOCK, kv_heads, head_dim] of a layer."""
         heads, head_dim = query.shape[1:]
         kv_heads = keys.shape[2]
 
@@ -164,7 +160,7 @@ class CachedGroup:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(0, 1)
 
     def _mask(self, window: int | None) -> Tensor:
-        """[windows, 1, width, cached tokens] True where a token may attend; the same for every layer with this sliding window."""
+        """[windows, 1, width, cached tokens] True where a token may attend."""
         if window not in self.masks:
             places = self.places.unsqueeze(-1)
             seen = self.columns <= places
@@ -175,7 +171,7 @@ class CachedGroup:
 
 
 def group_similar(windows: Sequence[tuple[int, Window]]) -> list[list[tuple[int, Window]]]:
-    """Groups of windows whose numbers of blocks, and of tokens, differ by a factor of two at most; windows of one token form their own."""
+    """Group windows whose numbers of blocks, and of tokens, differ by a factor of two at most; those of one token stay apart."""
     groups: dict[Hashable, list[tuple[int, Window]]] = {}
     for index, window in windows:
         width = len(window) if len(window) == 1 else _size_class(len(window))
@@ -193,12 +189,14 @@ def _size_class(size: int) -> int:
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attention output [rows, heads, head_dim] of query [rows, heads, head_dim] to what each row has in the cache.
+    """Compute the attention [rows, heads, head_dim] of query [rows, heads, head_dim] to what each row has in the cache.
 
     keys and values [blocks, BLOCK, kv_heads, head_dim] are those of one layer. `table` [rows, most blocks] int32 names the blocks of each
-    row in their order, and `lengths` [rows] int32 says how many tokens lie in them, the new one included: its key and value are stored
-    already. `window` is the number of last tokens that a row sees; None means all. A row of length 0 gets zeros. Blocks that are not a
-    row's own, and places behind its length, may hold anything, NaN included, if the table's entries there name blocks that exist.
+    row, and `lengths` [rows] int32 says how many tokens lie in them, the new one included, which is stored already. `window` is the number
+    of last tokens that a row sees; None means all. A row of length 0 gets zeros. Other blocks, and places behind its length, may hold
+    anything, NaN included, if the table names blocks that exist.
+
+    On CUDA in half precision a Triton kernel computes it, which a CUDA graph can capture: lengths are read on the device.
     """
     if has_kernel(query):
         from tinsmith.models.paged_kernels import paged_kernel
@@ -220,10 +218,9 @@ def store_and_attend(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """`paged_attention` by the kernel, which also stores key and value [rows, kv_heads, head_dim] of the newest token of each row.
+    """Compute `paged_attention` by the kernel, which also stores key and value [rows, kv_heads, head_dim] of the newest token of each row.
 
-    `has_kernel` must say that there is one. No row may read the place where the newest token of another is stored. Several may be stored in
-    one place that nobody reads, as in the scratch block.
+    `has_kernel` must say that there is one. No row may read where the newest token of another is stored.
     """
     from tinsmith.models.paged_kernels import paged_kernel
 
@@ -233,7 +230,7 @@ def store_and_attend(
 def paged_reference(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """`paged_attention` in PyTorch, without reading anything on the host. It gathers the whole table."""
+    """Compute `paged_attention` in PyTorch, without reading anything on the host. It gathers the whole table."""
     rows, heads, head_dim = query.shape
     kv_heads = keys.shape[2]
     index = table.flatten().long()
@@ -259,6 +256,6 @@ def gathered_bytes(keys: Tensor, rows: int, blocks: int) -> int:
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether there is a kernel for queries or keys [..., head_dim] like these."""
+    """Return whether there is a kernel for queries or keys [..., head_dim] like these."""
     half = x.is_cuda and x.dtype in HALF
     return half and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and has_triton()

@@ -1,7 +1,6 @@
-"""One decoding step: the newest token of each row of the batch goes through the model, and the token that follows is drawn.
+"""One decoding step: the newest token of each row goes through the model, and the token that follows is drawn.
 
-All of it is computed on the device from what lies there. Nothing is read on the host and no shape depends on a value, so a step can be
-captured in a CUDA graph and replayed (`decode_graph.py`).
+Nothing is read on the host and no shape depends on a value, so that a CUDA graph can capture it (`decode_graph.py`).
 """
 
 from collections.abc import Hashable, Sequence
@@ -44,7 +43,7 @@ from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps,
 from tinsmith.training.logprobs import head_logits, head_lora
 
 MOST_GATHERED = 2**28
-"""Bytes of copies of keys and values that a captured step may take where no kernel reads them from the cache."""
+"""Most bytes of copies of keys and values in a captured step, where no kernel reads them from the cache."""
 NARROW = 16
 """Rows of up to so many blocks attend together on a CPU: few large calls beat a little less padding."""
 
@@ -54,9 +53,7 @@ class AttendTogether:
     """Rows that attend in one call."""
 
     rows: Tensor | None
-    """None is all of them."""
     blocks: int
-    """The most that one of them has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,18 +62,16 @@ class StepRows:
 
     count: int
     truncates: bool
-    """Whether a row asks for top-k or top-p."""
     needs_logits: bool
-    """Whether a row asks for its likeliest tokens."""
+    """Whether a row wants its likeliest tokens."""
     has_adapters: bool
-    """Whether a row has columns of `BatchedAdapters`."""
     groups: Sequence[AttendTogether]
     owner: Weights | None = None
-    """The owner of the weights of all rows, where these are not among the columns; None for the base and its columns."""
+    """Weights of all rows, where they have no columns; None for the base and adapters that have."""
 
 
 class DecodePlan(StatefulPlan):
-    """The `PassPlan` of one new token for each row of a batch."""
+    """The `PassPlan` of one new token for each row."""
 
     def __init__(
         self,
@@ -102,7 +97,7 @@ class DecodePlan(StatefulPlan):
 
     @cached_property
     def places(self) -> Tensor:
-        """[rows] where the newest tokens are stored, if not by the kernel of attention."""
+        """[rows] places of the newest tokens, if not the kernel of attention stores them."""
         return write_places(self.state, self.table)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -126,7 +121,6 @@ class DecodeStep:
     """Decoding steps of one base model over one cache."""
 
     def __init__(self, base: BaseModel, cache: KVCache, states: StateSlots | None, adapters: BatchedAdapters) -> None:
-        """`adapters` has the columns of the rows."""
         self.base = base
         self.cache = cache
         self.states = states
@@ -137,8 +131,8 @@ class DecodeStep:
     def __call__(self, batch: DeviceBatch, rows: StepRows, in_place: bool = False) -> Tensor:
         """Compute the first rows of the batch and advance them; returns their logits [rows, vocabulary] in float32.
 
-        What was drawn lies in `batch.drawn`. If it raises, the rows are wrong, but no state of a gated delta net has been stepped, unless
-        they are stepped `in_place`.
+        What was drawn lies in `batch.drawn`. If it raises, the rows are wrong, but states of gated delta nets have been stepped only if
+        `in_place`.
         """
         state, table = batch.state[: rows.count], batch.table[: rows.count]
         steps: StateSteps | StepsInPlace | None = None
@@ -161,22 +155,22 @@ class DecodeStep:
         return logits
 
     def can_be_captured(self, batch: DeviceBatch, rows: StepRows) -> bool:
-        """Whether a CUDA graph can hold such a step: our own decoder waits for nothing, of transformers' modules nobody knows.
+        """Return whether a CUDA graph can hold such a step: our decoder reads nothing on the host, transformers' modules may.
 
-        A graph attends to all the blocks that a row could have. Where no kernel does that, these are copied, and graphs keep the memory.
+        A graph attends to all blocks that a row could have. Where no kernel does that, these are copied, and graphs keep the memory.
         """
         known = self.base.decoder is not None and (rows.owner is None or isinstance(rows.owner, FullWeights))
         return known and gathered_bytes(self.cache.keys[0], rows.count, batch.table.shape[1]) <= MOST_GATHERED
 
     def places(self) -> Hashable:
-        """Addresses of all that steps read except the batch: while they are equal, a captured step can be replayed."""
+        """Return the addresses of all that steps read except the batch: while they are equal, a captured step can be replayed."""
         tensors = [self.cache.keys, self.cache.values, self.base.lm_head, next(self.base.language_model.parameters())]
         if self.states:
             tensors += [self.states.inputs, self.states.memory]
         return self.adapters.generation, *(tensor.data_ptr() for tensor in tensors)
 
     def _logits(self, decoder: Decoder, state: Tensor, positions: Tensor, plan: DecodePlan, has_adapters: bool) -> Tensor:
-        """[rows, vocabulary] float32 of rows of the base and of adapters that have columns."""
+        """Compute the logits of rows of the base and of adapters that have columns."""
         embeddings = self.base.language_model.get_input_embeddings()(state[:, TOKEN])
         adapters: Adapters = SegmentAdapters(())
         if has_adapters:
@@ -187,7 +181,7 @@ class DecodeStep:
         return adapters.apply(self.head, hidden).float()
 
     def _logits_of(self, owner: Weights | None, state: Tensor, positions: Tensor, plan: DecodePlan) -> Tensor:
-        """[rows, vocabulary] float32 of rows that all have these weights."""
+        """Compute the logits of rows that all have these weights."""
         row = PackedRow(
             token_ids=state[:, TOKEN],
             positions=positions,
@@ -202,7 +196,7 @@ class DecodeStep:
 
 
 def choice_of_rows(state: Tensor) -> DeviceChoice:
-    """Return how each row chooses its next token, from `DeviceBatch.state`."""
+    """Read from `DeviceBatch.state` how each row chooses its next token."""
     numbers = state.view(torch.float64)
     return DeviceChoice(
         temperature=numbers[:, TEMPERATURE].float(),
@@ -215,7 +209,7 @@ def choice_of_rows(state: Tensor) -> DeviceChoice:
 
 
 def rows_of(batch: DeviceBatch, owner: Weights | None) -> StepRows:
-    """Return the host's facts about the rows in use. `owner` has all of them, if their weights have no columns."""
+    """Collect the host's facts about the rows in use. `owner` has all of them, if their weights have no columns."""
     jobs = [seat.sequence.job for seat in batch.seats]
     on_cpu = batch.device.type == "cpu"
     return StepRows(
@@ -229,7 +223,7 @@ def rows_of(batch: DeviceBatch, owner: Weights | None) -> StepRows:
 
 
 def _similar(blocks: list[int]) -> list[AttendTogether]:
-    """Rows whose numbers of blocks differ by a factor of two at most."""
+    """Group rows whose numbers of blocks differ by a factor of two at most."""
     classes: dict[int, list[int]] = {}
     for row, count in enumerate(blocks):
         classes.setdefault((max(count, NARROW) - 1).bit_length(), []).append(row)

@@ -1,7 +1,7 @@
 """The local sampler: continuous batching over the training weights, with a paged cache, and slots for the states of gated delta nets.
 
-`add` takes requests; each `step` gives every running sequence its next token (`decoding.py`), and computes a piece of the prompts that
-wait in a pass, whatever models and snapshots they belong to. `schedule.py` decides what is computed.
+Each `step` gives every running sequence its next token (`decoding.py`), and computes a piece of the prompts that wait in a pass, whatever
+models and snapshots they belong to. `schedule.py` decides what is computed.
 """
 
 import logging
@@ -52,10 +52,7 @@ class LocalSampler:
     """The `Sampler` of one base model in this process."""
 
     def __init__(self, base: BaseModel, config: SamplingConfig, logits_chunk: int, sizes: CacheSizes | None = None) -> None:
-        """`sizes` are those of the cache; None divides `config.kv_cache_gib`, or what a CPU gives it.
-
-        Raises ConfigError if that does not hold one sequence.
-        """
+        """`sizes` are the cache's; None divides `config.kv_cache_gib`. Raises ConfigError if that does not hold one sequence."""
         self.base = base
         self.logits_chunk = logits_chunk
         shape = CacheShape(base.layout.layers, base.dtype, base.device)
@@ -66,20 +63,18 @@ class LocalSampler:
         self.schedule = Schedule(self.cache, self.states, places, config.prefill_tokens, config.prefill_tokens_beside)
         self.decoding = Decoding(base, self.cache, self.states, places, config.eager)
         self.runs_ahead = base.device.type == "cuda"
-        """Whether a step is launched before the tokens of the one before are read: a CPU would only compute it sooner."""
+        """Whether a step is launched before the tokens of the one before are read. It saves nothing on a CPU."""
         self.flights: list[Flight] = []
-        """Steps that were launched ahead."""
         self.meanwhile: list[SampleEvent] = []
         """Events of steps in the middle of a pass over prompts, if `deliver` does not take them."""
         self.deliver: Callable[[Sequence[SampleEvent]], None] | None = None
-        """Takes such events at once. It is that of the `step` under way."""
+        """Takes such events at once. It is that of the last `step`."""
         self.failed_meanwhile: list[SampleJob] | None = None
-        """Jobs that failed in the middle of such a pass: it computes their prompts too, so they are dropped behind it."""
+        """Jobs that failed in the middle of such a pass, which computes their prompts too: they are dropped behind it."""
         self.must_settle = False
-        """A step that was launched ahead has failed: what is under way is read first, then it is tried again."""
+        """A step launched ahead has failed: what is under way is read before it is tried again."""
 
     def capacity(self) -> str:
-        """Size of the cache, in words."""
         tokens = f"{self.cache.total * BLOCK:,} tokens"
         if self.states is None:
             return tokens
@@ -99,7 +94,6 @@ class LocalSampler:
 
     @property
     def room(self) -> int:
-        """Number of requests that may be added: as many may wait as can run."""
         return self.schedule.max_running - sum(1 + s.forks for s in self.schedule.waiting)
 
     def check_model(self, shape: LoraShape) -> None:
@@ -139,10 +133,9 @@ class LocalSampler:
                 job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
 
     def step(self, deliver: Callable[[Sequence[SampleEvent]], None] | None = None) -> list[SampleEvent]:
-        """A token of every running sequence, and a piece of the prompts that wait. `deliver` is given what comes before the piece is done.
+        """Compute a token of every running sequence, and a piece of the prompts that wait. `deliver` is given what comes before that piece.
 
-        What runs out of memory leaves no trace, and is smaller the next time. Raises errors of deciding what to compute, for which no
-        single request is responsible.
+        What runs out of memory leaves no trace, and is smaller the next time. Raises errors of deciding what to compute.
         """
         self.deliver = deliver
         try:
@@ -169,13 +162,11 @@ class LocalSampler:
         return meanwhile
 
     def _rest(self) -> None:
-        """Hold no weights for sampling that has ended."""
         if not self.schedule.running:
             self.flights = []
             self.decoding.rest()
 
     def _decode(self) -> list[SampleEvent]:
-        """The next token of every sequence that runs."""
         events: list[SampleEvent] = []
         flights = self.flights or self._launch(events)
         return events + self._read(flights)
@@ -188,7 +179,7 @@ class LocalSampler:
                 self.deliver(self._taken_meanwhile())
 
     def _read(self, flights: list[Flight]) -> list[SampleEvent]:
-        """Take the tokens of these steps. The step after that is launched before they are read, where that helps."""
+        """Take the tokens of these steps. The next step is launched before they are read, where that helps."""
         events: list[SampleEvent] = []
         self.flights = []
         ahead = self._launch_ahead() if flights and self.runs_ahead and not self.must_settle else []
@@ -308,7 +299,7 @@ class LocalSampler:
     # One pass over prompts
 
     def _pass(self, windows: list[tuple[SequenceState, Window]]) -> list[SampleEvent]:
-        """Compute the windows and choose the tokens that follow. No sequence and no state is changed before all of that has succeeded."""
+        """Compute the windows and choose the tokens that follow. No sequence and no state changes before all of that has succeeded."""
         with self._failures_kept(), torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
             self.cache.clean()
             ready: list[SequenceState] = []
@@ -331,7 +322,7 @@ class LocalSampler:
 
     @contextmanager
     def _failures_kept(self) -> Iterator[None]:
-        """While the body runs no sequence loses its blocks because its job fails."""
+        """Let no sequence lose its blocks while the body runs because its job fails."""
         failed: list[SampleJob] = []
         self.failed_meanwhile = failed
         try:
@@ -341,7 +332,7 @@ class LocalSampler:
             self.schedule.drop(lambda sequence: sequence.job in failed)
 
     def _append(self, drawn: Iterable[Drawn]) -> list[SampleEvent]:
-        """Give each sequence its next token, and end complete ones. An error of one of them fails its job only."""
+        """Give each sequence its next token, and end complete ones. An error of one fails its job only."""
         events: list[SampleEvent] = []
         some_ended = False
         for sequence, token, logprob, top in drawn:
@@ -391,7 +382,7 @@ class LocalSampler:
         return ready, self._logits(hidden[rows], [s.job.weights for s in ready]), plan
 
     def _logits(self, hidden: Tensor, owners: Sequence[Weights | None]) -> Tensor:
-        """[sequences, vocabulary] float32, each sequence with the LM head of its owner; the owners may share a row."""
+        """[sequences, vocabulary] float32, each with the LM head of its owner; owners may share a row."""
         parts = [self._head_logits(owners[s.start], hidden[s.start : s.end]) for s in segments_of([1] * len(owners), owners)]
         return _joined(parts) if parts else torch.empty(0, self.base.vocab_size, device=hidden.device)
 
@@ -412,12 +403,12 @@ def _caught(handle: Callable[[Exception], None]) -> Iterator[None]:
 
 
 def _there(group: Sequence[SequenceState]) -> list[SequenceState]:
-    """Those that still have their blocks: what ran out of memory before may have preempted some."""
+    """Return those that still have their blocks: what ran out of memory before may have preempted some."""
     return [sequence for sequence in group if sequence.blocks]
 
 
 def _by_job(items: Iterable[tuple[SequenceState, T]]) -> list[list[T]]:
-    """The items of each job, told by their sequences."""
+    """Group items by the job of their sequences."""
     jobs: dict[int, list[T]] = {}
     for sequence, item in items:
         jobs.setdefault(id(sequence.job), []).append(item)
@@ -425,10 +416,10 @@ def _by_job(items: Iterable[tuple[SequenceState, T]]) -> list[list[T]]:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """The rows of all parts; a single part is not copied."""
+    """Join the rows of all parts; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _for_each(rows: Tensor, counts: list[int]) -> Tensor:
-    """Row i repeated counts[i] times; nothing is copied if all counts are 1."""
+    """Repeat row i counts[i] times; nothing is copied if all counts are 1."""
     return rows if len(rows) == sum(counts) else rows.repeat_interleave(torch.tensor(counts, device=rows.device), dim=0)

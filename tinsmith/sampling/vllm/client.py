@@ -1,6 +1,6 @@
 """The client of one base model's vLLM servers: an event loop in a thread of its own, in which all requests run side by side.
 
-A request goes to one server. If that is lost, it is sent to another, or to the same one once that is back with the weights it needs.
+A request whose server is lost is sent to another, or to the same one once that is back with the weights it needs.
 """
 
 import asyncio
@@ -29,12 +29,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STOPS_WITHIN_S = 5.0
-"""Seconds that closing waits for the servers to end."""
 
 _ATTEMPTS = 5
-"""A request that loses so many servers is likely to be the reason."""
+"""Servers that a request may lose: one that loses so many is likely to be the reason."""
 _MAX_LEAD = 16
-"""Sequences that a server may have to compute beyond the idlest, and still get prompts that begin like earlier ones there."""
+"""Sequences that a server may have beyond the idlest, and still get prompts that begin like earlier ones there."""
 
 
 class VLLMClient:
@@ -57,7 +56,6 @@ class VLLMClient:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run_job(self, job: Job) -> "Future[SampleResult]":
-        """Start a job."""
         return self.run(self._sample(job))
 
     def publish(self, published: PublishedWeights) -> None:
@@ -65,15 +63,14 @@ class VLLMClient:
         self.run(self._publish(published))
 
     def fall_asleep(self) -> "Future[None]":
-        """Put all servers to sleep, so that the trainer has their GPU; done when they sleep."""
+        """Put all servers to sleep, so that the trainer has their GPU."""
         return self.run(self.sleep_mode.fall_asleep())
 
     def wake_up(self) -> "Future[None]":
-        """Let the servers have the GPU again."""
         return self.run(self.sleep_mode.wake_up())
 
     def forget(self, key: str) -> None:
-        """Take the weights of this key off all servers: nothing refers to them any more."""
+        """Take weights that nothing refers to any more off all servers."""
         self.run(self.publisher.forget(self.servers.all, key))
 
     def close(self) -> None:
@@ -112,7 +109,7 @@ class VLLMClient:
         return await sample_in_segments(self.publisher, instance, job, newest)
 
     def _newest(self, job: Job) -> NewestWeights | None:
-        """Return the weights that the job follows, None if it needs no segments. A streamed job not inflight follows its own."""
+        """Return the weights that the job follows; None if it needs no segments. A streamed job that is not inflight follows its own."""
         model_id = job.published.ref.inflight_of
         if model_id is None:
             return None if job.tell is None else NewestWeights(job.published)

@@ -1,13 +1,10 @@
 """A sample request on one server: all its samples at once, or each in segments while its weights are replaced or its tokens are read.
 
-When a model has new weights (`inflight`), the server that samples loads them beside the former, and they are compared with the trainer's.
-Then vLLM is told to abort the samples from the former weights, which it answers with the tokens so far, and each goes on as a request with
-these tokens behind its prompt. So every token comes from the weights that it is said to come from, and from no keys and values of others;
-no token leaves before its weights were compared; and nothing else on the server is disturbed. Full weights go through the `WeightsLock` as
-always.
-
-vLLM could load an adapter in place instead, under the name that it has. But then it reads the files again at every step, goes on with keys
-and values of the former weights, and computes with the new ones before anybody has compared them.
+When a model has new weights (`inflight`), the server loads and compares them while it samples. Then vLLM aborts the samples from the former
+weights, answers with the tokens so far, and each goes on as a request with these behind its prompt. So every token comes from the weights
+that it is said to come from, and from no keys and values of others; no token leaves before its weights were compared; and nothing else on
+the server is disturbed. (vLLM could load an adapter in place under the name that it has. But then it reads the files again at every step,
+goes on with keys and values of the former weights, and computes with the new ones before they are compared.)
 
 Tokens that are read while they come arrive as vLLM streams them. Those that have been given out stay: if a server is lost, another goes on
 behind them. A stream has no scores of the prompt, and no log-probabilities over the whole vocabulary with top_k or top_p: then the tokens
@@ -54,16 +51,15 @@ class Draft:
     """A sample that is computed in segments, as far as it has come. It outlives the server where it began."""
 
     segments: list[SampledSequence] = field(default_factory=list)
-    """Each from one set of weights, as the continuation of those before it; none is empty."""
+    """Each from one set of weights, behind those before it; none is empty."""
     reply: dict[str, Any] | None = None
-    """vLLM's reply to the first segment, which also has the answers about the prompt."""
+    """vLLM's reply to the first segment, which also answers about the prompt."""
     ended: bool = False
     told: int = 0
-    """Number of its tokens that have been given out as events."""
+    """Number of its tokens that have been given out."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens sampled so far."""
         return tuple(token for segment in self.segments for token in segment.tokens)
 
 
@@ -83,9 +79,9 @@ class Job:
     keys: list[bytes]
     """Keys of the prompt's full blocks."""
     answers: PromptAnswers
-    """The answers about the prompt that the trainer's model has given."""
+    """Answers about the prompt by the trainer's model."""
     tell: Callable[[TokensSampled], None] | None
-    """Takes tokens as they come; None if nobody wants them before the end. Called in the client's thread."""
+    """Takes tokens as they come, in the client's thread; None if they are wanted at the end only."""
     drafts: list[Draft]
     """One for each sample; they stay empty if the job is not computed in segments."""
 
@@ -102,7 +98,7 @@ async def sample(publisher: Publisher, instance: Instance, job: Job) -> SampleRe
 
 
 async def in_parallel(work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order. The first error ends the others, and is raised alone: its class decides what happens next."""
+    """Return the results of all, in order. The first error ends the others, and is raised alone: its class decides what happens next."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -114,9 +110,9 @@ async def in_parallel(work: list[Coroutine[Any, Any, T]]) -> list[T]:
 async def _some(
     instance: Instance, job: Job, model: str | None, left: deque[int]
 ) -> list[tuple[int, tuple[list[SampledSequence], dict[str, Any]]]]:
-    """Several of the samples that are `left`, in one request: index of the first, samples, vLLM's reply. Nothing if none is left.
+    """Compute several of the samples that are `left` in one request: index of the first, samples, vLLM's reply. Nothing if none is left.
 
-    It takes as many as there are free slots, so callers that come later may find none.
+    It takes as many as there are free slots, so later callers may find none.
     """
     await send_images(instance, job.rendered, model)
     if not left:
@@ -135,7 +131,7 @@ async def _some(
 async def score_again(
     instance: Instance, job: Job, model: str | None, before: tuple[int, ...], sequence: SampledSequence
 ) -> SampledSequence:
-    """A sample, or the segment of one that follows the tokens `before`, with log-probabilities over the whole vocabulary."""
+    """Score a sample, or a segment behind the tokens `before`, over the whole vocabulary."""
     topk = job.request.topk_sample_logprobs
     reply = await generate(instance, job.rendered, scoring_params(topk), model, (*before, *sequence.tokens))
     return rescored(sequence, reply["prompt_logprobs"][len(job.rendered) + len(before) :], topk)
@@ -154,19 +150,18 @@ def result_of(job: Job, sequences: list[SampledSequence], reply: dict[str, Any])
 # In segments
 
 _AGAIN_S = 0.05
-"""Seconds until vLLM is told once more to abort a sample, which may not have begun when it was told."""
+"""Seconds until vLLM is told again to abort a sample, which may not have begun when it was told."""
 
 
 class NewestWeights:
-    """The newest weights of one model, which its inflight samples follow. For one event loop."""
+    """The newest weights of one model, which its inflight samples follow."""
 
     def __init__(self, published: PublishedWeights) -> None:
         self.published = published
         self.replaced = asyncio.Event()
-        """Set when `published` is replaced; then there is another event for the next time."""
+        """Set when `published` is replaced; there is another for the next time."""
 
     def replace(self, published: PublishedWeights) -> None:
-        """Let all samples go on with other weights."""
         self.published = published
         self.replaced.set()
         self.replaced = asyncio.Event()
@@ -217,7 +212,7 @@ def _append(job: Job, index: int, segment: SampledSequence, reply: dict[str, Any
 
 
 async def _generate(instance: Instance, job: Job, published: PublishedWeights, loaded: Loaded, index: int, name: str) -> dict[str, Any]:
-    """One segment of a sample: vLLM's reply to a request that goes on behind the tokens so far."""
+    """Compute one segment: vLLM's reply to a request that goes on behind the tokens so far."""
     draft = job.drafts[index]
     done = draft.tokens
     params = sampling_params(job.request, job.max_tokens - len(done), job.eos, job.vocab_size, index, 1, len(done))
@@ -239,7 +234,7 @@ async def _generate(instance: Instance, job: Job, published: PublishedWeights, l
 
 
 def _may_stream(instance: Instance, job: Job, draft: Draft, params: dict[str, Any]) -> bool:
-    """Return whether the next segment can be streamed, and its tokens be given out as they come. VLLM 0.26 is not asked for streams."""
+    """Return whether the next segment can be streamed. vLLM 0.26 is not asked for streams."""
     return (
         job.tell is not None
         and instance.label is not None
@@ -283,10 +278,7 @@ async def _prepare(publisher: Publisher, instance: Instance, newest: NewestWeigh
 
 
 async def _until(instance: Instance, replaced: asyncio.Event, prepare: Any, generating: Any) -> dict[str, Any] | None:
-    """The reply to a request, which the server is told to abort as soon as there are newer weights and it is ready for them.
-
-    None if the request has not been sent until then.
-    """
+    """Return the reply to a request, which is aborted when the server is ready for newer weights; None if it was not sent until then."""
     name = uuid.uuid4().hex
     request = asyncio.create_task(generating(name))
     replacement = asyncio.create_task(_after(replaced, prepare))

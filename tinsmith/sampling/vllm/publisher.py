@@ -4,8 +4,8 @@
     load      the server reads them, and compares their identity with the trainer's
     verify    the server scores the canary, as the trainer has; a new server shows with probes what of an adapter it applies
 
-Adapters lie side by side on a server, each under a name of its own, over the base's weights. Full weights replace the base's: requests that
-need others wait until those that run have ended, in the order in which they came (`WeightsLock`).
+Adapters lie side by side on a server, over the base's weights. Full weights replace the base's; requests that need others wait in order
+(`WeightsLock`).
 """
 
 import asyncio
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LABEL = "tinsmith:"
-"""The beginning of the names by which servers call full weights that we have sent them."""
+"""Prefix of the names that servers have for full weights that we sent them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Loaded:
 
 
 def once(tasks: "MutableMapping[str, asyncio.Task[T]]", key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":
-    """The result of work that all callers with this key share. It goes on if they give up; if it fails, the next caller tries again."""
+    """Share work among all callers with this key. It goes on if they give up; if it fails, the next caller tries again."""
     task = tasks.get(key)
     if task is None:
         task = tasks[key] = asyncio.create_task(work())
@@ -92,8 +92,8 @@ class Publisher:
     async def using(self, instance: Instance, published: PublishedWeights) -> AsyncIterator[Loaded]:
         """Run the body while the server computes with these weights; the canary is compared at the same time.
 
-        Raises TinsmithError if the server refuses the weights. It also does after the body, which then must not use what it has got, if the
-        server computes something else with them than the trainer does.
+        Raises TinsmithError if the server refuses the weights. If it computes something else with them than the trainer, that is raised
+        after the body, which must then not use what it has got.
         """
         await self._learn_about(instance)
         if published.adapter is not None:
@@ -127,9 +127,9 @@ class Publisher:
             await self._load_once(instance, published.ref.key, published.adapter)
 
     async def forget(self, servers: list[Server], key: str) -> None:
-        """Take an adapter off all servers and delete its files: nothing samples from it any more.
+        """Take an adapter that nothing samples from off all servers, and delete its files.
 
-        If it is sampled from again later it gets other files, and so another name on the servers.
+        If it is sampled from again it gets other files, and so another name on the servers.
         """
         folder = self.folders.pop(key, None)
         instances = [server.instance for server in servers if server.instance is not None]
@@ -171,7 +171,7 @@ class Publisher:
     # Write and load
 
     async def _load_once(self, instance: Instance, key: str, adapter: Adapter) -> str:
-        """The name of an adapter that is on the server now."""
+        """Return the name of an adapter that is on the server now."""
         return await once(instance.adapters, key, partial(self._load, instance, key, adapter))
 
     async def _load(self, instance: Instance, key: str, adapter: Adapter) -> str:
@@ -207,7 +207,6 @@ class Publisher:
             await self._unload(instance, name)
 
     async def _unload(self, instance: Instance, name: str) -> None:
-        """Unload an adapter from a server that is kept awake."""
         await instance.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _transfer(self, instance: Instance, weights: Weights | None) -> None:
@@ -267,10 +266,9 @@ class Publisher:
             raise
 
     async def try_probes(self, instance: Instance) -> None:
-        """Find out whether an instance can be sampled from, and to which kinds of layers it applies adapters, unless that is known.
+        """Find out once whether an instance can be sampled from, and to which kinds of layers it applies adapters.
 
-        Raises as `Connection.post`, and TinsmithError if it computes something else than the trainer with the base's weights. Who comes
-        next tries again then.
+        Raises as `Connection.post`, and TinsmithError if it differs from the trainer with the base's weights.
         """
         await once(instance.facts, "probes", partial(self._probe, instance))
 

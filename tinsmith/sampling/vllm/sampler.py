@@ -1,8 +1,7 @@
 """The `Sampler` of one base model whose samples vLLM servers compute.
 
-Requests go to the client's thread, and `step` returns what has come back from it. Only what needs the trainer's own model happens in the
-sampler's thread, in `step`, one piece of work at a time: the canary of weights that are new, and answers about a prompt that vLLM cannot
-give.
+Requests go to the client's thread, and `step` returns what has come back. Only what needs the trainer's own model happens in the sampler's
+thread, in `step`, one piece at a time: the canary of new weights, and answers about a prompt that vLLM cannot give.
 """
 
 import atexit
@@ -48,8 +47,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Pending:
-    """A request that has not ended."""
-
     request_id: str
     request: SampleRequest
     rendered: RenderedInput
@@ -57,7 +54,6 @@ class _Pending:
     stream: bool
     max_tokens: int
     future: "Future[SampleResult] | None" = None
-    """None until the client has it."""
 
     def fills(self, context: int) -> bool:
         """Return whether its prompt fills the context: vLLM refuses it, and the trainer's model answers all."""
@@ -69,7 +65,7 @@ class _Pending:
         return replace(self.request.questions, logprobs=False, topk=0, last_n=None)
 
     def taken_future(self) -> "Future[SampleResult]":
-        """The future, which it forgets: each holds the other, and so the weights, longer than they are needed."""
+        """Return the future and forget it: each holds the other, and so the weights, longer than they are needed."""
         future, self.future = self.future, None
         assert future is not None, "it was submitted"
         return future
@@ -89,16 +85,14 @@ class VLLMSampler:
         self.logits_chunk = logits_chunk
         self.wake = wake
         self.pending: dict[str, _Pending] = {}
-        """Request id -> request."""
         self.new: deque[_Pending] = deque()
-        """Requests that the client does not have yet."""
         self.published: deque[Weights] = deque()
         self.came: deque[tuple[_Pending, TokensSampled | None]] = deque()
         """Requests with their new tokens, None if they have ended. Filled by the client's thread."""
         self.canaries: dict[str, Expectation] = {}
         """Key of the weights -> the trainer's results for the canary, as long as the weights are in memory."""
         self.copies: dict[str, set[int]] = {}
-        """The `id` of all objects in memory that hold the weights of a key."""
+        """Key of the weights -> `id` of all objects in memory that hold them."""
         self.gone: deque[tuple[str, int]] = deque()
         """Key and `id` of such objects that are no more. Filled by any thread."""
 
@@ -126,7 +120,7 @@ class VLLMSampler:
 
     @property
     def has_samples(self) -> bool:
-        """True while requests have not ended, so that the servers are needed."""
+        """True while requests need the servers."""
         return bool(self.pending)
 
     def fall_asleep(self) -> "Future[None]":
@@ -154,7 +148,7 @@ class VLLMSampler:
         self.published.append(weights)
 
     def step(self, deliver: Callable[[Sequence[SampleEvent]], None] | None = None) -> list[SampleEvent]:
-        """Nothing that it does takes so long that `deliver` would be given anything."""
+        """Do one piece of work, none of which takes so long that `deliver` is called."""
         self._forget_unused()
         events: list[SampleEvent] = []
         while self.came:
@@ -238,7 +232,7 @@ class VLLMSampler:
         )
 
     def _take(self, pending: _Pending, tokens: TokensSampled | None, _: object = None) -> None:
-        """New tokens of a request, or its end. Called in the client's thread."""
+        """Take new tokens of a request, or its end, in the client's thread."""
         self.came.append((pending, tokens))
         self.wake()
 
@@ -247,13 +241,13 @@ class VLLMSampler:
         return self._scored(pending, asked, _seed_of(pending))[0] if asked else PromptAnswers()
 
     def _scored(self, pending: _Pending, asked: PromptQuestions, seed: int) -> tuple[PromptAnswers, Tensor]:
-        """Answers of the trainer's model about a prompt, and the logits [1, vocabulary] behind it."""
+        """Score a prompt with the trainer's model: answers, and the logits [1, vocabulary] behind it."""
         scores = PromptScores(pending.rendered, asked, pending.request.params, seed)
         logits = score_prompt(self.base, pending.rendered, pending.weights, scores, self.logits_chunk)
         return scores.answers, logits
 
     def _answered_here(self, pending: _Pending) -> SampleResult:
-        """The answers about a prompt that fills the context, and the one token that comes with them."""
+        """Answer about a prompt that fills the context, with the one token that comes with that."""
         request, count, seed = pending.request, pending.request.num_samples, _seed_of(pending)
         answers, logits = self._scored(pending, request.questions, seed)
         params, topk = request.params, request.topk_sample_logprobs
@@ -310,8 +304,8 @@ def _outcome(request_id: str, future: "Future[SampleResult]") -> SampleEvent:
 def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake: Callable[[], None]) -> VLLMSampler:
     """Start the servers of a base model, or connect to those of --vllm-url, and return at once.
 
-    `renderer` makes the canary's prompt. `wake` is called in another thread when the sampler's `step` has something to return. Raises
-    ConfigError for a configuration that cannot work.
+    `renderer` makes the canary's prompt. `wake` is called in another thread when `step` has something to return. Raises ConfigError for a
+    configuration that cannot work.
     """
     if config.vllm.vllm_urls and len(config.base_models) > 1:
         raise ConfigError("--vllm-url names the servers of one base model; serve one, or let Tinsmith start the vLLM servers")
