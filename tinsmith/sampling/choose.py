@@ -107,7 +107,7 @@ def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[
         from tinsmith.sampling.choose_kernels import LARGEST, choose_kernel
 
         if logits.shape[1] <= LARGEST:
-            left = _truncated(logits, choice) if truncates else None
+            left = truncate(logits, _logprobs(logits, choice), choice.top_k, choice.top_p) if truncates else None
             draws = draws_needed(logits.shape[1])
             return choose_kernel(logits, choice.temperature, choice.seed, choice.sample, choice.position, draws, left, COLDEST)
     return choose_reference(logits, choice, truncates)
@@ -129,23 +129,14 @@ def _logprobs(logits: Tensor, choice: DeviceChoice) -> Tensor:
     return logprobs_at(logits, torch.where(temperature == 0, 1.0, temperature))
 
 
-def _truncated(logits: Tensor, choice: DeviceChoice) -> Tensor:
-    return truncate(logits, _logprobs(logits, choice), choice.top_k, choice.top_p)
-
-
 def choose(logits: Tensor, how: Choice) -> list[Chosen]:
     """Choose the next token for each row of `logits` [n, vocabulary] float32, as `choose_next` does."""
     chosen: list[Chosen] = []
     for start in range(0, len(logits), ROWS):
-        rows = slice(start, start + ROWS)
-        chosen += _choose_rows(logits[rows], how.of(rows))
+        some, rows = logits[start : start + ROWS], how.of(slice(start, start + ROWS))
+        tokens, logprobs = choose_next(some, rows.on(logits.device), rows.truncates)
+        chosen += [Chosen(*parts) for parts in zip(tokens.tolist(), logprobs.tolist(), _tops(some, rows), strict=True)]
     return chosen
-
-
-def _choose_rows(logits: Tensor, how: Choice) -> list[Chosen]:
-    tokens, logprobs = choose_next(logits, how.on(logits.device), how.truncates)
-    tops = _tops(logits, how)
-    return [Chosen(*parts) for parts in zip(tokens.tolist(), logprobs.tolist(), tops, strict=True)]
 
 
 def logprobs_at(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
@@ -21,11 +20,6 @@ BLOCK = 16
 def weights_key(ref: WeightsRef) -> bytes:
     """Return the key [32 bytes] that stands for the weights, which the first block of a sequence follows."""
     return hashlib.blake2b(ref.key.encode(), digest_size=32).digest()
-
-
-def block_key(previous: bytes, tokens: NDArray[np.int32], images: bytes) -> bytes:
-    """Return the key [32 bytes] of a block of `BLOCK` tokens behind the block `previous`; `images` come from `images_in`."""
-    return hashlib.blake2b(previous + tokens.tobytes() + images, digest_size=32).digest()
 
 
 def images_in(rendered: RenderedInput, start: int) -> bytes:
@@ -47,5 +41,6 @@ def prompt_keys(first: bytes, rendered: RenderedInput, answer: Sequence[int], kn
         tokens = rendered.token_ids[start:end]
         if end > prompt:
             tokens = np.concatenate([tokens, np.array(answer[max(0, start - prompt) : end - prompt], dtype=np.int32)])
-        keys.append(block_key(keys[-1] if keys else first, tokens, images_in(rendered, start) if rendered.spans else b""))
+        images = images_in(rendered, start) if rendered.spans else b""
+        keys.append(hashlib.blake2b((keys[-1] if keys else first) + tokens.tobytes() + images, digest_size=32).digest())
     return keys

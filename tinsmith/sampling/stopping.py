@@ -124,7 +124,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any) -> None:
         self.backend = tokenizer.backend_tokenizer
-        self.stream = _new_stream()
+        self.stream = DecodeStream(skip_special_tokens=False)
         self.unread: list[int] = []
         """Tokens whose text is not given out yet."""
 
@@ -142,9 +142,5 @@ class TextStream:
         return text or ""
 
     def _begin_anew(self) -> str:
-        self.stream = _new_stream()
+        self.stream = DecodeStream(skip_special_tokens=False)
         return "".join(self.stream.step(self.backend, token) or "" for token in self.unread)
-
-
-def _new_stream() -> DecodeStream:
-    return DecodeStream(skip_special_tokens=False)

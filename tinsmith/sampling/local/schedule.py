@@ -15,6 +15,7 @@ import logging
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -133,21 +134,19 @@ class Schedule:
         starting = [s for s, window in windows if s.starts_job and window.end == s.length]
         places = self.max_running - len(self.running) - len(self.filling)  # those that start now are among the latter
         forks: list[Fork] = []
-        try:
+        with ExitStack() as undo:
             for first in starting:
                 full, rest = divmod(first.length, BLOCK)
                 for other in first.job.sequences[1:]:
                     if places <= 0 or (rest and not self.cache.available) or (self.states and not self.states.available):
                         break
                     fork = Fork(first, other, [], self.states.take(None) if self.states else -1)
+                    undo.callback(self._give_back, fork.blocks, fork.slot)
                     forks.append(fork)
                     copied = [self.cache.copy(first.blocks[full])] if rest else []
                     fork.blocks.extend([self.cache.share(block) for block in first.blocks[:full]] + copied)
                     places -= 1
-        except Exception:
-            for fork in forks:
-                self._give_back(fork.blocks, fork.slot)
-            raise
+            undo.pop_all()
         return forks
 
     def computed(self, windows: Sequence[tuple[SequenceState, Window]], forks: Sequence[Fork]) -> None:
@@ -326,12 +325,11 @@ class Schedule:
     def _fill(self, sequence: SequenceState, found: list[int]) -> None:
         saves = self.prefix_cache.worth_saving(sequence, len(found))
         blocks = [self.cache.share(block) for block in found]
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.cache.give_back, blocks)
             blocks += self.cache.take(blocks_for(sequence.length) - len(found))
             slot = self.states.take(sequence.keys[len(found) - 1] if found else None) if self.states else -1
-        except Exception:
-            self.cache.give_back(blocks)
-            raise
+            undo.pop_all()
         self.waiting.take(sequence.job.session, sequence)
         sequence.blocks, sequence.slot, sequence.saves = blocks, slot, saves
         sequence.stored = len(found) * BLOCK

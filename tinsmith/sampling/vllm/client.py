@@ -17,7 +17,7 @@ import uvloop
 
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.sampler import SampleResult
-from tinsmith.sampling.vllm.instance import Instance, SleepMode
+from tinsmith.sampling.vllm.instance import SleepMode
 from tinsmith.sampling.vllm.job import Job, NewestWeights, sample, sample_in_segments
 from tinsmith.sampling.vllm.protocol import ServerFailedError, ServerLostError
 from tinsmith.sampling.vllm.publisher import Publisher
@@ -55,19 +55,9 @@ class VLLMClient:
         """Run something in the client's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def run_job(self, job: Job) -> "Future[SampleResult]":
-        return self.run(self._sample(job))
-
     def publish(self, published: PublishedWeights) -> None:
         """Let samples that follow the same model go on with these weights, and prepare the servers that are ready."""
         self.run(self._publish(published))
-
-    def fall_asleep(self) -> "Future[None]":
-        """Put all servers to sleep, so that the trainer has their GPU."""
-        return self.run(self.sleep_mode.fall_asleep())
-
-    def wake_up(self) -> "Future[None]":
-        return self.run(self.sleep_mode.wake_up())
 
     def forget(self, key: str) -> None:
         """Take weights that nothing refers to any more off all servers."""
@@ -86,13 +76,16 @@ class VLLMClient:
         changed = asyncio.Condition()
         return Servers([Server(source, slots, hung_s, changed, self.publisher.try_probes, self.sleep_mode) for source in sources], changed)
 
-    async def _sample(self, job: Job) -> SampleResult:
+    async def sample(self, job: Job) -> SampleResult:
+        """Return the result of a job, on whatever servers it takes. For the client's loop."""
         lost, newest = "", self._newest(job)
         for _ in range(_ATTEMPTS):
             server, instance = await self.servers.pick(job.keys, _MAX_LEAD)
             server.load += job.request.num_samples
             try:
-                return await self._sample_on(instance, job, newest)
+                if newest is None:
+                    return await sample(self.publisher, instance, job)
+                return await sample_in_segments(self.publisher, instance, job, newest)
             except (ServerLostError, ServerFailedError) as error:
                 if isinstance(error, ServerFailedError) and await instance.answers():
                     raise
@@ -102,11 +95,6 @@ class VLLMClient:
             finally:
                 server.load -= job.request.num_samples
         raise TinsmithError(f"{_ATTEMPTS} vLLM servers in a row were lost with this sample: {lost}")
-
-    async def _sample_on(self, instance: Instance, job: Job, newest: NewestWeights | None) -> SampleResult:
-        if newest is None:
-            return await sample(self.publisher, instance, job)
-        return await sample_in_segments(self.publisher, instance, job, newest)
 
     def _newest(self, job: Job) -> NewestWeights | None:
         """Return the weights that the job follows; None if it needs no segments. A streamed job that is not inflight follows its own."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -83,18 +82,18 @@ class Job:
     tell: Callable[[TokensSampled], None] | None
     """Takes tokens as they come, in the client's thread; None if they are wanted at the end only."""
     drafts: list[Draft]
-    """One for each sample; they stay empty if the job is not computed in segments."""
+    """One for each sample; without segments if the job is computed at once."""
 
 
 async def sample(publisher: Publisher, instance: Instance, job: Job) -> SampleResult:
     """Return the job's result. Raises as `Connection.post`, and TinsmithError if the server computes something else than the trainer."""
     async with publisher.using(instance, job.published) as loaded:
-        left = deque(range(job.request.num_samples))
-        replies = dict(chain.from_iterable(await in_parallel([_some(instance, job, loaded.model, left) for _ in left])))
-        sequences = list(chain.from_iterable(part for _, (part, _) in sorted(replies.items())))
+        left, found = deque(range(job.request.num_samples)), dict[int, SampledSequence]()
+        await in_parallel([_some(instance, job, loaded.model, left, found) for _ in left])
+        sequences = [found[index] for index in range(job.request.num_samples)]
         if truncates(job.request):
             sequences = await in_parallel([score_again(instance, job, loaded.model, (), sequence) for sequence in sequences])
-    return result_of(job, sequences, replies[0][1])
+    return result_of(job, sequences)
 
 
 async def in_parallel(work: list[Coroutine[Any, Any, T]]) -> list[T]:
@@ -107,25 +106,21 @@ async def in_parallel(work: list[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def _some(
-    instance: Instance, job: Job, model: str | None, left: deque[int]
-) -> list[tuple[int, tuple[list[SampledSequence], dict[str, Any]]]]:
-    """Compute several of the samples that are `left` in one request: index of the first, samples, vLLM's reply. Nothing if none is left.
-
-    It takes as many as there are free slots, so later callers may find none.
-    """
+async def _some(instance: Instance, job: Job, model: str | None, left: deque[int], found: dict[int, SampledSequence]) -> None:
+    """Compute several of the samples that are `left` in one request, as many as there are free slots. Later callers may find none left."""
     await send_images(instance, job.rendered, model)
     if not left:
-        return []
+        return
     most = instance.samples_per_request if job.request.params.temperature else 1  # vLLM refuses several greedy samples in one request
     async with instance.slots.reserve(min(len(left), most)) as slots:
         taken = [left.popleft() for _ in range(min(slots, len(left)))]
         if not taken:
-            return []
+            return
         params = sampling_params(job.request, job.max_tokens, job.eos, job.vocab_size, taken[0], len(taken))
         reply = await ask(instance, job.rendered, params, model)
     sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, instance.label, job.published.ref.label)
-    return [(taken[0], (sequences, reply))]
+    found.update(zip(taken, sequences, strict=True))
+    job.drafts[taken[0]].reply = reply
 
 
 async def score_again(
@@ -137,9 +132,10 @@ async def score_again(
     return rescored(sequence, reply["prompt_logprobs"][len(job.rendered) + len(before) :], topk)
 
 
-def result_of(job: Job, sequences: list[SampledSequence], reply: dict[str, Any]) -> SampleResult:
-    """Return what the client gets. `reply` is vLLM's to the request that asked about the prompt."""
-    answers = job.answers
+def result_of(job: Job, sequences: list[SampledSequence]) -> SampleResult:
+    """Return what the client gets. The reply to the first sample answers about the prompt."""
+    answers, reply = job.answers, job.drafts[0].reply
+    assert reply is not None, "the first sample has ended"
     if job.request.questions.logprobs or job.request.questions.topk:
         asked = prompt_answers(reply["prompt_logprobs"], job.rendered, job.request.questions)
         answers = replace(answers, logprobs=asked.logprobs, topk=asked.topk)
@@ -170,12 +166,10 @@ class NewestWeights:
 async def sample_in_segments(publisher: Publisher, instance: Instance, job: Job, newest: NewestWeights) -> SampleResult:
     """Return the job's result; its drafts may have begun on another server. Raises as `sample`."""
     await in_parallel([_finish(publisher, instance, job, newest, index) for index in range(job.request.num_samples)])
-    reply = job.drafts[0].reply
-    assert reply is not None, "a draft that has ended has a segment"
     sequences = [joined(job, draft) for draft in job.drafts]
     for index, sequence in enumerate(sequences):
         _tell_rest(job, index, sequence)
-    return result_of(job, sequences, reply)
+    return result_of(job, sequences)
 
 
 async def _finish(publisher: Publisher, instance: Instance, job: Job, newest: NewestWeights, index: int) -> None:
@@ -186,8 +180,8 @@ async def _finish(publisher: Publisher, instance: Instance, job: Job, newest: Ne
         async with publisher.using(instance, published) as loaded:
             reply = None
             if not replaced.is_set():  # while it waited for its turn
-                prepare = partial(_prepare, publisher, instance, newest)
-                reply = await _until(instance, replaced, prepare, partial(_generate, instance, job, published, loaded, index))
+                replacement = _prepare(publisher, instance, newest, replaced)
+                reply = await _until(replacement, instance, partial(_generate, instance, job, published, loaded, index))
             if reply is not None:
                 (segment,) = sequences_of(
                     reply, 1, job.request.topk_sample_logprobs, instance.label, published.ref.label, may_be_aborted=True
@@ -271,35 +265,32 @@ def _keep_told(job: Job, index: int, chunks: list[dict[str, Any]], published: Pu
     _append(job, index, segment, reply)
 
 
-async def _prepare(publisher: Publisher, instance: Instance, newest: NewestWeights) -> None:
-    """Load and compare the newest weights meanwhile. What is wrong with them is told to those who ask for them."""
+async def _prepare(publisher: Publisher, instance: Instance, newest: NewestWeights, replaced: asyncio.Event) -> None:
+    """Wait for newer weights, then load and compare them. What is wrong with them is told to those who ask for them."""
+    await replaced.wait()
     with suppress(TinsmithError):
         await publisher.prepare(instance, newest.published)
 
 
-async def _until(instance: Instance, replaced: asyncio.Event, prepare: Any, generating: Any) -> dict[str, Any] | None:
-    """Return the reply to a request, which is aborted when the server is ready for newer weights; None if it was not sent until then."""
+async def _until(
+    replacement: Coroutine[Any, Any, None], instance: Instance, generating: Callable[[str], Coroutine[Any, Any, dict[str, Any]]]
+) -> dict[str, Any] | None:
+    """Return the reply to a request, which is aborted when the `replacement` is ready; None if it was not sent until then."""
     name = uuid.uuid4().hex
     request = asyncio.create_task(generating(name))
-    replacement = asyncio.create_task(_after(replaced, prepare))
+    ready = asyncio.create_task(replacement)
     try:
-        await asyncio.wait((request, replacement), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((request, ready), return_when=asyncio.FIRST_COMPLETED)
         while not request.done():
             if name not in instance.running:
                 return None
             await instance.connection.post("/abort_requests", {"request_ids": [REQUEST_PREFIX + name]})
             await asyncio.wait((request,), timeout=_AGAIN_S)
-        reply: dict[str, Any] = request.result()
-        return reply
+        return request.result()
     finally:
         request.cancel()
-        replacement.cancel()
+        ready.cancel()
         await asyncio.wait((request,))  # a stream that is broken off keeps what it has given out
-
-
-async def _after(event: asyncio.Event, work: Any) -> None:
-    await event.wait()
-    await work()
 
 
 def joined(job: Job, draft: Draft) -> SampledSequence:

@@ -64,9 +64,9 @@ def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Lau
     package = Path(tinsmith.__file__).parent
     directory.joinpath("tinsmith").symlink_to(package)
     directory.joinpath("sitecustomize.py").symlink_to(package / "sampling" / "inside_vllm" / "every_process.py")
-    found = []
+    found, safe_name = [], re.sub(r"[^\w.-]", "_", base.name)[-20:]
     for index, gpus in enumerate(places):
-        name = f"{_file_name(base.name)}-{index}"
+        name = f"{safe_name}-{index}"
         kind = transfer_kind(config.vllm.vllm_transfer, base.device, gpus, config.vllm.vllm_tensor_parallel)
         command, environment = _command(base, config, kind, longest, on_gpu=bool(gpus)), _environment(config, directory, gpus)
         found.append(Launch(command, environment, directory, name, logs / f"{name}.log", kind, config.vllm.vllm_tensor_parallel))
@@ -101,21 +101,14 @@ def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks
         case "auto":
             return "file" if not gpus else "ipc" if shared else "broadcast"
         case "ipc" if not shared:
-            raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {_place(gpus)}. Use auto")
+            place = f"GPU {gpus[0]}" if gpus else "no GPU"
+            raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {place}. Use auto")
         case "broadcast" if shared:
             raise ConfigError("vllm_transfer=broadcast needs a GPU of its own for each server; here one shares the trainer's. Use auto")
         case "file" | "ipc" | "broadcast":
             return wanted
         case _:
             raise ConfigError(f"vllm_transfer={wanted!r} must be auto, file, ipc or broadcast")
-
-
-def _place(gpus: Sequence[int]) -> str:
-    return f"GPU {gpus[0]}" if gpus else "no GPU"
-
-
-def _file_name(text: str) -> str:
-    return "".join(character if character.isalnum() or character in "-." else "_" for character in text)[-20:]
 
 
 def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, on_gpu: bool) -> list[str]:

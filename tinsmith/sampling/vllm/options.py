@@ -17,17 +17,16 @@ _CLIENT_PACKAGES = ("aiohttp", "msgspec")
 _ONE_GPU = "start more servers with --vllm-servers, or divide a model over several GPUs with --vllm-tensor-parallel"
 _COUNTED = "Tinsmith must know it to give each server its GPUs: use --vllm-tensor-parallel"
 _ONE_PROCESS = "adapters are given to one process that takes requests"
+_PARALLEL = """
+    --pipeline-parallel-size -pp --data-parallel-size -dp --data-parallel-size-local -dpl --data-parallel-rank -dpn
+    --data-parallel-start-rank -dpr --data-parallel-address -dpa --data-parallel-rpc-port -dpp --data-parallel-backend -dpb
+    --data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm
+    --decode-context-parallel-size -dcp --prefill-context-parallel-size -pcp --enable-expert-parallel --device-ids
+    --nnodes -n --node-rank -r --master-addr --master-port --headless
+"""
 _REFUSED = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), _COUNTED),
-    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), _ONE_GPU),
-    **dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local", "-dpl", "--data-parallel-rank", "-dpn"), _ONE_GPU),
-    **dict.fromkeys(
-        ("--data-parallel-start-rank", "-dpr", "--data-parallel-address", "-dpa", "--data-parallel-rpc-port", "-dpp"), _ONE_GPU
-    ),
-    **dict.fromkeys(("--data-parallel-backend", "-dpb", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb"), _ONE_GPU),
-    **dict.fromkeys(("-dpe", "--data-parallel-multi-port-external-lb", "-dpm", "--decode-context-parallel-size", "-dcp"), _ONE_GPU),
-    **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "--enable-expert-parallel", "--device-ids"), _ONE_GPU),
-    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"), _ONE_GPU),
+    **dict.fromkeys(_PARALLEL.split(), _ONE_GPU),
     **dict.fromkeys(("--api-server-count", "-asc"), _ONE_PROCESS),
     "--distributed-executor-backend": "vLLM chooses it, and for several GPUs Tinsmith does",
     "--fully-sharded-loras": "what a process holds of an adapter is not compared then",

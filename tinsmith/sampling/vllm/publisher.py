@@ -25,6 +25,7 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.full import Weights
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD
 from tinsmith.models.lora import Adapter
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.sampling.inside_vllm.identity import identity
 from tinsmith.sampling.vllm.generate import score
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
@@ -136,10 +137,8 @@ class Publisher:
         for instance in instances:
             instance.checks.pop(key, None)
         for instance, task in [(instance, instance.adapters.pop(key)) for instance in instances if key in instance.adapters]:
-            try:
+            with failing_into(partial(log.warning, "adapter %s stays on a vLLM server: %s", key)):
                 await self._take_off(instance, await task)
-            except TinsmithError as error:
-                log.warning("adapter %s stays on a vLLM server: %s", key, error)
         if folder is not None:
             with suppress(TinsmithError):  # they could not be written
                 await asyncio.to_thread(self.files.remove, await folder)

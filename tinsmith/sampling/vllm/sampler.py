@@ -7,13 +7,14 @@ thread, in `step`, one piece at a time: the canary of new weights, and answers a
 import atexit
 import logging
 import secrets
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import numpy as np
 from torch import Tensor
@@ -91,14 +92,12 @@ class VLLMSampler:
         """Requests with their new tokens, None if they have ended. Filled by the client's thread."""
         self.canaries: dict[str, Expectation] = {}
         """Key of the weights -> the trainer's results for the canary, as long as the weights are in memory."""
-        self.copies: dict[str, set[int]] = {}
-        """Key of the weights -> `id` of all objects in memory that hold them."""
-        self.gone: deque[tuple[str, int]] = deque()
-        """Key and `id` of such objects that are no more. Filled by any thread."""
+        self.holders: dict[str, WeakSet[Weights]] = {}
+        """Key of the weights -> all objects in memory that hold them."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self.came or self.new or self.published or self.gone)
+        return bool(self.came or self.new or self.published or self._unused())
 
     @property
     def load(self) -> tuple[int, int]:
@@ -124,14 +123,15 @@ class VLLMSampler:
         return bool(self.pending)
 
     def fall_asleep(self) -> "Future[None]":
-        """Call `VLLMClient.fall_asleep`, and `wake` when it is done."""
-        return self._told(self.client.fall_asleep())
+        """Put all servers to sleep, so that the trainer has their GPU. `wake` is called when they sleep."""
+        return self._switch(self.client.sleep_mode.fall_asleep())
 
     def wake_up(self) -> "Future[None]":
-        """Call `VLLMClient.wake_up`, and `wake` when it is done."""
-        return self._told(self.client.wake_up())
+        """Let the servers have the GPU again. `wake` is called when they have."""
+        return self._switch(self.client.sleep_mode.wake_up())
 
-    def _told(self, future: "Future[None]") -> "Future[None]":
+    def _switch(self, work: Coroutine[Any, Any, None]) -> "Future[None]":
+        future = self.client.run(work)
         future.add_done_callback(lambda _: self.wake())
         return future
 
@@ -207,7 +207,7 @@ class VLLMSampler:
                 del self.pending[pending.request_id]
                 events += [*(result.tokens_of(index) for index in range(len(result.sequences)) if pending.stream), result]
             else:
-                pending.future = self.client.run_job(self._job(pending))
+                pending.future = self.client.run(self.client.sample(self._job(pending)))
                 pending.future.add_done_callback(partial(self._take, pending, None))
 
     def _fail(self, pending: _Pending, events: list[SampleEvent], error: TinsmithError) -> None:
@@ -215,7 +215,7 @@ class VLLMSampler:
         events.append(SampleFailure(pending.request_id, error))
 
     def _job(self, pending: _Pending) -> Job:
-        published = self._with_canary(pending.weights)
+        published, asked = self._with_canary(pending.weights), pending.local_questions
         return Job(
             request_id=pending.request_id,
             request=pending.request,
@@ -226,7 +226,7 @@ class VLLMSampler:
             vocab_size=self.base.vocab_size,
             tokenizer=self.base.tokenizer,
             keys=prompt_keys(weights_key(published.ref), pending.rendered, [], [], len(pending.rendered) // BLOCK),
-            answers=self._local_answers(pending),
+            answers=self._scored(pending, asked, _seed_of(pending))[0] if asked else PromptAnswers(),
             tell=partial(self._take, pending) if pending.stream else None,
             drafts=[Draft() for _ in range(pending.request.num_samples)],
         )
@@ -235,10 +235,6 @@ class VLLMSampler:
         """Take new tokens of a request, or its end, in the client's thread."""
         self.came.append((pending, tokens))
         self.wake()
-
-    def _local_answers(self, pending: _Pending) -> PromptAnswers:
-        asked = pending.local_questions
-        return self._scored(pending, asked, _seed_of(pending))[0] if asked else PromptAnswers()
 
     def _scored(self, pending: _Pending, asked: PromptQuestions, seed: int) -> tuple[PromptAnswers, Tensor]:
         """Score a prompt with the trainer's model: answers, and the logits [1, vocabulary] behind it."""
@@ -271,20 +267,18 @@ class VLLMSampler:
         ref = ref_of(weights, self.base.name)
         if ref.key not in self.canaries:
             self.canaries[ref.key] = self.canary.expected(weights)
-        copies = self.copies.setdefault(ref.key, set())
-        if weights is not None and id(weights) not in copies:
-            copies.add(id(weights))
-            weakref.finalize(weights, self.gone.append, (ref.key, id(weights))).atexit = False
+        if weights is not None:
+            self.holders.setdefault(ref.key, WeakSet()).add(weights)
         return PublishedWeights(weights, self.canaries[ref.key], ref)
 
     def _forget_unused(self) -> None:
         """Take weights off the servers that no object in memory holds any more. Those that left it and came back have another object."""
-        while self.gone:
-            key, copy = self.gone.popleft()
-            self.copies[key].discard(copy)
-            if not self.copies[key]:
-                del self.copies[key], self.canaries[key]
-                self.client.forget(key)
+        for key in self._unused():
+            del self.holders[key], self.canaries[key]
+            self.client.forget(key)
+
+    def _unused(self) -> list[str]:
+        return [key for key, holders in self.holders.items() if not holders]
 
 
 def _seed_of(pending: _Pending) -> int:

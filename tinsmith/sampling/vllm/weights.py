@@ -153,12 +153,10 @@ class FileTransfer:
         pass
 
     async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
-        file = self.directory / f"{uuid.uuid4().hex}.safetensors"
-        try:
+        with tempfile.TemporaryDirectory(dir=self.directory, ignore_cleanup_errors=True) as folder:
+            file = Path(folder) / "weights.safetensors"
             await asyncio.to_thread(_write, tensors, file)
             await server.post("/update_weights", {"update_info": {"path": str(file), "identity": identity}})
-        finally:
-            file.unlink(missing_ok=True)
 
 
 class IpcTransfer:
