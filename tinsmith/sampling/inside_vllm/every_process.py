@@ -29,7 +29,7 @@ class DeclareTorchvisionOperators:
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Be asked by the import system for every module that is imported first."""
+        """Called by the import system for every module that is imported for the first time."""
         if name in _TORCHVISION_DESCRIBES_THEM_IN and self in sys.meta_path:
             sys.meta_path.remove(self)
             _declare_missing()

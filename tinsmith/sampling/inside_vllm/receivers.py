@@ -121,7 +121,7 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterable[Any], trainer_args: Any) -> None:
-        """Exist: vLLM 0.26 declares it abstract. Our trainer does not send through vLLM."""
+        """An abstract method of vLLM 0.26. Our trainer does not send through vLLM."""
         raise NotImplementedError("tinsmith/sampling/vllm/weights.py sends")
 
 

@@ -1,4 +1,4 @@
-"""What runs in vLLM's workers: receivers of full weights, a check of adapters, and repairs to how they are applied.
+"""Code in vLLM's workers: receivers of full weights, a check of adapters, and repairs to how they are applied.
 
 vLLM imports this module (`--worker-extension-cls`) before it loads the model. `tests/with_vllm/test_inside_vllm.py` lists what it and
 `receivers.py` touch of vLLM.
@@ -263,7 +263,7 @@ def replace_cpu_delta() -> None:
 
 
 class WorkerExtension:
-    """What vLLM adds to its worker class; importing this module does the rest."""
+    """A part of vLLM's worker class; importing this module does the rest."""
 
     def tinsmith_checked_adapter(self, name: str) -> dict[str, bool]:
         """Return whether this worker has compared the adapter of this name. Called through /collective_rpc."""

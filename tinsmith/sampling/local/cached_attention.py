@@ -23,7 +23,7 @@ from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps
 from tinsmith.sampling.prefix import BLOCK
 
 NARROW = 16
-"""Windows of up to so many blocks, or of several tokens and no more, share a group: few large calls beat a little less padding."""
+"""Windows or rows of up to so many blocks, and windows of up to so many tokens, share a call: few large ones beat a little less padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,12 +174,13 @@ def group_similar(windows: Sequence[tuple[int, Window]]) -> list[list[tuple[int,
     """Group windows whose numbers of blocks, and of tokens, differ by a factor of two at most; those of one token stay apart."""
     groups: dict[Hashable, list[tuple[int, Window]]] = {}
     for index, window in windows:
-        width = len(window) if len(window) == 1 else _size_class(len(window))
-        groups.setdefault((width, _size_class(len(window.blocks))), []).append((index, window))
+        width = len(window) if len(window) == 1 else size_class(len(window))
+        groups.setdefault((width, size_class(len(window.blocks))), []).append((index, window))
     return list(groups.values())
 
 
-def _size_class(size: int) -> int:
+def size_class(size: int) -> int:
+    """Return the class of numbers of blocks or tokens that differ by a factor of two at most. All up to `NARROW` are in one."""
     return (max(size, NARROW) - 1).bit_length()
 
 

@@ -35,7 +35,7 @@ _counts = Counter[str]()
 
 
 class Kind(NamedTuple):
-    """What tells graphs apart."""
+    """The key of a graph."""
 
     rows: int
     truncates: bool

@@ -21,7 +21,7 @@ from tinsmith.models.packed_lora import Adapters, SegmentAdapters
 from tinsmith.models.stable_attention import stable_attention
 from tinsmith.rendering.packing import segments_of
 from tinsmith.sampling.choose import DeviceChoice, choose_next
-from tinsmith.sampling.local.cached_attention import gathered_bytes, has_kernel, paged_attention, store_and_attend
+from tinsmith.sampling.local.cached_attention import gathered_bytes, has_kernel, paged_attention, size_class, store_and_attend
 from tinsmith.sampling.local.device_batch import (
     ADVANCE,
     COLUMNS,
@@ -44,8 +44,6 @@ from tinsmith.training.logprobs import head_logits, head_lora
 
 MOST_GATHERED = 2**28
 """Most bytes of copies of keys and values in a captured step, where no kernel reads them from the cache."""
-NARROW = 16
-"""Rows of up to so many blocks attend together on a CPU: few large calls beat a little less padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +224,7 @@ def _similar(blocks: list[int]) -> list[AttendTogether]:
     """Group rows whose numbers of blocks differ by a factor of two at most."""
     classes: dict[int, list[int]] = {}
     for row, count in enumerate(blocks):
-        classes.setdefault((max(count, NARROW) - 1).bit_length(), []).append(row)
+        classes.setdefault(size_class(count), []).append(row)
     if len(classes) == 1:
         return [AttendTogether(None, max(blocks))]
     return [AttendTogether(torch.tensor(rows), max(blocks[row] for row in rows)) for rows in classes.values()]

@@ -139,9 +139,9 @@ class StateSteps:
         self.slots = slots
         self.lengths = Lengths(tuple(lengths))
         self.inputs: dict[int, Tensor] = {}
-        """By layer: [windows, taps - 1, channels]."""
+        """States after the pass by layer: [windows, taps - 1, channels]."""
         self.memory: dict[int, Tensor] = {}
-        """By layer: [windows, value_heads, key_dim, value_dim]."""
+        """States after the pass by layer: [windows, value_heads, key_dim, value_dim]."""
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         before = self.states.inputs[self.states.index[layer]].index_select(0, self.slots)
