@@ -241,8 +241,8 @@ MUTATIONS = (
     Mutation(
         "the sampler leaves out the adapter of the output projection",
         "tinsmith/sampling/local/sampler.py",
-        "lora = head_lora(weights if isinstance(weights, Adapter) else None)",
-        "lora = head_lora(None)",
+        "*head_lora(weights)",
+        "*head_lora(None)",
         (f"{SAMPLER}::test_logprobs_equal_the_trainers_for_many_weights_in_one_batch",),
     ),
     Mutation(

@@ -189,23 +189,21 @@ class Decoding:
         self._follow_owners({})
 
     def _tops(self, batch: DeviceBatch, logits: Tensor) -> Tops | Exception | None:
-        try:
-            return self._find_tops(batch, logits)
-        except RuntimeError as error:  # there is no memory for them
-            return error
-
-    def _find_tops(self, batch: DeviceBatch, logits: Tensor) -> Tops | None:
+        """Find the likeliest tokens at the rows that want them, or why there are none."""
         wanted = {seat.row: seat.sequence.job.topk for seat in batch.seats if seat.sequence.job.topk}
         if not wanted:
             return None
         rows = list(wanted)
         temperatures = [batch.seats[row].sequence.job.params.temperature or 1.0 for row in rows]
-        ids, logprobs = likeliest(
-            logits.index_select(0, upload(np.array(rows), logits.device)),
-            upload(np.array(temperatures, dtype=np.float32), logits.device),
-            max(wanted.values()),
-        )
-        return Tops(wanted, self._to_host(ids), self._to_host(logprobs))
+        try:
+            ids, logprobs = likeliest(
+                logits.index_select(0, upload(np.array(rows), logits.device)),
+                upload(np.array(temperatures, dtype=np.float32), logits.device),
+                max(wanted.values()),
+            )
+            return Tops(wanted, self._to_host(ids), self._to_host(logprobs))
+        except RuntimeError as error:  # there is no memory for them
+            return error
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Copy to the host, where it is when the device has got so far."""

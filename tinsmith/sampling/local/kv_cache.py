@@ -6,8 +6,9 @@ keep a state of fixed size for each sequence instead, in slots (`states.py`).
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.models.device import reserve_zeros, upload
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.sampling.prefix import BLOCK
+
+Kind = TypeVar("Kind", Attention, DeltaNet)
 
 SAVED = 8
 """Share of the slots that is for saved states: one of so many."""
@@ -61,16 +64,12 @@ class CacheShape:
     @property
     def attention(self) -> Attention:
         """The kind of all layers that attend; without heads if there is none. Raises ConfigError if they differ."""
-        kinds = {kind for kind in self.layers if isinstance(kind, Attention)}
-        self._require_one(kinds)
-        return kinds.pop() if kinds else Attention(0, 0)
+        return self._only(Attention) or Attention(0, 0)
 
     @property
     def delta_net(self) -> DeltaNet | None:
         """The kind of all gated delta nets; None if there is none. Raises ConfigError if they differ."""
-        kinds = {kind for kind in self.layers if isinstance(kind, DeltaNet)}
-        self._require_one(kinds)
-        return kinds.pop() if kinds else None
+        return self._only(DeltaNet)
 
     @property
     def block_bytes(self) -> int:
@@ -103,9 +102,11 @@ class CacheShape:
             )
         return CacheSizes(max(1, blocks), slots)
 
-    def _require_one(self, kinds: Collection[LayerKind]) -> None:
+    def _only(self, wanted: type[Kind]) -> Kind | None:
+        kinds = {kind for kind in self.layers if isinstance(kind, wanted)}
         if len(kinds) > 1:
             raise ConfigError(f"the local sampler needs layers of equal sizes, and these differ: {', '.join(sorted(map(str, kinds)))}")
+        return kinds.pop() if kinds else None
 
 
 def blocks_for(tokens: int) -> int:

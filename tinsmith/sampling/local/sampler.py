@@ -21,7 +21,6 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE
 from tinsmith.models.device import upload
 from tinsmith.models.full import Weights
-from tinsmith.models.lora import Adapter
 from tinsmith.models.threads import threads_for
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.shapes import LoraShape
@@ -32,7 +31,7 @@ from tinsmith.sampling.local.cached_attention import CachedPlan, Window
 from tinsmith.sampling.local.decoding import Decoding, Drawn, Flight
 from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes, KVCache
 from tinsmith.sampling.local.schedule import Schedule
-from tinsmith.sampling.local.sequence import SampleJob, SequenceState, StopRuleState, choice_of
+from tinsmith.sampling.local.sequence import SampleJob, SequenceState, choice_of
 from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.prompt_scores import PromptScores
@@ -118,7 +117,7 @@ class LocalSampler:
             max_new=self._max_new(request, len(rendered)),
             unfinished=request.num_samples,
         )
-        rule: StopRuleState = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
+        rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
         job.sequences = [SequenceState(job, index, rule.for_another()) for index in range(job.num_samples)]
         self.schedule.waiting.add(job.session, job.sequences[0])
 
@@ -387,8 +386,7 @@ class LocalSampler:
         return _joined(parts) if parts else torch.empty(0, self.base.vocab_size, device=hidden.device)
 
     def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:
-        lora = head_lora(weights if isinstance(weights, Adapter) else None)
-        return head_logits(hidden, self.base.head(weights), *lora, stable=self.base.deterministic)
+        return head_logits(hidden, self.base.head(weights), *head_lora(weights), stable=self.base.deterministic)
 
 
 @contextmanager

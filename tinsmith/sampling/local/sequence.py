@@ -1,7 +1,7 @@
 """A request and its samples, as the local sampler keeps them while they run."""
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,20 +13,9 @@ from tinsmith.sampling.choose import Choice
 from tinsmith.sampling.prefix import prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleResult, TokensSampled
+from tinsmith.sampling.stopping import StopIds, StopStrings
 from tinsmith.wire.prompt_scores import PromptAnswers, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SamplingParams, VersionSpan
-
-
-class StopRuleState(Protocol):
-    """Decides token by token whether a sequence ends."""
-
-    def stops(self, token: int) -> bool:
-        """Return whether the sequence ends with this token."""
-        ...
-
-    def for_another(self) -> "StopRuleState":
-        """Return the rule for another sequence of the request."""
-        ...
 
 
 @dataclass(eq=False)
@@ -89,7 +78,7 @@ class SequenceState:
 
     job: SampleJob
     index: int
-    stop: StopRuleState
+    stop: StopIds | StopStrings
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     starts: list[tuple[str, int]] = field(default_factory=list)

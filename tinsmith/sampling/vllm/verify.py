@@ -12,7 +12,6 @@ import hashlib
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,22 +110,19 @@ def score_prompt(
 
     Logits [positions, vocabulary] exist for `chunk` positions at a time; `look_at` is given them.
     """
+    head, lora = base.head(weights), head_lora(weights)
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        found = head_logits(hidden, head, *lora)
+        if look_at is not None:
+            look_at(found)
+        return found
+
     with torch.no_grad(), threads_for(base, len(rendered)):
         row = pack([rendered], [weights], base.device)
         hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
-        adapter = weights if isinstance(weights, Adapter) else None
-        logits = partial(_logits, base.head(weights), adapter, look_at)
         scores.add(0, hidden, logits, chunk)
-        return head_logits(hidden[-1:], base.head(weights), *head_lora(adapter))
-
-
-def _logits(
-    head: torch.Tensor, adapter: Adapter | None, look_at: Callable[[torch.Tensor], None] | None, hidden: torch.Tensor
-) -> torch.Tensor:
-    logits = head_logits(hidden, head, *head_lora(adapter))
-    if look_at is not None:
-        look_at(logits)
-    return logits
+        return head_logits(hidden[-1:], head, *lora)
 
 
 class Canary:
