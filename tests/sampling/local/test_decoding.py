@@ -104,7 +104,7 @@ def test_each_gets_what_it_would_get_alone(answered_alone: tuple[BaseModel, dict
         if sampler.states:
             sampler.states.memory[:, sampler.states.scratch] = float("nan")
         assert torch.equal(batch.state[rows.count :], torch.from_numpy(batch.dead_row()).expand(len(batch.state) - rows.count, FIELDS))
-        together = [decode_step.AttendTogether(None, batch.table.shape[1])]
+        together = [(slice(None), batch.table.shape[1])]
         return inner(batch, replace(rows, count=rung_of(rows.count, len(batch.state)), groups=together))
 
     sampler.decoding.run = padded  # type: ignore[assignment]

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,10 @@ def check_adapters_that_are_loaded() -> None:
         with _together_or_not_at_all(lora_request.lora_name):
             loaded: bool = original(self, lora_request)
             if not is_there and (expected := _IDENTITY.search(lora_request.lora_name)):
-                try:
+                with ExitStack() as undo:
+                    undo.callback(self._adapter_manager.remove_adapter, lora_request.lora_int_id)
                     _compare(self._adapter_manager, lora_request, expected[1])
-                except BaseException:
-                    self._adapter_manager.remove_adapter(lora_request.lora_int_id)
-                    raise
+                    undo.pop_all()
         return loaded
 
     LRUCacheWorkerLoRAManager.add_adapter = add_adapter

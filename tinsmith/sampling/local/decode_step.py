@@ -46,12 +46,8 @@ MOST_GATHERED = 2**28
 """Most bytes of copies of keys and values in a captured step, where no kernel reads them from the cache."""
 
 
-@dataclass(frozen=True, eq=False)
-class AttendTogether:
-    """Rows that attend in one call."""
-
-    rows: Tensor | None
-    blocks: int
+Together = tuple[Tensor | slice, int]
+"""Rows that attend in one call, and the most blocks that one of them has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +59,7 @@ class StepRows:
     needs_logits: bool
     """Whether a row wants its likeliest tokens."""
     has_adapters: bool
-    groups: Sequence[AttendTogether]
+    groups: Sequence[Together]
     owner: Weights | None = None
     """Weights of all rows, where they have no columns; None for the base and adapters that have."""
 
@@ -76,7 +72,7 @@ class DecodePlan(StatefulPlan):
         cache: KVCache,
         state: Tensor,
         table: Tensor,
-        groups: Sequence[AttendTogether],
+        groups: Sequence[Together],
         steps: StateSteps | StepsInPlace | None,
         stable: bool,
     ) -> None:
@@ -86,12 +82,7 @@ class DecodePlan(StatefulPlan):
         self.stable = stable
         self.state, self.table = state, table
         lengths = state[:, LENGTH].to(torch.int32)
-        self.groups = [
-            (group.rows, table[:, : group.blocks], lengths)
-            if group.rows is None
-            else (group.rows, table[group.rows, : group.blocks], lengths[group.rows])
-            for group in groups
-        ]
+        self.groups = [(rows, table[rows, :blocks], lengths[rows]) for rows, blocks in groups]
 
     @cached_property
     def places(self) -> Tensor:
@@ -105,13 +96,12 @@ class DecodePlan(StatefulPlan):
             return store_and_attend(query, key, value, keys, values, table, lengths, scale, window)
         self.cache.store(layer, self.places, key, value)
         compute = stable_attention if self.stable else paged_attention
-        out = None
+        if len(self.groups) == 1:
+            ((_, table, lengths),) = self.groups
+            return compute(query, keys, values, table, lengths, scale, window)
+        out = torch.empty_like(query)
         for rows, table, lengths in self.groups:
-            if rows is None:
-                return compute(query, keys, values, table, lengths, scale, window)
-            out = torch.empty_like(query) if out is None else out
             out[rows] = compute(query[rows], keys, values, table, lengths, scale, window)
-        assert out is not None, "a step has rows"
         return out
 
 
@@ -215,16 +205,16 @@ def rows_of(batch: DeviceBatch, owner: Weights | None) -> StepRows:
         truncates=any(job.params.top_k > 0 or job.params.top_p < 1 for job in jobs),
         needs_logits=any(job.topk for job in jobs),
         has_adapters=owner is None and any(job.weights is not None for job in jobs),
-        groups=_similar([seat.blocks for seat in batch.seats]) if on_cpu else [AttendTogether(None, batch.table.shape[1])],
+        groups=_similar([seat.blocks for seat in batch.seats]) if on_cpu else [(slice(None), batch.table.shape[1])],
         owner=owner,
     )
 
 
-def _similar(blocks: list[int]) -> list[AttendTogether]:
+def _similar(blocks: list[int]) -> list[Together]:
     """Group rows whose numbers of blocks differ by a factor of two at most."""
     classes: dict[int, list[int]] = {}
     for row, count in enumerate(blocks):
         classes.setdefault(size_class(count), []).append(row)
     if len(classes) == 1:
-        return [AttendTogether(None, max(blocks))]
-    return [AttendTogether(torch.tensor(rows), max(blocks[row] for row in rows)) for rows in classes.values()]
+        return [(slice(None), max(blocks))]
+    return [(torch.tensor(rows), max(blocks[row] for row in rows)) for rows in classes.values()]

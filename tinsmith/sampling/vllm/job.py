@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
@@ -318,12 +319,9 @@ def _stop_across(job: Job, tokens: list[int], told: int) -> int | None:
 def _spans(segments: list[SampledSequence], end: int) -> tuple[VersionSpan, ...]:
     spans: list[VersionSpan] = []
     start = 0
-    for segment in segments:
-        stop = min(end, start + len(segment.tokens))
-        name = segment.versions[0].version
-        if spans and spans[-1].version == name:
-            spans[-1] = VersionSpan(name, spans[-1].start, stop)
-        elif start < stop:
-            spans.append(VersionSpan(name, start, stop))
+    for version, same in groupby(segments, lambda segment: segment.versions[0].version):
+        stop = min(end, start + sum(len(segment.tokens) for segment in same))
+        if start < stop:
+            spans.append(VersionSpan(version, start, stop))
         start = stop
     return tuple(spans)
