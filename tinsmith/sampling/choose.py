@@ -199,7 +199,7 @@ def _filled(level: Tensor) -> Tensor:
 
 
 WEIGHT_BITS = 44
-"""Logarithm of the weight of the likeliest token: sums over a vocabulary of 2**18 tokens fit into 63 bits."""
+"""The likeliest token weighs 2**44: sums over a vocabulary of 2**18 tokens fit into 63 bits."""
 
 
 def truncate(logits: Tensor, logprobs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

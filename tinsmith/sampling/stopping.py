@@ -67,7 +67,7 @@ class StringMatcher:
         """The automaton is built when text is first read: requests that wait hold their strings alone."""
         self.strings = strings
         self.longer: list[dict[str, int]] = []
-        """The states that are one character longer than each."""
+        """For each state, those that are one character longer."""
         self.complete: list[bool] = []
         self.shorter: list[int] = []
         """For each state, the longest other state that it ends with."""

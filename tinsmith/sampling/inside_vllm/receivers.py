@@ -37,7 +37,7 @@ class NoPreparation(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """An update."""
+    """The trainer's description of an update."""
 
     identity: str
     """The identity of all its tensors, by their names in the checkpoint (`identity.py`)."""
@@ -60,7 +60,7 @@ class IpcUpdate(Update):
 
 @dataclass
 class MeetingPoint(WeightTransferInitInfo):
-    """The file by which the trainer is met."""
+    """The file through which all ends find each other."""
 
     meeting_point: str
 
