@@ -240,7 +240,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the sampler leaves out the adapter of the output projection",
-        "tinsmith/sampling/local/sampler.py",
+        "tinsmith/sampling/local/prompt_pass.py",
         "*head_lora(weights)",
         "*head_lora(None)",
         (f"{SAMPLER}::test_logprobs_equal_the_trainers_for_many_weights_in_one_batch",),

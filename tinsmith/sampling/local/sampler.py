@@ -11,27 +11,21 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from tinsmith.config import SamplingConfig
 from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE
-from tinsmith.models.device import upload
 from tinsmith.models.full import Weights
-from tinsmith.models.threads import threads_for
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.choose import choose
-from tinsmith.sampling.local.cached_attention import CachedPlan, Window
 from tinsmith.sampling.local.decoding import Decoding, Drawn, Flight
 from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes, KVCache
-from tinsmith.sampling.local.schedule import Schedule
-from tinsmith.sampling.local.sequence import SampleJob, SequenceState, choice_of
+from tinsmith.sampling.local.prompt_pass import PromptPasses
+from tinsmith.sampling.local.schedule import PromptWindows, Schedule
+from tinsmith.sampling.local.sequence import SampleJob, SequenceState
 from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.prompt_scores import PromptScores
@@ -39,7 +33,6 @@ from tinsmith.sampling.sampler import SampleEvent, SampleFailure, ref_of
 from tinsmith.sampling.stopping import stop_rule
 from tinsmith.store import ids
 from tinsmith.training.backend import is_out_of_memory
-from tinsmith.training.logprobs import head_logits, head_lora
 from tinsmith.wire.sample import SampleRequest
 
 log = logging.getLogger(__name__)
@@ -53,13 +46,13 @@ class LocalSampler:
     def __init__(self, base: BaseModel, config: SamplingConfig, logits_chunk: int, sizes: CacheSizes | None = None) -> None:
         """`sizes` are the cache's; None divides `config.kv_cache_gib`. Raises ConfigError if that does not hold one sequence."""
         self.base = base
-        self.logits_chunk = logits_chunk
         shape = CacheShape(base.layout.layers, base.dtype, base.device)
         sizes = sizes or shape.divide(int(config.kv_cache_gib * 2**30) or CPU_CACHE, config.max_running)
         self.cache = KVCache(shape, sizes.blocks)
         self.states = StateSlots(shape, sizes.slots) if shape.state_bytes else None
         places = min(config.max_running, sizes.places) if self.states else config.max_running
         self.schedule = Schedule(self.cache, self.states, places, config.prefill_tokens, config.prefill_tokens_beside)
+        self.prompts = PromptPasses(base, self.schedule, logits_chunk)
         self.decoding = Decoding(base, self.cache, self.states, places, config.eager)
         self.runs_ahead = base.device.type == "cuda"
         """Whether a step is launched before the tokens of the one before are read. It saves nothing on a CPU."""
@@ -218,7 +211,7 @@ class LocalSampler:
         log.warning("a decoding step failed and is tried again: %s", error)
         self.must_settle = True
 
-    def _retreat(self, what: str, windows: list[tuple[SequenceState, Window]], work: list[T], alone: list[T], error: Exception) -> None:
+    def _retreat(self, what: str, windows: PromptWindows, work: list[T], alone: list[T], error: Exception) -> None:
         """Take less from now on if memory ran out; otherwise `work` is to be tried alone."""
         if not (is_out_of_memory(error) and self.schedule.retreat(windows)):
             log.warning("%s failed; each sample of it is tried alone: %s", what, error)
@@ -240,8 +233,8 @@ class LocalSampler:
                 for sequence in own:
                     sequence.seat = None
 
-    def _compute_prompts(self, windows: list[tuple[SequenceState, Window]]) -> list[SampleEvent]:
-        alone: list[tuple[SequenceState, Window]] = []
+    def _compute_prompts(self, windows: PromptWindows) -> list[SampleEvent]:
+        alone: PromptWindows = []
         with _caught(partial(self._retreat, "a pass", windows, windows, alone)):
             return self._pass(windows)
         # Outside of the handler, where the failed pass holds no tensors any more.
@@ -252,7 +245,7 @@ class LocalSampler:
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _one_by_one(self, windows: list[tuple[SequenceState, Window]]) -> list[SampleEvent]:
+    def _one_by_one(self, windows: PromptWindows) -> list[SampleEvent]:
         """Compute each job in a pass of its own, so that only jobs fail that cannot be computed."""
         events: list[SampleEvent] = []
         for own in _by_job((sequence, (sequence, window)) for sequence, window in windows):
@@ -295,29 +288,11 @@ class LocalSampler:
             )
         return longest
 
-    # One pass over prompts
-
-    def _pass(self, windows: list[tuple[SequenceState, Window]]) -> list[SampleEvent]:
-        """Compute the windows and choose the tokens that follow. No sequence and no state changes before all of that has succeeded."""
-        with self._failures_kept(), torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
-            self.cache.clean()
-            ready: list[SequenceState] = []
-            logits: list[Tensor] = []
-            plans: list[CachedPlan] = []
-            for group in shared_rows([sequence.job.weights for sequence, _ in windows]):
-                complete, behind, plan = self._compute([windows[i] for i in group])
-                ready += complete
-                logits.append(behind)
-                plans.append(plan)
-            samples = [s.job.sequences if s.starts_job else [s] for s in ready]
-            growing = [s for group in samples for s in group]
-            following = choose(_for_each(_joined(logits), [len(group) for group in samples]), choice_of(growing)) if ready else []
-            forks = self.schedule.forks(windows)
-            for plan in plans:
-                plan.commit()
-            self.schedule.computed(windows, forks)
-        drawn = zip(growing, following, strict=True)
-        return self._taken_meanwhile() + self._append((s, c.token, c.logprob, c.top if s.job.topk else None) for s, c in drawn)
+    def _pass(self, windows: PromptWindows) -> list[SampleEvent]:
+        """Compute the windows in a pass over prompts, and append the tokens that follow."""
+        with self._failures_kept():
+            drawn = self.prompts.compute(windows, self._decode_between)
+        return self._taken_meanwhile() + self._append(drawn)
 
     @contextmanager
     def _failures_kept(self) -> Iterator[None]:
@@ -358,36 +333,6 @@ class LocalSampler:
             self.schedule.drop(lambda sequence: sequence.reason is not None)
         return events
 
-    def _compute(self, windows: list[tuple[SequenceState, Window]]) -> tuple[list[SequenceState], Tensor, CachedPlan]:
-        """Compute a row of windows, whose plan is returned last and not committed yet.
-
-        Returns the sequences that are computed to their end, and the logits [sequences, vocabulary] there.
-        """
-        order = packing_order([len(window) for _, window in windows], [s.job.weights for s, _ in windows])
-        windows = [windows[i] for i in order]
-        row = pack([s.part(window.start, window.end) for s, window in windows], [s.job.weights for s, _ in windows], self.base.device)
-        plan = CachedPlan(self.cache, [window for _, window in windows], self.states, self.base.deterministic)
-        hidden = self.base.hidden_states(row, plan, between=self._decode_between)
-        ready, last, start = [], [], 0
-        for sequence, window in windows:
-            if sequence.job.scores:
-                head = partial(self._head_logits, sequence.job.weights)
-                sequence.job.scores.add(window.start, hidden[start : start + len(window)], head, self.logits_chunk)
-            start += len(window)
-            if window.end == sequence.length:
-                ready.append(sequence)
-                last.append(start - 1)
-        rows = upload(np.array(last, dtype=np.int64), hidden.device)
-        return ready, self._logits(hidden[rows], [s.job.weights for s in ready]), plan
-
-    def _logits(self, hidden: Tensor, owners: Sequence[Weights | None]) -> Tensor:
-        """[sequences, vocabulary] float32, each with the LM head of its owner; owners may share a row."""
-        parts = [self._head_logits(owners[s.start], hidden[s.start : s.end]) for s in segments_of([1] * len(owners), owners)]
-        return _joined(parts) if parts else torch.empty(0, self.base.vocab_size, device=hidden.device)
-
-    def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:
-        return head_logits(hidden, self.base.head(weights), *head_lora(weights), stable=self.base.deterministic)
-
 
 @contextmanager
 def _caught(handle: Callable[[Exception], None]) -> Iterator[None]:
@@ -411,13 +356,3 @@ def _by_job(items: Iterable[tuple[SequenceState, T]]) -> list[list[T]]:
     for sequence, item in items:
         jobs.setdefault(id(sequence.job), []).append(item)
     return list(jobs.values())
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Join the rows of all parts; a single part is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _for_each(rows: Tensor, counts: list[int]) -> Tensor:
-    """Repeat row i counts[i] times; nothing is copied if all counts are 1."""
-    return rows if len(rows) == sum(counts) else rows.repeat_interleave(torch.tensor(counts, device=rows.device), dim=0)

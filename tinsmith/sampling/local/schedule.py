@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 
 _AGE = attrgetter("admitted")
+PromptWindows = list[tuple[SequenceState, Window]]
+"""Pieces of prompts, each with its sequence."""
 _OVERTAKES = 32
 """Sequences of other sessions that are admitted before a session that was first but finds no room."""
 
@@ -96,7 +98,7 @@ class Schedule:
             sequence.blocks += self.cache.take(1)
         return True
 
-    def prompt_windows(self) -> list[tuple[SequenceState, Window]]:
+    def prompt_windows(self) -> PromptWindows:
         """Choose pieces of the prompts for one pass. Sessions share it equally; what one does not need goes to the others."""
         windows = []
         sessions: dict[str, list[SequenceState]] = {}
@@ -124,7 +126,7 @@ class Schedule:
                 self.prefix_cache.save_state(sequence, may_evict=kept < self.states.available and not self.waiting)
                 kept += (sequence.newest_save in self.states.saved) - before
 
-    def forks(self, windows: Sequence[tuple[SequenceState, Window]]) -> list[Fork]:
+    def forks(self, windows: PromptWindows) -> list[Fork]:
         """Return the other samples of jobs whose prompt the pass completed, with their blocks, as many as fit; the rest will wait.
 
         This is the only step after a pass that can fail, and it leaves no trace if it does.
@@ -149,7 +151,7 @@ class Schedule:
             undo.pop_all()
         return forks
 
-    def computed(self, windows: Sequence[tuple[SequenceState, Window]], forks: Sequence[Fork]) -> None:
+    def computed(self, windows: PromptWindows, forks: Sequence[Fork]) -> None:
         """Note that a pass has computed pieces of prompts and its states are committed: prompts that begin alike find them now.
 
         A prompt that is complete runs, with its forks.
@@ -193,7 +195,7 @@ class Schedule:
             sequence.admitted = 0
         return list({id(sequence.job): sequence.job for sequence in restarted}.values())
 
-    def retreat(self, windows: list[tuple[SequenceState, Window]]) -> bool:
+    def retreat(self, windows: PromptWindows) -> bool:
         """Take half as much from now on: a pass of these pieces, or a step of the running sequences, ran out of memory.
 
         Returns False if it cannot be smaller.
