@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import numpy as np
 from torch import Tensor
@@ -92,8 +92,8 @@ class VLLMSampler:
         """Requests with their new tokens, None if they have ended. Filled by the client's thread."""
         self.canaries: dict[str, Expectation] = {}
         """Key of the weights -> the trainer's results for the canary, as long as the weights are in memory."""
-        self.holders: dict[str, WeakSet[Weights]] = {}
-        """Key of the weights -> all objects in memory that hold them."""
+        self.holders: dict[str, WeakValueDictionary[int, Weights]] = {}
+        """Key of the weights -> all objects in memory that hold them, by `id`."""
 
     @property
     def has_work(self) -> bool:
@@ -268,7 +268,7 @@ class VLLMSampler:
         if ref.key not in self.canaries:
             self.canaries[ref.key] = self.canary.expected(weights)
         if weights is not None:
-            self.holders.setdefault(ref.key, WeakSet()).add(weights)
+            self.holders.setdefault(ref.key, WeakValueDictionary())[id(weights)] = weights
         return PublishedWeights(weights, self.canaries[ref.key], ref)
 
     def _forget_unused(self) -> None:
