@@ -289,10 +289,13 @@ def _seed_of(pending: _Pending) -> int:
 def _outcome(request_id: str, future: "Future[SampleResult]") -> SampleEvent:
     if future.cancelled():
         return SampleFailure(request_id, TinsmithError("the sample was given up, because the server stops"))
-    failures: list[SampleEvent] = []
-    with failing_into(lambda error: failures.append(SampleFailure(request_id, error))):
+    error = future.exception()  # raised here, its traceback would hold it, and with it the weights, in a circle
+    if error is None:
         return future.result()
-    return failures[0]
+    if not isinstance(error, TinsmithError):
+        log.error("unexpected error in sample=%s", request_id, exc_info=error)
+        error = TinsmithError(f"internal error: {error!r}")
+    return SampleFailure(request_id, error)
 
 
 def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake: Callable[[], None]) -> VLLMSampler:
