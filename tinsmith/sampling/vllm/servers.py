@@ -198,12 +198,12 @@ class Server:
         """
         if self.try_out is None:
             return True
-        failures: list[TinsmithError] = []
+        failures: list[str] = []
         async with running(self.try_out(instance)) as trying:
             await asyncio.wait((trying, failing), return_when=asyncio.FIRST_COMPLETED)
             if not trying.done():  # it may be waiting until the server is awake: it is not waited for
                 return False
-            with failing_into(failures.append):
+            with failing_into(lambda error: failures.append(str(error))):
                 trying.result()
         if failures:
             log.warning("the vLLM server at %s could not be tried out: %s", instance.connection.url, failures[0])
