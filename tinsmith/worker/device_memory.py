@@ -13,7 +13,7 @@ from tinsmith.models.full import full_bytes
 from tinsmith.models.machine import free_memory
 from tinsmith.models.pass_memory import pass_memory_of, sliced_pass_memory_of
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
+from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes
 from tinsmith.training.sharded_weights import bytes_of
 
 log = logging.getLogger(__name__)
