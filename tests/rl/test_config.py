@@ -9,7 +9,9 @@ import pytest
 import tinker
 from rich.console import Console
 from tinker.lib.public_interfaces.sampling_client import _load_tokenizer_from_model_info
+from typer.testing import CliRunner
 
+from tinsmith.cli import app
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import begin_another, from_tree, load, to_tree
 from tinsmith.rl.env import Prompt, find, make
@@ -50,6 +52,18 @@ class {name}(Env):
 
 register("registered-{name}", {name})
 """
+
+
+def test_a_run_of_the_command_line_resumes_or_with_new_begins_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tinsmith.rl.reach.require_server", lambda _: None)
+    monkeypatch.setattr("tinsmith.rl.trainer.train", lambda config: trained.append(config.output.directory))
+    (tmp_path / "maze.yaml").write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
+    (tmp_path / "rl-output" / "maze").mkdir(parents=True)
+    for options in ([], ["--new"]):
+        assert CliRunner().invoke(app, ["rl", "maze.yaml", *options]).exit_code == 0
+    assert trained == ["rl-output/maze", "rl-output/maze-2"]
 
 
 def test_an_environment_may_lie_in_the_working_directory_or_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
