@@ -203,6 +203,12 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 def test_two_runs_do_not_work_in_one_directory_and_one_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
     config, console = run_of(tmp_path, 4), Console(record=True, width=40, file=StringIO())
+    precious = tmp_path / "precious"
+    precious.touch()
+    (tmp_path / "run.lock").symlink_to(precious)
+    with pytest.raises(OSError, match=r"run\.lock"):
+        train(config, console)
+    (tmp_path / "run.lock").unlink()
     with locked(tmp_path):
         assert refused(config) == f"output: directory='{tmp_path}': a run is at work in it; end that, or name another directory"
     assert train(config, console).step == 4

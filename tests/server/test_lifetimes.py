@@ -109,6 +109,26 @@ async def test_a_session_that_cannot_be_ended_or_unloaded_keeps_up_no_other(
         assert told == set(finished)
 
 
+async def test_a_round_checks_the_database_and_gives_back_its_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, done, rounds = asyncio.get_running_loop(), asyncio.Event(), list[str]()
+    open_sessions = Store.open_sessions
+
+    def begin(store: Store) -> list[str]:
+        rounds.append("round")
+        if rounds.count("round") == 2:
+            loop.call_soon_threadsafe(done.set)
+        return open_sessions(store)
+
+    async with served(tmp_path, session_idle_s=0.2) as server:
+        monkeypatch.setattr(Store, "open_sessions", begin)
+        monkeypatch.setattr(Store, "give_back_space", lambda _: rounds.append("space"))
+        monkeypatch.setattr(Store, "check", lambda _: rounds.append("check"))
+        keeping_up = asyncio.create_task(keep_up(server.hub.lifetimes, server.heartbeat))
+        await done.wait()
+        keeping_up.cancel()
+    assert rounds[:3] == ["round", "space", "check"]
+
+
 async def test_an_engine_is_told_of_the_sessions_that_ended_before_it_was_ready(server: Served) -> None:
     """Their commands may be in the log: it would load their models and never unload them."""
     hub = server.hub
