@@ -84,7 +84,7 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
     class Loader(yaml.SafeLoader):
         """PyYAML keeps the last of several equal keys, and drops the others without a word."""
 
-        def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:  # before `<<` merges others into it
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # before `<<` merges others into it
             node = super().compose_mapping_node(anchor)
             places: dict[str, int] = {}
             for key_node, _ in node.value:
