@@ -187,10 +187,11 @@ def test_a_stand_in_for_python_imports_from_where_python_does(safe: list[str], t
 def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    made = tinsmith_here("tiny-model", "qwen3", str(file))
-    assert (made.returncode, made.stderr) == (2, f"tinsmith: {file}: File exists\n")
-    exported = tinsmith_here("export", "tinker://a/weights/b", str(file))
-    assert (exported.returncode, exported.stderr) == (2, f"tinsmith: {file} is not an empty directory; name a new one\n")
+    for command in (("tiny-model", "qwen3"), ("export", "tinker://a/weights/b")):
+        ran = tinsmith_here(*command, str(file))
+        assert (ran.returncode, ran.stderr) == (2, f"tinsmith: {file} is not an empty directory; name a new one\n")
+    made = tinsmith_here("tiny-model", "qwen3", str(file / "below"))
+    assert (made.returncode, made.stderr) == (2, f"tinsmith: {file / 'below'}: Not a directory\n")
     assert file.read_text() == "mine"
 
 
