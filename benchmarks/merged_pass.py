@@ -6,15 +6,28 @@ The tiny model, LoRA of rank 8, float32; median of 5 rounds of 20. Run it with: 
 import tempfile
 from pathlib import Path
 
-from benchmarks.loops import datum, random_sequences
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from benchmarks.timing import in_turn, report
 from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.models.base import load_base_model
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.training.backend import LocalBackend
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.training.backend import DatumWork, LocalBackend
+from tinsmith.training.losses import LOSSES
 
 MODELS = [f"model {number}" for number in range(4)]
+
+
+def datum(model_id: str, tokens: NDArray[np.int32]) -> DatumWork:
+    """Next-token prediction on `tokens`; the last position has weight 0, as its target is unknown."""
+    targets = np.append(tokens[1:], 0).astype(np.int64)
+    weights = np.append(np.ones(len(tokens) - 1), 0).astype(np.float32)
+    rendered = RenderedInput(tokens, (), (), torch.arange(len(tokens)).unsqueeze(0))
+    return DatumWork(model_id, rendered, targets, LOSSES["cross_entropy"], {"weights": weights})
 
 
 def main() -> None:
@@ -24,7 +37,8 @@ def main() -> None:
         backend = LocalBackend(load_base_model("tiny", folder, ModelsConfig(device="cpu"), 0), TrainingConfig())
     for seed, model_id in enumerate(MODELS):
         backend.create_model(model_id, LoraShape(8, seed))
-    work = [datum(model_id, tokens) for model_id, tokens in zip(MODELS, random_sequences([64] * 4, 2000), strict=True)]
+    tokens = np.random.default_rng(0).integers(0, 2000, (len(MODELS), 64)).astype(np.int32)
+    work = [datum(model_id, row) for model_id, row in zip(MODELS, tokens, strict=True)]
 
     def merged() -> None:
         backend.run_pass(work, backward=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import tinker
 from tinker import types
 
-from benchmarks.generation import Prompt, generate_batch, load_generator, prompts
+from benchmarks.sampler import Prompt, generate_batch, load_generator, prompts
 from benchmarks.servers import API_KEY, BASE_MODEL, tinsmith_server
 from benchmarks.timing import in_turn, report
 from tinsmith.models.tiny import write_tiny_model

@@ -5,6 +5,7 @@ are declared there. Each command imports what it needs when it runs, and help is
 at once.
 """
 
+import dataclasses
 import inspect
 import json
 import shlex
@@ -18,8 +19,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tinsmith import __version__
-from tinsmith.config import CONFIG_VARIABLE, Setting, base_model_source, base_model_sources, settings
-from tinsmith.config_values import at_home, require_empty
+from tinsmith.config import CONFIG_VARIABLE, base_model_sources, settings
+from tinsmith.config_values import Setting, at_home, base_model_source, require_empty
 from tinsmith.errors import ConfigError, TinsmithError, printable
 
 app = typer.Typer(
@@ -128,12 +129,12 @@ def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config:
     from tinsmith.models.files import require_usable
 
     require_usable(base_model_sources(configuration).values(), whole=False)
-    from tinsmith.commands.plan import print_plan, to_tree
+    from tinsmith.commands.plan import print_plan
     from tinsmith.memory.plan import make_plan
 
     made = make_plan(configuration, rank, memory_gib)
     if as_json:
-        typer.echo(json.dumps(to_tree(made), indent=2))
+        typer.echo(json.dumps(dataclasses.asdict(made), indent=2))
     else:
         from rich.console import Console
 
@@ -358,11 +359,12 @@ def import_adapter(
     from tinsmith.models.files import require_usable
 
     require_usable([source], whole=False)
-    from tinsmith.store.store import require_unused
+    from tinsmith.store.store import opened
     from tinsmith.training.peft_config import require_peft
     from tinsmith.wire.paths import imported_paths
 
-    require_unused(data_dir, map(str, imported_paths(name)))
+    with opened(data_dir) as store:
+        store.require_unused(map(str, imported_paths(name)))
     require_peft(adapter)
     from tinsmith.commands.exchange import import_adapter  # which takes seconds
 

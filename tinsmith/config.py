@@ -1,30 +1,23 @@
-"""Every setting of a server, declared once: its name, type, default, unit and limits.
+"""Every setting of a server, declared once: name, type, default, unit and limits.
 
-`tinsmith serve` and `tinsmith doctor` make one command-line option of each setting: `kv_cache_gib` becomes `--kv-cache-gib`. A YAML file
-given with `--config` holds the settings by section, and an environment variable is named after its setting: `TINSMITH_KV_CACHE_GIB`. The
-command line overrides the environment, the environment the file, and the file the default. Whatever names no setting is refused.
-Each part of the server is given the section that it needs; nothing reads the configuration from a global variable.
+`kv_cache_gib` becomes the option `--kv-cache-gib` of `tinsmith serve`, the variable `TINSMITH_KV_CACHE_GIB`, and a key of its section in
+the YAML file of `--config`. The command line overrides the environment, the environment the file, and the file the default. Whatever names
+no setting is refused. Each part of the server is given the section that it needs; nothing reads the configuration from a global variable.
 """
 
 import dataclasses
-import re
-import shlex
 import types
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinsmith.config_values import at_home, checked, closest, fill, read_yaml, setting
+from tinsmith.config_values import Setting, base_model_source, fill, fill_from_environment, put, read_yaml, setting, settings_of
 from tinsmith.errors import ConfigError
 from tinsmith.logs import LEVELS
 
 CONFIG_VARIABLE = "TINSMITH_CONFIG"
-"""The environment variable that names the configuration file, as `--config` does."""
-_PREFIX = "TINSMITH_"
-_TESTS_PREFIX = "TINSMITH_TEST_"
-"""Variables of the tests, which are no settings."""
+"""Names the configuration file, as `--config` does."""
 
 
 @dataclass
@@ -39,15 +32,11 @@ class ServerConfig:
         "with another Host, or from web pages of another site, are refused",
     )
     long_poll_s: float = setting(
-        30.0,
-        "How long retrieve_future waits for a result before it answers HTTP 408, after which the client asks again",
-        "seconds",
-        0.1,
-        40,
+        30.0, "How long retrieve_future waits for a result before it answers HTTP 408 and the client asks again", "seconds", 0.1, 40
     )
     connection_idle_s: float = setting(
         75.0,
-        "Close a connection after this long without a request, without the rest of a header, or with a body slower than 4 KiB/s; must "
+        "Close a connection after this long without a request or the rest of its header, or with a body slower than 4 KiB/s; must "
         "exceed the time for which clients keep idle connections",
         "seconds",
         0.1,
@@ -57,10 +46,7 @@ class ServerConfig:
     fwdbwd_max_chunk_len: int = setting(1024, "Maximum number of datums that the SDK puts into one forward_backward request", "datums", 1)
     sample_result_ttl_s: float = setting(600.0, "How long the result of a sample is kept for its client to fetch", "seconds", 1)
     max_finished_sample_mib: int = setting(
-        1024,
-        "Maximum size of the results of samples that were not fetched; beyond it the oldest are dropped and the SDK repeats the samples",
-        "MiB",
-        1,
+        1024, "Maximum size of sample results that nobody has fetched; then the oldest are dropped, which the SDK repeats", "MiB", 1
     )
     max_pending_samples: int = setting(
         65536, "Maximum number of unfinished sequences, counting num_samples of each request; further requests get HTTP 429", "sequences", 1
@@ -85,37 +71,27 @@ class ServerConfig:
         86400.0, "How long the result of a training operation is kept for its client to fetch, while its session lives", "seconds", 1
     )
     ended_session_ttl_s: float = setting(
-        2592000.0,
-        "How long an ended session stays in the database, with its operations and those of its models that have no checkpoints",
-        "seconds",
-        60,
+        2592000.0, "How long an ended session stays in the database, with its operations and its models without checkpoints", "seconds", 60
     )
     kept_operations_mib: int = setting(
-        0,
-        "Disk space for the payloads and images of finished training operations; the oldest are dropped first, and 0 keeps none",
-        "MiB",
-        0,
+        0, "Disk space for payloads and images of finished training operations; the oldest go first, and 0 keeps none", "MiB", 0
     )
     download_ttl_s: int = setting(3600, "How long a download URL is valid", "seconds", 60, 604800)
     engine_silent_s: float = setting(
-        10.0,
-        "Report that the server is not ready after this long without a heartbeat of the engine process, which sends two a second",
-        "seconds",
-        2,
+        10.0, "Report not ready after this long without a heartbeat of the engine process, which sends two a second", "seconds", 2
     )
     engine_hung_s: float = setting(120.0, "Kill and restart the engine process after this long without a heartbeat", "seconds", 2)
     worker_hung_s: float = setting(120.0, "Kill and restart a worker process after this long without a heartbeat", "seconds", 2)
     worker_still_s: float = setting(
         50.0,
-        "Kill and restart a worker that was ready for work after this long without a heartbeat, or busy without progress (it uses no "
-        "processor, and waits for no disk and no other worker)",
+        "Kill and restart a worker that was ready after this long without a heartbeat, or busy without progress (using no processor, "
+        "and waiting for no disk or other worker)",
         "seconds",
         2,
     )
     worker_stuck_s: float = setting(
         1800.0,
-        "Kill and restart a worker that was ready for work after this long in one call, even if it uses a processor or a disk; must exceed "
-        "the longest wait for a GPU",
+        "Kill and restart a worker that was ready after this long in one call, even with progress; must exceed the longest wait for a GPU",
         "seconds",
         2,
     )
@@ -126,7 +102,7 @@ class ServerConfig:
 
 @dataclass
 class RequestsConfig:
-    """Limits of one request. They are checked before anything is built from it."""
+    """Limits of one request, checked before anything is built from it."""
 
     max_json_kib: int = setting(128, "Maximum size of the JSON body of a request that is not a sample", "KiB", 64, 65536)
     max_sample_mib: int = setting(64, "Maximum size of the JSON body of a sample request, with its images in base64", "MiB", 1, 1024)
@@ -164,13 +140,13 @@ class ModelsConfig:
     max_lora_rank: int = setting(256, "Maximum LoRA rank that a client may ask for", "", 1)
     deterministic: bool = setting(
         False,
-        "Compute samples and log-probabilities so that they depend on their own request alone, to the last bit, whatever is computed with "
-        "them; slower, and not for models with gated delta nets",
+        "Let samples and log-probabilities depend on their own request alone, to the last bit; slower, and not for models with gated "
+        "delta nets",
     )
     self_check: str = setting(
         "quick",
-        "How a base model is checked before it is served: quick, in a second or two if it has passed the full check before with the same "
-        "files, versions, device and settings, and fully otherwise; full, fully at every start",
+        "How base models are checked before they are served: full, at every start; quick, in a second or two if the full check has "
+        "passed before with the same files, versions, device and settings, else fully",
         choices=("quick", "full"),
     )
     compile_cache: str = setting(
@@ -184,8 +160,8 @@ class DistributedConfig:
 
     workers: int = setting(
         0,
-        "Number of processes that train and sample together, each on its own GPU or share of a CPU; 0 is one for each visible GPU that "
-        "the vLLM servers leave, or one on a CPU",
+        "Number of processes that train and sample, each on a GPU or a share of a CPU; 0 is one for each visible GPU that the vLLM "
+        "servers leave, or one on a CPU",
         "workers",
         0,
         1024,
@@ -198,8 +174,7 @@ class DistributedConfig:
     )
     ray_address: str = setting(
         "",
-        "Ray cluster that runs the workers, on this host or several: auto for the one that runs here, or HOST:PORT of its head; empty "
-        "starts them without Ray",
+        "Ray cluster that runs the workers: auto for the one that runs here, or HOST:PORT of its head; empty starts them without Ray",
         choices=("auto", "HOST:PORT of Ray's head"),
         pattern=r"|auto|[^:/\s]+:[0-9]+",
     )
@@ -214,17 +189,11 @@ class ImagesConfig:
         50_000_000, "Maximum number of pixels of an image, read from its header before it is decoded", "pixels", 1
     )
     max_input_pixels: int = setting(
-        200_000_000,
-        "Maximum number of pixels of all images in one input (a prompt or a datum), read from their headers before any is decoded",
-        "pixels",
-        1,
+        200_000_000, "Maximum number of pixels of all images in one prompt or datum, read from the headers before decoding", "pixels", 1
     )
     max_aspect: float = setting(200.0, "Maximum ratio of the longer side of an image to the shorter one", "", 1)
     image_cache_mib: int = setting(
-        512,
-        "Memory for processed images, that is pixel values and vision features, so that a repeated image is not processed again",
-        "MiB",
-        0,
+        512, "Memory for pixel values and vision features of images, so that a repeated image is not processed again", "MiB", 0
     )
 
 
@@ -234,8 +203,8 @@ class TrainingConfig:
 
     train: str = setting(
         "any",
-        "What clients may train: any, adapters and all weights; none, nothing: the server only samples base models and checkpoints, also "
-        "those that another server writes to --checkpoint-root, and plans no memory for training",
+        "What clients may train: any, adapters and all weights; none, nothing: the server plans no memory for training, and samples "
+        "base models and checkpoints, also those that another server writes to --checkpoint-root",
         choices=("any", "none"),
     )
     tokens_per_pass: int = setting(8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1)
@@ -244,8 +213,8 @@ class TrainingConfig:
     )
     sequence_parallel_from: int = setting(
         0,
-        "Length from which a sequence is computed by all workers together, each a slice of it; 0 does so only if it is too long for one "
-        "worker. Needs --workers 2 or more",
+        "Length from which all workers compute a sequence together, each a slice of it; 0 does so only if it is too long for one worker. "
+        "Needs --workers 2 or more",
         "tokens",
         0,
     )
@@ -264,31 +233,25 @@ class TrainingConfig:
         choices=("float32", "compact", "compact-host"),
     )
     ended_model_ttl_s: float = setting(
-        604800.0,
-        "How long to keep the checkpoint of a model that was saved because its session was idle or the server stopped",
-        "seconds",
-        0.1,
+        604800.0, "How long to keep the checkpoint of a model whose session was idle or whose server stopped", "seconds", 0.1
     )
     kept_copies_gib: float = setting(
         32.0,
-        "Disk space for copies of LoRA models and their optimizers, one or two each, which restore the models after a worker has died. All "
-        "workers share it. A model without a copy is lost then, unless it was just saved. 0 keeps none",
+        "Disk space, over all workers, for copies that restore LoRA models and their optimizers after a worker has died; a model "
+        "without one is lost then, unless it was just saved. 0 keeps none",
         "GiB",
         0,
     )
     kept_copies_share: float = setting(
         0.05,
-        "Maximum share of a model's time that is spent on its copies, for which its steps wait. A model that has stepped since its last "
-        "copy is lost if a worker dies. 1 copies after every step",
+        "Maximum share of a model's time for its copies, during which its steps wait. A model that has stepped since its last copy is "
+        "lost if a worker dies. 1 copies after every step",
         "",
         0.001,
         1,
     )
     max_unrecorded_mib: float = setting(
-        256.0,
-        "Maximum size of results held in memory while the database cannot be written (locked, disk full); then training waits",
-        "MiB",
-        0,
+        256.0, "Maximum size of results held in memory while the database cannot be written; then training waits", "MiB", 0
     )
     held_operation_s: float = setting(
         600.0, "How long an operation waits for one with a lower seq_id that has not arrived; then it fails", "seconds", 0.1
@@ -317,15 +280,11 @@ class SamplingConfig:
         0,
     )
     snapshot_gib: float = setting(
-        4.0,
-        "Memory for the weights that are sampled, in each worker that samples; when it is full, the least recently sampled are moved to "
-        "disk",
-        "GiB",
-        0,
+        4.0, "Memory for sampled weights in each worker that samples; when full, the least recently sampled move to disk", "GiB", 0
     )
     snapshot_disk_gib: float = setting(
         32.0,
-        "Disk space for snapshots, shared equally by the workers that sample; when it is full, the least recently sampled are deleted, "
+        "Disk space for snapshots, shared equally by the workers that sample; when full, the least recently sampled are deleted, "
         "except each model's newest and those in use",
         "GiB",
         0,
@@ -335,17 +294,15 @@ class SamplingConfig:
     )
     recorded_sequences_gib: float = setting(
         4.0,
-        "Disk space for the sequences that samples with record_stability_info record for the loss stable_reinforce; when it is full, the "
-        "least recently used are deleted",
+        "Disk space for what samples with record_stability_info record for the loss stable_reinforce; when full, the least recently "
+        "used are deleted",
         "GiB",
         0.0001,
     )
     max_running: int = setting(256, "Maximum number of sequences decoded together", "sequences", 1)
     prefill_tokens: int = setting(4096, "Maximum number of prompt tokens computed in one step", "tokens", 1)
     eager: bool = setting(
-        False,
-        "Compute decoding steps and small training passes launch by launch instead of as CUDA graphs: slower, but errors name the "
-        "operation that failed",
+        False, "Run decoding steps and small training passes without CUDA graphs: slower, but errors name the failed operation"
     )
     prefill_tokens_beside: int = setting(
         2048, "Maximum number of prompt tokens computed in one step while sequences are decoded, which then take longer", "tokens", 1
@@ -358,12 +315,7 @@ class VLLMConfig:
 
     vllm_servers: int = setting(1, "Number of vLLM servers to start for each base model; not used with --vllm-url", "servers", 1, 64)
     vllm_tensor_parallel: int = setting(
-        1,
-        "Number of GPUs that each vLLM server divides its base model over; without a GPU, of processes with their own cores; not used with "
-        "--vllm-url",
-        "GPUs",
-        1,
-        64,
+        1, "Number of GPUs (without GPUs, of processes) that share the base model of a vLLM server; not used with --vllm-url", "GPUs", 1, 64
     )
     vllm_urls: list[str] = setting([], "URL of a running vLLM server to use; none is started then; repeat for several")
     vllm_python: str = setting("", "Python of the environment that vLLM is installed in; empty is the one that runs Tinsmith")
@@ -372,22 +324,19 @@ class VLLMConfig:
     )
     vllm_transfer: str = setting(
         "auto",
-        "How full weights get into the vLLM servers that are started: file, through a file in memory; ipc, through the memory of a GPU "
-        "that trainer and server share; broadcast, from GPU to GPU; auto chooses what works on this machine",
+        "How full weights get into started vLLM servers: file, through a file in memory; ipc, through the memory of a shared GPU; "
+        "broadcast, from GPU to GPU; auto, as this machine allows",
         choices=("auto", "file", "ipc", "broadcast"),
     )
     vllm_turn_s: float = setting(
         0.0,
-        "Let the trainer and the vLLM servers share one GPU in turns of this length, each with nearly all of its memory. A turn without "
-        "work ends earlier. 0 gives each a part of the memory all the time",
+        "Let trainer and vLLM servers share one GPU in turns of at most this length, each with nearly all of its memory. 0 gives each a"
+        " part of the memory all the time",
         "seconds",
         0,
     )
     vllm_hung_s: float = setting(
-        120.0,
-        "Restart a vLLM server that has samples to compute but sends nothing for this long; must be longer than a transfer of weights",
-        "seconds",
-        1,
+        120.0, "Restart a busy vLLM server after this many silent seconds; must exceed the time to transfer weights", "seconds", 1
     )
     vllm_dir: str = setting(
         "", "Directory for the weights that vLLM servers load; all of them must be able to read it; empty keeps them in memory"
@@ -417,17 +366,17 @@ class Config:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether workers shard the layers of the base models. `memory/shard_choice.py` says what `auto` means before workers start."""
+        """Whether workers shard the base models' layers. `memory/shard_choice.py` resolves `auto` before workers start."""
         return self.distributed.shard == "weights"
 
     @property
     def only_compares(self) -> bool:
-        """Whether the worker trains and samples nothing itself: vLLM servers sample, and it compares what they compute."""
+        """Whether the worker only compares what vLLM servers compute."""
         return self.sampling.sampler == "vllm" and not self.training.trains
 
     @property
     def compares_with_copy(self) -> bool:
-        """Whether vLLM servers are compared with whole base models on which nothing is trained, because the workers shard theirs."""
+        """Whether vLLM servers are compared with whole base models, because the workers that train shard theirs."""
         return self.sampling.sampler == "vllm" and self.shards_weights and self.training.trains
 
     @property
@@ -438,44 +387,9 @@ class Config:
         return max(1, len(self.base_models)) * self.vllm.vllm_servers * self.vllm.vllm_tensor_parallel
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One setting. `path` is ("sampling", "kv_cache_gib"); no two settings have the same last part."""
-
-    path: tuple[str, ...]
-    type: Any
-    default: Any
-    help: str
-    unit: str
-
-    @property
-    def name(self) -> str:
-        """The last part of the path, such as "kv_cache_gib"."""
-        return self.path[-1]
-
-    @property
-    def option(self) -> str:
-        """The command-line option, such as "--kv-cache-gib". One that is repeated to fill a list has its name in the singular."""
-        name = self.name.removesuffix("s") if typing.get_origin(self.type) is list else self.name
-        return f"--{name.replace('_', '-')}"
-
-    @property
-    def variable(self) -> str:
-        """The environment variable, such as "TINSMITH_KV_CACHE_GIB"."""
-        return f"{_PREFIX}{self.name.upper()}"
-
-
-def settings(section: Any = None, path: tuple[str, ...] = ()) -> Iterator[Setting]:
-    """All settings with their defaults, in the order of their declaration."""
-    section = Config() if section is None else section
-    hints = typing.get_type_hints(type(section))
-    for spec in dataclasses.fields(section):
-        value = getattr(section, spec.name)
-        if dataclasses.is_dataclass(value):
-            yield from settings(value, (*path, spec.name))
-        else:
-            info = spec.metadata["info"]
-            yield Setting((*path, spec.name), hints[spec.name], value, info.help, info.unit)
+def settings() -> Iterator[Setting]:
+    """All settings with their defaults, in order."""
+    return settings_of(Config())
 
 
 def load(
@@ -483,62 +397,27 @@ def load(
     options: Mapping[str, Any] = types.MappingProxyType({}),
     environment: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Config:
-    """The configuration: the defaults, overridden by the YAML file, by environment variables, and by `options`, values by setting name.
+    """The defaults, overridden by the YAML file, by environment variables, and by `options`, values by setting name.
 
-    An environment variable that is empty counts as not set. One for a list is split as a shell does. Raises ConfigError for a file that
-    cannot be read, a key, variable or option that is unknown, and a value of the wrong type or outside its limits.
+    An empty variable counts as not set; one for a list is split as a shell does. Raises ConfigError for a file that cannot be read, an
+    unknown key, variable or option, and a value of the wrong type or outside its limits.
     """
     config = Config()
     if file is not None:
         fill(config, read_yaml(file), str(file))
-    variables = {each.variable: each for each in settings()}
-    for variable, text in environment.items():
-        if text and variable.startswith(_PREFIX) and not variable.startswith(_TESTS_PREFIX) and variable != CONFIG_VARIABLE:
-            if variable not in variables:
-                raise ConfigError(f"environment: unknown variable {variable}; {_variable_remedy(variable, set(variables))}")
-            _put(
-                config,
-                variables[variable],
-                _words(text, variable) if variables[variable].default == [] else text,
-                f"environment: {variable}",
-            )
+    fill_from_environment(config, {name: text for name, text in environment.items() if name != CONFIG_VARIABLE})
     names = {each.name: each for each in settings()}
     for name, value in options.items():
         if name not in names:
             raise ConfigError(f"unknown option {name!r}; the options are {', '.join(names)}")
-        _put(config, names[name], value, f"command line: {names[name].option}")
+        put(config, names[name], value, f"command line: {names[name].option}")
     return config
 
 
-def _variable_remedy(variable: str, known: set[str]) -> str:
-    names = {name.removeprefix(_PREFIX) for name in known}
-    similar = closest(variable.removeprefix(_PREFIX), names)
-    if similar:
-        return f"did you mean {_PREFIX}{similar}?"
-    return f"unset it, or name it after a setting, such as {_PREFIX}PORT; `tinsmith serve --help` lists them"
-
-
-def _words(text: str, variable: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"environment: {variable}={text!r} must be texts separated by spaces and quoted as in a shell: {error}"
-        ) from error
-
-
-def _put(config: Config, where: Setting, value: Any, place: str) -> None:
-    section: Any = config
-    for part in where.path[:-1]:
-        section = getattr(section, part)
-    setattr(section, where.name, checked(section, where.name, value, place))
-
-
 def base_model_sources(config: Config) -> dict[str, str]:
-    """The source of every base model by its name: an absolute path of a directory, or a Hub id. Without NAME= the source is the name.
+    """The source of every base model by its name: an absolute path or a Hub id. Without NAME= the source is the name.
 
-    Raises ConfigError if there is no base model, if two have the same name, and for a name that a request could not contain and a directory
-    that does not exist.
+    Raises ConfigError if there is no base model, two have the same name, a request could not contain a name, or a directory does not exist.
     """
     if not config.base_models:
         raise ConfigError("no base model to serve; give at least one --base-model [NAME=]PATH_OR_HUB_ID")
@@ -551,27 +430,8 @@ def base_model_sources(config: Config) -> dict[str, str]:
     return sources
 
 
-def base_model_source(spec: str) -> tuple[str, str]:
-    """Name and source of a base model given as [NAME=]PATH_OR_HUB_ID. Raises ConfigError as `base_model_sources` does."""
-    name, separator, source = spec.partition("=")  # a path may contain others
-    if not separator or re.match(r"[/~.]", spec) or Path(spec).is_dir():
-        name, separator, source = "", "", spec
-    if separator and not re.fullmatch(r"[^\s:]+", name):
-        raise ConfigError(f"base_models: {spec!r} must have a name without spaces and colons before its '='")
-    directory = Path(at_home(source))
-    if source and directory.is_dir():
-        source = str(directory.resolve())
-        if not (directory / "config.json").is_file():
-            raise ConfigError(f"base_models: {spec!r}: {source} holds no model (there is no config.json in it)")
-    elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):  # for one word the Hub would be asked a minute: mostly it is a served name
-        missing = f"{source!r} is a file" if directory.is_file() else f"there is no directory {source!r}"
-        served = "" if "/" in source else f"; if it is the name of a served model, say where that is: {name or source}=PATH_OR_HUB_ID"
-        raise ConfigError(f"base_models: {spec!r}: {missing}, and a Hub id looks like ORGANISATION/MODEL{served}")
-    return name or source, source
-
-
 def to_tree(config: Config) -> dict[str, Any]:
-    """The configuration as plain dictionaries, which travel to the engine process and become a `Config` there with `from_tree`."""
+    """The configuration as plain dictionaries, for the other processes."""
     return dataclasses.asdict(config)
 
 

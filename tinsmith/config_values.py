@@ -1,13 +1,13 @@
 """Declares settings, and reads and checks their values.
 
-A setting is a field of a dataclass, made with `setting`. A section is such a dataclass, and may hold other sections. `fill` puts the values
-of a YAML file, of environment variables or of the command line into a section. Pydantic checks types and limits; it is imported when the
-first value is checked, because `tinsmith --help` imports this module.
+A setting is a field of a dataclass, made with `setting`. A section is such a dataclass, and may hold other sections. Pydantic checks types
+and limits; it is imported when the first value is checked, because `tinsmith --help` imports this module.
 """
 
 import dataclasses
 import difflib
 import re
+import shlex
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,21 +15,24 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, translated
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-"""Bytes of each unit in which a size may be written."""
+"""Bytes of each unit of a size."""
 
 
+_PREFIX = "TINSMITH_"
+_TESTS_PREFIX = "TINSMITH_TEST_"
+"""Variables of the tests, which are no settings."""
 WRITTEN_BESIDE = ".writing-export-"
-"""Prefix of the directory that an export fills before it is renamed to its target."""
+"""Prefix of the directory that an export fills and then renames."""
 
 
 def require_empty(directory: Path) -> None:
-    """Raise ConfigError unless a directory to write to is empty but for what exports have left, or does not exist yet."""
+    """Raise ConfigError unless a directory is empty, but for what exports have left, or does not exist."""
     if directory.is_symlink() and not directory.exists():
         raise ConfigError(f"{directory} is a link to {directory.readlink()}, which does not exist; make it, or name a new directory")
     if directory.exists() and (not directory.is_dir() or any(not file.name.startswith(WRITTEN_BESIDE) for file in directory.iterdir())):
@@ -37,7 +40,7 @@ def require_empty(directory: Path) -> None:
 
 
 def installer(extra: str) -> str:
-    """The command that adds the packages of an extra. In a clone it names the clone: no package index need have this version."""
+    """The command that installs an extra. In a clone it names the clone: no index need have this version."""
     clone = Path(__file__).parent.parent
     return f"pip install -e '{clone}[{extra}]'" if (clone / "pyproject.toml").is_file() else f"pip install 'tinsmith[{extra}]'"
 
@@ -46,8 +49,8 @@ def installer(extra: str) -> str:
 class SettingInfo:
     """Description of a setting beside its name, type and default.
 
-    `low` and `high` are the limits of a number, both included. `choices` are the values that a text may take. Where there are too many to
-    list, `pattern` is a regular expression for all of them, and `choices` only describes them in messages.
+    `low` and `high` are inclusive. `choices` are the values of a text; where there are too many, `pattern` matches all of them, and
+    `choices` only describes them in messages.
     """
 
     help: str
@@ -67,7 +70,7 @@ def setting(
     choices: tuple[str, ...] = (),
     pattern: str = "",
 ) -> Any:
-    """Declare a field of a section as a setting. The arguments are those of `SettingInfo`."""
+    """Declare a field of a section, with the arguments of `SettingInfo`."""
     metadata = {"info": SettingInfo(help, unit, low, high, choices, pattern)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
@@ -75,14 +78,11 @@ def setting(
 
 
 def read_yaml(file: Path) -> Mapping[str, Any]:
-    """The tree in a YAML file.
-
-    Raises ConfigError if the file cannot be read, is not YAML, has a key twice, or holds something else than keys.
-    """
+    """The tree in a YAML file. Raises ConfigError if it cannot be read, has a key twice, or holds no keys."""
     import yaml  # here for the same reason as pydantic
 
     class Loader(yaml.SafeLoader):
-        """PyYAML keeps the last of several equal keys, and drops the others without a word."""
+        """PyYAML silently keeps the last of several equal keys."""
 
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # before `<<` merges others into it
             node = super().compose_mapping_node(anchor)
@@ -96,11 +96,12 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
                     places[key] = line
             return node
 
-    try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    def why_not(error: Exception) -> str:
         reason = " ".join(str(error).split())  # a YAML error spans several lines
-        raise ConfigError(f"cannot read the configuration file {file}: {reason}; it must be YAML in UTF-8") from error
+        return f"cannot read the configuration file {file}: {reason}; it must be YAML in UTF-8"
+
+    with translated((OSError, UnicodeDecodeError, yaml.YAMLError), ConfigError, why_not):
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -109,9 +110,9 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
 
 
 def fill(root: Any, values: Mapping[str, Any], source: str) -> None:
-    """Set the fields of the section `root` and of the sections in it from a tree of values. `source` names in messages where it comes from.
+    """Set fields of `root` and the sections in it from a tree of values that comes from `source`.
 
-    Raises ConfigError for an unknown key, a value of the wrong type, and a value outside its limits.
+    Raises ConfigError for an unknown key, and a value of the wrong type or outside its limits.
     """
     _fill(root, root, (), values, source)
 
@@ -132,7 +133,7 @@ def _fill(root: Any, section: Any, path: tuple[str, ...], values: Mapping[str, A
 
 
 def _remedy(name: str, root: Any, path: tuple[str, ...]) -> str:
-    """Advice on an unknown key in the section at `path`: the most similar key of any section, or else all keys of this section."""
+    """Advice on an unknown key: the most similar key of any section, or else all keys of the section at `path`."""
     paths = list(_paths(root))
     similar = closest(name, {path[-1] for path in paths})
     found = [found for found in paths if found[-1] == similar]
@@ -143,7 +144,7 @@ def _remedy(name: str, root: Any, path: tuple[str, ...]) -> str:
 
 
 def _paths(section: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every key in a section and in the sections in it: ("server",), ("server", "port")."""
+    """The path of every key below a section, such as ("server", "port")."""
     for spec in dataclasses.fields(section):
         yield (*path, spec.name)
         value = getattr(section, spec.name)
@@ -152,33 +153,31 @@ def _paths(section: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 
 def closest(name: str, known: set[str]) -> str | None:
-    """The name among those known that a mistyped one probably stands for, if there is one."""
+    """The known name that a mistyped one probably stands for, if there is one."""
     return next(iter(difflib.get_close_matches(name, sorted(known), 1, cutoff=0.7)), None)
 
 
 def checked(section: Any, name: str, value: Any, place: str) -> Any:
-    """`value` as the type of field `name` of a section. `place` says in messages which setting it is and where its value stands.
+    """`value` as the type of field `name` of a section. `place` names setting and source in messages.
 
-    A text is read as a number where a number is wanted, and a size may carry its unit: `2`, `2.5`, `2GiB`, `500MiB`.
-    Raises ConfigError that names the place, the value and what would be accepted.
+    A text is read as a number where one is wanted, and a size may carry its unit: `2`, `2.5`, `2GiB`. Raises ConfigError that says what
+    would be accepted.
     """
     from pydantic import ValidationError
 
     kind = typing.get_type_hints(type(section))[name]
     info: SettingInfo = next(spec.metadata["info"] for spec in dataclasses.fields(section) if spec.name == name)
     given = _in_unit(value, info.unit, kind) if isinstance(value, str) and kind in (int, float) else value
-    try:
+    with translated(ValidationError, ConfigError, lambda _: f"{place}={value!r} must be {_accepted(kind, info)}"):
         # Strict, so that true is no 1; but texts, such as those of environment variables, are converted.
         found = _adapter(kind, info).validate_python(given, strict=not isinstance(given, str))
-    except ValidationError:
-        raise ConfigError(f"{place}={value!r} must be {_accepted(kind, info)}") from None
     if kind == list[str]:
         return [at_home(text) for text in found]
     return at_home(found) if isinstance(found, str) else found
 
 
 def at_home(text: str) -> str:
-    """The text with a leading `~/` replaced by the home directory: shells do so only at the beginning of an argument."""
+    """The text with the home directory for a leading `~/`, which shells replace only at the beginning of an argument."""
     return str(Path(text).expanduser()) if re.match("~(/|$)", text) else text
 
 
@@ -192,7 +191,7 @@ def _adapter(kind: Any, info: SettingInfo) -> "TypeAdapter[Any]":
 
 
 def _in_unit(text: str, unit: str, kind: type[int] | type[float]) -> str | float:
-    """A size that carries its unit, such as 1.5GiB, as a number of `unit`. Any other text is returned as it is."""
+    """A size such as 1.5GiB as a number of `unit`; any other text as it is."""
     units = {size.lower(): count for size, count in _SIZES.items()}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
     if match is None or unit not in _SIZES or match[2] not in units:
@@ -202,7 +201,7 @@ def _in_unit(text: str, unit: str, kind: type[int] | type[float]) -> str | float
 
 
 def _accepted(kind: Any, info: SettingInfo) -> str:
-    """Describe the values that a setting accepts: "a whole number of MiB from 1 to 4096, such as 2, 2MiB or 500MiB"."""
+    """The accepted values: "a whole number of MiB from 1 to 4096, such as 2, 2MiB or 500MiB"."""
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else info.choices
     if choices:
         return f"one of {', '.join(choices)}"
@@ -213,3 +212,96 @@ def _accepted(kind: Any, info: SettingInfo) -> str:
     if info.low is not None:
         number += f" from {info.low} to {info.high}" if info.high is not None else f" of at least {info.low}"
     return f"{number}, such as 2, 2{info.unit} or {'1MiB' if info.unit == 'KiB' else '500MiB'}" if info.unit in _SIZES else number
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting. `path` is ("sampling", "kv_cache_gib"), whose last part is unique."""
+
+    path: tuple[str, ...]
+    type: Any
+    default: Any
+    help: str
+    unit: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the path, such as "kv_cache_gib"."""
+        return self.path[-1]
+
+    @property
+    def option(self) -> str:
+        """Such as "--kv-cache-gib". One that is repeated to fill a list is in the singular."""
+        name = self.name.removesuffix("s") if typing.get_origin(self.type) is list else self.name
+        return f"--{name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        """Such as "TINSMITH_KV_CACHE_GIB"."""
+        return f"{_PREFIX}{self.name.upper()}"
+
+
+def settings_of(section: Any, path: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """All settings below a section with their values, in the order of their declaration."""
+    hints = typing.get_type_hints(type(section))
+    for spec in dataclasses.fields(section):
+        value = getattr(section, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings_of(value, (*path, spec.name))
+        else:
+            info = spec.metadata["info"]
+            yield Setting((*path, spec.name), hints[spec.name], value, info.help, info.unit)
+
+
+def fill_from_environment(config: Any, environment: Mapping[str, str]) -> None:
+    """Set what environment variables say. Raises ConfigError for one without a setting, and as `fill`."""
+    variables = {each.variable: each for each in settings_of(config)}
+    for variable, text in environment.items():
+        if not text or not variable.startswith(_PREFIX) or variable.startswith(_TESTS_PREFIX):
+            continue
+        if variable not in variables:
+            raise ConfigError(f"environment: unknown variable {variable}; {_variable_remedy(variable, set(variables))}")
+        setting = variables[variable]
+        value = _words(text, variable) if typing.get_origin(setting.type) is list else text
+        put(config, setting, value, f"environment: {variable}")
+
+
+def _variable_remedy(variable: str, known: set[str]) -> str:
+    names = {name.removeprefix(_PREFIX) for name in known}
+    similar = closest(variable.removeprefix(_PREFIX), names)
+    if similar:
+        return f"did you mean {_PREFIX}{similar}?"
+    return f"unset it, or name it after a setting, such as {_PREFIX}PORT; `tinsmith serve --help` lists them"
+
+
+def _words(text: str, variable: str) -> list[str]:
+    must = f"environment: {variable}={text!r} must be texts separated by spaces and quoted as in a shell"
+    with translated(ValueError, ConfigError, lambda error: f"{must}: {error}"):
+        return shlex.split(text)
+
+
+def put(config: Any, where: Setting, value: Any, place: str) -> None:
+    """Set one setting. `place` says where its value stands."""
+    section: Any = config
+    for part in where.path[:-1]:
+        section = getattr(section, part)
+    setattr(section, where.name, checked(section, where.name, value, place))
+
+
+def base_model_source(spec: str) -> tuple[str, str]:
+    """Name and source of a base model given as [NAME=]PATH_OR_HUB_ID. Raises ConfigError as `base_model_sources` does."""
+    name, separator, source = spec.partition("=")  # a path may contain others
+    if not separator or re.match(r"[/~.]", spec) or Path(spec).is_dir():
+        name, separator, source = "", "", spec
+    if separator and not re.fullmatch(r"[^\s:]+", name):
+        raise ConfigError(f"base_models: {spec!r} must have a name without spaces and colons before its '='")
+    directory = Path(at_home(source))
+    if source and directory.is_dir():
+        source = str(directory.resolve())
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"base_models: {spec!r}: {source} holds no model (there is no config.json in it)")
+    elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):  # for one word the Hub would be asked a minute: mostly it is a served name
+        missing = f"{source!r} is a file" if directory.is_file() else f"there is no directory {source!r}"
+        served = "" if "/" in source else f"; if it is the name of a served model, say where that is: {name or source}=PATH_OR_HUB_ID"
+        raise ConfigError(f"base_models: {spec!r}: {missing}, and a Hub id looks like ORGANISATION/MODEL{served}")
+    return name or source, source

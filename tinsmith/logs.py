@@ -1,6 +1,6 @@
-"""The log: one format for all lines, of our processes and of the libraries that they use.
+"""One format for all log lines, of our processes and of libraries.
 
-Messages quote what clients say. No character of theirs begins a line or moves a terminal's cursor, and none makes a line endless.
+Messages quote clients: nothing of theirs begins a line, moves a terminal's cursor, or makes a line endless.
 """
 
 import logging
@@ -8,13 +8,13 @@ import logging
 from tinsmith.errors import printable, shortened
 
 LEVELS = ("debug", "info", "warning", "error")
-"""The values of `--log-level`, from most lines to fewest."""
+"""From most lines to fewest."""
 
 _TRACEBACK_CHARACTERS = 20_000
 
 
 def start_logging(process: str, level: str = "info") -> None:
-    """Log to standard error: our own lines from `level` on, and warnings and errors of libraries. A second call only changes the level."""
+    """Log to standard error our lines from `level` on, and warnings of libraries. A second call only changes the level."""
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine(f"%(asctime)s %(levelname)s {process}: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -22,7 +22,7 @@ def start_logging(process: str, level: str = "info") -> None:
 
 
 class _OneLine(logging.Formatter):
-    """Formats a message as one line of limited length. The lines of a traceback follow it, indented."""
+    """One line of limited length. Those of a traceback follow it, indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name is logging's)
         record.message = printable(shortened(record.message))

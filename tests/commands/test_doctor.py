@@ -19,7 +19,7 @@ from tinsmith.models.budget import ModelBytes
 from tinsmith.models.machine import SUPPORTED, Gpu, Machine
 from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.store.lock import only_user
+from tinsmith.store.disk import only_user
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 

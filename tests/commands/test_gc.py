@@ -9,8 +9,8 @@ from tests.store.test_blobs import DIGEST, IMAGE, blobs_in, with_model
 from tests.store.test_commands import step
 from tests.store.test_files import write
 from tests.store.test_sweep import saved
+from tinsmith.store.disk import only_user
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.lock import only_user
 from tinsmith.store.store import Store
 
 NOTHING = "there is nothing to delete"

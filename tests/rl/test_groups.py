@@ -110,7 +110,7 @@ async def test_asynchronous_groups_are_taken_as_they_finish_and_never_too_old() 
         waiting = asyncio.ensure_future(taken(stream))
         await stage.finish(7)
         assert await waiting == [6, 7]
-        assert stream.replaced.stale == 2
+        assert stream.replaced["stale"] == 2
         await asyncio.sleep(0)
         assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 2, 7: 2, 8: 2, 9: 2}
 
@@ -125,7 +125,7 @@ async def test_dynamic_sampling_replaces_groups_until_its_limit() -> None:
         await stage.finish(2)
         await stage.finish(3)
         assert await taken(stream) == [1, 3]  # 3 is the fourth group of this batch: it counts whatever it is
-        assert stream.replaced.without_variance == 2
+        assert stream.replaced["without_variance"] == 2
         stream.publish(1, NOBODY)
         await stage.finish()
         assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}

@@ -20,11 +20,10 @@ from tests.rl.scripted import COUNTS, END, KEEPS_THOUGHTS, ON_DEMAND, OPENING, S
 from tests.rl.test_run import config_of
 from tinsmith.errors import ConfigError
 from tinsmith.rl.chat import ChatTemplate, TemplateError
-from tinsmith.rl.config import EvaluationSection, ModelSection, from_tree
+from tinsmith.rl.config import ModelSection, from_tree
 from tinsmith.rl.env import ChatMessage, Prompt, image_part, text_part, user
-from tinsmith.rl.evaluation import evaluation_prompts
 from tinsmith.rl.policy import Completion, SamplingRequest, TinkerPolicy, chat_template, context_limit, tokenizer_of
-from tinsmith.rl.rollouts import EnvRollouts, file_prompts, prompt_of_group, rollout_settings, seed_prompts
+from tinsmith.rl.rollouts import EnvRollouts, file_prompts, prompt_of_group, prompts_of, rollout_settings, seed_prompts
 from tinsmith.rl.sequences import EncodedImage
 from tinsmith.rl.trajectory import EpisodeId, Trajectory
 from tinsmith.rl.workers import InlineWorkers
@@ -145,7 +144,7 @@ EPISODES = {
         [RULE + ASKED, (HOT, 1, 0.25), WARMER, (ICE, 2, 0.5), COLDER, (COLD, 3, 1.0)]
     ),
     "images": episode(None, [HOT, COLD], IMAGES, **RED).gives([LOOK, (HOT, 1, 0.5), MORE, (COLD, 2, 1.0)]),
-    "images and thoughts": episode(THINKING, [DEEP_HOT, DEEP_COLD], IMAGES, **RED, pixel_values=True).gives(
+    "images and thoughts": episode(THINKING, [DEEP_HOT, DEEP_COLD], IMAGES, **RED).gives(
         [LOOK + THINK, (DEEP_HOT, 1, 0.5)], [LOOK + HOT + MORE + THINK, (DEEP_COLD, 2, 1.0)]
     ),
     "a sampled placeholder is text": episode(None, [FAKE, COLD], SEEN, shows=["red"]).gives([ASKED, (FAKE, 1, 0.5), SEE, (COLD, 2, 1.0)]),
@@ -165,11 +164,6 @@ def test_an_episode_gives_exactly_these_samples(case: Episode, make_template: Ma
     assert (made.stop_reason, made.truncated) == (case.ending, case.ending in ("length", "context"))
     assert made.usable == (case.ending not in ("empty", "env_error"))
     assert_samples(made, policy, template, case.samples, images)
-    if changes.get("pixel_values"):
-        grids = [sample.image_grid_thw.tolist() for sample in made.samples if sample.image_grid_thw is not None]
-        assert grids == [[[1, 2, 4]] * len(sample.sequence.images) for sample in made.samples]
-        values = [sample.pixel_values.shape for sample in made.samples if sample.pixel_values is not None]
-        assert values == [(8 * len(grid), 3 * 2 * 16 * 16) for grid in grids]
     if case.samples:
         texts = [text.removesuffix(END).removesuffix("<|endoftext|>") if isinstance(text, str) else "" for text in case.said]
         assert (Script.heard, made.turns) == (texts, len(case.said))
@@ -396,8 +390,8 @@ def test_prompts_of_a_file_are_its_rows(tmp_path: Path) -> None:
     assert file_prompts(file, 5) == [Prompt(0, ({"role": "user", "content": "2 + 2"},), {"answer": "4"}), Prompt(1)]
     assert file_prompts(file, 1) == file_prompts(file, 5)[:1]
     file.write_text('{"fields": {}}\n' * 1500)
-    assert len(file_prompts(file, 0)) == len(evaluation_prompts(EvaluationSection(file=str(file)))) == 1500
-    assert len(evaluation_prompts(EvaluationSection())) == 64
+    assert len(file_prompts(file, 0)) == len(prompts_of(str(file), 0, 0, 64)) == 1500
+    assert prompts_of("", 7, 0, 64) == seed_prompts(7, 64)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_the_cookbook_plays_our_environment_to_the_data_that_we_make(plain: Chat
     builder = CookbookEnvGroupBuilder("guess_number", {}, Prompt(0), plain, group_size=1)
     theirs = asyncio.run(do_group_rollout(builder, CompleterOfPolicy(scripted(plain), SamplingRequest(max_tokens=10))))
     (datum,) = trajectory_to_data(theirs.trajectories_G[0], 1.0, include_provenance=False)
-    assert sample.turns == 3
+    assert len(sample.answers) == 3
     assert datum.model_input == tinker.ModelInput.from_ints(sample.sequence.ids[:-1].tolist())
     mask, logprobs = (datum.loss_fn_inputs[name].to_numpy()[-len(sample.loss_mask) :] for name in ("mask", "logprobs"))
     assert mask.astype(bool).tolist() == sample.loss_mask.tolist()

@@ -139,12 +139,3 @@ async def test_metadata_that_is_no_json_is_refused(server: Served, number: str) 
         body, json_type = f'{{"user_metadata": {{"x": {number}}}{rest}}}', {"Content-Type": "application/json"}
         reply = await server.client.post(f"/api/v1/{path}", content=body, headers=json_type)
         assert (reply.status_code, "user_metadata: Value error, must hold finite numbers only" in reply.text) == (400, True), reply.text
-
-
-async def test_metadata_that_an_older_version_took_does_not_stop_searches(server: Served) -> None:
-    description: dict[str, Any] = {"tags": [], "user_metadata": {"x": float("nan")}, "sdk_version": ""}
-    await server.hub.store.write(Store.create_session, "old", description | {"project_id": None, "display_name": None})
-    new = await server.new_session(user_metadata={"team": "a"})
-    assert await found(server, user_metadata={"team": "a"}) == [new]
-    assert await found(server) == [new, "old"]
-    assert (await server.shown("sessions/old"))["user_metadata"] == {"x": "NaN"}

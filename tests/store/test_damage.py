@@ -19,9 +19,8 @@ import pytest
 
 from tests.store.test_commands import DESCRIPTION
 from tinsmith.errors import ConfigError, StoreUnavailableError
-from tinsmith.store.catalog import Page
-from tinsmith.store.database import look_into, open_database
-from tinsmith.store.session_catalog import describe_session, list_sessions
+from tinsmith.store.catalog import Page, describe_session, list_sessions
+from tinsmith.store.database import look_into
 from tinsmith.store.store import Store
 
 
@@ -129,7 +128,7 @@ def test_no_checkpoint_goes_into_a_file_that_a_restart_would_not_find(tmp_path: 
 def test_a_look_into_a_database_changes_nothing(tmp_path: Path) -> None:
     assert not look_into(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    open_database(tmp_path).dispose()
+    Store.open(tmp_path).close()
     before = (tmp_path / "tinsmith.db").read_bytes()
     assert look_into(tmp_path)
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"tinsmith.db": before}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.store.lock import is_used, only_user
+from tinsmith.store.disk import is_used, only_user
 from tinsmith.store.recorded_sequences import RecordedSequences
 
 LOCKS: dict[str, tuple[str, Callable[[Path], Any]]] = {

@@ -4,17 +4,14 @@ Invariant: The rows of an ended session go after their time, its checkpoints and
 again.
 """
 
-import sqlite3
 import time
-from contextlib import closing
 from pathlib import Path
 
-import pytest
 from sqlalchemy import func, select
 
 from tests.store.test_commands import DESCRIPTION
 from tests.store.test_store import checkpoint
-from tinsmith.store import retention, schema
+from tinsmith.store import schema, sessions
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.records import Model, NewCommand, Outcome, SamplingSession
 from tinsmith.store.store import Store
@@ -65,40 +62,6 @@ def test_the_space_of_what_is_dropped_is_given_back_bit_by_bit(store: Store, tmp
     assert size() < before + 20 * 4096
 
 
-def test_a_database_of_an_older_version_gives_back_space_once_it_may_be_written_anew(
-    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def pragma(name: str) -> int:
-        with store.reading() as connection:
-            connection.exec_driver_sql("SELECT count(*) FROM sessions").scalar_one()  # or it may tell what it read earlier
-            return int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())
-
-    store.close()
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as older:
-        older.executescript("PRAGMA auto_vacuum=NONE; VACUUM;")
-    store = Store.open(tmp_path)
-    model_id = run(store, "s", steps=1, ends=False)
-    store.append([NewCommand(model_id, 2, "optim_step", bytes(2**22))])
-    store.record([finished(model_id, 2)])
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        store.let_shrink()
-    assert "cannot be written anew (database is locked): it does not become smaller" in caplog.text
-    store.give_back_space(spare_pages=16)
-    assert (pragma("auto_vacuum"), pragma("freelist_count")) > (0, 1000)
-    store.let_shrink()
-    assert (pragma("auto_vacuum"), pragma("freelist_count")) == (2, 0)
-    assert rows(store)["commands"] == 3
-    before = (tmp_path / FILE_NAME).stat().st_ino
-    store.let_shrink()
-    store.require_there()
-    assert (tmp_path / FILE_NAME).stat().st_ino == before
-    store.append([NewCommand(model_id, 3, "optim_step", bytes(2**22))])
-    store.record([finished(model_id, 3)])
-    store.give_back_space(spare_pages=16)
-    assert pragma("freelist_count") <= 16
-
-
 def test_an_ended_session_leaves_nothing_behind_but_a_run_with_checkpoints(store: Store) -> None:
     """That stays with its last operation."""
     for number in range(5):
@@ -130,6 +93,6 @@ def test_many_operations_go_in_several_transactions(store: Store) -> None:
     counts = []
     for _ in range(3):
         with store.writing() as connection:
-            counts.append(retention.forget_ended(connection, time.time() + SOON, most=4))
+            counts.append(sessions.forget_ended(connection, time.time() + SOON, most=4))
     assert counts == [4 + 1, 4, 2 + 2]  # the sampling session goes with the first, model and session with the last operations
     assert not any(rows(store).values())

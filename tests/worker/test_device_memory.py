@@ -14,9 +14,7 @@ import pytest
 from tests.bases import load
 from tests.models.published import SERVED
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
-from tinsmith.memory.base_plan import DevicePlace
-from tinsmith.memory.modes import plan_modes
-from tinsmith.memory.plan import make_plan
+from tinsmith.memory.plan import DevicePlace, make_plan, plan_modes
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE, ModelBytes, divide_memory, longest_trained
 from tinsmith.models.machine import Machine

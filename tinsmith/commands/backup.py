@@ -1,36 +1,35 @@
-"""`tinsmith backup`: copies a data directory, also while a server uses it. `tinsmith serve --data-dir COPY` serves the copy.
+"""`tinsmith backup`: copies a data directory, also while a server uses it.
 
-The database is copied first, in the state of one moment. Images of operations are copied next, unless the operation has ended in the
-meantime. The checkpoints that the database names are complete and never change, so their directories can be copied afterwards. If a client
-replaces a checkpoint in the meantime, the new one is copied. Checkpoints in another directory or in an object store (`--checkpoint-root`)
-are copied into the data directory of the copy, which therefore needs nothing else.
+The database is copied first, in the state of one moment, then images, unless their operation has ended meanwhile. The checkpoints that the
+database names are complete and never change, so their directories can be copied afterwards. If a client replaces one meanwhile, the new one
+is copied. Checkpoints elsewhere (`--checkpoint-root`) are copied into the data directory of the copy, which therefore needs nothing else.
 """
 
-import contextlib
 import shlex
 import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.config_values import require_empty
-from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
-from tinsmith.store import catalog, lock, recorded_sequences
+from tinsmith.errors import ConfigError, NotFoundError, TinsmithError, translated
+from tinsmith.store import catalog, disk, recorded_sequences
 from tinsmith.store.database import FILE_NAME, require_data
+from tinsmith.store.disk import make_directory
 from tinsmith.store.files import CheckpointFiles, whole_directory
 from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.store import Store
-from tinsmith.store.sync import make_directory
+from tinsmith.store.store import Store, opened
 
 _BEGUN = ".new"
-"""The suffix of a file that is being written and will replace the file of the same name without it."""
+"""Suffix of a file that is being written."""
 
 
 @dataclass(frozen=True)
 class _Side:
-    """The opened database and checkpoint files of a data directory, which is the original or the copy."""
+    """The opened database and files of the original or the copy."""
 
     store: Store
     files: CheckpointFiles
@@ -39,63 +38,52 @@ class _Side:
 def back_up(data_dir: Path, target: Path) -> Iterator[str]:
     """Copy a data directory to `target`, which must be empty or not exist; yield one line for each checkpoint.
 
-    Raises ConfigError for directories that cannot be used. Raises TinsmithError if the copy cannot be written; then nothing of it is left.
-    Raises TinsmithError also if checkpoints are damaged or have no files, after everything else was copied.
+    Raises ConfigError for directories that cannot be used, and TinsmithError if the copy cannot be written, of which nothing is left, or,
+    after everything else was copied, if checkpoints are damaged or have no files.
     """
     require_data(data_dir)
     require_empty(target)
     if target.resolve().is_relative_to(data_dir.resolve()):
         raise ConfigError(f"{target} is inside the data directory; name a directory outside of {data_dir}")
     problems: list[str] = []
-    with _named(data_dir, target), _new_directory(target.absolute()) as copy:
-        _copy_database(data_dir / FILE_NAME, copy / FILE_NAME)
-        _copy_files(data_dir, copy)
-        with contextlib.closing(Store.open(data_dir)) as source, contextlib.closing(Store.open(copy)) as store:
-            store.copy_blobs_from(source)
-            yield from _copy_checkpoints(_Side(source, CheckpointFiles(data_dir)), _Side(store, CheckpointFiles(copy)), problems)
+
+    def why_not(error: Exception) -> str:
+        return f"{data_dir} could not be copied to {target}: {error}; correct that and start again"
+
+    with translated((OSError, sqlite3.Error), TinsmithError, why_not):
+        make_directory(target.absolute().parent)
+        with whole_directory(target.absolute()) as copy:
+            _copy_database(data_dir / FILE_NAME, copy / FILE_NAME)
+            _copy_files(data_dir, copy)
+            with opened(data_dir) as source, opened(copy) as store:
+                store.copy_blobs_from(source)
+                yield from _copy_checkpoints(_Side(source, CheckpointFiles(data_dir)), _Side(store, CheckpointFiles(copy)), problems)
     yield f"{target} is a copy of {data_dir}: tinsmith serve --data-dir {shlex.quote(str(target))}"
     if problems:
         raise TinsmithError(f"{len(problems)} checkpoints in {data_dir} are damaged or have no files: {'; '.join(problems)}")
 
 
-@contextlib.contextmanager
-def _named(data_dir: Path, target: Path) -> Iterator[None]:
-    """Turn errors of the disk, such as one that is full, into a TinsmithError that names both directories."""
-    try:
-        yield
-    except (OSError, sqlite3.Error) as error:
-        raise TinsmithError(f"{data_dir} could not be copied to {target}: {error}; correct that and start again") from error
-
-
-@contextlib.contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
-    make_directory(target.parent)
-    with whole_directory(target) as copy:
-        yield copy
-
-
 def _copy_database(source: Path, target: Path) -> None:
-    """Copy the state of one moment, including what is still in the write-ahead log. Other processes may write in the meantime."""
-    with contextlib.closing(sqlite3.connect(source)) as reader, contextlib.closing(sqlite3.connect(target)) as writer:
+    """Copy the state of one moment, with the write-ahead log, while other processes may write."""
+    with closing(sqlite3.connect(source)) as reader, closing(sqlite3.connect(target)) as writer:
         reader.backup(writer)
 
 
 def _copy_files(data_dir: Path, target: Path) -> None:
-    """Copy the other files of the data directory, such as the key that signs URLs and the journal of samples.
+    """Copy the other files, such as the key that signs URLs and the journal of samples.
 
     Recorded sequences are left out: they last a day, and their file changes while it is copied.
     """
     for file in data_dir.iterdir():
-        left_out = file.name.startswith((FILE_NAME, recorded_sequences.FILE_NAME)) or file.name == lock.FILE_NAME or file.suffix == _BEGUN
+        left_out = file.name.startswith((FILE_NAME, recorded_sequences.FILE_NAME)) or file.name == disk.LOCK_NAME or file.suffix == _BEGUN
         if file.is_file() and not left_out:
             shutil.copy2(file, target)
 
 
 def _copy_checkpoints(original: _Side, copy: _Side, problems: list[str]) -> Iterator[str]:
-    """Copy the files of every checkpoint in the copied database. Damaged or missing ones are appended to `problems`.
+    """Copy the files of every checkpoint in the copied database; append damaged or missing ones to `problems`.
 
-    In the meantime clients may delete and replace checkpoints, and then the server deletes their files. For a checkpoint that was replaced,
-    the new one is copied.
+    Meanwhile clients may delete and replace checkpoints. For one that was replaced, the new one is copied.
     """
     waiting = _by_directory(catalog.every_checkpoint(copy.store))
     while waiting:
@@ -118,7 +106,7 @@ def _copy_checkpoints(original: _Side, copy: _Side, problems: list[str]) -> Iter
 
 
 def _keep_rows(copy: _Side, directory: str, paths: str) -> Iterator[str]:
-    """Keep the rows of a directory that was copied, even if it is damaged. Drop them if there was nothing to copy."""
+    """Keep the rows of a directory that was copied, even if it is damaged; drop them if there was nothing to copy."""
     if _copied(copy, directory).is_dir():
         catalog.move_checkpoints_in(copy.store, directory, _name(directory))
         yield paths
@@ -134,17 +122,17 @@ def _by_directory(checkpoints: Iterable[Checkpoint]) -> dict[str, list[Checkpoin
 
 
 def _name(directory: str) -> str:
-    """The name in the copy of a directory of the original."""
+    """The name in the copy."""
     return directory.rpartition("/")[2]
 
 
 def _copied(copy: _Side, directory: str) -> Path:
-    """The path in the copy of a directory of the original."""
+    """The path in the copy."""
     return Path(copy.files.shown(_name(directory)))
 
 
 def _copy_directory(original: _Side, copy: _Side, directory: str) -> str | None:
-    """Copy the files of a checkpoint; returns what is wrong with them, if anything."""
+    """Copy the files of a checkpoint; returns what is wrong with them."""
     shown = original.files.shown(directory)
     try:
         with original.files.fetched(directory) as found, copy.files.written(_name(directory)) as files:
@@ -159,7 +147,7 @@ def _copy_directory(original: _Side, copy: _Side, directory: str) -> str | None:
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    """Copy all files below a directory. Unlike `shutil.copytree`, raise FileNotFoundError if one is deleted or there are none."""
+    """Copy all files below a directory. Raises FileNotFoundError if one is deleted meanwhile or there are none."""
     files = [file for file in source.rglob("*") if file.is_file()]
     if not files:
         raise FileNotFoundError(source)

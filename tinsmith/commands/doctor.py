@@ -1,4 +1,4 @@
-"""`tinsmith doctor`: what this machine offers, what fits on it, and what is missing for which feature.
+"""`tinsmith doctor`: what this machine offers, what fits on it, and what is missing.
 
 No weight is read, but all of a database that is there.
 """
@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,19 +23,19 @@ from tinsmith.models.files import problems
 from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
 from tinsmith.server.main import listening
 from tinsmith.store.database import FILE_NAME, look_into
-from tinsmith.store.lock import is_used
+from tinsmith.store.disk import is_used
 
 if TYPE_CHECKING:
-    from tinsmith.memory.base_plan import BasePlan
+    from tinsmith.memory.plan import BasePlan
     from tinsmith.models.sizing import Sizes
 
 RANK = 32
-"""Rank of the adapters in the estimates of a server that only samples."""
+"""Rank of sampled adapters in estimates."""
 GIB = 2**30
 EXTRAS = {"demo": ("tinker", "matplotlib", "sklearn"), "tests": ("tinker", "pytest", "peft", "httpx", "hypothesis")}
-"""Modules that a part of the project needs beside what serving needs."""
+"""Modules that parts of the project need beside those for serving."""
 INSTALLERS = {"demo": "make demo", "tests": "make dev"}
-"""Commands that install these groups of dependencies."""
+"""What installs them."""
 
 State = Literal["ok", "note", "missing"]
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
@@ -42,7 +43,7 @@ _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `missing` means that serving, as it was asked for, cannot work."""
+    """A line of the report. `missing` means that serving as asked for cannot work."""
 
     subject: str
     state: State
@@ -50,13 +51,13 @@ class Finding:
 
 
 def run_doctor(config: Config, console: Console) -> int:
-    """Print the report; the exit code is 0 if the configuration can be served, 1 if something is missing."""
+    """Print the report; the exit code is 1 if something is missing."""
     machine = look_around()
     sections = {
-        "machine": [*_machine(machine), _workers(config, machine)],
+        "machine": [*_machine(machine), *_or_missing("workers", _workers(config, machine))],
         "software": list(_software()),
         "storage": list(_storage(Path(config.data_dir))),
-        "address": [_address(config)],
+        "address": list(_or_missing("listens on", _address(config))),
     }
     if config.base_models:
         sections["what fits"] = list(_models(config, machine))
@@ -75,6 +76,14 @@ def _table(title: str, findings: list[Finding]) -> Table:
     return table
 
 
+def _or_missing(subject: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """The findings, and a ConfigError that ends them as one more."""
+    try:
+        yield from findings
+    except ConfigError as error:
+        yield Finding(subject, "missing", str(error))
+
+
 def _machine(machine: Machine) -> Iterator[Finding]:
     yield Finding("CPU", "ok", f"{machine.cpus} cores")
     yield Finding("memory", "ok", f"{_gib(machine.memory_available)} of {_gib(machine.memory_total)} available")
@@ -85,23 +94,21 @@ def _machine(machine: Machine) -> Iterator[Finding]:
         yield Finding("CUDA", "note", f"{machine.no_gpu_because}; models run on the CPU")
 
 
-def _workers(config: Config, machine: Machine) -> Finding:
-    """Report how many workers a server would start here, and whether PyTorch can use a GPU for each."""
+def _workers(config: Config, machine: Machine) -> Iterator[Finding]:
+    """How many workers a server would start here, and whether PyTorch can use a GPU for each."""
     usable, visible = len(machine.gpus), visible_gpus()
-    try:
-        count = worker_count(config, usable=usable)
-    except ConfigError as error:
-        return Finding("workers", "missing", str(error))
+    count = worker_count(config, usable=usable)
     fewer = ""
     if usable < visible and config.models.device != "cpu" and not config.distributed.ray_address:
         why = f": {machine.no_gpu_because}" if machine.no_gpu_because else ""
         fewer = f"PyTorch can use {usable} of the {visible} visible GPUs{why}"
-    if config.distributed.workers:
-        if fewer and count > max(1, usable):
-            return Finding("workers", "missing", f"--workers {count}: {fewer}; ask for {max(1, usable)}, or add --device cpu")
-        return Finding("workers", "ok", f"{count} (--workers)")
-    own = f"{count} of the {usable} GPUs, each with a worker of its own" if count > 1 else "one"
-    return Finding("workers", "note" if fewer else "ok", f"{own} (--workers 0, the default){f'; {fewer}' if fewer else ''}")
+    if not config.distributed.workers:
+        own = f"{count} of the {usable} GPUs, each with a worker of its own" if count > 1 else "one"
+        yield Finding("workers", "note" if fewer else "ok", f"{own} (--workers 0, the default){f'; {fewer}' if fewer else ''}")
+    elif fewer and count > max(1, usable):
+        yield Finding("workers", "missing", f"--workers {count}: {fewer}; ask for {max(1, usable)}, or add --device cpu")
+    else:
+        yield Finding("workers", "ok", f"{count} (--workers)")
 
 
 def _software() -> Iterator[Finding]:
@@ -117,33 +124,31 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
         yield Finding("data directory", "ok", f"{data_dir}: {_gib(shutil.disk_usage(there).free)} free on its disk")
     else:
         yield Finding("data directory", "missing", f"{data_dir}: cannot write to {there}; choose another with --data-dir")
-    try:
-        if is_used(data_dir):
-            yield Finding("data directory", "missing", f"{data_dir} is used by another server; stop it, or choose another with --data-dir")
-    except ConfigError as error:
-        yield Finding("data directory", "missing", str(error))
-    try:
-        if look_into(data_dir):
-            yield Finding("database", "ok", f"all of {data_dir / FILE_NAME} can be read")
-    except ConfigError as error:
-        yield Finding("database", "missing", str(error))
+    yield from _or_missing("data directory", _use(data_dir))
+    yield from _or_missing("database", _database(data_dir))
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield Finding("shared memory", "ok", f"{_gib(shutil.disk_usage(shared).free)} free in {shared}")
 
 
-def _address(config: Config) -> Finding:
-    """Whether a server could listen where it is told to."""
-    try:
-        with listening(config):
-            return Finding("listens on", "ok", f"{config.server.host}, port {config.server.port}")
-    except ConfigError as error:
-        return Finding("listens on", "missing", str(error))
+def _use(data_dir: Path) -> Iterator[Finding]:
+    if is_used(data_dir):
+        yield Finding("data directory", "missing", f"{data_dir} is used by another server; stop it, or choose another with --data-dir")
+
+
+def _database(data_dir: Path) -> Iterator[Finding]:
+    if look_into(data_dir):
+        yield Finding("database", "ok", f"all of {data_dir / FILE_NAME} can be read")
+
+
+def _address(config: Config) -> Iterator[Finding]:
+    with listening(config):
+        yield Finding("listens on", "ok", f"{config.server.host}, port {config.server.port}")
 
 
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
-    """Sizes of each base model, and whether all of them fit together where they would run."""
-    from tinsmith.memory.base_plan import place_here, plan_base  # here, because these import transformers
+    """The sizes of each base model, and whether all of them fit."""
+    from tinsmith.memory.plan import place_here, plan_base  # here, because these import transformers
     from tinsmith.models.base import loading_of
     from tinsmith.models.sizing import size_of
 
@@ -165,10 +170,9 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     needed = place.reserve
     for name, sizes in known.items():
         planned = plan_base(sizes, [each for other, each in known.items() if other != name], place, config, workers)
-        try:
-            cached = list(_cache(planned))
-        except ConfigError as error:
-            yield Finding(name, "missing", str(error))
+        cached = list(_or_missing(name, _cache(planned)))
+        if any(finding.state == "missing" for finding in cached):
+            yield from cached
             continue
         parts = {"weights": sizes.weight_bytes}
         if planned.cache is not None:
@@ -190,7 +194,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _load_all_but_weights(source: str) -> None:
-    """Load tokenizer and image processor of a model in a directory; others would be downloaded. Raises ConfigError as loading does."""
+    """Load tokenizer and image processor from a directory; others would be downloaded. Raises ConfigError."""
     from tinsmith.models.base import load_tokenizer  # here, because these import transformers
     from tinsmith.models.families import IMAGE_FAMILIES, read_config
     from tinsmith.rendering.processor import LocalProcessor
@@ -203,14 +207,13 @@ def _load_all_but_weights(source: str) -> None:
 
 def _count(config: Config, machine: Machine) -> int:
     """Return the number of workers that would start."""
-    try:
+    with suppress(ConfigError):  # which `_workers` reports
         return worker_count(config, usable=len(machine.gpus))
-    except ConfigError:  # which `_workers` says
-        return max(1, config.distributed.workers)
+    return max(1, config.distributed.workers)
 
 
 def _cache(planned: "BasePlan") -> Iterator[Finding]:
-    """Report the size of the local sampler's cache. Raises ConfigError if it is too small for one sequence."""
+    """The local sampler's cache. Raises ConfigError if it is too small for one sequence."""
     from tinsmith.sampling.prefix import BLOCK
 
     cache, shape = planned.cache, planned.cache_shape
@@ -225,7 +228,7 @@ def _cache(planned: "BasePlan") -> Iterator[Finding]:
 
 
 def _to_train(planned: "BasePlan") -> dict[str, int]:
-    """Return the bytes that training takes beside the weights, by purpose."""
+    """Bytes that training takes beside the weights, by purpose."""
     training = planned.config.training
     if not training.trains:
         return {}
@@ -237,7 +240,7 @@ def _to_train(planned: "BasePlan") -> dict[str, int]:
 
 
 def _full_training(known: "dict[str, Sizes]", left: int, config: Config) -> Iterator[Finding]:
-    """Whether all parameters of each base model can be trained in the `left` bytes, or that nothing is trained."""
+    """Whether all parameters of each base model can be trained in the `left` bytes."""
     from tinsmith.models.budget import full_state  # here, because it imports transformers
 
     if not config.training.trains:

@@ -1,4 +1,4 @@
-"""`tinsmith export` and `tinsmith import`: between the checkpoints of a data directory and the formats of PEFT and transformers.
+"""`tinsmith export` and `tinsmith import`: checkpoints to and from the formats of PEFT and transformers.
 
 Both work beside a running server: the files of a checkpoint are written once and never changed.
 """
@@ -13,19 +13,18 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
-from tinsmith.config import Config, base_model_source
-from tinsmith.config_values import WRITTEN_BESIDE, require_empty
+from tinsmith.config import Config
+from tinsmith.config_values import WRITTEN_BESIDE, base_model_source, require_empty
 from tinsmith.engine.checkpoints import CheckpointRows
-from tinsmith.errors import ConfigError, TinsmithError, UserError
+from tinsmith.errors import ConfigError, TinsmithError, UserError, translated
 from tinsmith.models.files import holds_all_weights, local_directory
 from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of
 from tinsmith.models.full import FullWeights
 from tinsmith.models.layout import read_layout
 from tinsmith.protocol.own_directory import OwnDirectory
-from tinsmith.store.database import require_data
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.store import Store
+from tinsmith.store.store import opened
 from tinsmith.training.checkpoint import About, SavedState, read_about, stored_weights, write_state
 from tinsmith.training.peft_format import read_peft, write_merged, write_peft
 from tinsmith.wire.paths import imported_paths, parse_path
@@ -37,14 +36,15 @@ log = logging.getLogger(__name__)
 def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, base_source: str | None) -> None:
     """Write a checkpoint as a PEFT adapter, or merged into its base as a transformers model, as full weights always are.
 
-    `base_source` is where the base model is now, if it is not where the checkpoint was trained; an adapter then names its base so. Raises
-    TinsmithError: no such checkpoint, `directory` is in use, another base model or none to be had, full weights without `merge`.
+    `base_source` is where the base model is now, if it has moved; an adapter then names its base so. Raises TinsmithError: no such
+    checkpoint, `directory` is in use, another base model or none to be had, full weights without `merge`.
     """
     require_empty(directory)
     kind = parse_path(path).kind
     if kind == "external":
         raise UserError(f"{path} holds files to download: tinker checkpoint download; export a path of weights or sampler_weights")
-    with _opened(data_dir) as checkpoints:
+    with opened(data_dir) as store:
+        checkpoints = CheckpointRows(store, CheckpointFiles(data_dir))
         found = checkpoints.find(path, kind)
         with opened_files(checkpoints.files, found.directory, optimizer=False) as files:
             about = read_about(files)
@@ -69,9 +69,9 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
 
 @contextlib.contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
-    """A directory to fill, whose files come to `directory` when the body ends, or not at all. What killed exports have left is deleted.
+    """A directory to fill, whose files come to `directory` when the body ends, or not at all.
 
-    Raises TinsmithError for a full disk, and ConfigError if another export fills `directory`.
+    What killed exports have left is deleted. Raises TinsmithError for a full disk, and ConfigError if another export fills `directory`.
     """
     home = directory if directory.is_dir() else directory.parent  # what is there may be a mount or the working directory: keep it
     try:
@@ -116,29 +116,23 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
         log.warning("the weights of %s are not on this machine: no server can check that it serves the same as %s", source, base_name)
     about = About(base_name, source, base.family.model_type, adapter.shape, fingerprint)
     write = partial(write_state, SavedState(about, adapter.named_tensors()))
-    with _opened(data_dir) as checkpoints:
-        checkpoints.store.require_unused(map(str, paths))
+    with opened(data_dir) as store:
+        checkpoints = CheckpointRows(store, CheckpointFiles(data_dir))
+        store.require_unused(map(str, paths))
         for path in paths:
             row = checkpoints.announce(path, base_name, about.architecture, asdict(adapter.shape))
             found = write_files(checkpoints.files, row, write)
-            checkpoints.store.put_checkpoint(Checkpoint(**row, **found))
+            store.put_checkpoint(Checkpoint(**row, **found))
     return [str(path) for path in paths]
 
 
 def _fingerprint(source: str, fetch: bool) -> str | None:
-    """The fingerprint of a base model; None if its weights are not on this machine. With `fetch` those of a Hub id are downloaded."""
+    """The fingerprint of a base model, if its weights are here; with `fetch` those of a Hub id are downloaded."""
     if fetch and not Path(source).is_dir():
-        try:
+        remedy = "give --base-model a directory that has them"
+        with translated(
+            OSError, ConfigError, lambda error: f"{source}: cannot download the weights: {str(error).splitlines()[0]}; {remedy}"
+        ):
             snapshot_download(source, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json"])
-        except OSError as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"{source}: cannot download the weights: {reason}; give --base-model a directory that has them") from error
     directory = local_directory(source)
     return fingerprint_of(directory) if directory is not None and holds_all_weights(directory) else None
-
-
-@contextlib.contextmanager
-def _opened(data_dir: Path) -> Iterator[CheckpointRows]:
-    require_data(data_dir)
-    with contextlib.closing(Store.open(data_dir)) as store:
-        yield CheckpointRows(store, CheckpointFiles(data_dir))

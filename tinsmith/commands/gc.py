@@ -1,29 +1,23 @@
-"""`tinsmith gc`: prints and deletes what is no longer used in a data directory: expired checkpoints and files that nothing refers to.
+"""`tinsmith gc`: deletes expired checkpoints and files that nothing refers to.
 
-It may run while a server uses the directory. If no server does, it also deletes snapshots and kept copies that an earlier engine left.
-Complete checkpoints that are not in the database are kept, because `tinsmith recover` can add them; `unknown` deletes them too.
+It may run beside a server. If none runs, it also deletes snapshots and kept copies that an earlier engine left. Complete checkpoints that
+are not in the database are kept, because `tinsmith recover` can add them; `unknown` deletes them too.
 """
 
-import contextlib
 import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tinsmith.store.database import require_data
+from tinsmith.store.disk import only_user
 from tinsmith.store.files import KEPT_DIR, SNAPSHOTS_DIR, CheckpointFiles
-from tinsmith.store.lock import only_user
-from tinsmith.store.store import Store
+from tinsmith.store.store import Store, opened
 from tinsmith.store.sweep import Garbage, find_garbage, find_unknown, sweep
 
 
 def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[str]:
-    """Delete unused files, unless `dry_run`; yield one line for each of them, then a total. Raises TinsmithError.
-
-    Without `unknown`, complete checkpoints that are not in the database are kept, and the last line says how many there are.
-    """
-    require_data(data_dir)
-    with contextlib.closing(Store.open(data_dir)) as store, only_user(data_dir) as alone:
+    """Delete unused files, unless `dry_run`; yield one line for each of them, then a total. Raises TinsmithError."""
+    with opened(data_dir) as store, only_user(data_dir) as alone:
         files = CheckpointFiles(data_dir)
         left = _left_by_engine(data_dir) if alone else []
         strays = find_unknown(store, files)
@@ -43,14 +37,14 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
 
 
 def _images(store: Store) -> list[Garbage]:
-    """Delete images left by a process that died before it had written its operation."""
+    """Images left by a process that died before it had written its operation."""
     unused = store.unused_blobs()
     size = sum(file.size for file in unused)
     return [Garbage(f"{len(unused)} images of operations", "no operation needs them", size)] if unused else []
 
 
 def _left_by_engine(data_dir: Path) -> list[Garbage]:
-    """The snapshots and kept copies that an engine wrote to the disk. Call it only if no server uses the directory."""
+    """Snapshots and kept copies on the disk. Call it only if no server uses the directory."""
     found = []
     for name, what in ((SNAPSHOTS_DIR, "snapshots"), (KEPT_DIR, "kept copies of models")):
         size = sum(file.stat().st_size for file in (data_dir / name).rglob("*") if file.is_file())

@@ -14,19 +14,19 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import SplitResult, urlsplit
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, translated
 from tinsmith.http_client import HEALTH, is_local, misled_by, one_line, open_url, proxy_of, why_unanswered, without_user
 
 _CAPABILITIES = "/api/v1/get_server_capabilities"
 _PATIENCE_S = 1.0
-"""Maximum wait of `ping` for a name, a connection or an answer."""
+"""Longest wait for a name, a connection or an answer."""
 _PORTS = {"http": 80, "https": 443}
 
 
 def ping(url: str, key: str, base_model: str) -> str:
     """Return a line that describes the server at a URL. `key` and `base_model` may be empty.
 
-    Raises ConfigError that says which of scheme, path, port, host, TLS, proxy, readiness, key or base model is wrong, and what to do.
+    Raises ConfigError that says what is wrong: scheme, path, port, host, TLS, proxy, readiness, key or base model.
     """
     full = url.rstrip("/")
     parts, url = _checked(full), without_user(full)
@@ -53,13 +53,13 @@ def ping(url: str, key: str, base_model: str) -> str:
 
 
 def _checked(url: str) -> SplitResult:
-    """The parts of a URL whose scheme, port and path are those of a server. Raises ConfigError."""
+    """The parts of a URL that may be that of a server. Raises ConfigError."""
     shown = one_line(without_user(url))
-    try:
+    # Without the error's text: it quotes what it takes for the port, such as a password.
+    no_url = f"{shown} is no URL: a port is a number, [ ] hold an address; give one such as http://127.0.0.1:8000"
+    with translated(ValueError, ConfigError, lambda _: no_url):
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:  # which quotes what it takes for the port: a password that is not quoted
-        raise ConfigError(f"{shown} is no URL: a port is a number, [ ] hold an address; give one such as http://127.0.0.1:8000") from error
     if parts.scheme not in _PORTS or not parts.hostname or any(each.isspace() for each in url):
         raise ConfigError(f"{shown} must begin with http:// or https:// and name a host, such as http://127.0.0.1:8000")
     if port == 0:
@@ -71,35 +71,34 @@ def _checked(url: str) -> SplitResult:
 
 
 def _connect(host: str, port: int, secure: bool) -> None:
-    """Connect, and shake hands if it is `secure`. Raises ConfigError naming host, port or TLS."""
-    try:
-        connection = _connection(host, port)
-    except ConnectionRefusedError as error:
-        raise ConfigError(
-            f"nothing listens on port {port} of {host}: start the server (tinsmith serve --port {port}), or correct the port; for clients "
-            "of other machines start it with --host 0.0.0.0"
-        ) from error
-    except OSError as error:
+    """Connect, with TLS if it is `secure`. Raises ConfigError naming host, port or TLS."""
+
+    def why_unreachable(error: OSError) -> str:
+        if isinstance(error, ConnectionRefusedError):
+            return (
+                f"nothing listens on port {port} of {host}: start the server (tinsmith serve --port {port}), or correct the port; for "
+                "clients of other machines start it with --host 0.0.0.0"
+            )
         why = f"within {_PATIENCE_S:g} s" if isinstance(error, TimeoutError) else f"({error.strerror or error})"
-        raise ConfigError(
-            f"{host} cannot be reached on port {port} {why}: it is off or elsewhere, or a firewall is between; correct the host"
-        ) from error
-    with closing(connection):
-        if not secure:
-            return
-        try:
-            ssl.create_default_context().wrap_socket(connection, server_hostname=host).close()
-        except ssl.SSLCertVerificationError as error:
-            raise ConfigError(
+        return f"{host} cannot be reached on port {port} {why}: it is off or elsewhere, or a firewall is between; correct the host"
+
+    def why_insecure(error: OSError) -> str:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return (
                 f"the TLS certificate of {host} is not trusted ({error.verify_message}): use the name that it is for, or give its "
                 "authority in SSL_CERT_FILE"
-            ) from error
-        except OSError as error:
-            raise ConfigError(f"{host}:{port} speaks no TLS: write http://{host}:{port}") from error
+            )
+        return f"{host}:{port} speaks no TLS: write http://{host}:{port}"
+
+    with translated(OSError, ConfigError, why_unreachable):
+        connection = _connection(host, port)
+    with closing(connection), translated(OSError, ConfigError, why_insecure):
+        if secure:
+            ssl.create_default_context().wrap_socket(connection, server_hostname=host).close()
 
 
 def _connection(host: str, port: int) -> socket.socket:
-    """A connection to the first address that takes one. Raises OSError, and ConfigError for a name without an address."""
+    """A connection to the first address that takes one. Raises OSError, or ConfigError for a name without an address."""
     found: list[Any] = []
 
     def look_up() -> None:
@@ -124,7 +123,7 @@ def _connection(host: str, port: int) -> socket.socket:
 
 
 def _require_ready(url: str, full: str, parts: SplitResult) -> None:
-    """Raise ConfigError unless a server answers that can take work. `full` is the URL with user and password."""
+    """Raise ConfigError unless a server answers that can take work. `full` has user and password."""
     other = f"what answers at {url} is no Tinker server: correct the port or the host"
     try:
         with open_url(full + HEALTH, _PATIENCE_S) as reply:
@@ -153,7 +152,7 @@ def _require_ready(url: str, full: str, parts: SplitResult) -> None:
 
 
 def _https_instead(parts: SplitResult) -> str:
-    """The remedy for http:// where TLS is spoken; empty where it is not."""
+    """The remedy for http:// where TLS is spoken, or ""."""
     if parts.scheme == "https":
         return ""
     host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
@@ -167,22 +166,22 @@ def _https_instead(parts: SplitResult) -> str:
 
 def _base_models(url: str, full: str, key: str) -> list[str]:
     """The names that the server lists. Raises ConfigError."""
-    try:
+
+    def why_none(error: Exception) -> str:
+        if isinstance(error, HTTPError) and error.code in (401, 403):
+            return f"{url} refuses the API key (HTTP {error.code}): set TINKER_API_KEY to one that it knows"
+        why = f"HTTP {error.code}" if isinstance(error, HTTPError) else why_unanswered(error)
+        return f"{url} does not list its base models ({why}); see its log"
+
+    with translated((OSError, ValueError, KeyError, TypeError, HTTPException), ConfigError, why_none):
         with open_url(full + _CAPABILITIES, _PATIENCE_S, {"X-API-Key": key} if key else None) as reply:
             content = json.load(reply)
         return [one_line(str(model["model_name"])) for model in content["supported_models"]]
-    except HTTPError as error:
-        if error.code in (401, 403):
-            raise ConfigError(f"{url} refuses the API key (HTTP {error.code}): set TINKER_API_KEY to one that it knows") from error
-        raise ConfigError(f"{url} does not list its base models (HTTP {error.code}); see its log") from error
-    except (OSError, ValueError, KeyError, TypeError, HTTPException) as error:
-        raise ConfigError(f"{url} does not list its base models ({why_unanswered(error)}); see its log") from error
 
 
 def _field(body: bytes, name: str) -> str:
-    """A text in a JSON object; empty if there is none."""
-    try:
+    """A text in a JSON object, or ""."""
+    with suppress(ValueError, KeyError, TypeError):
         found = json.loads(body)[name]
-    except (ValueError, KeyError, TypeError):
-        return ""
-    return found if isinstance(found, str) else ""
+        return found if isinstance(found, str) else ""
+    return ""

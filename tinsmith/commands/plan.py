@@ -1,25 +1,15 @@
 """`tinsmith plan`: prints what fits into the memory of a device."""
 
-import dataclasses
 from collections.abc import Iterator
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tinsmith.memory.modes import chosen
-from tinsmith.memory.plan import FullPlan, Plan
+from tinsmith.memory.plan import FullPlan, ModePlan, Plan
 from tinsmith.models.machine import size_text
 
 _LIMITS = {"memory": "the memory", "context": "the model's context"}
-
-
-def to_tree(plan: Plan) -> dict[str, object]:
-    """The plan as plain values, with what follows from them."""
-    tree: dict[str, object] = dataclasses.asdict(plan)
-    sums = {"needed_bytes": plan.full_parameters.needed_bytes, "fits": plan.full_parameters.fits}
-    full = dataclasses.asdict(plan.full_parameters) | sums
-    return tree | {"full_parameters": full, "fits": plan.fits}
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -35,7 +25,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _print_modes(plan: Plan, console: Console) -> None:
-    """A row for each way of using several GPUs, and the mode that is chosen."""
+    """A row for each way of using several GPUs, and the chosen one."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for head in (f"on each of {plan.workers}", "trains", "base model", "trained model", "cache", "longest sequence"):
         table.add_column(Text(head))
@@ -46,8 +36,19 @@ def _print_modes(plan: Plan, console: Console) -> None:
             longest += f"; {each.longest_together:,} on all together"
         table.add_row(*map(Text, (each.mode, each.trains, *map(size_text, sizes), longest)))
     console.print(table)
-    for trains, mode, why in chosen(plan.modes):
+    for trains, mode, why in _chosen(plan.modes):
         console.print(Text(f"{trains}: {mode}, {why}"))
+
+
+def _chosen(modes: list[ModePlan]) -> Iterator[tuple[str, str, str]]:
+    """What is trained, the mode for it, and why."""
+    for trains in dict.fromkeys(each.trains for each in modes):
+        fitting = next((each for each in modes if each.trains == trains and each.fits), None)
+        if fitting is None:
+            yield trains, "none", "because it does not fit into the memory of one worker"
+        else:
+            what = "a part of each layer" if fitting.mode == "sharded" else "the whole"
+            yield trains, fitting.mode, f"because {what} fits on each ({fitting.settings})"
 
 
 def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -90,7 +91,6 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _full_lines(full: FullPlan) -> Iterator[tuple[str, str]]:
-    """Those of training all parameters."""
     fits = "fits" if full.fits else "does not fit"
     yield "all parameters (rank 0)", f"{fits}: {size_text(full.needed_bytes)} needed, {size_text(full.free_bytes)} left beside all of that"
     named = {

@@ -1,4 +1,4 @@
-"""`tinsmith serve` and `tinsmith warm`: the configuration that a person asks for, checked as a whole, and what runs with it."""
+"""`tinsmith serve` and `tinsmith warm`: the configuration, checked as a whole, and what runs with it."""
 
 import importlib.util
 import os
@@ -19,9 +19,9 @@ def serve(config: Config) -> None:
 
 
 def warm(config: Config) -> float:
-    """Start as `serve` does and end when the engine is ready, which keeps what was compiled and checked. Returns the seconds it took.
+    """Start as `serve` does, and end when the engine is ready; returns the seconds it took. What was compiled and checked is kept.
 
-    Raises ConfigError as `serve` does, and with vLLM servers, which are not ready when the engine is.
+    Raises ConfigError as `serve`, and with vLLM servers, which are not ready when the engine is.
     """
     if config.sampling.sampler == "vllm":
         raise ConfigError("warm is not possible with sampler=vllm, whose servers compile at their own first start; use --sampler none")
@@ -48,7 +48,7 @@ def _require_servable(config: Config) -> None:
 
 
 def configuration_of(file: Path | None, options: dict[str, Any]) -> Config:
-    """The configuration of `serve`, `doctor` and `plan`. Raises ConfigError as `load` does, and for an option that would have no effect."""
+    """The configuration of `serve`, `doctor` and `plan`. Raises ConfigError as `load`, and for options without effect."""
     given = {name: value for name, value in options.items() if value is not None}
     config = load(file, given, os.environ)
     sampler = config.sampling.sampler

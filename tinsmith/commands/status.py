@@ -1,4 +1,4 @@
-"""`tinsmith status`: asks the status route of a running server what it does, and prints the answer."""
+"""`tinsmith status`: asks a running server what it does, and prints the answer."""
 
 import json
 from collections.abc import Sequence
@@ -10,32 +10,34 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tinsmith.errors import ConfigError, printable
+from tinsmith.errors import ConfigError, printable, translated
 from tinsmith.http_client import open_url, why_unanswered, without_user
 
 TIMEOUT_S = 10.0
 
 
 def fetch_status(url: str) -> dict[str, Any]:
-    """The answer of the status route, as JSON. Raises ConfigError if no Tinsmith server answers at `url`."""
+    """The answer of the status route. Raises ConfigError if no Tinsmith server answers."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url={without_user(url)!r} must begin with http:// or https://")
     shown = without_user(url)
-    try:
-        with open_url(f"{url.rstrip('/')}/api/v1/status", TIMEOUT_S) as reply:
-            content = json.load(reply)
-    except HTTPError as error:
+
+    def why_none(error: Exception) -> str:
+        if not isinstance(error, HTTPError):
+            return f"no Tinsmith server answers at {shown}: {why_unanswered(error)}"
         hint = " Leave out /api/v1" if url.rstrip("/").endswith("/api/v1") else ""
-        raise ConfigError(f"{shown} answers {error.code}: is it a Tinsmith server?{hint}") from error
-    except (OSError, ValueError, HTTPException) as error:  # nobody answers, or nothing that is HTTP or JSON
-        raise ConfigError(f"no Tinsmith server answers at {shown}: {why_unanswered(error)}") from error
+        return f"{shown} answers {error.code}: is it a Tinsmith server?{hint}"
+
+    no_answer = (OSError, ValueError, HTTPException)  # of nobody, or none that is HTTP or JSON
+    with translated(no_answer, ConfigError, why_none), open_url(f"{url.rstrip('/')}/api/v1/status", TIMEOUT_S) as reply:
+        content = json.load(reply)
     if not isinstance(content, dict) or "engine" not in content:
         raise ConfigError(f"no Tinsmith server answers at {shown}: the answer has no key 'engine'")
     return {printable(name): _escaped(value) for name, value in content.items()}
 
 
 def _escaped(content: Any) -> Any:
-    """An answer with its texts as they may be printed."""
+    """An answer with printable texts."""
     if isinstance(content, dict):
         return {printable(name): _escaped(value) for name, value in content.items()}
     if isinstance(content, list):
@@ -44,7 +46,7 @@ def _escaped(content: Any) -> Any:
 
 
 def print_status(status: dict[str, Any], console: Console) -> None:
-    """Print what `fetch_status` returned. Names become `Text`, because Rich would read parts such as `:train:` as markup or emoji."""
+    """Print what `fetch_status` returned. Names become `Text`, because Rich reads parts such as `:train:` as markup."""
     engine, samples, rates = status["engine"], status["samples"], status["tokens_per_second"]
     reason = f": {engine['reason']}" if engine["reason"] else ""
     busy = f", busy with one task for {engine['busy_s']:,.0f} s" if engine["busy_s"] >= 1 else ""

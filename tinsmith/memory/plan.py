@@ -1,50 +1,235 @@
-"""The plan of a device: LoRA's parameters, what fits, and how long a sequence trains in each mode. No weight is read."""
+"""The memory that base models, training and sampling take of a device, before any weight is read.
+
+`plan_base` is the budget of one base model on a worker, `plan_modes` the ways in which several GPUs may train it, and `make_plan` all that
+`tinsmith plan` prints. A worker divides its memory with the same functions (`models/budget.py`) once it has loaded the weights.
+"""
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tinsmith.config import Config, ModelsConfig, base_model_sources
+from tinsmith.config import Config, base_model_sources
 from tinsmith.engine.devices import gpus_needed, worker_count
 from tinsmith.errors import ConfigError
-from tinsmith.memory.base_plan import BasePlan, DevicePlace, place_here, plan_base
-from tinsmith.memory.modes import ModePlan, can_be_sharded, plan_modes
-from tinsmith.models.budget import full_state
+from tinsmith.models.budget import (
+    Budget,
+    ModelBytes,
+    computes_together,
+    divide_memory,
+    full_state,
+    longest_together,
+    longest_trained,
+    reserve_of,
+)
 from tinsmith.models.full import FullBytes, FullState
 from tinsmith.models.layout import Group
-from tinsmith.models.machine import look_around
-from tinsmith.models.sizing import beside_weights, size_of
+from tinsmith.models.machine import Machine, look_around
+from tinsmith.models.pass_memory import PassMemory, Recomputation
+from tinsmith.models.read_decoder import KNOWN_TYPES
+from tinsmith.models.sizing import Sizes, beside_weights, size_of
 from tinsmith.protocol.facts import advertised_context
+from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
 from tinsmith.sampling.prefix import BLOCK
 
 GIB = 2**30
+Mode = Literal["one GPU", "replicas", "sharded"]
+"""Replicas hold whole base models; sharded workers hold a slice of every layer (--shard weights)."""
+
+
+@dataclass(frozen=True)
+class DevicePlace:
+    """A device that would serve models. Sizes are in bytes."""
+
+    name: str
+    on_gpu: bool
+    free: int
+    """What the server may use (--memory-share)."""
+    total: int
+    host_free: int
+    """Host memory for this worker."""
+
+    @property
+    def reserve(self) -> int:
+        """Bytes left free of any plan."""
+        return reserve_of(self.on_gpu, self.total)
+
+
+def place_here(sizes: Sizes, machine: Machine, config: Config, workers: int) -> DevicePlace:
+    """The device on which each worker would serve the model; of several GPUs the one with least free memory."""
+    host = machine.memory_available // workers
+    if sizes.device.type == "cpu":
+        return DevicePlace("the CPU of this machine", False, host, machine.memory_total, host)
+    first = sizes.device.index or 0
+    gpu = min(machine.gpus[first : first + workers], key=lambda gpu: gpu.free)
+    return DevicePlace(f"cuda:{gpu.index}, {gpu.name}", True, min(gpu.free, int(config.models.memory_share * gpu.total)), gpu.total, host)
+
+
+@dataclass(frozen=True)
+class BasePlan:
+    """Memory that one base model takes of a worker, and what remains."""
+
+    sizes: Sizes
+    place: DevicePlace
+    config: Config
+    workers: int
+    model: ModelBytes
+    """One trained model of the planned rank."""
+    passes: PassMemory
+    budget: Budget
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What the local sampler keeps for each token and each sequence."""
+        return CacheShape(self.sizes.layout.layers, self.sizes.dtype, self.sizes.device)
+
+    @property
+    def cache(self) -> CacheSizes | None:
+        """The local sampler's cache, if there is one. Raises ConfigError if it is too small for one sequence."""
+        if self.config.sampling.sampler != "local":
+            return None
+        return self.cache_shape.divide(self.budget.cache, self.config.sampling.max_running)
+
+    @property
+    def recomputation(self) -> Recomputation:
+        """Recomputation with which a full pass (--tokens-per-pass) fits; the most there is if none suffices."""
+        training = self.config.training
+        return self.passes.recomputation_for(training.tokens_per_pass, training.logits_chunk, self.budget.passes) or self.passes.smallest
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of a full pass with that recomputation."""
+        return self.passes.bytes(self.config.training.tokens_per_pass, self.config.training.logits_chunk, self.recomputation)
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that trains on one worker, in tokens; 0 if none does."""
+        return longest_trained(self.budget, self.passes, self.config, self.sizes.max_context, self.place.host_free, self.place.on_gpu)
+
+    @property
+    def together(self) -> int:
+        """The longest sequence that all workers compute together, or `longest` where they never do."""
+        if not computes_together(self.config, self.workers):
+            return self.longest
+        slices, place = self.sizes.passes_of_slices(self.workers), self.place
+        sliced = longest_together(self.budget, slices, self.workers, self.config, self.sizes.max_context, place.host_free, place.on_gpu)
+        return max(self.longest, sliced)
+
+
+def plan_base(sizes: Sizes, others: Sequence[Sizes], place: DevicePlace, config: Config, workers: int) -> BasePlan:
+    """The budget of a base model beside the `others` of each worker, for the planned rank and kind of state."""
+    bases = (sizes, *others)
+    model = sizes.model(config.training.planned_rank, full_state(config.training))
+    left = beside_weights(place.free - place.reserve, bases)
+    budget = divide_memory(left, len(bases), model, sizes.passes, config, place.on_gpu)
+    return BasePlan(sizes, place, config, workers, model, sizes.passes, budget)
+
+
+# ---- Ways to train on several GPUs
+
+
+@dataclass(frozen=True)
+class ModePlan:
+    """One way of training. Sizes are bytes of each worker."""
+
+    mode: Mode
+    trains: str
+    """An adapter, or all weights with their state."""
+    settings: str
+    """Options of `tinsmith serve` that plan for it."""
+    weight_bytes: int
+    """The frozen base model."""
+    model_bytes: int
+    """Weights, gradients and moments of one trained model."""
+    cache_bytes: int
+    """The local sampler's cache; 0 without it."""
+    longest_sequence: int
+    """The longest sequence that trains on one worker, in tokens; 0 if none does."""
+    longest_together: int
+    """Tokens of the longest that all workers compute together; the same where they never do."""
+    fits: bool
+    """Whether a full pass of one sequence fits, and the host's share of the state."""
+
+
+def plan_modes(sizes: Sizes, place: DevicePlace, config: Config, rank: int, workers: int, others: Sequence[Sizes] = ()) -> list[ModePlan]:
+    """The ways to train an adapter of this rank, and all weights, on so many workers.
+
+    `others` are the base models that the same workers hold beside this one, each with a cache of its own.
+    """
+    whole: Mode = "replicas" if workers > 1 else "one GPU"
+    replicated = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, shard="none"))
+    modes = [_plan_mode(sizes, others, place, replicated, whole, workers, *training) for training in _trainings(rank, place.on_gpu)]
+    if workers > 1 and all(can_be_sharded(each) for each in (sizes, *others)):  # --shard is one setting for all base models
+        sampler = "vllm" if config.sampling.sampler == "vllm" else "none"  # no local one has all weights
+        parts, *beside = (dataclasses.replace(each, parts=workers) for each in (sizes, *others))
+        sampling = dataclasses.replace(config.sampling, sampler=sampler)
+        settings = dataclasses.replace(config, sampling=sampling, distributed=dataclasses.replace(config.distributed, shard="weights"))
+        ranks = (rank, 0) if rank else (0,)
+        modes += [_plan_mode(parts, beside, place, settings, "sharded", workers, each, "float32") for each in ranks]
+    return modes
+
+
+def can_be_sharded(sizes: Sizes) -> bool:
+    """Whether workers may shard the layers (--shard weights)."""
+    return sizes.layout.family.model_type in KNOWN_TYPES
+
+
+def _trainings(rank: int, on_gpu: bool) -> Iterator[tuple[int, FullState]]:
+    if rank:
+        yield rank, "float32"
+    yield 0, "float32"
+    yield 0, "compact"
+    if on_gpu:
+        yield 0, "compact-host"
+
+
+def _plan_mode(
+    sizes: Sizes, others: Sequence[Sizes], place: DevicePlace, config: Config, mode: Mode, workers: int, rank: int, state: FullState
+) -> ModePlan:
+    training = dataclasses.replace(config.training, planned_rank=rank, full_state=state)
+    planned = plan_base(sizes, others, place, dataclasses.replace(config, training=training), workers)
+    longest = planned.longest
+    trains = f"LoRA of rank {rank}" if rank else f"all weights, {state}"
+    host_has_room = bool(rank) or sizes.full(state).host <= place.host_free
+    return ModePlan(
+        mode=mode,
+        trains=trains,
+        settings=f"--planned-rank {rank}"
+        + ("" if rank else f" --full-state {state}")
+        + (f" --shard weights --sampler {config.sampling.sampler}" if mode == "sharded" else ""),
+        weight_bytes=sizes.weight_bytes,
+        model_bytes=planned.model.training,
+        cache_bytes=planned.budget.cache,
+        longest_sequence=longest,
+        longest_together=planned.together,
+        fits=host_has_room and longest >= min(training.tokens_per_pass, sizes.max_context),
+    )
+
+
+# ---- The whole plan
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Size of the local sampler's cache (--kv-cache-gib)."""
+    """The local sampler's cache (--kv-cache-gib)."""
 
     bytes: int
     blocks: int
-    """Blocks of keys and values."""
     tokens: int
-    """Tokens in all of these blocks."""
     state_slots: int
-    """States of sequences, one for all gated delta nets of the model; 0 if it has none."""
+    """States of gated delta nets, one for each sequence; 0 without such layers."""
     state_bytes: int
-    """One of these states."""
 
 
 @dataclass(frozen=True)
 class AdaptersPlan:
-    """Adapters that are trained."""
+    """Trained adapters."""
 
     bytes_each: int
-    """Weights, accumulated gradients and what AdamW remembers."""
+    """Weights, gradients and moments."""
     snapshot_bytes: int
-    """A frozen copy to sample from."""
     fit: int
-    """Number that fit beside weights, cache and a pass that recomputes its layers."""
+    """Number that fits beside weights, cache and a pass that recomputes its layers."""
 
 
 @dataclass(frozen=True)
@@ -52,82 +237,64 @@ class FullPlan:
     """Training of all parameters (rank 0), beside weights, cache and pass."""
 
     state: FullState
-    """State that is kept for each weight (--full-state)."""
     parts: FullBytes
-    """Bytes of that state."""
     free_bytes: int
-
-    @property
-    def needed_bytes(self) -> int:
-        """Bytes of the device that it needs."""
-        return self.parts.device
-
-    @property
-    def fits(self) -> bool:
-        """Whether one such model can be trained."""
-        return self.needed_bytes <= self.free_bytes
+    needed_bytes: int
+    fits: bool
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """The longest sequence that trains with one adapter, in a pass of its own."""
+    """The longest sequence that trains with one adapter, in tokens."""
 
     tokens: int
     limit: Literal["memory", "context"]
-    """Limit of the length: memory, or the model's context (--max-context)."""
+    """What limits it: memory, or --max-context."""
     together: int
-    """The longest that all workers compute together, each a slice of it; where that is never done, it is `tokens`."""
+    """The longest that all workers compute together, or `tokens` where they never do."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole answer. Sizes are in bytes, and passes are estimated."""
+    """What `tinsmith plan` prints. Sizes are in bytes."""
 
     model: str
     architecture: str
     parameters: int
     rank: int
     lora_parameters: dict[Group, int]
-    """Parameters of an adapter of this rank, by the switches of `create_lora_training_client`."""
+    """Parameters of an adapter, by the switches of `create_lora_training_client`."""
     dtype: str
     device: str
     memory_bytes: int
-    """Bytes that the server may use (--memory-share), of all that the device has or, on this machine, of what is free."""
+    """What the server may use (--memory-share)."""
     weight_bytes: int
     """The frozen base model."""
     reserve_bytes: int
-    """Bytes left free for libraries, captured graphs, images and steps of the sampler."""
+    """Left free for libraries, captured graphs, images and steps of the sampler."""
     pass_tokens: int
-    """The largest pass of several sequences (--tokens-per-pass)."""
     pass_bytes: int
-    """Bytes that such a pass takes."""
     largest_pass_tokens: int
-    """The largest pass that fits beside one model; no more than `pass_tokens`."""
+    """The largest pass that fits beside one model, up to `pass_tokens`."""
     recomputed_layers: int
-    """Number of layers that such a pass must recompute to fit beside one adapter."""
+    """Layers that such a pass recomputes to fit beside one adapter."""
     cache: CachePlan | None
-    """None without the local sampler."""
     adapters: AdaptersPlan
     full_parameters: FullPlan
     longest_sequence: SequencePlan
     advertised_context: int | None
-    """Length that clients are told (`max_context_length`): it trains and can be sampled. None with vLLM."""
+    """`max_context_length` that clients are told; None with vLLM."""
     workers: int
-    """Number of workers that train together (--workers). All sizes are those of one of them."""
+    """All sizes are those of one of them."""
     modes: list[ModePlan]
-    """Ways to train on that many workers."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the model can be served and trained with LoRA at all."""
-        return self.adapters.fit > 0
+    fits: bool
+    """Whether at least one adapter can be trained."""
 
 
 def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
-    """The plan for the one base model of `config`, on GPUs of this memory; None means the devices that this machine would serve it on.
+    """The plan for the one base model of `config`, on GPUs of this memory, or for None on this machine's devices.
 
-    GPUs that need not be here have a host with as much memory as all of them. Raises ConfigError if the configuration of the model cannot
-    be read, or if it could not be served.
+    GPUs that need not be here have a host with as much memory as all of them. Raises ConfigError for a model that cannot be read or served.
     """
     ((name, source),) = base_model_sources(config).items()
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, planned_rank=rank))
@@ -138,7 +305,8 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         place = place_here(sizes, machine, config, workers)
     else:
         workers = worker_count(config, gpus_needed(config))
-        sizes = size_of(source, _on_a_gpu(config.models))
+        dtype = "bfloat16" if config.models.dtype == "auto" else config.models.dtype
+        sizes = size_of(source, dataclasses.replace(config.models, device="cpu", dtype=dtype))  # of a GPU that need not be here
         memory = int(memory_gib * GIB)
         place = DevicePlace("a GPU (--memory-gib)", True, int(config.models.memory_share * memory), memory, host_free=memory)
     modes = plan_modes(sizes, place, config, rank, workers)
@@ -147,11 +315,13 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
             raise ConfigError(f"--shard weights: Tinsmith does not divide the layers of {sizes.layout.family.model_type}; leave it out")
         sizes = dataclasses.replace(sizes, parts=workers)
     planned = plan_base(sizes, (), place, config, workers)
-    state, passes, cache = full_state(config.training), planned.passes, _cache_of(planned)
+    state, passes = full_state(config.training), planned.passes
+    full, cache = sizes.full(state), _cache_of(planned)
     tokens, chunk = config.training.tokens_per_pass, config.training.logits_chunk
     longest, together = planned.longest, planned.together
     left = beside_weights(place.free - place.reserve, [sizes]) - planned.budget.cache
     beside = max(0, left - passes.bytes(tokens, chunk, passes.smallest))
+    fit = beside // planned.model.training
     return Plan(
         model=name,
         architecture=sizes.layout.family.model_type,
@@ -168,17 +338,17 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         largest_pass_tokens=passes.longest(chunk, planned.budget.passes, 0, tokens),
         recomputed_layers=planned.recomputation.recompute,
         cache=cache,
-        adapters=AdaptersPlan(planned.model.training, planned.model.snapshot, beside // planned.model.training),
-        full_parameters=FullPlan(state, sizes.full(state), beside),
+        adapters=AdaptersPlan(planned.model.training, planned.model.snapshot, fit),
+        full_parameters=FullPlan(state, full, beside, full.device, full.device <= beside),
         longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context", together),
         advertised_context=_advertised(config, sizes.max_context, cache, together),
         workers=workers,
         modes=modes,
+        fits=fit > 0,
     )
 
 
 def _cache_of(planned: BasePlan) -> CachePlan | None:
-    """Return the size of the cache; None without the local sampler."""
     sizes = planned.cache
     if sizes is None:
         return None
@@ -186,12 +356,6 @@ def _cache_of(planned: BasePlan) -> CachePlan | None:
 
 
 def _advertised(config: Config, max_context: int, cache: CachePlan | None, trained: int) -> int | None:
-    """Return the length that clients are told, if sequences of `trained` tokens train."""
     if config.sampling.sampler == "vllm":
         return None
     return advertised_context(trained, max_context if cache is None else min(max_context, cache.tokens))
-
-
-def _on_a_gpu(models: ModelsConfig) -> ModelsConfig:
-    """The settings with which a GPU, which need not be here, would serve a model."""
-    return dataclasses.replace(models, device="cpu", dtype="bfloat16" if models.dtype == "auto" else models.dtype)

@@ -1,7 +1,7 @@
-"""Whether workers shard the layers of the base models where `--shard auto` leaves that open.
+"""Resolves `--shard auto`: whether workers shard the layers of the base models.
 
-The estimate is that of `tinsmith plan --workers N`, but with all base models on each worker. It needs PyTorch, which the server does not
-load, so a process of its own makes it: `python -m tinsmith.memory.shard_choice`, with the configuration as JSON on standard input.
+The estimate is that of `tinsmith plan --workers N` with all base models on each worker. It needs PyTorch, which the server does not load,
+so `python -m tinsmith.memory.shard_choice` makes it in a process of its own, from the configuration as JSON on standard input.
 """
 
 import dataclasses
@@ -19,26 +19,26 @@ from tinsmith.errors import ConfigError
 log = logging.getLogger(__name__)
 
 ESTIMATE_S = 300.0
-"""Longest time for the estimate; importing PyTorch takes most of it."""
+"""Most of it is for importing PyTorch."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Room of each worker for one base model beside all others, with the planned training (--planned-rank)."""
+    """Room for one base model beside all others, with the planned training (--planned-rank)."""
 
     name: str
     loads: bool
-    """Whether all of its layers, and all of the others', fit into each worker's memory at all."""
+    """Whether all layers of all base models fit into each worker at all."""
     whole: bool
-    """Whether it trains with all layers of all of them on each worker."""
+    """Whether it trains with all layers on each worker."""
     sharded: bool
-    """Whether it trains with a part of each layer of all of them on each."""
+    """Whether it trains with a slice of each layer on each worker."""
 
 
 def chosen_shard(config: Config, workers: int) -> str:
-    """Resolve `shard` to none or weights for so many workers. Raises ConfigError as `choose`.
+    """Resolve `shard` to none or weights. Raises ConfigError as `choose`.
 
-    Without an estimate nothing is sharded: a base model that has no room is then refused when it is loaded.
+    Without an estimate nothing is sharded: a base model without room is refused when it is loaded.
     """
     asked = config.distributed.shard
     if asked != "auto":
@@ -57,9 +57,9 @@ def chosen_shard(config: Config, workers: int) -> str:
 
 
 def choose(fits: Sequence[Fit], config: Config) -> str:
-    """none, unless a base model trains only if its layers are sharded; then weights.
+    """Return weights if a base model trains only with sharded layers, else none.
 
-    The local sampler takes no sharded layers: with it ConfigError is raised for a model that not even loads as a whole.
+    Raises ConfigError for a model that does not load as a whole, with the local sampler, which takes no sharded layers.
     """
     lacking = [fit for fit in fits if not fit.whole]
     if not lacking or not all(fit.sharded for fit in fits):
@@ -82,9 +82,8 @@ def choose(fits: Sequence[Fit], config: Config) -> str:
 
 
 def estimated(config: Config) -> list[Fit]:
-    """Estimate for each base model what fits into this machine's GPUs, with as many workers as the engine will start."""
-    from tinsmith.memory.base_plan import place_here  # these import torch
-    from tinsmith.memory.modes import plan_modes
+    """Estimate what fits into this machine's GPUs, with as many workers as the engine will start."""
+    from tinsmith.memory.plan import place_here, plan_modes  # these import torch
     from tinsmith.models.machine import look_around
     from tinsmith.models.sizing import beside_weights, size_of
     from tinsmith.models.usable_gpus import usable_gpus
@@ -103,7 +102,7 @@ def estimated(config: Config) -> list[Fit]:
 
 
 def main() -> None:
-    """Print what fits, as JSON."""
+    """Print the estimate as JSON."""
     fits = estimated(from_tree(json.loads(sys.stdin.read())))
     print(json.dumps([dataclasses.asdict(fit) for fit in fits]))
 

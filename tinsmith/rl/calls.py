@@ -9,7 +9,8 @@ import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from tinsmith.errors import ConfigError, TinsmithError, UserError
@@ -51,16 +52,14 @@ def call(env: Any, method: str, *arguments: Any) -> Any:
     """
     if method == "demonstrate" and not isinstance(env, Teacher):
         raise ConfigError(f"warmup: steps: {type(env).__qualname__} has no demonstrations; derive it from Teacher, or set steps=0")
-    value = guarded(lambda: getattr(env, method)(*arguments))
-    return _checked_later(env, method, value) if inspect.isawaitable(value) else guarded(_checked, env, method, value)
+    with environment_code():
+        value = getattr(env, method)(*arguments)
+        return _checked_later(env, method, value) if inspect.isawaitable(value) else _checked(env, method, value)
 
 
 async def _checked_later(env: Any, method: str, value: Awaitable[Any]) -> Any:
-    try:
-        awaited = await value
-    except (Exception, SystemExit) as error:  # as in `guarded`
-        raise env_error(error) from error
-    return guarded(_checked, env, method, awaited)
+    with environment_code():
+        return _checked(env, method, await value)
 
 
 def _checked(env: Any, method: str, value: Any) -> Any:
@@ -68,18 +67,22 @@ def _checked(env: Any, method: str, value: Any) -> Any:
     return value if check is None else check(f"{type(env).__qualname__}.{method}", value)
 
 
-def guarded(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function that runs an environment's code. Every exception of it becomes an EnvError."""
+@contextmanager
+def environment_code(*others: type[Exception]) -> Iterator[None]:
+    """Turn every exception of the body, which runs an environment's code, into an EnvError; but for those of types `others`."""
+    ours: tuple[type[Exception], ...] = (EnvError, *others)
     try:
-        return function(*arguments)
-    except EnvError:
+        yield
+    except ours:
         raise
     except (Exception, SystemExit) as error:  # an environment must not end the program
         raise env_error(error) from error
 
 
 def env_error(error: BaseException) -> EnvError:
-    """The EnvError for an exception that an environment raised."""
+    """The EnvError for an exception that an environment raised. A UserError keeps its words, which need no traceback."""
+    if isinstance(error, UserError):
+        return EnvError(str(error))
     return EnvError(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error, limit=-30)))  # one without end is deep
 
 
@@ -209,10 +212,8 @@ def _part(where: str, place: str, part: Any) -> dict[str, Any]:
 
 
 def _text(where: str, place: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # what Python makes of bytes that are no text, with errors="surrogateescape"
-        raise EnvError(f"{where} returned a text in {place} that is not Unicode: {_quoted(text)}") from error
+    if text.encode(errors="ignore").decode() != text:  # it has surrogates, which Python makes of bytes that are no text
+        raise EnvError(f"{where} returned a text in {place} that is not Unicode: {_quoted(text)}")
     return text
 
 

@@ -29,8 +29,6 @@ from tinsmith.rl.sequences import EncodedImage, ImageProcessor, TokenSequence, c
 
 ESCAPED = "\U000fdead"
 """Stands for a placeholder that is plain text. A private-use character, which no template and no model writes."""
-
-
 BREAK = "\U000fdeae"
 """Breaks up what would be a control token. Also a private-use character."""
 
@@ -176,14 +174,6 @@ class ChatTemplate:
         return prefill, max((token for token in special if tail.startswith(token)), key=len, default="")
 
 
-@dataclass(frozen=True)
-class Opening:
-    """The messages before the first answer that the model still sees."""
-
-    messages: tuple[ChatMessage, ...]
-    images: tuple[EncodedImage, ...]
-
-
 class Conversation:
     """A conversation in which it is the model's turn to speak.
 
@@ -194,7 +184,7 @@ class Conversation:
     """
 
     prompt: TokenSequence
-    """Return the prompt of the model's next answer."""
+    """Prompt of the model's next answer."""
 
     def __init__(
         self, template: ChatTemplate, messages: Sequence[ChatMessage], end_turn_after_stop_string: bool = True, context_turns: int = 0
@@ -205,7 +195,7 @@ class Conversation:
         self.messages: list[ChatMessage] = template.broken(messages)
         self.images: tuple[EncodedImage, ...] = tuple(map(template.image, image_sources(messages)))
         rendered = template.render(self.messages, self.images, add_generation_prompt=True)
-        self._opening = Opening(tuple(self.messages), self.images)
+        self._opening = tuple(self.messages)  # the messages before the first answer that the model still sees
         self._shown = rendered.text  # the text of `prompt`
         self._answers: list[str] = []
         self._turn_starts = [len(list(takewhile(_is_system, messages)))]  # indices into `messages`
@@ -256,8 +246,7 @@ class Conversation:
         self.messages = self.messages[:first] + self.messages[second:]
         self._turn_starts = [first, *(start - second + first for start in self._turn_starts[2:])]
         self._answers = self._answers[1:]
-        opening = self.messages[: self._turn_starts[1] - 1] if self._answers else self.messages
-        self._opening = Opening(tuple(opening), self.images[: len(image_sources(opening))])
+        self._opening = tuple(self.messages[: self._turn_starts[1] - 1] if self._answers else self.messages)
         rendered = self.template.render(self.messages, self.images, add_generation_prompt=True)
         self._shown, self.prompt = rendered.text, self.template.encode(rendered)
 
@@ -265,7 +254,7 @@ class Conversation:
         return len(sampled) > 0 and int(sampled[-1]) in self.template.stop_ids
 
     def _appended(self, text: str, seen: str, sampled: NDArray[np.int32], stopped: bool) -> str | None:
-        """Return the text that the template adds behind what was seen and sampled; None if `text` does not begin with that."""
+        """The text that the template adds behind what was seen and sampled; None if `text` does not begin with that."""
         if not text.startswith(seen):
             return None
         rest, end = text[len(seen) :], self.template.end_of_turn
@@ -277,7 +266,8 @@ class Conversation:
 
     def _check_only_reasoning_dropped(self, rendered: RenderedText, sampled: NDArray[np.int32]) -> None:
         """Raise TemplateError unless the new text still contains the opening and every answer without its reasoning, in order."""
-        opening = self.template.render(self._opening.messages, self._opening.images, add_generation_prompt=False).text
+        images = self.images[: len(image_sources(self._opening))]
+        opening = self.template.render(self._opening, images, add_generation_prompt=False).text
         kept = rendered.text.startswith(opening)
         at = len(opening)
         for answer in map(visible, self._answers):

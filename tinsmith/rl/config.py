@@ -4,7 +4,8 @@ A YAML file has the same sections and keys; an unknown key is refused.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -191,8 +192,17 @@ class RlConfig:
 
     @property
     def staleness(self) -> int:
-        """Return the most steps by which the weights of a group may be old."""
+        """Most steps by which the weights of a group may be old."""
         return {"sync": 0, "one_step_off": 1, "async": self.training.max_staleness}[self.training.mode]
+
+
+@contextmanager
+def config_error(what: str, *errors: type[Exception], remedy: str = "") -> Iterator[None]:
+    """Turn these errors into a ConfigError that says what they were about and what to do."""
+    try:
+        yield
+    except errors as error:
+        raise ConfigError(f"{what}: {error}{remedy and f'; {remedy}'}") from error
 
 
 def load(file: Path) -> RlConfig:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -19,22 +20,18 @@ from tinsmith.rl.metrics import Metrics, pass_at_k, succeeded, trajectory_metric
 from tinsmith.rl.pages import write_jsonl, write_page
 from tinsmith.rl.policy import Policy, chat_template, connect, context_limit, open_policy, tokenizer_of
 from tinsmith.rl.resume import load_state
-from tinsmith.rl.rollouts import file_prompts, make_rollouts, rollout_settings, seed_prompts, task_group
+from tinsmith.rl.rollouts import make_rollouts, prompts_of, rollout_settings, task_group
 from tinsmith.rl.trajectory import EpisodeId, Trajectory
 from tinsmith.rl.workers import Workers, make_workers
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result."""
+    """Metrics and episodes of an evaluation."""
 
     metrics: Metrics
-    groups: tuple[tuple[Trajectory, ...], ...]
-    """Episodes by prompt."""
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        return [trajectory for group in self.groups for trajectory in group]
+    trajectories: list[Trajectory]
+    """In the order of their prompts."""
 
 
 class Evaluator:
@@ -42,12 +39,12 @@ class Evaluator:
 
     def __init__(self, config: RlConfig, template: ChatTemplate, workers: Workers, max_context: int) -> None:
         self.section: EvaluationSection = config.evaluation
-        self.prompts = evaluation_prompts(config.evaluation)
+        self.prompts = prompts_of(self.section.file, self.section.seed, self.section.prompts, 64)
         settings = rollout_settings(config, max_context, template)
-        request = replace(settings.request, temperature=config.evaluation.temperature)
-        settings = replace(settings, seed=config.evaluation.seed, request=request)
+        request = replace(settings.request, temperature=self.section.temperature)
+        settings = replace(settings, seed=self.section.seed, request=request)
         self.failures = FailureCounter(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
-        self.rollouts = make_rollouts(config, {**config.env.options, **config.evaluation.options}, settings, template, workers)
+        self.rollouts = make_rollouts(config, {**config.env.options, **self.section.options}, settings, template, workers)
 
     async def evaluate(self, policy: Policy, version: int = 0) -> Evaluation:
         """Play each prompt `samples` times. Raises TooManyFailuresError if the environment fails too often."""
@@ -57,7 +54,7 @@ class Evaluator:
         for group in groups:
             self.failures.count(group)
         self.failures.judge(min_episodes=1)
-        return Evaluation(trajectory_metrics(groups) | self._pass_at(groups), groups)
+        return Evaluation(trajectory_metrics(groups) | self._pass_at(groups), list(chain(*groups)))
 
     async def _group(self, policy: Policy, number: int, prompt: Prompt, version: int) -> tuple[Trajectory, ...]:
         episodes = [EpisodeId(self.rollouts.env, prompt.seed, number, member, version) for member in range(self.section.samples)]
@@ -66,11 +63,6 @@ class Evaluator:
     def _pass_at(self, groups: Sequence[Sequence[Trajectory]]) -> Metrics:
         successes = [[succeeded(trajectory.reward, self.section.success) for trajectory in group] for group in groups]
         return {f"pass@{k}": pass_at_k(successes, k) for k in self.section.pass_at}
-
-
-def evaluation_prompts(section: EvaluationSection) -> list[Prompt]:
-    """The prompts that the configuration names: rows of a file, or seeds."""
-    return file_prompts(Path(section.file), section.prompts) if section.file else seed_prompts(section.seed, section.prompts or 64)
 
 
 def run_evaluation(config: RlConfig, console: Console) -> Evaluation:

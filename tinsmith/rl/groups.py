@@ -12,10 +12,11 @@ and another one is started.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from tinsmith.rl.env import Prompt
 from tinsmith.rl.policy import Policy
@@ -39,15 +40,6 @@ class Group:
         return tuple(trajectory for trajectory in self.trajectories if trajectory.usable)
 
 
-@dataclass
-class Replaced:
-    """The number of groups that were discarded and replaced since the last batch was taken."""
-
-    without_variance: int = 0
-    """The number that dynamic sampling discarded."""
-    stale: int = 0
-
-
 Play = Callable[[int, int, Policy], Coroutine[Any, Any, Group]]
 """Plays a group: (its number, version of the weights, the policy with these weights) -> the group."""
 
@@ -69,7 +61,8 @@ class GroupStream:
     max_draws: int
     next_number: int = 0
     """Number of the next group to start; a resumed run continues the count."""
-    replaced: Replaced = field(default_factory=Replaced)
+    replaced: Counter[Literal["stale", "without_variance"]] = field(default_factory=Counter)
+    """Groups that were discarded and replaced since this was last cleared, by reason."""
 
     def __post_init__(self) -> None:
         self._version = 0
@@ -136,17 +129,16 @@ class GroupStream:
         if self.accepts(group) or self._draws >= self.max_draws:
             self._ready[number] = group
         else:
-            self.replaced.without_variance += 1
-            self._replace()
+            self._replace("without_variance")
         self._changed.set()
 
     def _discard_stale(self) -> None:
         for group in list(self._ready.values()):
             if group.version < self._version - self.staleness:
                 del self._ready[group.number]
-                self.replaced.stale += 1
-                self._replace()
+                self._replace("stale")
 
-    def _replace(self) -> None:
+    def _replace(self, reason: Literal["stale", "without_variance"]) -> None:
+        self.replaced[reason] += 1
         self._counting -= 1
         self._start()

@@ -69,11 +69,11 @@ def _of_file(data: bytes) -> ImageFile:
 def _of_pixels(image: Image.Image) -> ImageFile:
     if not image.width or not image.height:
         raise UserError(f"the image has {image.width} x {image.height} pixels; both must be at least 1")
-    shown = plain(image)
+    shown = _plain(image)
     return ImageFile(_png(shown.mode, shown.size, shown.tobytes()), "png", shown.size)
 
 
-def plain(image: Image.Image) -> Image.Image:
+def _plain(image: Image.Image) -> Image.Image:
     """The image in a mode in which the pixels are the whole image, RGB, RGBA or L: those that the server sees in its file."""
     if image.mode in ("RGB", "RGBA", "L"):
         return image

@@ -61,7 +61,7 @@ async def warm_up(client: tinker.TrainingClient, rollouts: EnvRollouts, warmup: 
 
 @dataclass
 class Learner:
-    """Turns batches into optimizer steps of `client`'s model. `reference` scores sequences for the KL penalty; None without one."""
+    """Turns batches into optimizer steps of `client`'s model; `reference` scores sequences for the KL penalty."""
 
     client: tinker.TrainingClient
     settings: TrainingSection

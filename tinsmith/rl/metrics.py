@@ -3,24 +3,24 @@
 Names mean the same in training and in evaluation. Every tracker implements one small interface; `metrics.jsonl` is always written.
 """
 
-import importlib
 import json
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from tensorboardX import SummaryWriter
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.config import RlConfig
+from tinsmith.rl.config import RlConfig, config_error
 from tinsmith.rl.datums import has_variance
 from tinsmith.rl.groups import Group
 from tinsmith.rl.trajectory import STOP_REASONS, Trajectory
@@ -82,13 +82,8 @@ def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
 
     Estimated without bias from n >= k attempts with c successes: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
     """
-    return _mean([_pass_at_k(len(attempts), sum(attempts), k) for attempts in successes])
-
-
-def _pass_at_k(n: int, c: int, k: int) -> float:
-    if n - c < k:
-        return 1.0
-    return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+    counts = [(len(attempts), sum(attempts)) for attempts in successes]
+    return _mean([1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1))) for n, c in counts])
 
 
 def _env_metrics(reports: Sequence[Mapping[str, float]]) -> Metrics:
@@ -148,20 +143,20 @@ class BatchWatch:
         )
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """Logs the metrics of a run, step by step. Steps count from 1; the evaluation before the first is step 0."""
 
+    @abstractmethod
     def log(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step. One that was logged before is done again, and so are those behind it."""
-        ...
 
     def close(self) -> None:
         """Finish writing."""
-        ...
+        return
 
 
-class JsonlTracker:
-    """Writes a line of JSON for each step to `file`.
+class JsonlTracker(Tracker):
+    """Writes a line of JSON for each step to `file`, at once.
 
     A resumed run repeats steps. Their old lines are removed when the first new line is written, not before: a run that cannot continue,
     because its server is gone for example, leaves the file as it was.
@@ -180,9 +175,6 @@ class JsonlTracker:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._last = step
 
-    def close(self) -> None:
-        return  # `log` writes at once
-
     def _remove_lines_from(self, step: int) -> None:
         kept = [line for line in _lines(self.file) if json.loads(line)["step"] < step]
         new = self.file.with_name(f"{self.file.name}.new")  # renamed, so that a run that is killed now leaves the whole file
@@ -190,7 +182,7 @@ class JsonlTracker:
         new.replace(self.file)
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Prints a line for each step, with the metrics of `SHOWN`."""
 
     def __init__(self, console: Console) -> None:
@@ -201,11 +193,8 @@ class ConsoleTracker:
         left = f"  left {timedelta(seconds=round(metrics['seconds/left']))}" if metrics.get("seconds/left") else ""
         self.console.print(f"step {step:4d}  {shown}{left}", highlight=False, soft_wrap=True)
 
-    def close(self) -> None:
-        return
 
-
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Writes scalars for TensorBoard to `directory`."""
 
     def __init__(self, directory: Path) -> None:
@@ -219,14 +208,15 @@ class TensorBoardTracker:
         self.writer.close()
 
 
-class ServiceTracker:
+class ServiceTracker(Tracker):
     """Sends metrics to Weights & Biases or trackio, whose modules have the same `init`, `log` and `finish`.
 
     A resumed run is another run there, in the same group as its first part.
     """
 
-    def __init__(self, module: ModuleType, project: str, name: str, settings: dict[str, Any]) -> None:
-        self.module: Any = module
+    def __init__(self, package: str, project: str, name: str, settings: dict[str, Any]) -> None:
+        with config_error(f"trackers: {package!r} is not installed", ImportError, remedy=f"install it with: pip install {package}"):
+            self.module: Any = import_module(package)
         self.module.init(project=project, name=name, group=name, config=settings)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -249,17 +239,10 @@ def make_trackers(names: Sequence[str], directory: Path, settings: dict[str, Any
             case "tensorboard":
                 trackers.append(TensorBoardTracker(directory / "tensorboard"))
             case "wandb" | "trackio":
-                trackers.append(ServiceTracker(_installed(name), "tinsmith-rl", directory.name, settings))
+                trackers.append(ServiceTracker(name, "tinsmith-rl", directory.name, settings))
             case _:
                 raise ConfigError(f"trackers: {name!r} is not known; known are console, tensorboard, wandb and trackio")
     return trackers
-
-
-def _installed(package: str) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigError(f"trackers: {package!r} is not installed; install it with: pip install {package}") from error
 
 
 def _lines(file: Path) -> list[str]:

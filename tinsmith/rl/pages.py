@@ -66,7 +66,7 @@ def spans(sample: TrainingSample, template: ChatTemplate) -> Iterator[Span]:
 
 
 def _span_edges(sample: TrainingSample) -> list[int]:
-    """Return where spans begin, and the end: at images, where the loss mask changes, and behind rewards."""
+    """Positions where spans begin, and the end: at images, where the loss mask changes, and behind rewards."""
     first = sample.prompt_length
     edges = {0, first, len(sample.sequence)}
     for placed in sample.sequence.images:

@@ -18,13 +18,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.config import ModelSection, ServerSection
+from tinsmith.rl.config import ModelSection, ServerSection, config_error
 from tinsmith.rl.reach import require_server
 
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """The sampling of an answer."""
+    """Settings of the sampling of an answer."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -60,7 +60,7 @@ class WeightsLostError(TinsmithError):
 
 
 class Policy(Protocol):
-    """Answers prompts."""
+    """A model, or what stands in for one."""
 
     async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
         """One answer to `prompt`. Raises PromptRefusedError, WeightsLostError."""
@@ -68,13 +68,12 @@ class Policy(Protocol):
 
 
 class TinkerPolicy:
-    """The model of an SDK sampling client. Which sampler the server uses, its own or vLLM, makes no difference."""
+    """The model of an SDK sampling client."""
 
     def __init__(self, client: tinker.SamplingClient) -> None:
         self.client = client
 
     async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
-        """One answer to `prompt`. Raises PromptRefusedError, WeightsLostError, and the SDK's other errors."""
         params = tinker.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -108,10 +107,8 @@ def derived_seed(*parts: int) -> int:
 def connect(server: ServerSection) -> tinker.ServiceClient:
     """A client of the server, which is waited for. Raises ConfigError if it cannot be reached, or if the SDK refuses the API key."""
     require_server(server)
-    try:
+    with config_error("server", tinker.TinkerError):
         rest_client(server)
-    except tinker.TinkerError as error:
-        raise ConfigError(f"server: {error}") from error
     return tinker.ServiceClient(base_url=server.url or None, api_key=server.api_key or None)
 
 
@@ -210,8 +207,7 @@ def chat_template(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Ch
     """The chat template that the configuration names, or else the tokenizer's. Raises ConfigError if its file cannot be read."""
     text = None
     if model.chat_template:
-        try:
+        what = f"model: chat_template={model.chat_template!r} cannot be read"
+        with config_error(what, OSError, UnicodeDecodeError, remedy="it must be Jinja in UTF-8"):
             text = Path(model.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"model: chat_template={model.chat_template!r} cannot be read: {error}; it must be Jinja in UTF-8") from error
     return ChatTemplate.for_tokenizer(tokenizer, text, model.template_options)

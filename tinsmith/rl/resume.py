@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,12 +25,13 @@ from rich.console import Console
 from rich.text import Text
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.config import RlConfig, to_tree
+from tinsmith.rl.config import RlConfig, config_error, to_tree
 
 STATE = "state.json"
 SETTINGS = "config.json"
 """The settings of the run at its last start."""
 METRICS = "metrics.jsonl"
+_RESTORE = "restore it, or name another output directory"
 _FILES_OF_A_RUN = (STATE, SETTINGS, METRICS, "trajectories", "tensorboard")
 
 MAY_DIFFER = (
@@ -76,7 +77,7 @@ class RunState:
     home: str = ""
     """The directory of the run, as `home_of` names it. In a copy of the directory it is another one."""
     others: tuple[str, ...] = ()
-    """Return the checkpoints that were saved by a run in another directory, of which this one is a copy."""
+    """Checkpoints that were saved by a run in another directory, of which this one is a copy."""
 
     @property
     def paths(self) -> frozenset[str]:
@@ -93,10 +94,8 @@ def load_state(directory: Path) -> RunState | None:
     file = directory / STATE
     if not file.exists():
         return None
-    try:
+    with config_error(f"{file}, the state of a run, is broken", ValueError, remedy=_RESTORE):
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file}, the state of a run, is broken: {error}; restore it, or name another output directory") from error
     known = {spec.name for spec in dataclasses.fields(RunState)}
     if not isinstance(values, dict) or set(values) - known or "step" not in values:
         raise ConfigError(f"{file} was written by another version: its keys are {sorted(values)}, expected {sorted(known)}")
@@ -104,7 +103,7 @@ def load_state(directory: Path) -> RunState | None:
 
 
 def home_of(directory: Path) -> str:
-    """Return the identity of a directory, which a copy of it does not share."""
+    """The identity of a directory, which a copy of it does not share."""
     return f"{directory.resolve()} ({directory.stat().st_ino})"
 
 
@@ -156,13 +155,8 @@ class RunCheckpoints:
         self.recorded = state
         if self.keep:
             for path in sorted(dropped):
-                await self._delete(path)
-
-    async def _delete(self, path: str) -> None:
-        try:
-            await self.rest.delete_checkpoint_from_tinker_path(path)
-        except tinker.NotFoundError:
-            return  # somebody else deleted it
+                with suppress(tinker.NotFoundError):  # somebody else deleted it
+                    await self.rest.delete_checkpoint_from_tinker_path(path)
 
 
 @contextmanager
@@ -238,14 +232,11 @@ def _check_allowed_changes(keys: list[str], settings: dict[str, Any]) -> None:
 
 
 def _changes(directory: Path, step: int, settings: dict[str, Any], allowed: list[str]) -> list[str]:
-    """Return the changes for the run, apart from MAY_DIFFER. Raises ConfigError for what is neither in MAY_CHANGE nor `allowed`."""
+    """Describe the settings that changed, apart from MAY_DIFFER. Raises ConfigError for what is neither in MAY_CHANGE nor `allowed`."""
     file = directory / SETTINGS
-    try:
+    what = f"cannot read {file}, the settings of the run in {directory}"
+    with config_error(what, OSError, ValueError, AttributeError, remedy=_RESTORE):  # no file, not JSON, or not sections
         recorded = _flat(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError) as error:  # no file, not JSON, or not sections
-        raise ConfigError(
-            f"cannot read {file}, the settings of the run in {directory}: {error}; restore it, or name another output directory"
-        ) from error
     before = _settings(RlConfig()) | recorded  # settings that are newer than the recorded file had the effect of their defaults
     different = [key for key, value in settings.items() if before[key] != value and not _matches(key, MAY_DIFFER)]
     changed = [key for key in different if not _matches(key, MAY_CHANGE) and key not in allowed]

@@ -7,8 +7,8 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -16,14 +16,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tinsmith.errors import ConfigError, UserError
-from tinsmith.rl.calls import EnvError, env_error
+from tinsmith.errors import ConfigError
+from tinsmith.rl.calls import EnvError, environment_code
 from tinsmith.rl.chat import ChatTemplate, Conversation, TemplateError
-from tinsmith.rl.config import RlConfig
+from tinsmith.rl.config import RlConfig, config_error
 from tinsmith.rl.env import Prompt, Step
 from tinsmith.rl.policy import Completion, Policy, PromptRefusedError, SamplingRequest, derived_seed
-from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory, Turn, assemble, with_pixels
+from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory, Turn, assemble
 from tinsmith.rl.workers import EnvSession, EnvTimeoutError, Workers
+
+
+def prompts_of(file: str, seed: int, count: int, seeds: int) -> list[Prompt]:
+    """The first `count` rows of `file`, or prompts of as many seeds from `seed` on. With 0 these are all rows, or `seeds` seeds."""
+    return file_prompts(Path(file), count) if file else seed_prompts(seed, count or seeds)
 
 
 def seed_prompts(first: int, count: int) -> list[Prompt]:
@@ -36,11 +41,8 @@ def file_prompts(file: Path, count: int) -> list[Prompt]:
 
     Raises ConfigError if the file does not exist, is empty or holds something else.
     """
-    try:
-        with file.open(encoding="utf-8") as lines:
-            prompts = [_prompt(file, number, json.loads(line)) for number, line in enumerate(islice(lines, count or None))]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the prompts in {file}: {error}") from error
+    with config_error(f"cannot read the prompts in {file}", OSError, ValueError), file.open(encoding="utf-8") as lines:
+        prompts = [_prompt(file, number, json.loads(line)) for number, line in enumerate(islice(lines, count or None))]
     if not prompts:
         raise ConfigError(f"there are no prompts in {file}: it is empty")
     return prompts
@@ -76,8 +78,6 @@ class RolloutSettings:
     """Put the end-of-turn token behind an answer that ended on a stop string."""
     context_turns: int = 0
     """The number of turns that the model sees, including the one that it is about to answer; 0 is all."""
-    pixel_values: bool = False
-    """Give samples the pixel values of their images."""
     thought: str = ""
     """Text before every demonstrated answer."""
 
@@ -120,10 +120,8 @@ def make_rollouts(
     """Rollouts of the environment that the configuration names. Raises ConfigError if it needs a package that is not installed."""
     if config.env.kind == "env":
         return EnvRollouts(config.env.name, options, settings, template, workers, config.generation.in_flight)
-    try:
+    with config_error("env: kind=cookbook needs the package tinker_cookbook", ImportError, remedy="pip install tinker-cookbook"):
         from tinsmith.rl.adapters.cookbook import CookbookRollouts
-    except ImportError as error:
-        raise ConfigError(f"env: kind=cookbook needs the package tinker_cookbook: {error}; pip install tinker-cookbook") from error
     return CookbookRollouts(config.env.name, options, settings, template, config.generation.in_flight)
 
 
@@ -141,6 +139,18 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         first = group.exceptions[0]
     if first is not None:  # raised here, outside the handler, so that it keeps its own cause and context
         raise first
+
+
+@asynccontextmanager
+async def ended_by(end: Callable[[], Awaitable[Any]]) -> AsyncIterator[None]:
+    """Await `end` after the body. If the body raised, errors of `end` are dropped: they are often its consequences."""
+    try:
+        yield
+    except BaseException:
+        with suppress(EnvError, EnvTimeoutError):
+            await end()
+        raise
+    await end()
 
 
 class EnvRollouts:
@@ -173,35 +183,17 @@ class EnvRollouts:
         async with self._slots:
             record = _EpisodeRecord(self.settings, self.template, policy, episode)
             try:
-                async with self._session() as session:
+                session = await self.workers.open(self.env, self.options)
+                async with ended_by(session.end):
                     await record.play(session, prompt)
             except (EnvError, EnvTimeoutError, PromptRefusedError) as error:
                 record.fail(error, prompt)
             return record.trajectory()
 
-    @asynccontextmanager
-    async def _session(self) -> AsyncIterator[EnvSession]:
-        session = await self.workers.open(self.env, self.options)
-        try:
-            yield session
-        except BaseException:
-            with suppress(EnvError, EnvTimeoutError):  # often a consequence of the first error, which is the one to tell
-                await session.end()
-            raise
-        await session.end()
 
-
-@contextmanager
-def _blaming_the_environment() -> Iterator[None]:
-    """Messages that cannot be shown to the model are a failure of the environment; a template that changes them is not."""
-    try:
-        yield
-    except (TemplateError, MemoryError):
-        raise
-    except UserError as error:
-        raise EnvError(str(error)) from error
-    except Exception as error:  # a template may do anything with what is in messages, such as one that holds itself
-        raise env_error(error) from error
+def _blaming_the_environment() -> AbstractContextManager[None]:
+    """Blame the environment for messages that cannot be shown to the model, but not for a template that changes them."""
+    return environment_code(TemplateError, MemoryError)
 
 
 @dataclass
@@ -264,12 +256,9 @@ class _EpisodeRecord:
 
     def trajectory(self) -> Trajectory:
         """The finished episode."""
-        samples = assemble(self.turns)
-        if self.settings.pixel_values and self.template.processor is not None:
-            samples = with_pixels(samples, self.template.processor)
         return Trajectory(
             self.episode,
-            samples,
+            assemble(self.turns),
             self.stop_reason,
             len(self.turns),
             self.metrics,

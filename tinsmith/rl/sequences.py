@@ -4,7 +4,6 @@ An image is encoded once, when it enters a conversation, and the same bytes go t
 covers as many positions as the model makes of it; each of them holds the id of the model's placeholder token.
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +13,10 @@ from typing import Any
 import numpy as np
 import tinker
 from numpy.typing import ArrayLike, NDArray
-from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor
 
 from tinsmith.errors import UserError
-from tinsmith.rl.images import Format, encode, plain
+from tinsmith.rl.images import Format, encode
 
 
 @dataclass(frozen=True)
@@ -130,12 +128,6 @@ class ImageProcessor:
                 raise UserError(f"the model takes no image of {width} x {height} pixels: {error}") from error
             self._token_counts[size] = int(patches) // self._processor.merge_size**2
         return EncodedImage(data, file_format, self._token_counts[size])
-
-    def pixels(self, images: tuple[EncodedImage, ...]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """`pixel_values` [patches, patch_dim] and `image_grid_thw` [images, 3] of one or more images."""
-        decoded = [plain(Image.open(io.BytesIO(image.data))).convert("RGB") for image in images]
-        processed = self._processor(images=decoded, return_tensors="np")
-        return processed["pixel_values"], processed["image_grid_thw"]
 
 
 def takes_images(source: str) -> bool:

@@ -8,8 +8,8 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tinker
@@ -23,7 +23,7 @@ from tinsmith.rl.config import RlConfig, to_tree
 from tinsmith.rl.datums import has_variance
 from tinsmith.rl.env import Prompt, find
 from tinsmith.rl.evaluation import Evaluator
-from tinsmith.rl.groups import Group, GroupStream, Replaced
+from tinsmith.rl.groups import Group, GroupStream
 from tinsmith.rl.learner import Learner, warm_up
 from tinsmith.rl.metrics import BatchWatch, Metrics, Tracker, make_trackers, trajectory_metrics
 from tinsmith.rl.pages import write_jsonl, write_page
@@ -45,11 +45,10 @@ from tinsmith.rl.resume import METRICS, RunCheckpoints, RunState, home_of, locke
 from tinsmith.rl.rollouts import (
     EnvRollouts,
     Rollouts,
-    file_prompts,
     make_rollouts,
     prompt_of_group,
+    prompts_of,
     rollout_settings,
-    seed_prompts,
     task_group,
 )
 from tinsmith.rl.trajectory import EpisodeId, Trajectory
@@ -102,8 +101,7 @@ def _prepared_run(
     template = chat_template(config.model, tokenizer_of(config.model.tokenizer, client))
     base_model = config.model.base_model or base_model_of(client)
     max_context = config.generation.max_context or context_limit(config.server, base_model)
-    section = config.prompts
-    prompts = file_prompts(Path(section.file), section.count) if section.file else seed_prompts(section.seed, section.count or 1000)
+    prompts = prompts_of(config.prompts.file, config.prompts.seed, config.prompts.count, 1000)
     rollouts = make_rollouts(config, config.env.options, rollout_settings(config, max_context, template), template, workers)
     if config.warmup.steps and not isinstance(rollouts, EnvRollouts):
         raise ConfigError("warmup: steps: environments of kind cookbook have no demonstrations; set steps=0")
@@ -113,13 +111,61 @@ def _prepared_run(
     state = replace(state, tokenizer=str(template.tokenizer.name_or_path), home=home_of(directory))
     learner = Learner(client, config.training, _reference(config, service, base_model))
     failures = FailureCounter(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
-    parts = (rollouts, prompts, learner, evaluator, checkpoints, trackers, failures)
-    return TrainingLoop(config, opened, base_model, template, *parts, console, state)
+    output = RunOutput(config, template, trackers, console, state.step)
+    return TrainingLoop(config, opened, base_model, rollouts, prompts, learner, evaluator, checkpoints, failures, output, state)
 
 
 def _reference(config: RlConfig, service: tinker.ServiceClient, base_model: str) -> tinker.SamplingClient | None:
     training = config.training
     return open_policy(service, training.kl_reference, base_model).client if training.kl_coefficient else None
+
+
+class RunOutput:
+    """What a run shows and writes: lines on the console, metrics in trackers, trajectories in files."""
+
+    def __init__(self, config: RlConfig, template: ChatTemplate, trackers: Sequence[Tracker], console: Console, step: int) -> None:
+        self.config, self.template, self.trackers, self.console = config, template, trackers, console
+        self.step = step
+        """Number of steps before the one that the run is at."""
+        self.status = console.status("")  # nothing, unless the console is a terminal
+        self.seconds = defaultdict[str, float](float)
+        """Seconds of the current step, by stage."""
+        self._shown_at = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Print a line, in which nothing is markup."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def show(self, what: str) -> None:
+        """Show what the run is doing: in a terminal at once, in a log file once a minute."""
+        text = f"step {self.step + 1} of {self.config.training.steps}: {what}"
+        self.status.update(Text(text))
+        if not self.console.is_terminal and "console" in self.config.output.trackers and time.monotonic() - self._shown_at >= SHOWN_EVERY_S:
+            self.say(text)
+            self._shown_at = time.monotonic()
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Show the stage, and add the time of the body to its seconds."""
+        self.show(stage)
+        start = time.monotonic()
+        yield
+        self.seconds[stage] += time.monotonic() - start
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Log the metrics of a step."""
+        self._shown_at = time.monotonic()
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
+
+    def write_trajectories(self, name: str, trajectories: Sequence[Trajectory]) -> None:
+        """Write trajectories as JSONL and as a page, unless the configuration says never."""
+        if not self.config.output.trajectories_every:
+            return
+        directory = Path(self.config.output.directory) / "trajectories"
+        directory.mkdir(exist_ok=True)
+        write_jsonl(directory / f"{name}.jsonl", trajectories, self.template)
+        write_page(directory / f"{name}.html", trajectories[: self.config.output.page_trajectories], self.template, name)
 
 
 @dataclass
@@ -130,18 +176,14 @@ class TrainingLoop:
     opened: ExitStack
     """Closes what was opened on the server when the run ends."""
     base_model: str
-    template: ChatTemplate
     rollouts: Rollouts
     prompts: Sequence[Prompt]
     learner: Learner
     evaluator: Evaluator | None
     checkpoints: RunCheckpoints
-    trackers: Sequence[Tracker]
     failures: FailureCounter
-    console: Console
+    output: RunOutput
     state: RunState
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of the current step, by stage."""
 
     def __post_init__(self) -> None:
         self._warm = self._begun = self.state.step > 0
@@ -150,18 +192,17 @@ class TrainingLoop:
         """Whether the model on the server is that of `state`, and everything before it is logged."""
         self._lost_at = (-1, 0)
         """The step at which the server last lost something, and how often it did there."""
-        self._saved_at = self._shown_at = time.monotonic()
+        self._saved_at = time.monotonic()
         self._played = 0
         """Groups that were finished since the last batch was taken."""
         self._watch = BatchWatch(self.config)
-        self._status = self.console.status("")  # nothing, unless the console is a terminal
         self._recent: deque[float] = deque(maxlen=10)
         """Seconds of the last steps."""
 
     async def steps(self) -> RunState:
         """Do all remaining steps. A run that begins is warmed up first. One whose server was started again goes on."""
         self._say_what_begins()
-        with self._status:
+        with self.output.status:
             while True:
                 try:
                     policy = await self._publish()
@@ -179,25 +220,22 @@ class TrainingLoop:
             if self.config.warmup.steps and not self._warm:
                 policy = await self._warm_up()
             if self.evaluator is not None:
-                self._log(0, await self._evaluated(policy, 0))
+                self.output.log(0, await self._evaluated(policy, 0))
             self._begun = True
         async with task_group() as tasks:
-            stream = self._stream(tasks)
-            try:
+            with closing(self._stream(tasks)) as stream:
                 stream.publish(self.state.step, policy)
                 for step in range(self.state.step, self.config.training.steps):
                     await self._step(step, stream)
-            finally:
-                stream.close()
         return self.state
 
     async def _warm_up(self) -> Policy:
         assert isinstance(self.rollouts, EnvRollouts)
         self._sound = False
-        with self._timed("warm-up"):
+        with self.output.timed("warm-up"):
             losses = await warm_up(self.learner.client, self.rollouts, self.config.warmup, self.failures)
         if losses:
-            self._say(f"warm-up: loss per token {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
+            self.output.say(f"warm-up: loss per token {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
         policy = await self._publish()
         self._sound = self._warm = True
         return policy
@@ -228,6 +266,7 @@ class TrainingLoop:
         self.learner = Learner(client, config.training, _reference(config, service, self.base_model))
         self.checkpoints.client, self.checkpoints.rest = client, rest_client(config.server)
         self.state = replace(state, tokenizer=self.state.tokenizer, home=self.state.home)
+        self.output.step = state.step
         self._warm = self._begun = state.step > 0
         log.warning("the run goes on from step %d with its last checkpoint, %s", state.step, state.weights or "of which there is none")
 
@@ -245,9 +284,10 @@ class TrainingLoop:
         )
 
     async def _step(self, step: int, stream: GroupStream) -> None:
-        self.seconds.clear()
+        self.output.step = step
+        self.output.seconds.clear()
         start = time.monotonic()
-        with self._timed("wait"):
+        with self.output.timed("wait"):
             groups = await stream.take()
         self._played = 0
         self.failures.judge(min_episodes=1 if step + 1 == self.config.training.steps else MIN_EPISODES)
@@ -256,7 +296,7 @@ class TrainingLoop:
         if self.evaluator is None:
             await self._keep_if_best(metrics)  # before learning: the reward was earned by the weights before this step
         self._sound = False
-        with self._timed("learn"):
+        with self.output.timed("learn"):
             metrics |= await self.learner.learn(groups, step)
         policy = await self._publish()
         self.state = replace(self.state, step=step + 1, next_group=max(self.state.next_group, *(group.number + 1 for group in groups)))
@@ -265,16 +305,16 @@ class TrainingLoop:
         if self.evaluator is not None and self._is_due(self.config.evaluation.every):
             metrics |= await self._evaluated(policy, step + 1)
         if self._is_due(self.config.output.trajectories_every):
-            self._write_trajectories(f"step-{step + 1:06d}", [trajectory for group in groups for trajectory in group.trajectories])
+            self.output.write_trajectories(f"step-{step + 1:06d}", [trajectory for group in groups for trajectory in group.trajectories])
         section = self.config.output
         saves = self._is_due(section.save_every, True) or 0 < section.save_after_s <= time.monotonic() - self._saved_at
         if saves:
-            with self._timed("save"):
+            with self.output.timed("save"):
                 self.state = await self.checkpoints.save_step(self.state)
         self._recent.append(time.monotonic() - start)
-        self.seconds["step"] = self._recent[-1]
-        self.seconds["left"] = sum(self._recent) / len(self._recent) * (self.config.training.steps - self.state.step)
-        self._log(step + 1, metrics | {f"seconds/{stage}": spent for stage, spent in self.seconds.items()})
+        self.output.seconds["step"] = self._recent[-1]
+        self.output.seconds["left"] = sum(self._recent) / len(self._recent) * (self.config.training.steps - self.state.step)
+        self.output.log(step + 1, metrics | {f"seconds/{stage}": spent for stage, spent in self.output.seconds.items()})
         if saves:  # after logging, so that a run that continues from here has the metrics of every step before
             await self.checkpoints.record(self.state)
             self._saved_at = time.monotonic()
@@ -294,14 +334,14 @@ class TrainingLoop:
         trajectories = await self.rollouts.play_group(policy, prompt, episodes)
         self.failures.count(trajectories)
         self._played += 1
-        self._show(f"{self._played} of {self.config.training.groups} groups played")
+        self.output.show(f"{self._played} of {self.config.training.groups} groups played")
         return Group(number, prompt, version, trajectories)
 
     def _accepts(self, group: Group) -> bool:
         return not self.config.training.dynamic_sampling or has_variance([trajectory.reward for trajectory in group.usable])
 
     async def _publish(self) -> Policy:
-        with self._timed("publish"):
+        with self.output.timed("publish"):
             recorded = self.config.training.loss == "stable_reinforce"
             return TinkerPolicy(await self.learner.client.save_weights_and_get_sampling_client(record_stability_info=recorded))
 
@@ -309,16 +349,16 @@ class TrainingLoop:
         metrics = trajectory_metrics([group.trajectories for group in groups])
         metrics["staleness"] = sum(step - group.version for group in groups) / len(groups)
         metrics["staleness_max"] = float(max(step - group.version for group in groups))
-        metrics["groups_without_variance_replaced"] = float(stream.replaced.without_variance)
-        metrics["groups_stale_replaced"] = float(stream.replaced.stale)
-        stream.replaced = Replaced()
+        metrics["groups_without_variance_replaced"] = float(stream.replaced["without_variance"])
+        metrics["groups_stale_replaced"] = float(stream.replaced["stale"])
+        stream.replaced.clear()
         return metrics
 
     async def _evaluated(self, policy: Policy, version: int) -> Metrics:
         assert self.evaluator is not None
-        with self._timed("evaluate"):
+        with self.output.timed("evaluate"):
             evaluation = await self.evaluator.evaluate(policy, version)
-        self._write_trajectories(f"evaluation-{version:06d}", evaluation.trajectories)
+        self.output.write_trajectories(f"evaluation-{version:06d}", evaluation.trajectories)
         await self._keep_if_best(evaluation.metrics)
         return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
 
@@ -328,42 +368,11 @@ class TrainingLoop:
         if self.config.output.save_best and has_reward and (best is None or metrics["reward"] > best):
             self.state = await self.checkpoints.save_best(self.state, metrics["reward"])
 
-    def _write_trajectories(self, name: str, trajectories: Sequence[Trajectory]) -> None:
-        if not self.config.output.trajectories_every:
-            return
-        directory = Path(self.config.output.directory) / "trajectories"
-        directory.mkdir(exist_ok=True)
-        write_jsonl(directory / f"{name}.jsonl", trajectories, self.template)
-        write_page(directory / f"{name}.html", trajectories[: self.config.output.page_trajectories], self.template, name)
-
     def _say_what_begins(self) -> None:
         training, directory = self.config.training, Path(self.config.output.directory)
         evaluated = f", {len(self.evaluator.prompts)} others evaluated" if self.evaluator is not None else ""
-        self._say(
+        self.output.say(
             f"{self.config.env.name}: steps {self.state.step + 1} to {training.steps}, with {training.groups} x {training.group_size} "
             f"episodes in each; {len(self.prompts)} prompts{evaluated}; metrics in {directory / METRICS}, trajectories and state beside "
             f"it; checkpoints at tinker://{self.learner.client.model_id}/"
         )
-
-    def _say(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
-
-    def _show(self, what: str) -> None:
-        """Show what the run is doing: in a terminal at once, in a log file once a minute."""
-        text = f"step {self.state.step + 1} of {self.config.training.steps}: {what}"
-        self._status.update(Text(text))
-        if not self.console.is_terminal and "console" in self.config.output.trackers and time.monotonic() - self._shown_at >= SHOWN_EVERY_S:
-            self._say(text)
-            self._shown_at = time.monotonic()
-
-    def _log(self, step: int, metrics: Metrics) -> None:
-        self._shown_at = time.monotonic()
-        for tracker in self.trackers:
-            tracker.log(step, metrics)
-
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        self._show(stage)
-        start = time.monotonic()
-        yield
-        self.seconds[stage] += time.monotonic() - start

@@ -14,7 +14,7 @@ import numpy as np
 import tinker
 from numpy.typing import NDArray
 
-from tinsmith.rl.sequences import ImageProcessor, TokenSequence, concatenate, text_sequence
+from tinsmith.rl.sequences import TokenSequence, concatenate, text_sequence
 
 StopReason = Literal["done", "length", "context", "max_turns", "empty", "env_error", "env_timeout"]
 """The reason why an episode ended.
@@ -71,16 +71,10 @@ class TrainingSample:
     """[r] each turn's reward on its last sampled token, else 0.0."""
     logprobs: NDArray[np.float32]
     """[r] the sampler's logprobs, 0.0 where nothing was sampled."""
-    turns: int
-    """Number of turns in this sample."""
     is_last_step: bool
     """Whether the episode ends with this sample."""
     answers: tuple[tuple[str, int, int], ...] = ()
     """The server's name for each answer that is not empty, and where in the sequence it begins and ends."""
-    pixel_values: NDArray[np.float32] | None = None
-    """[patches, patch_dim] of the images; None unless asked for, or without images."""
-    image_grid_thw: NDArray[np.int64] | None = None
-    """[images, 3]; None as above."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.rewards), len(self.logprobs)}
@@ -177,18 +171,6 @@ def assemble(turns: Sequence[Turn]) -> tuple[TrainingSample, ...]:
     return tuple(_sample(chain, is_last_step=chain is sampled[-1]) for chain in sampled)
 
 
-def with_pixels(samples: Sequence[TrainingSample], processor: ImageProcessor) -> tuple[TrainingSample, ...]:
-    """The samples with the pixel values of their images."""
-    filled = []
-    for sample in samples:
-        if images := tuple(placed.image for placed in sample.sequence.images):
-            pixel_values, image_grid_thw = processor.pixels(images)
-            filled.append(replace(sample, pixel_values=pixel_values, image_grid_thw=image_grid_thw))
-        else:
-            filled.append(sample)
-    return tuple(filled)
-
-
 def _with_rewards_moved(turns: Sequence[Turn]) -> list[Turn]:
     """The turns, with the reward of each empty answer moved to the last turn before it that sampled something; [] if there is none."""
     moved: list[Turn] = []
@@ -221,4 +203,4 @@ def _sample(chain: Sequence[Turn], is_last_step: bool) -> TrainingSample:
         loss_mask[start:stop], logprobs[start:stop] = True, turn.logprobs
         if stop > start:
             rewards[stop - 1] = turn.reward
-    return TrainingSample(sequence, prompt_length, loss_mask, rewards, logprobs, len(chain), is_last_step, tuple(answers))
+    return TrainingSample(sequence, prompt_length, loss_mask, rewards, logprobs, is_last_step, tuple(answers))

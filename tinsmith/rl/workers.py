@@ -16,11 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from tinsmith.errors import ConfigError, TinsmithError
-from tinsmith.rl.calls import EnvError, call, env_error, guarded
+from tinsmith.rl.calls import EnvError, call, env_error, environment_code
 from tinsmith.rl.config import WorkerKind
 from tinsmith.rl.env import Env, find, make
 
@@ -68,14 +67,16 @@ def make_workers(kind: WorkerKind, count: int, timeout_s: float) -> Workers:
 
 
 @dataclass
-class InlineSession:
-    """An environment that is called in the event loop."""
+class LocalSession:
+    """An environment in this process."""
 
+    workers: "InlineWorkers"
     env: Env
-    timeout_s: float
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        return await _awaited(self.timeout_s, call(self.env, method, *arguments))
+        timeout_s = self.workers.timeout_s
+        value = await self.workers.run(timeout_s, call, self.env, method, *arguments)
+        return await _within(timeout_s, value) if inspect.isawaitable(value) else value
 
     async def end(self) -> None:
         await self.call("close")
@@ -87,45 +88,30 @@ class InlineWorkers:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
 
-    async def open(self, name: str, options: Mapping[str, Any]) -> InlineSession:
-        return InlineSession(_made(name, options), self.timeout_s)
+    async def open(self, name: str, options: Mapping[str, Any]) -> LocalSession:
+        return LocalSession(self, await self.run(OPEN_S, _made, name, options))
+
+    async def run(self, timeout_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that raises nothing but TinsmithError. Raises that, and EnvTimeoutError if it runs elsewhere."""
+        return function(*arguments)
 
     def shutdown(self) -> None:
         return
 
 
-@dataclass
-class ThreadSession:
-    """An environment that is called in threads, each call in another one."""
+class ThreadWorkers(InlineWorkers):
+    """Environments run in threads, each call in another one: at most `count` at a time, each at most `timeout_s` seconds.
 
-    workers: "ThreadWorkers"
-    env: Env
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        timeout_s = self.workers.timeout_s
-        return await _awaited(timeout_s, await self.workers.run(timeout_s, call, self.env, method, *arguments))
-
-    async def end(self) -> None:
-        await self.call("close")
-
-
-class ThreadWorkers:
-    """At most `count` calls at a time, each at most `timeout_s` seconds."""
+    `shutdown` leaves the threads alone: each ends with its call, and the interpreter does not wait for them.
+    """
 
     def __init__(self, count: int, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+        super().__init__(timeout_s)
         self._slots = asyncio.Semaphore(count)
 
-    async def open(self, name: str, options: Mapping[str, Any]) -> ThreadSession:
-        return ThreadSession(self, await self.run(OPEN_S, _made, name, options))
-
     async def run(self, timeout_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call, in a thread, a function that raises nothing but TinsmithError. Raises that, and EnvTimeoutError."""
         async with self._slots:  # the time-out begins with the call, not with the wait for a slot
             return await _within(timeout_s, _in_a_thread(function, *arguments))
-
-    def shutdown(self) -> None:
-        """Leave the threads alone: each ends with its call, and the interpreter does not wait for them."""
 
 
 class _EnvProcess:
@@ -211,7 +197,8 @@ _of_this_process: dict[str, Any] = {}
 
 
 def _open_in_process(factory: Callable[..., Env], options: dict[str, Any]) -> None:
-    _of_this_process["env"] = guarded(partial(factory, **options))
+    with environment_code():
+        _of_this_process["env"] = factory(**options)
 
 
 def _call_in_process(method: str, arguments: tuple[Any, ...]) -> Any:
@@ -223,12 +210,8 @@ def _call_in_process(method: str, arguments: tuple[Any, ...]) -> Any:
 
 def _made(name: str, options: Mapping[str, Any]) -> Env:
     """A new environment. Raises ConfigError for an unknown name or wrong options, and EnvError for what its constructor raises."""
-    try:
+    with environment_code(ConfigError):
         return make(name, **options)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:  # an environment must not end the program
-        raise env_error(error) from error
 
 
 def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
@@ -250,11 +233,6 @@ def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Any]"
 
     threading.Thread(target=work, daemon=True).start()
     return future
-
-
-async def _awaited(timeout_s: float, value: Any) -> Any:
-    """Return the value of a call, awaited if the method is asynchronous. Raises as `_within` does."""
-    return await _within(timeout_s, value) if inspect.isawaitable(value) else value
 
 
 async def _within(timeout_s: float, call: "Future[Any] | Awaitable[Any]") -> Any:

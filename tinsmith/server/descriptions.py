@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from tinsmith.store.catalog import SessionSummary
 from tinsmith.store.records import CLIENT_REASONS, Checkpoint, TrainingRun
-from tinsmith.store.session_catalog import SessionSummary
 from tinsmith.wire.paths import parse_path
 
 OWNER = "local"

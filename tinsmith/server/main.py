@@ -24,7 +24,7 @@ from tinsmith.server.app import create_app
 from tinsmith.server.http_protocol import http_protocol
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
-from tinsmith.store.lock import only_user
+from tinsmith.store.disk import only_user
 from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,6 @@ def _run(config: Config, until_ready: bool) -> None:
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         store.check()
-        store.let_shrink()
         signals = uvloop.run(_serve(config, listener, store, data_dir, until_ready))
     if len(signals) > 1 or (signals and until_ready):
         raise SystemExit(128 + signals[-1])

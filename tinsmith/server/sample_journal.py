@@ -13,7 +13,7 @@ from typing import Any
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store import append_file, ids
 from tinsmith.store.append_file import AppendFile
-from tinsmith.store.retention import oldest_beyond
+from tinsmith.store.disk import oldest_beyond
 
 log = logging.getLogger(__name__)
 

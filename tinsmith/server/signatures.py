@@ -10,7 +10,7 @@ import itsdangerous
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.replies import ForbiddenError
-from tinsmith.store.sync import sync
+from tinsmith.store.disk import sync
 
 _FILE_NAME = "signing.key"
 _KEY_BYTES = 32

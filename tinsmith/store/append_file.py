@@ -1,8 +1,8 @@
-"""Files to which records are only ever appended, each framed so that damage to one costs no other.
+"""Files to which records are only ever appended, framed so that damage to one costs no other.
 
-A record is JSON behind a header of 12 bytes: four that mark the beginning of a record, its length and its CRC-32, both as 32-bit
-little-endian numbers. A reader that meets something else goes on at the next mark. If the last record has no end, it was being written when
-the process died, and is left out without complaint.
+A record is JSON behind a header of 12 bytes: a mark, its length and its CRC-32, both as 32-bit little-endian numbers. A reader that meets
+something else goes on at the next mark. A last record without an end was being written when the process died, and is left out without
+complaint.
 
 Nothing is synced: records survive the death of a process, and a power cut may take the last ones.
 """
@@ -18,26 +18,27 @@ from typing import Any
 
 import orjson
 
+from tinsmith.store.disk import renamed
+
 _MARK = b"\xf1TR\x01"
-"""JSON in UTF-8 never holds the byte 0xF1 before a T, so no record holds a mark."""
+"""No JSON in UTF-8 holds the byte 0xF1 before a T."""
 _HEADER = struct.Struct("<4sII")
 
 
 @dataclass(frozen=True)
 class Content:
-    """Records that were read from a file."""
+    """What was read from a file."""
 
     records: list[Any]
-    """Whole ones, in order."""
     damaged: int
-    """Places at which something else stood than a record."""
+    """Places where something else stood."""
 
 
 class AppendFile:
-    """A file of records. For one process, which has it open for as long as it lives."""
+    """A file of records, for one process."""
 
     def __init__(self, path: Path, records: Iterable[Any]) -> None:
-        """Begin the file anew with these records; what it held before is replaced in one step. Raises OSError."""
+        """Replace the file by one with these records, in one step. Raises OSError."""
         self._path = path
         self._file = -1
         self.rewrite(records)
@@ -56,13 +57,9 @@ class AppendFile:
         temporary = self._path.with_suffix(".new")
         content = b"".join(map(encode, records))
         temporary.unlink(missing_ok=True)  # it may be a link
-        try:
+        with renamed(temporary, self._path):
             temporary.write_bytes(content)
             file = os.open(temporary, os.O_WRONLY | os.O_APPEND)
-            temporary.rename(self._path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
         if self._file >= 0:
             os.close(self._file)
         self._file = file
@@ -70,13 +67,13 @@ class AppendFile:
 
 
 def encode(record: Any) -> bytes:
-    """A record as it stands in a file."""
+    """A record with its header."""
     body = orjson.dumps(record)
     return _HEADER.pack(_MARK, len(body), zlib.crc32(body)) + body
 
 
 def read(data: bytes) -> Content:
-    """The records in the bytes of a file, whatever else is between them."""
+    """The records in the bytes of a file."""
     records = list[Any]()
     damaged = 0
     for found in _parts(data):
@@ -105,5 +102,5 @@ def _parts(data: bytes) -> Iterator[bytes | None]:
 
 
 def _is_cut_off(rest: bytes, size: int) -> bool:
-    """Whether the last bytes of a file are the beginning of a record of `size` bytes, header included, or of its header."""
+    """Whether a file ends with the beginning of a record of `size` bytes, header included, or of its header."""
     return _MARK.startswith(rest[: len(_MARK)]) and (len(rest) < _HEADER.size or len(rest) < size)

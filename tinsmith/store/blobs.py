@@ -1,12 +1,11 @@
 """Encoded images as files that are named by the SHA-256 of their bytes: `blobs/ab/abcd...` below the data directory.
 
-A file is written before the row that refers to it is committed, and outside of the database's lock. A process that dies in between leaves
-a file that nothing refers to, never a row without its file. A file is deleted only in a write transaction, once no row refers to it, and
-a transaction that adds a row checks that the file still exists. So no file is deleted that a command needs (`Store.append`,
-`Store.delete_unused_blobs`).
+A file is written before the row that refers to it is committed, so a process that dies leaves a file without a row, never a row without its
+file. It is deleted only in a write transaction, once no row refers to it, and a transaction that adds a row checks that the file still
+exists (`Store.append`, `Store.delete_unused_blobs`).
 
-Files are renamed into place and not synced: like the commands that they belong to, they survive the death of any process, and a power cut
-may damage them. The bytes that are read are compared with the digest.
+Files are renamed into place and not synced: like their commands they survive the death of any process, and a power cut may damage them. The
+bytes that are read are compared with the digest.
 """
 
 import hashlib
@@ -14,44 +13,44 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.errors import StoreUnavailableError, TinsmithError
+from tinsmith.errors import StoreUnavailableError, TinsmithError, translated
+from tinsmith.store.disk import renamed
 
 BLOBS_DIR = "blobs"
-"""Directory of the files, below a data directory."""
+"""Below a data directory."""
 _WRITING_PREFIX = ".writing-"
 _WRITING_S = 86400.0
-"""Nobody writes a file for so long: one that is not finished then was left by a process that died."""
+"""Older unfinished files were left by a process that died."""
 
 
 @dataclass(frozen=True)
 class BlobFile:
-    """A file below the directory of blobs."""
+    """A file of a blob."""
 
     path: Path
     sha256: bytes | None
-    """None for a file that was never finished."""
+    """None for one that was never finished."""
     size: int
     """Bytes."""
 
 
 class BlobFiles:
-    """The blobs of a data directory, in any number of processes and threads."""
+    """The blobs of a data directory, for any processes and threads."""
 
     def __init__(self, data_dir: Path) -> None:
-        """Nothing is made on the disk before the first blob is written."""
         self._directory = data_dir / BLOBS_DIR
 
     def path(self, sha256: bytes) -> Path:
-        """Return the path of the blob with this digest, if it is there."""
+        """The path of a blob, whether it is there or not."""
         name = sha256.hex()
         return self._directory / name[:2] / name
 
     def write(self, blobs: Mapping[bytes, bytes]) -> None:
-        """Write the blobs, given by digest, that are not there yet. Raises StoreUnavailableError: the disk does not take them."""
+        """Write the blobs, given by digest, that are not there yet. Raises StoreUnavailableError."""
         with _available(self._directory):
             for sha256, data in blobs.items():
                 path = self.path(sha256)
@@ -59,39 +58,35 @@ class BlobFiles:
                     _write(path, data)
 
     def read(self, sha256: bytes) -> bytes | None:
-        """The blob with this digest; None if it is not there.
+        """The blob with this digest, if it is there. Raises StoreUnavailableError: it cannot be read now.
 
-        Raises StoreUnavailableError: it cannot be read now. Raises TinsmithError: its file is damaged, which is then deleted, so that the
-        blob is written when it is sent again.
+        Raises TinsmithError: its file is damaged, and is deleted, so that the blob is written when it is sent again.
         """
         path = self.path(sha256)
-        with _available(path):
-            try:
-                data = path.read_bytes()
-            except FileNotFoundError:
-                return None
+        with _available(path), suppress(FileNotFoundError):
+            data = path.read_bytes()
             if hashlib.sha256(data).digest() == sha256:
                 return data
             path.unlink(missing_ok=True)
-        raise TinsmithError(f"{path} was damaged: its SHA-256 was another than its name; it is deleted, send the image again")
+            raise TinsmithError(f"{path} was damaged: its SHA-256 was another than its name; it is deleted, send the image again")
+        return None
 
     def copy(self, sha256: bytes, to: "BlobFiles") -> bool:
         """Copy a blob to another data directory. False if it is not here. Raises OSError."""
         target = to.path(sha256)
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with suppress(FileNotFoundError):
             shutil.copyfile(self.path(sha256), target)
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def remove(self, sha256: bytes) -> None:
-        """Delete a blob, if it is there. Only for a transaction that writes and has seen that nothing refers to it."""
+        """Delete a blob, if it is there. Only in a transaction that writes and has seen that nothing refers to it."""
         with _available(self._directory):
             self.path(sha256).unlink(missing_ok=True)
 
     def files(self) -> Iterator[BlobFile]:
-        """All blobs, and files of a day ago or older that were never finished."""
+        """All blobs, and unfinished files that are a day old."""
         for path in sorted(self._directory.glob("*/*")):
             with suppress(FileNotFoundError):  # it has just been deleted, or renamed into place
                 status = path.stat()
@@ -104,18 +99,14 @@ class BlobFiles:
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{_WRITING_PREFIX}{uuid.uuid4().hex}")
-    try:
+    with renamed(temporary, path):
         temporary.write_bytes(data)
-        temporary.rename(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
-@contextmanager
-def _available(path: Path) -> Iterator[None]:
-    """An error of the operating system becomes a StoreUnavailableError."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreUnavailableError(f"images cannot be stored or read at the moment: {error}; see to {path} and its disk") from error
+def _available(path: Path) -> AbstractContextManager[None]:
+    """Turn an error of the operating system into a StoreUnavailableError."""
+    return translated(
+        OSError,
+        StoreUnavailableError,
+        lambda error: f"images cannot be stored or read at the moment: {error}; see to {path} and its disk",
+    )

@@ -1,22 +1,38 @@
-"""Lists and manages runs and checkpoints, as the REST part of the API does. Each function is one transaction."""
+"""Lists and manages runs, checkpoints and sessions, as the REST part of the API does. Each function is one transaction."""
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, bindparam, func, select, true
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Tuple,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    false,
+    func,
+    or_,
+    select,
+    true,
+    tuple_,
+    update,
+)
 
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import checkpoints as rows
-from tinsmith.store import ids, sessions
-from tinsmith.store.records import Checkpoint, Model, TrainingRun
-from tinsmith.store.schema import checkpoints, commands, models
-from tinsmith.store.schema import sessions as session_table
-from tinsmith.store.store import Store, absent
+from tinsmith.store import ids
+from tinsmith.store.records import CLIENT_REASONS, Checkpoint, Model, TrainingRun
+from tinsmith.store.schema import begun_directories, checkpoints, commands, discarded_directories, models, sampling_sessions, sessions
+from tinsmith.store.sessions import MODEL_COLUMNS, insert_model
+from tinsmith.store.store import Store
 from tinsmith.wire.paths import CheckpointPath, parse_path
 
-_MODEL_COLUMNS = [models.c[name] for name in Model.__dataclass_fields__]
 _LAST_REQUEST = (
     select(commands.c.created_at)
     .where(commands.c.model_id == models.c.model_id)
@@ -24,8 +40,8 @@ _LAST_REQUEST = (
     .limit(1)
     .scalar_subquery()
 )
-_RUNS = select(*_MODEL_COLUMNS, func.coalesce(_LAST_REQUEST, models.c.created_at)).join_from(models, session_table)
-_NEWEST_FIRST = (models.c.created_at.desc(), models.c.model_id)
+_RUNS = select(*MODEL_COLUMNS, func.coalesce(_LAST_REQUEST, models.c.created_at)).join_from(models, sessions)
+_RUN_ORDER = (models.c.created_at.desc(), models.c.model_id)
 _NEWEST = (
     select(
         *rows.COLUMNS,
@@ -39,22 +55,31 @@ _NEWEST = (
 _NEWEST_OF_RUNS = select(*[_NEWEST.c[column.name] for column in rows.COLUMNS]).where(_NEWEST.c.place == 1)
 _CHECKPOINTS = select(*rows.COLUMNS).where(rows.ALIVE).order_by(checkpoints.c.created_at.desc(), checkpoints.c.tinker_path)
 
+_SESSION_ORDER = (sessions.c.created_at.desc(), sessions.c.session_id.desc())
+_SAVED = (
+    select(models.c.session_id, func.count().label("number"), func.sum(checkpoints.c.size_bytes).label("bytes"))
+    .join_from(checkpoints, models, checkpoints.c.model_id == models.c.model_id)
+    .where(rows.ALIVE)
+    .group_by(models.c.session_id)
+    .subquery()
+)
+
 
 @dataclass(frozen=True)
 class Page:
-    """A part of a list: `limit` entries from number `offset` on."""
+    """Entries of a list."""
 
     limit: int
     offset: int
 
 
 def list_runs(store: Store, page: Page, project_id: str | None) -> tuple[list[TrainingRun], int]:
-    """Runs, newest first, and how many there are; with `project_id` only those of that project's sessions."""
-    condition: ColumnElement[bool] = true() if project_id is None else session_table.c.project_id == project_id
+    """Runs, newest first, and their number; with `project_id` only those of its sessions."""
+    condition: ColumnElement[bool] = true() if project_id is None else sessions.c.project_id == project_id
     with store.reading() as connection:
-        found = connection.execute(_RUNS.where(condition).order_by(*_NEWEST_FIRST).limit(page.limit).offset(page.offset))
+        found = connection.execute(_RUNS.where(condition).order_by(*_RUN_ORDER).limit(page.limit).offset(page.offset))
         runs = _with_checkpoints(connection, found.all())
-        count = select(func.count()).select_from(models.join(session_table)).where(condition)
+        count = select(func.count()).select_from(models.join(sessions)).where(condition)
         return runs, connection.execute(count).scalar_one()
 
 
@@ -77,7 +102,7 @@ def _with_checkpoints(connection: Connection, found: Sequence[Row[*tuple[Any, ..
 
 
 def list_checkpoints(store: Store, page: Page) -> tuple[list[Checkpoint], int]:
-    """The checkpoints of all runs, newest first, and how many there are."""
+    """All checkpoints, newest first, and their number."""
     now = {"now": time.time()}
     with store.reading() as connection:
         found = connection.execute(_CHECKPOINTS.limit(page.limit).offset(page.offset), now)
@@ -86,41 +111,46 @@ def list_checkpoints(store: Store, page: Page) -> tuple[list[Checkpoint], int]:
 
 
 def list_run_checkpoints(store: Store, model_id: str) -> list[Checkpoint]:
-    """The checkpoints of one run, newest first. Raises NotFoundError if there is neither such a run nor a checkpoint of that name."""
+    """The checkpoints of one run, newest first. Raises NotFoundError if there is neither run nor checkpoint."""
     with store.reading() as connection:
         found = connection.execute(_CHECKPOINTS.where(checkpoints.c.model_id == model_id), {"now": time.time()}).all()
-        if not found and sessions.model(connection, model_id) is None:
+        if not found and not connection.execute(select(exists().where(models.c.model_id == model_id))).scalar():
             raise NotFoundError(f"training run {model_id!r} does not exist")
     return [Checkpoint(*row) for row in found]
 
 
 def publish_checkpoint(store: Store, tinker_path: str, public: bool) -> None:
     """Make a checkpoint public or private. Raises NotFoundError."""
-    with store.writing_durably() as connection:
-        if not rows.set_public(connection, tinker_path, public, time.time()):
-            raise absent(connection, tinker_path)
+    _change(store, tinker_path, public=public)
 
 
 def set_checkpoint_ttl(store: Store, tinker_path: str, ttl_seconds: float | None) -> None:
     """Let a checkpoint expire in `ttl_seconds` from now, or never for None. Raises NotFoundError."""
-    now = time.time()
+    _change(store, tinker_path, expires_at=None if ttl_seconds is None else time.time() + ttl_seconds)
+
+
+def _change(store: Store, tinker_path: str, **values: Any) -> None:
+    change = update(checkpoints).where(checkpoints.c.tinker_path == tinker_path, rows.ALIVE).values(values)
     with store.writing_durably() as connection:
-        if not rows.set_expiry(connection, tinker_path, None if ttl_seconds is None else now + ttl_seconds, now):
-            raise absent(connection, tinker_path)
+        if connection.execute(change, {"now": time.time()}).rowcount != 1:
+            raise rows.absent(connection, tinker_path)
 
 
 def delete_checkpoint(store: Store, tinker_path: str) -> None:
     """Remove a checkpoint. Its files are discarded, unless a copy uses them. Raises NotFoundError."""
+    now = time.time()
+    drop = delete(checkpoints).where(checkpoints.c.tinker_path == tinker_path, rows.ALIVE).returning(checkpoints.c.directory)
     with store.writing_durably() as connection:
-        if not rows.drop(connection, tinker_path, time.time()):
-            raise absent(connection, tinker_path)
+        directory = connection.execute(drop, {"now": now}).scalar()
+        if directory is None:
+            raise rows.absent(connection, tinker_path)
+        rows.discard_unused(connection, [directory], now)
 
 
 def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: int, ttl_seconds: float | None) -> str:
-    """Add a checkpoint that shares the files of `source` and belongs to a new run of a session; returns its path.
+    """Add a checkpoint of a new run that shares the files of `source`; returns its path. A repeat returns the same.
 
-    A repeat of the same copy returns the same path. Raises NotFoundError: no such source or session. Raises UserError: malformed path,
-    or the run exists and is no copy of that source.
+    Raises NotFoundError: no such source or session. Raises UserError: malformed path, or the run exists and is no copy of that source.
     """
     now = time.time()
     parts = parse_path(source)
@@ -129,11 +159,10 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
     with store.writing_durably() as connection:
         original = rows.find(connection, source, now)
         if original is None:
-            raise absent(connection, source)
-        if sessions.session(connection, session_id) is None:
-            raise NotFoundError(f"session {session_id!r} does not exist")
+            raise rows.absent(connection, source)
+        _require_session(connection, session_id)
         run = Model(model_id, session_id, original.base_model, original.lora_config, {"type": "adamw"}, None, "copied")
-        if not sessions.insert_model(connection, run, now):
+        if not insert_model(connection, run, now):
             copied = rows.find(connection, path, now)
             if path == source or copied is None or copied.directory != original.directory:
                 raise UserError(f"model_seq_id={model_seq_id}: the session has a run of that number already; use another")
@@ -145,24 +174,184 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
 
 
 def every_checkpoint(store: Store) -> list[Checkpoint]:
-    """All checkpoints, oldest first, including those that have expired and are not deleted yet."""
+    """All checkpoints, oldest first, expired ones included."""
+    every = select(*rows.COLUMNS).order_by(checkpoints.c.created_at, checkpoints.c.tinker_path)
     with store.reading() as connection:
-        return rows.every(connection)
+        return [Checkpoint(*row) for row in connection.execute(every)]
 
 
 def drop_checkpoints_in(store: Store, directory: str) -> None:
     """Remove the checkpoints of a directory that does not exist."""
     with store.writing_durably() as connection:
-        rows.drop_in(connection, directory)
+        connection.execute(delete(checkpoints).where(checkpoints.c.directory == directory))
 
 
 def move_checkpoints_in(store: Store, directory: str, to: str) -> None:
-    """Note that the files of a directory are in another one now."""
+    """Note that the files of a directory are in another one."""
     with store.writing_durably() as connection:
-        rows.move_in(connection, directory, to)
+        connection.execute(update(checkpoints).where(checkpoints.c.directory == directory).values(directory=to))
 
 
 def forget_discarded(store: Store) -> None:
-    """Forget all directories that saves have begun or that are to be deleted."""
+    """Forget all begun and discarded directories."""
     with store.writing_durably() as connection:
-        rows.forget_all(connection)
+        for table in (begun_directories, discarded_directories):
+            connection.execute(delete(table))
+
+
+# ---- Sessions
+
+
+@dataclass(frozen=True)
+class SessionDetail:
+    """A session, with its models and sampling sessions."""
+
+    session_id: str
+    user_metadata: dict[str, Any] | None
+    display_name: str | None
+    model_ids: list[str]
+    sampling_session_ids: list[str]
+
+
+@dataclass(frozen=True)
+class SessionSummary:
+    """A session that a search has found."""
+
+    session_id: str
+    created_at: float
+    project_id: str | None
+    display_name: str | None
+    user_metadata: dict[str, Any] | None
+    finished_at: float | None
+    finish_reason: str | None
+    """Of the client, or why the server ended it; None while it is open."""
+    finish_detail: str | None
+    checkpoints: int
+    checkpoint_bytes: int
+
+
+@dataclass(frozen=True)
+class SessionFilter:
+    """Conditions of a search; None is no condition."""
+
+    session_id: str | None = None
+    """With `display_name`, sessions that match either are found."""
+    display_name: str | None = None
+    """Words that must all occur in the name, in any case."""
+    project_ids: Sequence[str | None] | None = None
+    """None in it means sessions without a project."""
+    user_metadata: dict[str, str] | None = None
+    statuses: Sequence[tuple[str, Sequence[str] | None]] | None = None
+    """("active", None), or ("client_finished", reasons or None for all). Any other status matches nothing."""
+    before: tuple[float, str] | None = None
+    """Created_at and session_id of the last session on the previous page."""
+
+
+@dataclass(frozen=True)
+class LoggedOperation:
+    """When a training operation was submitted and finished."""
+
+    model_id: str
+    seq_id: int
+    kind: str
+    status: str
+    created_at: float
+    finished_at: float | None
+
+
+def list_sessions(store: Store, page: Page) -> list[str]:
+    """Session ids, newest first."""
+    with store.reading() as connection:
+        found = connection.execute(select(sessions.c.session_id).order_by(*_SESSION_ORDER).limit(page.limit).offset(page.offset))
+        return list(found.scalars())
+
+
+def describe_session(store: Store, session_id: str) -> SessionDetail:
+    """One session. Raises NotFoundError."""
+    described = select(sessions.c.session_id, sessions.c.user_metadata, sessions.c.display_name).where(sessions.c.session_id == session_id)
+    parts = [
+        select(id_column).where(id_column.table.c.session_id == session_id).order_by(id_column.table.c.created_at)
+        for id_column in (models.c.model_id, sampling_sessions.c.sampling_session_id)
+    ]
+    with store.reading() as connection:
+        _require_session(connection, session_id)
+        row = connection.execute(described).one()
+        return SessionDetail(*row, *[list(connection.execute(part).scalars()) for part in parts])
+
+
+def assign_project(store: Store, session_id: str, project_id: str) -> None:
+    """Put a session into a project. Raises NotFoundError."""
+    with store.writing() as connection:
+        _require_session(connection, session_id)
+        connection.execute(update(sessions).where(sessions.c.session_id == session_id).values(project_id=project_id))
+
+
+def search_sessions(store: Store, wanted: SessionFilter, limit: int, now: float) -> list[SessionSummary]:
+    """Matching sessions, newest first."""
+    columns = [sessions.c[name] for name in list(SessionSummary.__dataclass_fields__)[:8]]
+    saved = [func.coalesce(_SAVED.c.number, 0), func.coalesce(_SAVED.c.bytes, 0)]
+    found = (
+        select(*columns, *saved)
+        .join_from(sessions, _SAVED, sessions.c.session_id == _SAVED.c.session_id, isouter=True)
+        .where(*_conditions(wanted))
+        .order_by(*_SESSION_ORDER)
+        .limit(limit)
+    )
+    with store.reading() as connection:
+        return [SessionSummary(*row) for row in connection.execute(found, {"now": now})]
+
+
+def _conditions(wanted: SessionFilter) -> list[ColumnElement[bool]]:
+    conditions: list[ColumnElement[bool]] = []
+    named: list[ColumnElement[bool]] = []
+    if wanted.session_id is not None:
+        named.append(sessions.c.session_id == wanted.session_id)
+    if wanted.display_name is not None:
+        words = wanted.display_name.split()
+        named.append(and_(*[sessions.c.display_name.icontains(word, autoescape=True) for word in words]) if words else false())
+    if named:
+        conditions.append(or_(*named))
+    if wanted.project_ids is not None:
+        named_projects = [project for project in wanted.project_ids if project is not None]
+        # One list, not a term for each: SQLite takes an expression of up to 1,000 levels.
+        among = sessions.c.project_id.in_(select(func.json_each(json.dumps(named_projects)).table_valued("value").c.value))
+        conditions.append(or_(among, sessions.c.project_id.is_(None)) if None in wanted.project_ids else among)
+    conditions += [_has(key, value) for key, value in (wanted.user_metadata or {}).items()]
+    if wanted.statuses is not None:
+        conditions.append(or_(*[_is(kind, reasons) for kind, reasons in wanted.statuses]))
+    if wanted.before is not None:
+        conditions.append(tuple_(sessions.c.created_at, sessions.c.session_id) < _place(*wanted.before))
+    return conditions
+
+
+def _place(created_at: float, session_id: str) -> Tuple:
+    """A position in the order of sessions, with the exact created_at: clients round it to microseconds."""
+    exact = select(sessions.c.created_at).where(sessions.c.session_id == session_id).scalar_subquery()
+    return tuple_(func.coalesce(exact, created_at), session_id)
+
+
+def _has(key: str, value: str) -> ColumnElement[bool]:
+    pairs = func.json_each(sessions.c.user_metadata).table_valued("key", "value")
+    return exists(select(1).select_from(pairs).where(pairs.c.key == key, pairs.c.value == value))
+
+
+def _is(kind: str, reasons: Sequence[str] | None) -> ColumnElement[bool]:
+    if kind == "active":
+        return sessions.c.finished_at.is_(None)
+    if kind == "client_finished":
+        return sessions.c.finish_reason.in_(CLIENT_REASONS if reasons is None else reasons)
+    return false()
+
+
+def session_operations(store: Store, session_id: str) -> list[LoggedOperation]:
+    """The training operations of a session, in order. Raises NotFoundError."""
+    columns = [commands.c[name] for name in LoggedOperation.__dataclass_fields__]
+    logged = select(*columns).join_from(commands, models).where(models.c.session_id == session_id).order_by(commands.c.id)
+    with store.reading() as connection:
+        _require_session(connection, session_id)
+        return [LoggedOperation(*row) for row in connection.execute(logged)]
+
+
+def _require_session(connection: Connection, session_id: str) -> None:
+    if not connection.execute(select(exists().where(sessions.c.session_id == session_id))).scalar():
+        raise NotFoundError(f"session {session_id!r} does not exist")

@@ -1,4 +1,4 @@
-"""Saved checkpoints in SQL. Each function is part of a transaction.
+"""Saved checkpoints.
 
 A checkpoint exists as soon as it has a row. Its files are complete in `directory` before the row is written, and never change. Several rows
 may name the same directory: a copy is a row of its own.
@@ -7,60 +7,127 @@ No directory is forgotten, whichever process dies when: one is noted as begun be
 discarded in the transaction that removes its last row, until its files are deleted.
 """
 
+import time
 from collections.abc import Iterable
 
-from sqlalchemy import Connection, bindparam, delete, exists, or_, select, union, update
+from sqlalchemy import Connection, bindparam, delete, exists, func, or_, select, union
 from sqlalchemy.dialects.sqlite import insert
 
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.store.database import Transactions
+from tinsmith.store.files import WRITING_S
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.schema import begun_directories, checkpoints, discarded_directories
+from tinsmith.store.schema import begun_directories, checkpoints, commands, discarded_directories, models
+from tinsmith.wire.paths import CheckpointKind, parse_path
 
 COLUMNS = [checkpoints.c[name] for name in Checkpoint.__dataclass_fields__]
 ALIVE = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > bindparam("now"))
-"""The condition for rows that have not expired; takes `now`."""
+"""Condition for rows that have not expired; takes `now`."""
 
-_BY_PATH = checkpoints.c.tinker_path == bindparam("key")
-_FIND = select(*COLUMNS).where(_BY_PATH, ALIVE)
-_INSERT = insert(checkpoints)
-_SET_PUBLIC = update(checkpoints).where(_BY_PATH, ALIVE).values(public=bindparam("value"))
-_SET_EXPIRY = update(checkpoints).where(_BY_PATH, ALIVE).values(expires_at=bindparam("value"))
-_DROP = delete(checkpoints).where(_BY_PATH, ALIVE).returning(checkpoints.c.directory)
-_REPLACE = delete(checkpoints).where(_BY_PATH).returning(checkpoints.c.directory)
-_EXPIRED = checkpoints.c.expires_at <= bindparam("now")
-_DROP_EXPIRED = delete(checkpoints).where(_EXPIRED).returning(*COLUMNS)
-_FIND_EXPIRED = select(*COLUMNS).where(_EXPIRED).order_by(checkpoints.c.expires_at)
+_FIND = select(*COLUMNS).where(checkpoints.c.tinker_path == bindparam("key"), ALIVE)
+_SAVED_FOR: dict[CheckpointKind, str] = {"training": "for training", "sampler": "for sampling", "external": "to be downloaded"}
+_REMEDY: dict[CheckpointKind, str] = {
+    "training": "training goes on from a path of save_state (tinker://MODEL_ID/weights/NAME)",
+    "sampler": "sample from a path of save_weights_for_sampler (tinker://MODEL_ID/sampler_weights/NAME)",
+    "external": "download a path of save_weights_external (tinker://MODEL_ID/external_weights/NAME)",
+}
 
-_DIRECTORY_OF = select(checkpoints.c.directory).where(_BY_PATH)
-_NEWEST_OF = (
-    select(checkpoints.c.tinker_path)
-    .where(checkpoints.c.model_id == bindparam("model"), ALIVE)
-    .order_by(checkpoints.c.created_at.desc())
-    .limit(bindparam("limit"))
-)
-_BEGIN = insert(begun_directories).prefix_with("OR REPLACE")
-_DISCARD = insert(discarded_directories).prefix_with("OR REPLACE")
-_FORGET = [delete(table).where(table.c.directory == bindparam("key")) for table in (begun_directories, discarded_directories)]
-_USED = select(exists().where(checkpoints.c.directory == bindparam("key")))
-_LIVING = select(checkpoints.c.directory).where(ALIVE).distinct()
-_EVERY = select(*COLUMNS).order_by(checkpoints.c.created_at, checkpoints.c.tinker_path)
-_DROP_IN = delete(checkpoints).where(checkpoints.c.directory == bindparam("key"))
-_MOVE_IN = update(checkpoints).where(checkpoints.c.directory == bindparam("key")).values(directory=bindparam("to"))
-_FORGET_ALL = [delete(begun_directories), delete(discarded_directories)]
-_KNOWN = union(select(checkpoints.c.directory), select(begun_directories.c.directory), select(discarded_directories.c.directory))
-_DISCARDED = select(discarded_directories.c.directory).order_by(discarded_directories.c.discarded_at)
-_LEFT = (
-    select(begun_directories.c.directory).where(begun_directories.c.begun_at < bindparam("before")).order_by(begun_directories.c.begun_at)
-)
+
+class CheckpointStore(Transactions):
+    """Checkpoints and the directories of their files. Each method is one transaction."""
+
+    def announce_checkpoint(self, directory: str) -> None:
+        """Note that files are going to be written to a directory. Without a row they are deleted a day later."""
+        begin = insert(begun_directories).prefix_with("OR REPLACE")
+        with self.writing() as connection:
+            connection.execute(begin, {"directory": directory, "begun_at": time.time()})
+
+    def put_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Add a checkpoint, whose files are complete; one of the same path is replaced, and its files are discarded.
+
+        It may be called again for the same directory, for example after StoreUnavailableError: if the path has these files already, nothing
+        changes.
+        """
+        with self.writing_durably() as connection:
+            put(connection, checkpoint, time.time())
+
+    def checkpoint(self, tinker_path: str) -> Checkpoint | None:
+        """The checkpoint of this path, if there is one that has not expired."""
+        with self.reading() as connection:
+            return find(connection, tinker_path, time.time())
+
+    def require_checkpoint(self, tinker_path: str, kind: CheckpointKind | None = None) -> Checkpoint:
+        """The checkpoint of this path.
+
+        Raises UserError: malformed, or saved for another purpose than `kind`. Raises NotFoundError: never saved, or expired.
+        """
+        saved_for = parse_path(tinker_path).kind
+        if kind is not None and saved_for != kind:
+            raise UserError(f"{tinker_path}: these weights were saved {_SAVED_FOR[saved_for]}; {_REMEDY[kind]}")
+        checkpoint = self.checkpoint(tinker_path)
+        if checkpoint is None:
+            with self.reading() as connection:
+                raise absent(connection, tinker_path)
+        return checkpoint
+
+    def require_unused(self, tinker_paths: Iterable[str]) -> None:
+        """Raise UserError if a checkpoint has one of these paths."""
+        taken = [path for path in tinker_paths if self.checkpoint(path) is not None]
+        if taken:
+            raise UserError(f"{' and '.join(taken)} exist already; import under another name, or delete what is there first")
+
+    def expired_checkpoints(self) -> list[Checkpoint]:
+        """Expired checkpoints that still have rows, oldest first."""
+        expired = select(*COLUMNS).where(checkpoints.c.expires_at <= time.time()).order_by(checkpoints.c.expires_at)
+        with self.reading() as connection:
+            return [Checkpoint(*row) for row in connection.execute(expired)]
+
+    def drop_expired_checkpoints(self) -> list[Checkpoint]:
+        """Remove and return expired checkpoints. Their files are discarded."""
+        now = time.time()
+        drop = delete(checkpoints).where(checkpoints.c.expires_at <= now).returning(*COLUMNS)
+        with self.writing_durably() as connection:
+            expired = [Checkpoint(*row) for row in connection.execute(drop)]
+            discard_unused(connection, [checkpoint.directory for checkpoint in expired], now)
+        return expired
+
+    def discarded_directories(self) -> list[str]:
+        """Directories to delete: no checkpoint names them, and no save that began within the last day writes to them."""
+        discarded = select(discarded_directories.c.directory).order_by(discarded_directories.c.discarded_at)
+        begun_at = begun_directories.c.begun_at
+        left = select(begun_directories.c.directory).where(begun_at < time.time() - WRITING_S).order_by(begun_at)
+        with self.reading() as connection:
+            return [*connection.execute(discarded).scalars(), *connection.execute(left).scalars()]
+
+    def living_directories(self) -> set[str]:
+        """Directories of checkpoints that have not expired."""
+        with self.reading() as connection:
+            return set(connection.execute(select(checkpoints.c.directory).where(ALIVE), {"now": time.time()}).scalars())
+
+    def known_directories(self) -> set[str]:
+        """Directories that are named by a checkpoint, begun or discarded."""
+        known = union(*[select(table.c.directory) for table in (checkpoints, begun_directories, discarded_directories)])
+        with self.reading() as connection:
+            return set(connection.execute(known).scalars())
+
+    def forget_directory(self, directory: str) -> None:
+        """Note that the files of a directory are deleted."""
+        with self.writing() as connection:
+            _forget(connection, directory)
+
+
+# ---- Parts of transactions
 
 
 def put(connection: Connection, checkpoint: Checkpoint, now: float) -> None:
     """Add a checkpoint; one of the same path is replaced. If the path has these files already, nothing changes."""
-    if connection.execute(_DIRECTORY_OF, {"key": checkpoint.tinker_path}).scalar() == checkpoint.directory:
+    own = checkpoints.c.tinker_path == checkpoint.tinker_path
+    if connection.execute(select(checkpoints.c.directory).where(own)).scalar() == checkpoint.directory:
         return
-    replaced = connection.execute(_REPLACE, {"key": checkpoint.tinker_path}).scalars().all()
-    connection.execute(_INSERT, vars(checkpoint))
-    forget(connection, checkpoint.directory)
-    _discard_unused(connection, replaced, now)
+    replaced = connection.execute(delete(checkpoints).where(own).returning(checkpoints.c.directory)).scalars().all()
+    connection.execute(insert(checkpoints), vars(checkpoint))
+    _forget(connection, checkpoint.directory)
+    discard_unused(connection, replaced, now)
 
 
 def find(connection: Connection, tinker_path: str, now: float) -> Checkpoint | None:
@@ -69,89 +136,33 @@ def find(connection: Connection, tinker_path: str, now: float) -> Checkpoint | N
     return None if row is None else Checkpoint(*row)
 
 
-def newest_of(connection: Connection, model_id: str, now: float, limit: int = 3) -> list[str]:
-    """The paths of a model's newest checkpoints that have not expired."""
-    return list(connection.execute(_NEWEST_OF, {"model": model_id, "now": now, "limit": limit}).scalars())
-
-
-def set_public(connection: Connection, tinker_path: str, public: bool, now: float) -> bool:
-    """Publish or unpublish. False if there is no such checkpoint."""
-    return connection.execute(_SET_PUBLIC, {"key": tinker_path, "value": public, "now": now}).rowcount == 1
-
-
-def set_expiry(connection: Connection, tinker_path: str, expires_at: float | None, now: float) -> bool:
-    """Change when a checkpoint expires. False if there is no such checkpoint."""
-    return connection.execute(_SET_EXPIRY, {"key": tinker_path, "value": expires_at, "now": now}).rowcount == 1
-
-
-def drop(connection: Connection, tinker_path: str, now: float) -> bool:
-    """Remove a checkpoint. False if there is none."""
-    directories = connection.execute(_DROP, {"key": tinker_path, "now": now}).scalars().all()
-    _discard_unused(connection, directories, now)
-    return bool(directories)
-
-
-def find_expired(connection: Connection, now: float) -> list[Checkpoint]:
-    """The rows of expired checkpoints, oldest first."""
-    return [Checkpoint(*row) for row in connection.execute(_FIND_EXPIRED, {"now": now})]
-
-
-def drop_expired(connection: Connection, now: float) -> list[Checkpoint]:
-    """Remove the rows of expired checkpoints and return them."""
-    expired = [Checkpoint(*row) for row in connection.execute(_DROP_EXPIRED, {"now": now})]
-    _discard_unused(connection, [checkpoint.directory for checkpoint in expired], now)
-    return expired
-
-
-def begin(connection: Connection, directory: str, now: float) -> None:
-    """Note that files are going to be written to a directory."""
-    connection.execute(_BEGIN, {"directory": directory, "begun_at": now})
-
-
-def to_delete(connection: Connection, begun_before: float) -> list[str]:
-    """The directories to delete: the discarded ones, and those that were begun before then (Unix time) and have no row yet."""
-    left = connection.execute(_LEFT, {"before": begun_before}).scalars()
-    return [*connection.execute(_DISCARDED).scalars(), *left]
-
-
-def living(connection: Connection, now: float) -> set[str]:
-    """The directories of checkpoints that have not expired."""
-    return set(connection.execute(_LIVING, {"now": now}).scalars())
-
-
-def known(connection: Connection) -> set[str]:
-    """The directories that are named by a checkpoint, begun or discarded."""
-    return set(connection.execute(_KNOWN).scalars())
-
-
-def forget(connection: Connection, directory: str) -> None:
-    """Note that a directory has a row now, or that its files are deleted."""
-    for statement in _FORGET:
-        connection.execute(statement, {"key": directory})
-
-
-def every(connection: Connection) -> list[Checkpoint]:
-    """All rows, oldest first, also of those that have expired."""
-    return [Checkpoint(*row) for row in connection.execute(_EVERY)]
-
-
-def drop_in(connection: Connection, directory: str) -> None:
-    """Remove all rows that name a directory."""
-    connection.execute(_DROP_IN, {"key": directory})
-
-
-def move_in(connection: Connection, directory: str, to: str) -> None:
-    """Let all rows that name a directory name another one."""
-    connection.execute(_MOVE_IN, {"key": directory, "to": to})
-
-
-def forget_all(connection: Connection) -> None:
-    """Forget all directories that are begun or discarded."""
-    for statement in _FORGET_ALL:
-        connection.execute(statement)
-
-
-def _discard_unused(connection: Connection, directories: Iterable[str], now: float) -> None:
+def discard_unused(connection: Connection, directories: Iterable[str], now: float) -> None:
+    """Discard those directories that no checkpoint names any more."""
     for directory in set(directories):
-        if not connection.execute(_USED, {"key": directory}).scalar():
-            connection.execute(_DISCARD, {"directory": directory, "discarded_at": now})
+        if not connection.execute(select(exists().where(checkpoints.c.directory == directory))).scalar():
+            discard = insert(discarded_directories).prefix_with("OR REPLACE")
+            connection.execute(discard, {"directory": directory, "discarded_at": now})
+
+
+def _forget(connection: Connection, directory: str) -> None:
+    for table in (begun_directories, discarded_directories):
+        connection.execute(delete(table).where(table.c.directory == directory))
+
+
+def absent(connection: Connection, tinker_path: str) -> NotFoundError:
+    """The error for a path of no checkpoint, with the reason as far as it is known."""
+    model_id = parse_path(tinker_path).model_id
+    row = find(connection, tinker_path, now=0.0)
+    if row is not None and row.expires_at is not None:
+        ended = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row.expires_at))
+        return NotFoundError(f"{tinker_path} does not exist any more: it expired at {ended} UTC; save with a longer ttl_seconds, or none")
+    is_queued_save = commands.c.model_id == model_id, commands.c.status == "queued", commands.c.kind.like("save%")
+    if saves := connection.execute(select(func.count()).select_from(commands).where(*is_queued_save)).scalar_one():
+        queued = "1 save of its model is" if saves == 1 else f"{saves} saves of its model are"
+        return NotFoundError(f"{tinker_path} does not exist yet: {queued} queued; wait for the result of its save")
+    newest = select(checkpoints.c.tinker_path).where(checkpoints.c.model_id == model_id, ALIVE).order_by(checkpoints.c.created_at.desc())
+    others = connection.execute(newest.limit(3), {"now": time.time()}).scalars().all()
+    if not others and not connection.execute(select(exists().where(models.c.model_id == model_id))).scalar():
+        return NotFoundError(f"{tinker_path} does not exist: there is no model {model_id!r} here; correct the path, or ask its server")
+    there = f"there are {', '.join(others)}" if others else "its model has no checkpoint"
+    return NotFoundError(f"{tinker_path} does not exist: it was never saved, was deleted, or expired long ago; {there}")

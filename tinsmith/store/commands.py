@@ -1,7 +1,6 @@
-"""The command log in SQL: training operations, their results, and which images they need. Each function is part of a transaction.
+"""The command log: training operations, their results, and which images they need.
 
-The payload and the images of an operation are dropped when its outcome is recorded, or kept up to a limit. `kept_bytes` is the size of what
-is kept of a finished command, and null if nothing is.
+The payload and images of an operation are dropped when its outcome is recorded, or kept up to a limit: `kept_bytes` is then their size.
 """
 
 import hashlib
@@ -14,11 +13,20 @@ from sqlalchemy import Connection, Row, Select, Text, bindparam, cast, delete, e
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.store import endings, ids
+from tinsmith.store import ids
+from tinsmith.store.database import Transactions
+from tinsmith.store.disk import oldest_beyond
 from tinsmith.store.records import REJECTED, Command, NewCommand, Outcome
-from tinsmith.store.retention import oldest_beyond
 from tinsmith.store.schema import command_images, commands, models, sampling_sessions, sessions
-from tinsmith.store.sessions import insert_model, insert_sampling_session
+from tinsmith.store.sessions import (
+    end_creation,
+    how_to_go_on,
+    insert_model,
+    insert_sampling_session,
+    lose_all_models,
+    lose_model,
+    refusal,
+)
 from tinsmith.wire.compression import HEADER_BYTES, unpacked_size
 
 _INSERT = insert(commands).on_conflict_do_nothing().returning(commands.c.id)
@@ -42,9 +50,6 @@ _QUEUED = (
     .order_by(commands.c.seq_id)
     .limit(bindparam("limit"))
 )
-_QUEUED_SAVES = (
-    select(func.count()).select_from(commands).where(_IS_QUEUED, commands.c.model_id == bindparam("model"), commands.c.kind.like("save%"))
-)
 _PAYLOAD = select(commands.c.payload).where(commands.c.id == bindparam("command_id"))
 _FINISH = update(commands).where(
     commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq"), commands.c.status == "queued"
@@ -65,34 +70,13 @@ _KEPT_WITH = (
     select(commands.c.id).join_from(command_images, commands).where(command_images.c.sha256 == bindparam("digest"), _IS_KEPT).distinct()
 )
 _BY_KEY = (commands.c.model_id == bindparam("model_id")) & (commands.c.seq_id == bindparam("seq_id"))
-_KIND_AND_DIGEST = select(commands.c.kind, commands.c.digest).where(_BY_KEY)
 _OUTCOME = select(commands.c.result, commands.c.result_type, commands.c.error, commands.c.category, commands.c.resolved).where(
     _BY_KEY, commands.c.status.in_(("done", "failed"))
 )
-_ENDED_MODELS = (
-    select(models.c.model_id)
-    .join_from(models, sessions)
-    .where(sessions.c.finished_at >= bindparam("before"), sessions.c.finished_at < bindparam("ended_before"))
-)
-_DROPPED = {"status": "dropped", "result": None}
-_DROP_OLD = update(commands).where(commands.c.status == "done", commands.c.finished_at < bindparam("before")).values(_DROPPED)
-_DROP_ENDED = update(commands).where(commands.c.status == "done", commands.c.model_id.in_(_ENDED_MODELS)).values(_DROPPED)
-_QUEUED_MODELS = select(commands.c.model_id).where(_IS_QUEUED).distinct()
 _APPLY = (
     update(models)
     .where(models.c.model_id == bindparam("model"), func.coalesce(models.c.applied_seq, -1) < bindparam("seq"))
     .values(applied_seq=bindparam("seq"))
-)
-_FAIL_QUEUED = (
-    update(commands)
-    .where(commands.c.status == "queued", commands.c.model_id == bindparam("model"))
-    .values(status="failed", finished_at=bindparam("now"), error=bindparam("message"), category="server")
-    .returning(commands.c.seq_id)
-)
-_FAIL_AND_DROP = _FAIL_QUEUED.values(_DROPPED_INPUT)
-_FAIL_AND_KEEP = _FAIL_QUEUED.values(_KEPT_INPUT)
-_DROP_ENDED_REFERENCES = delete(command_images).where(
-    command_images.c.command_id.in_(select(commands.c.id).where(commands.c.status != "queued", ~_IS_KEPT))
 )
 _LOSE_SNAPSHOTS = (
     update(sampling_sessions)
@@ -110,20 +94,99 @@ _STATUS = select(commands.c.status).where(_BY_KEY)
 _DIGEST_BYTES = 32
 
 _ALL = 2**62
-"""More commands than there are."""
+
+
+class CommandStore(Transactions):
+    """Reads the command log. Each method is one transaction."""
+
+    def check_repeat(self, new: NewCommand) -> None:
+        """Raise UserError if a command that `append` has not queued has the key of another operation."""
+        with self.reading() as connection:
+            first = connection.execute(
+                select(commands.c.kind, commands.c.digest).where(_BY_KEY), {"model_id": new.model_id, "seq_id": new.seq_id}
+            ).first()
+        if first is None:
+            return
+        digest = _digest(new)
+        # One that was refused when it came in has lost its kind.
+        if first.digest != digest or (REJECTED not in (first.kind, new.kind) and first.kind != new.kind):
+            raise UserError(
+                f"{ids.request_id(new.model_id, new.seq_id)} is {first.kind} of digest {first.digest.hex()[:12]} already, "
+                f"and now came as {new.kind} of digest {digest.hex()[:12]}: number every operation of a model anew "
+                "(create_model: another model_seq_id), and repeat one unchanged"
+            )
+
+    def queued_models(self) -> list[str]:
+        """The ids of the models that have queued commands."""
+        with self.reading() as connection:
+            return _queued_models(connection)
+
+    def queued(self, model_id: str, known: Collection[int] = (), limit: int = 1000) -> list[Command]:
+        """Up to `limit` queued commands of one model by seq_id, without those whose seq_id is in `known`.
+
+        Commands may become visible in another order than their ids: ask for all that is new of a model, never for what follows an id.
+        """
+        with self.reading() as connection:
+            return _queued(connection, model_id, known, limit)
+
+    def payload(self, command: Command) -> bytes:
+        """Return the payload of a command, without its images. Raises NotFoundError if it is dropped."""
+        with self.reading() as connection:
+            found: bytes | None = connection.execute(_PAYLOAD, {"command_id": command.id}).scalar()
+        if found is None:
+            raise NotFoundError(f"operation {command.request_id} has ended, and what it was sent with is dropped")
+        return found
+
+    def outcome(self, request_id: str) -> Outcome | None:
+        """The outcome of an operation; None if it has none, or is not in the log."""
+        row = self._find(_OUTCOME, request_id)
+        return None if row is None else Outcome(request_id, *row)
+
+    def status(self, request_id: str) -> str | None:
+        """queued, done, failed or dropped (done, without its result); None if the operation is not in the log."""
+        row = self._find(_STATUS, request_id)
+        return None if row is None else row[0]
+
+    def _find(self, statement: Select[*tuple[Any, ...]], request_id: str) -> Row[*tuple[Any, ...]] | None:
+        key = ids.parse_request_id(request_id)
+        if key is None:
+            return None
+        with self.reading() as connection:
+            return connection.execute(statement, {"model_id": key[0], "seq_id": key[1]}).first()
+
+    def drop_results(self, before: float, ended_before: float) -> None:
+        """Drop results from before `before` (Unix time), and those of sessions that ended before `ended_before`. Errors stay."""
+        drop = update(commands).where(commands.c.status == "done").values(status="dropped", result=None)
+        ended = sessions.c.finished_at >= before, sessions.c.finished_at < ended_before
+        of_ended = commands.c.model_id.in_(select(models.c.model_id).join_from(models, sessions).where(*ended))
+        with self.writing() as connection:
+            connection.execute(drop.where(commands.c.finished_at < before))
+            connection.execute(drop.where(of_ended))
+
+
+def _queued_models(connection: Connection) -> list[str]:
+    return list(connection.execute(select(commands.c.model_id).where(_IS_QUEUED).distinct()).scalars())
+
+
+def _queued(connection: Connection, model_id: str, known: Collection[int], limit: int) -> list[Command]:
+    rows = connection.execute(_QUEUED, {"model": model_id, "known": json.dumps([*known]), "limit": limit})
+    return [_command(row) for row in rows]
+
+
+# ---- Parts of transactions
 
 
 def append(connection: Connection, new: NewCommand, now: float) -> bool:
-    """Append one command and the rows that come with it; whether it is queued. Nothing changes if its key is in the log.
+    """Append one command with its rows; whether it is queued. Nothing changes if its key is in the log.
 
-    An operation on a model that no longer takes any is recorded as failed, not queued. Raises NotFoundError if there is no such model.
+    An operation on a model that has ended is recorded as failed. Raises NotFoundError if there is no such model.
     """
     if new.model is not None:
         insert_model(connection, new.model, now)
-    refusal = endings.refusal(connection, new.model_id, now)
+    refused = refusal(connection, new.model_id, now)
     row = {"model_id": new.model_id, "seq_id": new.seq_id, "kind": new.kind, "created_at": now, "digest": _digest(new)}
-    if refusal is not None:
-        error, category = refusal
+    if refused is not None:
+        error, category = refused
         row |= {"status": "failed", "finished_at": now, "error": error, "category": category}
         connection.execute(_INSERT, row)
         return False
@@ -140,40 +203,8 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
     return True
 
 
-def queued_saves(connection: Connection, model_id: str) -> int:
-    """Count the queued saves of a model."""
-    return connection.execute(_QUEUED_SAVES, {"model": model_id}).scalar_one()
-
-
 def _digest(new: NewCommand) -> bytes:
     return new.digest or hashlib.sha256(new.payload).digest()
-
-
-def check_repeat(connection: Connection, new: NewCommand) -> None:
-    """Raise UserError if the key of a command is in the log with another kind or another content."""
-    first = connection.execute(_KIND_AND_DIGEST, {"model_id": new.model_id, "seq_id": new.seq_id}).first()
-    if first is None:
-        return
-    digest = _digest(new)
-    same = first.digest in (digest, None)  # None: from before digests were kept
-    # One that was refused when it came in has lost its kind.
-    if not same or (REJECTED not in (first.kind, new.kind) and first.kind != new.kind):
-        before = "" if first.digest is None else f" of digest {first.digest.hex()[:12]}"
-        raise UserError(
-            f"{ids.request_id(new.model_id, new.seq_id)} is {first.kind}{before} already, and now came as {new.kind} of digest "
-            f"{digest.hex()[:12]}: number every operation of a model anew (create_model: another model_seq_id), and repeat one unchanged"
-        )
-
-
-def queued_models(connection: Connection) -> list[str]:
-    """The ids of the models that have queued commands."""
-    return list(connection.execute(_QUEUED_MODELS).scalars())
-
-
-def queued(connection: Connection, model_id: str, known: Collection[int], limit: int) -> list[Command]:
-    """Queued commands of one model, but for those whose seq_id is known, by seq_id."""
-    rows = connection.execute(_QUEUED, {"model": model_id, "known": json.dumps([*known]), "limit": limit})
-    return [_command(row) for row in rows]
 
 
 def _command(row: Row[*tuple[Any, ...]]) -> Command:
@@ -185,26 +216,20 @@ def _command(row: Row[*tuple[Any, ...]]) -> Command:
     )
 
 
-def payload(connection: Connection, command_id: int) -> bytes | None:
-    """Return the payload of a command; None if it was dropped, or there is no such command."""
-    found: bytes | None = connection.execute(_PAYLOAD, {"command_id": command_id}).scalar()
-    return found
-
-
 @dataclass(frozen=True)
 class Released:
-    """Result of dropping the payloads and images of commands."""
+    """What finishing commands releases."""
 
     kept_bytes: int = 0
     """Bytes that are kept."""
     digests: Sequence[bytes] = ()
-    """Digests of images that these commands no longer need; other commands may need them."""
+    """Images that these commands no longer need; others may."""
 
 
 def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep: bool) -> Released:
-    """Finish queued commands; with `keep` their payloads and images stay. A command that is finished already keeps its first outcome.
+    """Finish queued commands, which with `keep` keep payloads and images. The first outcome of each counts.
 
-    Each model notes the highest seq_id of its operations that succeeded. Raises NotFoundError for a malformed request id.
+    Each model notes the highest seq_id that succeeded. Raises NotFoundError for a malformed request id.
     """
     kept = 0
     digests: list[bytes] = []
@@ -220,7 +245,7 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
         if outcome.error is None:
             applied[model_id] = max(seq_id, applied.get(model_id, 0))
         if seq_id == 0:  # create_model, or load_weights into a new model
-            endings.end_creation(connection, model_id, outcome.error is None)
+            end_creation(connection, model_id, outcome.error is None)
         if keep:
             kept += finished.kept_bytes
         else:
@@ -231,7 +256,7 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
 
 
 def _finished(outcome: Outcome, model_id: str, seq_id: int, now: float) -> dict[str, Any]:
-    """The key of a command, and the values of its row once it has ended."""
+    """Key and values of the row of a finished command."""
     return {
         "model": model_id,
         "seq": seq_id,
@@ -250,12 +275,12 @@ def _drop_references(connection: Connection, command_id: int) -> Sequence[bytes]
 
 
 def kept_bytes(connection: Connection) -> int:
-    """Bytes that are kept of finished commands. An image that several of them have counts for each."""
+    """Bytes that are kept of finished commands; a shared image counts for each."""
     return int(connection.execute(_ALL_KEPT).scalar_one())
 
 
 def drop_kept(connection: Connection, most_bytes: int) -> Released:
-    """Drop payloads and images of the oldest finished commands until the others take at most `most_bytes`."""
+    """Drop payloads and images of the oldest finished commands until at most `most_bytes` are left."""
     digests: list[bytes] = []
     with connection.execute(_OLDEST_KEPT) as oldest_first:
         dropped = list(oldest_beyond(most_bytes, kept_bytes(connection), ((row.id, row.kept_bytes) for row in oldest_first)))
@@ -270,84 +295,54 @@ def _drop_input(connection: Connection, command_id: int) -> Sequence[bytes]:
 
 
 def drop_kept_with(connection: Connection, digest: bytes) -> None:
-    """Drop payloads and images of the finished commands that have this image, which is gone."""
+    """Drop what is kept of finished commands with this image, which is gone."""
     for command_id in connection.execute(_KEPT_WITH, {"digest": digest}).scalars().all():
         _drop_input(connection, command_id)
 
 
 def unused(connection: Connection, digests: Iterable[bytes]) -> list[bytes]:
-    """Those of the digests that no command refers to."""
+    """Digests that no command refers to."""
     return [digest for digest in digests if not connection.execute(_IS_USED, {"digest": digest}).scalar()]
 
 
 def used(connection: Connection) -> set[bytes]:
-    """The digests of all images that a command refers to."""
+    """All digests that commands refer to."""
     return set(connection.execute(_USED).scalars())
 
 
-def outcome(connection: Connection, request_id: str) -> Outcome | None:
-    """Return the outcome of an operation; None if it has none yet, or is not in the log."""
-    row = _by_request_id(connection, _OUTCOME, request_id)
-    return None if row is None else Outcome(request_id, *row)
-
-
-def drop_results(connection: Connection, before: float, ended_before: float) -> None:
-    """Forget results from before then, and those of sessions that were finished before `ended_before`. Errors stay."""
-    connection.execute(_DROP_OLD, {"before": before})
-    connection.execute(_DROP_ENDED, {"before": before, "ended_before": ended_before})
-
-
-def status(connection: Connection, request_id: str) -> str | None:
-    """queued, done, failed or dropped; None if the operation is not in the log."""
-    row = _by_request_id(connection, _STATUS, request_id)
-    return None if row is None else row[0]
-
-
-def _by_request_id(connection: Connection, statement: Select[*tuple[Any, ...]], request_id: str) -> Row[*tuple[Any, ...]] | None:
-    key = ids.parse_request_id(request_id)
-    if key is None:
-        return None
-    return connection.execute(statement, {"model_id": key[0], "seq_id": key[1]}).first()
-
-
 def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool) -> list[str]:
-    """Fail everything that is queued, give up all living models and snapshots, and return the request ids that failed.
+    """Fail all that is queued, give up all living models and snapshots, and return the request ids that failed.
 
-    The error of an operation names the newest checkpoint of its model. With `keep` payloads and images stay.
+    The error of an operation names the newest checkpoint of its model.
     """
-    failed: list[str] = []
-    for model_id in queued_models(connection):
-        error = f"{reason}; {endings.how_to_go_on(connection, model_id, now)}"
-        found = connection.execute(_FAIL_AND_KEEP if keep else _FAIL_AND_DROP, {"model": model_id, "now": now, "message": error})
-        failed += [ids.request_id(model_id, seq_id) for seq_id in found.scalars()]
-    connection.execute(_DROP_ENDED_REFERENCES)
-    endings.lose(connection)
-    connection.execute(
-        update(sampling_sessions)
-        .where(sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None))
-        .values(gone=reason)
-    )
-    return failed
+    lose_all_models(connection)
+    failed, _ = _fail_queued(connection, dict.fromkeys(_queued_models(connection), reason), now, keep)
+    living = sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None)
+    connection.execute(update(sampling_sessions).where(*living).values(gone=reason))
+    return [outcome.request_id for outcome in failed]
 
 
 def lose_models(connection: Connection, reasons: Mapping[str, str], now: float, keep: bool) -> tuple[list[Outcome], Released]:
-    """Fail all that is queued for these models, and give up the models and their snapshots; returns what failed, and what that releases.
+    """Fail all that is queued for these models, each for its reason, and give up the models and their snapshots.
 
-    `reasons` says for each model why it is lost. The error of an operation also names the newest checkpoint of its model. `keep` is as in
-    `record`.
+    Returns the outcomes, which also name the model's newest checkpoint, and what they release.
     """
-    failed: list[Outcome] = []
-    for model_id, reason in reasons.items():
-        error = f"{reason}; {endings.how_to_go_on(connection, model_id, now)}"
-        failed += [Outcome(command.request_id, None, None, error, "server") for command in queued(connection, model_id, (), _ALL)]
-    released = record(connection, failed, now, keep)
+    failed, released = _fail_queued(connection, reasons, now, keep)
     for model_id in reasons:
-        endings.lose_model(connection, model_id)
+        lose_model(connection, model_id)
     lose_snapshots(connection, reasons)
     return failed, released
 
 
+def _fail_queued(connection: Connection, reasons: Mapping[str, str], now: float, keep: bool) -> tuple[list[Outcome], Released]:
+    failed: list[Outcome] = []
+    for model_id, reason in reasons.items():
+        error = f"{reason}; {how_to_go_on(connection, model_id, now)}"
+        failed += [Outcome(command.request_id, None, None, error, "server") for command in _queued(connection, model_id, (), _ALL)]
+    return failed, record(connection, failed, now, keep)
+
+
 def lose_snapshots(connection: Connection, reasons: Mapping[str, str]) -> None:
-    """Give up the snapshots of these models that are published, for the given reasons. Those whose save is queued are still to come."""
+    """Give up the published snapshots of these models, each for its reason. Those whose save is queued are still to come."""
     for model_id, reason in reasons.items():
         connection.execute(_LOSE_SNAPSHOTS, {"model": model_id, "reason": reason})

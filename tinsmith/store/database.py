@@ -1,24 +1,22 @@
-"""Opens the SQLite file, sets its modes, and brings an older schema version up to date.
+"""Opens the SQLite file, sets its modes, and migrates an older schema.
 
-In WAL mode several processes can read while one writes. A transaction that is going to write says so when it begins (BEGIN IMMEDIATE), so
-that it waits for its turn instead of failing halfway.
+In WAL mode several processes can read while one writes. A transaction that is going to write begins with BEGIN IMMEDIATE, so that it waits
+for its turn instead of failing halfway.
 
-A commit with synchronous=NORMAL survives the death of any process, but a power cut may undo it. That is enough for commands, because the
-models that they are for do not survive a power cut either. A commit with synchronous=FULL is on the disk when it returns, together with
-everything that was committed before. It is used for rows which say that a checkpoint exists or that its files may be deleted.
+A commit with synchronous=NORMAL survives the death of any process, but a power cut may undo it: enough for commands, because their models
+do not survive a power cut either. A commit with synchronous=FULL is on the disk when it returns, with all that was committed before. It is
+used for rows which say that a checkpoint exists or that its files may be deleted.
 
 A file that is deleted or replaced while it is open goes on taking commits, which nobody finds after a restart; so does the log beside it,
-tinsmith.db-wal. So each transaction with synchronous=FULL first looks whether the open files are those in the directory. Others go on: they
-let files of checkpoints be written, which `tinsmith recover` finds.
+tinsmith.db-wal. So transactions with synchronous=FULL first compare the open files with those in the directory. Others go on: they let
+files of checkpoints be written, which `tinsmith recover` finds.
 """
 
 import json
-import logging
-import os
 import shlex
-import shutil
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -27,26 +25,24 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, s
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DatabaseError
 
-from tinsmith.errors import ConfigError, StoreUnavailableError
+from tinsmith.errors import ConfigError, StoreUnavailableError, translated
 from tinsmith.store import schema
-from tinsmith.store.sync import make_directory, sync
-
-log = logging.getLogger(__name__)
+from tinsmith.store.disk import make_directory, sync
 
 FILE_NAME = "tinsmith.db"
 REVISIONS = "tinsmith.store:revisions"
-"""Package in which Alembic finds the revisions."""
+"""Where Alembic finds the revisions."""
 
 _PRAGMAS = ("journal_mode=WAL", f"journal_size_limit={64 * 2**20}", "foreign_keys=ON")
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
-"""Pragmas of a new file: only while it is empty can it be told to give back deleted space (`give_back`)."""
+"""Only an empty file can be told to give back deleted space (`give_back_space`)."""
 _BESIDE = ("-wal", "-shm")
-"""Suffixes of the files that SQLite keeps beside a database."""
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""What SQLite keeps beside a database."""
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Primary error codes of SQLite for a damaged file."""
 
 BUSY_S = 30.0
-"""Seconds that a transaction waits while another connection holds the lock."""
+"""Longest wait of a transaction for the lock."""
 
 _REMEDY = {
     sqlite3.SQLITE_BUSY: "another program has locked it: let that end (a backup?)",
@@ -58,12 +54,12 @@ _REMEDY = {
     sqlite3.SQLITE_PROTOCOL: "another program has locked it: let that end (a backup?)",
     sqlite3.SQLITE_NOMEM: "free memory",
 }
-"""Remedies for errors that are no fault of the statement, by SQLite's primary error code."""
+"""By SQLite's primary error code, for errors that are no fault of the statement."""
 
 
 @dataclass(frozen=True)
 class _OpenFile:
-    """The file of a database that is open, with those that SQLite keeps beside it while there is a connection."""
+    """The files of an open database."""
 
     path: Path
     identities: Mapping[Path, tuple[int, int]]
@@ -71,13 +67,13 @@ class _OpenFile:
 
     @classmethod
     def find(cls, path: Path) -> "_OpenFile":
-        """Those that are in the directory now."""
+        """Those in the directory now."""
         beside = (path.with_name(path.name + suffix) for suffix in _BESIDE)
         found = {each: each.stat() for each in (path, *(each for each in beside if each.exists()))}
         return cls(path, {each: (there.st_dev, there.st_ino) for each, there in found.items()})
 
     def require_there(self) -> None:
-        """Raise StoreUnavailableError if one is not in the directory any more, or the database is empty."""
+        """Raise StoreUnavailableError if one is gone or was replaced, or the database is empty."""
         for path, identity in self.identities.items():
             try:
                 found = path.stat()
@@ -105,36 +101,70 @@ class Database:
     durable: Engine
     """synchronous=FULL."""
     held: Engine
-    """Its connection stays open, for SQLite deletes the files beside the database with the last one."""
+    """Stays open, because SQLite deletes the files beside the database with its last connection."""
 
-    def dispose(self) -> None:
+
+class Transactions:
+    """The kinds of transactions of a database, and the care for its file. For any thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._write = database.normal.execution_options(write=True)
+        self._durable = database.durable.execution_options(write=True)
+
+    def reading(self) -> AbstractContextManager[Connection]:
+        """A transaction that only reads."""
+        return self._database.normal.begin()
+
+    def writing(self) -> AbstractContextManager[Connection]:
+        """A transaction that writes."""
+        return self._write.begin()
+
+    def writing_durably(self) -> AbstractContextManager[Connection]:
+        """A transaction that survives a power cut once it has ended."""
+        return self._durable.begin()
+
+    def close(self) -> None:
         """Close all connections."""
-        self.normal.dispose()
-        self.durable.dispose()
-        self.held.dispose()
+        for engine in (self._database.normal, self._database.durable, self._database.held):
+            engine.dispose()
+
+    def require_there(self) -> None:
+        """Raise StoreUnavailableError if the database's file is not in its directory any more."""
+        self._database.file.require_there()
+
+    def check(self) -> None:
+        """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone, both with the remedy."""
+        file = self._database.file
+        with _connected(_engine(file.path, "NORMAL", BUSY_S, file)) as connection:  # one that is open has pages in memory
+            _require_sound(connection, file.path)
+
+    def give_back_space(self, spare_pages: int = 2**14, most_pages: int = 2**12) -> None:
+        """Shorten the file by up to `most_pages` of 4 KiB, if more than `spare_pages` are free."""
+        with self._database.normal.connect() as connection:
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            with available():
+                ((free,),) = driver.execute("PRAGMA freelist_count")
+                if free > spare_pages:  # as a script, because the driver's `execute` would free one page alone
+                    driver.executescript(f"PRAGMA incremental_vacuum({min(free - spare_pages, most_pages)})")
 
 
 def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
     """Open the database in `data_dir`; create both if they do not exist.
 
-    A database of an older version is migrated. Raises ConfigError: the directory or file cannot be used, is damaged, or of a version that
-    is not known. Later, transactions raise StoreUnavailableError after waiting `busy_s` seconds for the lock, or if the disk is full or
-    fails.
+    Raises ConfigError: the directory or file cannot be used, is damaged, or of an unknown version. Later, transactions raise
+    StoreUnavailableError after waiting `busy_s` seconds for the lock, or if the disk is full or fails.
     """
     path = data_dir / FILE_NAME
-    try:
+    with translated(OSError, ConfigError, lambda error: f"data_dir={data_dir} cannot be made: {error}"):
         make_directory(data_dir)
-    except OSError as error:
-        raise ConfigError(f"data_dir={data_dir} cannot be made: {error}") from error
     opening = _engine(path, "FULL", BUSY_S, is_new=not path.exists())
-    try:
-        with opening.execution_options(write=True).begin() as connection:
+    with ExitStack() as failed:
+        failed.callback(opening.dispose)
+        with _usable(path), opening.execution_options(write=True).begin() as connection:
             _bring_to_our_version(connection, path)
-    except BaseException as error:
-        opening.dispose()
-        if isinstance(error, DatabaseError | StoreUnavailableError):
-            raise _unusable(path, error) from error
-        raise
+        failed.pop_all()
     sync(data_dir)
     file = _OpenFile.find(path)
     return Database(file, _engine(path, "NORMAL", busy_s, file), _engine(path, "FULL", busy_s, file), opening)
@@ -146,66 +176,28 @@ def require_data(data_dir: Path) -> None:
         raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it); name its --data-dir")
 
 
-def let_shrink(database: Database) -> None:
-    """Write a file anew that is too old to give back space, if nobody else uses it and there is room; else it stays as it is."""
-    writing = _engine(database.file.path, "FULL", 1.0, database.file)
-    try:
-        with writing.connect() as connection:
-            driver = connection.connection.driver_connection
-            assert driver is not None
-            ((mode,),) = driver.execute("PRAGMA auto_vacuum")
-            if mode:
-                return
-            if (place := _place_without_room(driver, database.file.path)) is not None:
-                log.warning("the database %s does not become smaller: %s has no room to write it anew", database.file.path, place)
-                return
-            log.info("the database %s is written anew, so that it gives back space from now on", database.file.path)
-            driver.execute("PRAGMA auto_vacuum=INCREMENTAL")
-            driver.execute("VACUUM")
-    except sqlite3.Error as error:
-        log.warning("the database %s cannot be written anew (%s): it does not become smaller; start again later", database.file.path, error)
-    finally:
-        writing.dispose()
-
-
-def _place_without_room(driver: Any, file: Path) -> Path | None:
-    """The directory that lacks room to write a database anew: once in a temporary file of SQLite's, and once more in the log beside it."""
-    pages, free, size = (next(driver.execute(f"PRAGMA {name}"))[0] for name in ("page_count", "freelist_count", "page_size"))
-    named = (os.environ.get(name, "") for name in ("SQLITE_TMPDIR", "TMPDIR"))
-    temporary = next(place for place in (*map(Path, filter(None, named)), Path("/var/tmp"), Path("/tmp"), Path()) if place.is_dir())
-    needed = 2 * (pages - free) * size
-    return next((place for place in (file.parent, temporary) if shutil.disk_usage(place).free < needed), None)
-
-
-def check(database: Database) -> None:
-    """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone."""
-    path = database.file.path
-    reading = _engine(path, "NORMAL", BUSY_S, database.file)  # a connection that is open has pages in memory
-    try:
-        with reading.begin() as connection:
-            _require_sound(connection, path)
-    finally:
-        reading.dispose()
-
-
 def look_into(data_dir: Path) -> bool:
-    """Read the whole database of a directory and change nothing; False if there is none. A server may use it meanwhile.
+    """Read the whole database of a directory, beside a server too; False if there is none.
 
-    Raises ConfigError: it cannot be read, is damaged, or of a version that is not known.
+    Raises ConfigError: it cannot be read, is damaged, or of an unknown version.
     """
     path = (data_dir / FILE_NAME).absolute()
     if not path.exists():
         return False
-    reading = _engine(path, "NORMAL", BUSY_S, only_read=True)
-    try:
-        with reading.begin() as connection:
-            _require_sound(connection, path)
-            _is_older(connection, path)
-    except (DatabaseError, StoreUnavailableError) as error:
-        raise _unusable(path, error) from error
-    finally:
-        reading.dispose()
+    with _usable(path), _connected(_engine(path, "NORMAL", BUSY_S, only_read=True)) as connection:
+        _require_sound(connection, path)
+        _is_older(connection, path)
     return True
+
+
+@contextmanager
+def _connected(engine: Engine) -> Iterator[Connection]:
+    """A transaction on a connection of its own."""
+    try:
+        with engine.begin() as connection:
+            yield connection
+    finally:
+        engine.dispose()
 
 
 def _require_sound(connection: Connection, path: Path) -> None:
@@ -214,23 +206,24 @@ def _require_sound(connection: Connection, path: Path) -> None:
         raise damaged(path, found)
 
 
-def _unusable(path: Path, error: DatabaseError | StoreUnavailableError) -> ConfigError:
-    reason = error.orig if isinstance(error, DatabaseError) else error
-    return ConfigError(f"{path} cannot be opened as a database: {reason}; see to that and start again")
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    """Turn errors of a file that is opened into a ConfigError."""
+    try:
+        yield
+    except (DatabaseError, StoreUnavailableError) as error:
+        reason = error.orig if isinstance(error, DatabaseError) else error
+        raise ConfigError(f"{path} cannot be opened as a database: {reason}; see to that and start again") from error
 
 
-def give_back(database: Database, spare_pages: int, most_pages: int) -> None:
-    """Shorten the file by up to `most_pages` of those that are free, but for `spare_pages`."""
-    with database.normal.connect() as connection:
-        driver = connection.connection.driver_connection
-        assert driver is not None
-        try:
-            ((free,),) = driver.execute("PRAGMA freelist_count")
-            if free > spare_pages:  # as a script, because the driver's `execute` would free one page alone
-                driver.executescript(f"PRAGMA incremental_vacuum({min(free - spare_pages, most_pages)})")
-        except sqlite3.Error as error:
-            check_available(error)
-            raise
+@contextmanager
+def available() -> Iterator[None]:
+    """Turn errors of SQLite that are no fault of the statement into StoreUnavailableError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        check_available(error)
+        raise
 
 
 def _engine(
@@ -241,7 +234,7 @@ def _engine(
     only_read: bool = False,
     is_new: bool = False,
 ) -> Engine:
-    """Connections to a database. With `file` new ones, and transactions with FULL, are refused once it is not in its directory any more."""
+    """Connections to a database. With `file`, new ones and transactions with FULL are refused once it has left its directory."""
 
     def require_there(*_: Any) -> None:
         if file is not None:
@@ -255,7 +248,7 @@ def _engine(
     def name_trouble(context: ExceptionContext) -> None:
         check_available(context.original_exception)
         code = getattr(context.original_exception, "sqlite_errorcode", None)
-        if code is not None and code & 0xFF in _DAMAGED:
+        if code is not None and code & 0xFF in DAMAGED:
             raise damaged(path, str(context.original_exception)) from context.original_exception
 
     def parse_json(text: str) -> Any:
@@ -292,7 +285,7 @@ def damaged(path: Path, found: str) -> ConfigError:
 
 
 def check_available(error: BaseException) -> None:
-    """Raise StoreUnavailableError for an error of SQLite that is no fault of the statement."""
+    """Raise StoreUnavailableError for errors in `_REMEDY`."""
     code = getattr(error, "sqlite_errorcode", None)  # missing if the module itself was misused
     if isinstance(error, sqlite3.Error) and code is not None and code & 0xFF in _REMEDY:
         raise StoreUnavailableError(
@@ -303,7 +296,7 @@ def check_available(error: BaseException) -> None:
 def _begin(connection: Connection) -> None:
     driver = connection.connection.driver_connection
     assert driver is not None
-    try:
+    try:  # not `available`: a transaction begins here thousands of times a second
         driver.execute("BEGIN IMMEDIATE" if connection.get_execution_options().get("write") else "BEGIN")
     except sqlite3.Error as error:
         check_available(error)
@@ -320,7 +313,7 @@ def _bring_to_our_version(connection: Connection, path: Path) -> None:
 
 
 def _is_older(connection: Connection, path: Path) -> bool:
-    """Whether a database is to be migrated. Raises ConfigError: damaged, or of a version that this Tinsmith does not know."""
+    """Whether a database is to be migrated. Raises ConfigError: damaged, or of an unknown version."""
     tables = set(inspect(connection).get_table_names())
     if not tables:
         raise damaged(path, "it is empty")
@@ -347,7 +340,7 @@ def _is_older(connection: Connection, path: Path) -> bool:
 
 
 def _upgrade(connection: Connection) -> None:
-    """Run the revisions that are missing, all in the transaction of `connection`: the database is migrated whole or stays as it was."""
+    """Migrate in the transaction of `connection`: whole, or not at all."""
     from alembic import command  # only here: it takes a tenth of a second, and most databases need no migration
     from alembic.config import Config
 

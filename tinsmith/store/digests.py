@@ -1,18 +1,20 @@
 """SHA-256 of large files, block by block, computed by several threads.
 
-A single SHA-256 over a file uses one core, at 1 to 2 GB/s. Digests of blocks use all cores, and tell which part of a file is damaged. The
-digest of a file of at most one block is what `sha256sum` prints.
+Blocks use all cores, and tell which part of a file is damaged. The digest of a file of one block is what `sha256sum` prints.
 """
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 16 * 2**20
-"""Size of a block in bytes; the last block of a file may be shorter. Changing it changes the format of manifests and fingerprints."""
+"""Changing it changes the format of manifests and fingerprints."""
 _READ_BYTES = 2**20
 _MAX_THREADS = 16
 
@@ -27,25 +29,36 @@ class Block:
 
 
 def blocks_of(path: Path, start: int, size: int) -> list[Block]:
-    """The blocks of `size` bytes of a file from position `start`; one empty block if `size` is 0."""
+    """The blocks of `size` bytes of a file; one empty block if `size` is 0."""
     return [Block(path, start + done, min(BLOCK_BYTES, size - done)) for done in range(0, max(size, 1), BLOCK_BYTES)]
 
 
 def digests_of(blocks: Sequence[Block]) -> list[str]:
-    """SHA-256 of each block in hexadecimal, in order. If the file ends inside a block, the digest is of what it has. Raises OSError."""
+    """SHA-256 of each block in hexadecimal; if the file ends inside a block, of what it has. Raises OSError."""
+    return of_each(blocks, _digest_of)
+
+
+def of_each(blocks: Sequence[Block], function: Callable[[Block], T]) -> list[T]:
+    """Results of a function of each block, computed by several threads."""
     if len(blocks) < 2:
-        return [_digest_of(block) for block in blocks]
+        return list(map(function, blocks))
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(blocks))) as threads:
-        return list(threads.map(_digest_of, blocks))
+        return list(threads.map(function, blocks))
+
+
+def parts_of(block: Block) -> Iterator[memoryview]:
+    """The bytes of a block, or fewer if the file ends before, each part until the next is read."""
+    left = block.size
+    buffer = memoryview(bytearray(min(_READ_BYTES, left)))
+    with block.path.open("rb", buffering=0) as file:
+        file.seek(block.start)
+        while left and (count := file.readinto(buffer[: min(left, _READ_BYTES)])):
+            yield buffer[:count]
+            left -= count
 
 
 def _digest_of(block: Block) -> str:
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(_READ_BYTES, block.size)))
-    with block.path.open("rb", buffering=0) as file:
-        file.seek(block.start)
-        left = block.size
-        while left and (count := file.readinto(buffer[: min(left, _READ_BYTES)])):
-            digest.update(buffer[:count])
-            left -= count
+    for part in parts_of(block):
+        digest.update(part)
     return digest.hexdigest()

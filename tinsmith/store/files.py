@@ -1,8 +1,7 @@
-"""The files of checkpoints: directories that are written once, completely or not at all, in the data directory or in an object store.
+"""The files of checkpoints: directories that are written once, completely or not at all.
 
-The row of a checkpoint says where its directory is, as a text that is called its place here: a name below the data directory's
-`checkpoints`, or the path or URL of a directory below a configured root. So the data directory can be moved, and checkpoints are found
-after the root has changed. All access goes through fsspec.
+A checkpoint's row names its place: a name below the data directory's `checkpoints`, or the path or URL of a directory below a configured
+root. So the data directory can be moved, and the root changed. All access goes through fsspec.
 """
 
 import hashlib
@@ -19,37 +18,37 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
+from tinsmith.errors import ConfigError, NotFoundError, TinsmithError, translated
+from tinsmith.store.disk import make_directory, sync
 from tinsmith.store.manifest import NAME as MANIFEST
-from tinsmith.store.sync import make_directory, sync
 
 CHECKPOINTS_DIR = "checkpoints"
-"""Directory of checkpoint files, below a data directory."""
+"""Below a data directory, as the next two."""
 SNAPSHOTS_DIR = "snapshots"
-"""Directory of the snapshots for which memory has no room, below a data directory."""
+"""Snapshots for which memory has no room."""
 KEPT_DIR = "kept_copies"
-"""Directory of what models come back from when a worker has died, below a data directory."""
+"""What models come back from when a worker has died."""
 ABOUT_FILE = "checkpoint.json"
-"""Says what a checkpoint is and on which base model it was trained."""
+"""Says what a checkpoint is, and its base model."""
 WRITING_PREFIX = ".writing-"
-"""First part of the name of an unfinished directory. The name of the directory that it will become follows."""
+"""Prefix of the name of an unfinished directory; the final name follows."""
 _JOINT = "joint"
-"""Last part of the name of an unfinished directory that several processes fill."""
+"""Suffix of an unfinished directory that several processes fill."""
 WRITING_S = 86400.0
-"""No write or read of a checkpoint takes so many seconds: an unfinished directory that is older was left by a process that died."""
+"""Older unfinished directories were left by a process that died."""
 _NAME = re.compile(r"[0-9a-f]{32}")
-"""The names that `new_place` makes."""
+"""Names that `new_place` makes."""
 _BLOCK_BYTES = 2**20
 
 
 def kept_copies(data_dir: Path, model_id: str) -> Path:
-    """Return the place of a model's kept copies. The name is a digest: clients choose parts of a model id."""
+    """Return the place of a model's kept copies: a digest, because clients choose parts of a model id."""
     return data_dir.resolve() / KEPT_DIR / hashlib.sha256(model_id.encode()).hexdigest()[:32]
 
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """An empty temporary directory to fill. When the body ends, it is synced and renamed to `directory`; if it fails, it is deleted."""
+    """A temporary directory to fill. It is synced and renamed to `directory` when the body ends, and deleted if it fails."""
     with tempfile.TemporaryDirectory(
         prefix=f"{WRITING_PREFIX}{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True
     ) as temporary:
@@ -66,7 +65,7 @@ def _put_in_place(files: Path, directory: Path) -> None:
 
 @contextmanager
 def deleted_at_last(directory: Path) -> Iterator[Path]:
-    """A directory that is there, for the time of the body. It may be renamed meanwhile."""
+    """Delete a directory when the body ends, unless it was renamed."""
     try:
         yield directory
     finally:
@@ -78,16 +77,16 @@ class Entry:
     """A directory of checkpoint files in the data directory, finished or not."""
 
     name: str
-    """Its own name, which `remove` takes as a place."""
+    """`remove` takes it as a place."""
     place: str
-    """The place that it is, or that it will become when it is finished; empty for a temporary copy that is read or sent."""
+    """Its place once it is finished; empty for a temporary copy."""
     finished: bool
     modified_at: float
     """Unix time."""
 
 
 def _errors_of(system: AbstractFileSystem) -> tuple[type[Exception], ...]:
-    """The errors with which a file system refuses something or does not answer."""
+    """Errors with which a file system refuses something or does not answer."""
     if "s3" in system.protocol:
         from botocore.exceptions import BotoCoreError  # s3fs installs it
 
@@ -110,9 +109,9 @@ class CheckpointFiles:
     """Reads, writes and deletes directories of checkpoint files, given by place."""
 
     def __init__(self, data_dir: Path, root: str = "", only_read: bool = False) -> None:
-        """New directories are made below `root`, a directory or a URL of fsspec; an empty text means the data directory.
+        """New directories are made below `root`, a directory or URL; by default in the data directory.
 
-        With `only_read` nothing is made there: another server writes to it. Raises ConfigError for a root that cannot be used.
+        With `only_read` another server writes there. Raises ConfigError for a root that cannot be used.
         """
         self._home = (data_dir / CHECKPOINTS_DIR).resolve()
         # A place outlives the working directory of the process that writes it.
@@ -122,10 +121,11 @@ class CheckpointFiles:
             self._check(root, only_read)
 
     def _check(self, root: str, only_read: bool) -> None:
-        """List the root, or write and delete a small file: one that cannot be used is found at the start and not at the first save."""
+        """List the root, or write a small file there, so that one that cannot be used is found at the start."""
         if "://" in root and not root.partition("://")[2].strip("/"):
             raise ConfigError(f"checkpoint_root={root!r} names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
-        try:
+        trouble = (ImportError, FileNotFoundError, ValueError, TinsmithError)  # an unknown kind of store, or no access
+        with translated(trouble, ConfigError, lambda error: f"checkpoint_root={root!r} cannot be used: {error}"):
             system, path = self._resolve(f"{self._root}/{WRITING_PREFIX}{uuid.uuid4().hex}")
             if only_read:
                 self._require_readable(system)
@@ -135,8 +135,6 @@ class CheckpointFiles:
                     make_directory(Path(path).parent)
                 system.pipe_file(path, b"")
                 system.rm_file(path)
-        except (ImportError, FileNotFoundError, ValueError, TinsmithError) as error:  # an unknown kind of store, or no access
-            raise ConfigError(f"checkpoint_root={root!r} cannot be used: {error}") from error
 
     def _require_readable(self, system: AbstractFileSystem) -> None:
         if isinstance(system, LocalFileSystem) and not system.isdir(self._resolve(self._root)[1]):
@@ -144,13 +142,13 @@ class CheckpointFiles:
         self.places_below_root()
 
     def new_place(self) -> str:
-        """A new place, where nothing is. Its name is random: no client chooses it."""
+        """A random place, where nothing is."""
         name = uuid.uuid4().hex
         return f"{self._root}/{name}" if self._root else name
 
     @contextmanager
     def written(self, place: str) -> Iterator[Path]:
-        """An empty local directory to fill. When the body ends, its files are at `place` and synced; if it fails, there are none."""
+        """A local directory to fill. When the body ends, its files are at `place` and synced; if it fails, there are none."""
         system, path = self._resolve(place)
         if isinstance(system, LocalFileSystem):
             with whole_directory(Path(path)) as directory:
@@ -161,9 +159,9 @@ class CheckpointFiles:
             _upload(directory, system, path)
 
     def joint(self, place: str) -> Path:
-        """The directory that several processes, perhaps on several hosts, fill with what is to be at `place`. The first of them makes it.
+        """The directory that several processes fill with what is to be at `place`. The first of them makes it.
 
-        On the way to an object store, which takes no bytes at a position, it is in the data directory.
+        For an object store, which takes no bytes at a position, it is in the data directory.
         """
         system, path = self._resolve(place)
         home = Path(path).parent if isinstance(system, LocalFileSystem) else self._home
@@ -171,7 +169,7 @@ class CheckpointFiles:
 
     @contextmanager
     def joined(self, place: str) -> Iterator[Path]:
-        """Complete what several processes have written to `joint`, and no longer write to. Otherwise as `written`."""
+        """Complete what several processes have written to `joint`, otherwise as `written`."""
         system, path = self._resolve(place)
         with deleted_at_last(self.joint(place)) as directory:
             yield directory
@@ -182,9 +180,10 @@ class CheckpointFiles:
 
     @contextmanager
     def fetched(self, place: str) -> Iterator[Path]:
-        """A local directory with the files, to be read while the body runs. Raises NotFoundError if they have been deleted."""
+        """A local directory with the files. Raises NotFoundError if they have been deleted."""
         system, path = self._resolve(place)
-        try:
+        gone = "the files of this checkpoint are gone: it was deleted while it was read"
+        with translated(FileNotFoundError, NotFoundError, lambda _: gone):
             if isinstance(system, LocalFileSystem):
                 yield Path(path)
                 return
@@ -193,8 +192,6 @@ class CheckpointFiles:
                     with _using(system, path):
                         system.get_file(f"{path}/{name}", str(scratch / name))
                 yield scratch
-        except FileNotFoundError as error:
-            raise NotFoundError("the files of this checkpoint are gone: it was deleted while it was read") from error
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
@@ -216,7 +213,7 @@ class CheckpointFiles:
         return {name.removeprefix(f"{path}/"): info["size"] for name, info in sorted(found.items())}
 
     def read(self, place: str, name: str, wanted: range) -> Iterator[bytes]:
-        """The bytes `wanted` of a file that `sizes` names, in blocks."""
+        """Bytes of a file that `sizes` names, in blocks."""
         system, path = self._resolve(place)
         with _using(system, path), system.open(f"{path}/{name}", "rb") as file:
             file.seek(wanted.start)
@@ -226,7 +223,7 @@ class CheckpointFiles:
                 yield block
 
     def remove(self, place: str) -> None:
-        """Delete a directory, and unfinished ones that were to become it. It may be gone already."""
+        """Delete a directory, if it is there, and unfinished ones that were to become it."""
         for system, path in self._all_of(place):
             with suppress(FileNotFoundError), _using(system, path):
                 system.rm(path, recursive=True)
@@ -240,42 +237,38 @@ class CheckpointFiles:
         return total
 
     def _all_of(self, place: str) -> list[tuple[AbstractFileSystem, str]]:
-        """The file system and path of the directory of a place, and of unfinished ones that were to become it."""
+        """The directory of a place and unfinished ones that were to become it, each as file system and path."""
         system, path = self._resolve(place)
         home = Path(path).parent if isinstance(system, LocalFileSystem) else self._home
         begun = home.glob(f"{WRITING_PREFIX}{Path(path).name}-*")
         return [*((LocalFileSystem(), str(unfinished)) for unfinished in begun), (system, path)]
 
     def entries(self) -> list[Entry]:
-        """All directories of checkpoint files in the data directory, with or without a row."""
+        """All directories in the data directory, with or without a row."""
         return [entry for path in sorted(self._home.iterdir()) if (entry := _entry(path)) is not None]
 
     def finished_places(self) -> list[str]:
-        """The places of all finished directories, in the data directory and below the root."""
+        """The places of finished directories, in the data directory and below the root."""
         places = [entry.place for entry in self.entries() if entry.finished]
         return places + [place for place in self.places_below_root() if place.rpartition("/")[2] not in places]
 
     def places_below_root(self) -> list[str]:
-        """The places of all finished directories below the root, in an object store also of those that are being written."""
+        """The places of finished directories below the root; in an object store also of those being written."""
         if not self._root:
             return []
         system, path = self._resolve(self._root)
-        try:
-            with _using(system, path):
-                names = [str(found).rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False)]
-        except FileNotFoundError:  # an object store has no directory before something is in it
-            return []
+        names: list[str] = []
+        with suppress(FileNotFoundError), _using(system, path):  # an object store has no directory before something is in it
+            names = [str(found).rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False)]
         return [f"{self._root}/{name}" for name in sorted(names) if _NAME.fullmatch(name)]
 
     def manifest(self, place: str) -> bytes | None:
-        """The manifest of a place; None if it has none, or none yet."""
+        """The manifest of a place, if it has one yet."""
         system, path = self._resolve(place)
-        try:
-            with _using(system, path):
-                content: bytes = system.cat_file(f"{path}/{MANIFEST}")
-        except FileNotFoundError:
-            return None
-        return content
+        with suppress(FileNotFoundError), _using(system, path):
+            content: bytes = system.cat_file(f"{path}/{MANIFEST}")
+            return content
+        return None
 
     def _resolve(self, place: str) -> tuple[AbstractFileSystem, str]:
         """The file system of a place, and its path there."""
@@ -297,13 +290,11 @@ def _upload(directory: Path, system: AbstractFileSystem, path: str) -> None:
 
 
 def _entry(path: Path) -> Entry | None:
-    """The entry for a path; None if its name is not one of ours, or if it has just been deleted."""
+    """The entry for a path; None for a name that is not ours, or if it has just been deleted."""
     finished = _NAME.fullmatch(path.name) is not None
     if not finished and not path.name.startswith(WRITING_PREFIX):
         return None
-    try:
-        modified_at = path.stat().st_mtime
-    except FileNotFoundError:
-        return None
     place = path.name if finished else path.name.removeprefix(WRITING_PREFIX).rpartition("-")[0]
-    return Entry(path.name, place, finished, modified_at)
+    with suppress(FileNotFoundError):
+        return Entry(path.name, place, finished, path.stat().st_mtime)
+    return None

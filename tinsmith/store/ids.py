@@ -21,27 +21,27 @@ def model_id(session_id: str, model_seq_id: int) -> str:
 
 
 def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
-    """The id of a sampling session. Base-model sessions and ephemeral snapshots share one counter."""
+    """Base-model sessions and ephemeral snapshots share one counter."""
     return f"{session_id}{_SAMPLE}{sampling_session_seq_id}"
 
 
 def inflight_id(model_id: str) -> str:
-    """The id of the weights that the inflight sampling sessions of a model use: always its newest ones."""
+    """The id of a model's newest weights, which its inflight sampling sessions use."""
     return f"{model_id}{_INFLIGHT}"
 
 
 def is_inflight(weights_id: str) -> bool:
-    """Whether this is an id of `inflight_id`, whose weights change."""
+    """Whether this is an id of `inflight_id`."""
     return weights_id.endswith(_INFLIGHT)
 
 
 def clone_of(seq_id: int) -> int:
-    """The number of the client that sent a sample, of those that share its sampling session; the one that created the session is 0."""
+    """The number of the client that sent a sample, of those that share its sampling session."""
     return seq_id // _CLONE
 
 
 def session_of(owned_id: str) -> str:
-    """The session that a model id or sampling session id belongs to."""
+    """The session of a model or sampling session."""
     for mark in (_TRAIN, _SAMPLE):
         session_id, found, _ = owned_id.rpartition(mark)
         if found:
@@ -50,17 +50,17 @@ def session_of(owned_id: str) -> str:
 
 
 def request_id(owner_id: str, seq_id: int) -> str:
-    """The id of an operation of a model, or of a sample of a sampling session."""
+    """The id of an operation, or of a sample."""
     return f"{owner_id}/{seq_id}"
 
 
 def sequence_id(sample: str, index: int) -> str:
-    """The id of one of the sequences that a sample gave."""
+    """The id of a sampled sequence."""
     return f"{sample}/{index}"
 
 
 def parse_request_id(text: str) -> tuple[str, int] | None:
-    """(owner id, seq_id) of a request id as `request_id` builds it, or None for any other text."""
+    """(owner id, seq_id) of a request id, or None for any other text."""
     owner_id, found, number = text.rpartition("/")
     if not found or not (number.isascii() and number.isdigit()) or len(number) > len(str(_MAX_NUMBER)):
         return None
@@ -69,5 +69,5 @@ def parse_request_id(text: str) -> tuple[str, int] | None:
 
 
 def is_sample(text: str) -> bool:
-    """Whether a request id belongs to a sample rather than to a training operation."""
+    """Whether a request id is that of a sample."""
     return _SAMPLE in text

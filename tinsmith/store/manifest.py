@@ -1,27 +1,27 @@
-"""`manifest.json`, which describes a checkpoint. It is in the checkpoint's directory and written after all other files.
+"""`manifest.json`, which describes a checkpoint and is written after all other files of its directory.
 
-It holds the checkpoint's row, so that `tinsmith recover` can add a checkpoint that is missing in the database, and digests of every file,
-so that a damaged file is refused when it is read.
+It holds the checkpoint's row, so that `tinsmith recover` can add it to a database, and digests of every file, so that a damaged one is
+refused when it is read.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import TinsmithError, translated
 from tinsmith.store.digests import BLOCK_BYTES, blocks_of, digests_of
+from tinsmith.store.disk import sync
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.sync import sync
 
 NAME = "manifest.json"
-"""Clients do not see this file."""
 FORMAT_VERSION = 1
 REMEDY = "put back a copy of it (a backup made by `tinsmith backup`), or use another checkpoint"
-"""Remedy for damaged files, as the end of a message."""
+"""The end of a message about damaged files."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class FileDigests:
     size: int
     """Bytes."""
     sha256: list[str]
-    """Digest of each block of BLOCK_BYTES, in hexadecimal."""
+    """Of each block of BLOCK_BYTES, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Manifest:
     """The content of a manifest."""
 
     checkpoint: dict[str, Any]
-    """The fields of the row when it was saved, without the directory."""
+    """The row when it was saved, without the directory."""
     files: dict[str, FileDigests]
-    """Digests of the files, by name relative to the directory."""
+    """By name relative to the directory."""
 
     def row(self, directory: str) -> Checkpoint:
         """The row of the checkpoint, with its files in `directory`."""
@@ -49,7 +49,7 @@ class Manifest:
 
 
 def write_manifest(directory: Path, checkpoint: Checkpoint, durable: bool = True) -> None:
-    """Write the manifest of `directory`, which holds all files of this checkpoint, and sync these if they are `durable`. Raises OSError."""
+    """Write the manifest of a complete directory, and sync its files if they are `durable`. Raises OSError."""
     row = {name: value for name, value in asdict(checkpoint).items() if name != "directory"}
     found = sorted(file for file in directory.rglob("*") if file.is_file())
     sizes = {file: file.stat().st_size for file in found}
@@ -72,14 +72,12 @@ def _sync_all(files: Iterable[Path]) -> None:
 
 
 def parse_manifest(text: str | bytes, shown: str) -> Manifest:
-    """The manifest in `text`; `shown` names its directory in messages. Raises TinsmithError if it is damaged or of a newer format."""
-    try:
+    """The manifest in `text`; `shown` names its directory. Raises TinsmithError if it is damaged or of another format."""
+    whole = False
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(text)
-        claimed = content.pop("sha256")
-        damaged = claimed != _own_digest(content)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        damaged = True
-    if damaged:
+        whole = content.pop("sha256") == _own_digest(content)
+    if not whole:
         raise TinsmithError(f"{shown}/{NAME} is damaged: its checksum is not that of its content; {REMEDY}")
     if (content["format_version"], content["block_bytes"]) != (FORMAT_VERSION, BLOCK_BYTES):
         version = content["format_version"]
@@ -93,19 +91,14 @@ def parse_manifest(text: str | bytes, shown: str) -> Manifest:
 
 
 def read_manifest(directory: Path, shown: str) -> Manifest:
-    """The manifest of a directory. Raises TinsmithError if there is none, and as `parse_manifest`."""
-    try:
+    """The manifest of a directory. Raises TinsmithError if there is none, or as `parse_manifest`."""
+    with translated(FileNotFoundError, TinsmithError, lambda _: f"{shown}/{NAME} is missing; {REMEDY}"):
         text = (directory / NAME).read_bytes()
-    except FileNotFoundError as error:
-        raise TinsmithError(f"{shown}/{NAME} is missing; {REMEDY}") from error
     return parse_manifest(text, shown)
 
 
 def verify_files(manifest: Manifest, directory: Path, shown: str, names: Iterable[str] | None = None) -> None:
-    """Raise TinsmithError unless these files (all, without `names`) are what was written; the error names file and remedy.
-
-    All of them are read, by several threads.
-    """
+    """Raise TinsmithError unless these files (all, without `names`) are what was written. Several threads read them."""
     chosen = [name for name in manifest.files if names is None or name in names]
     for name in chosen:
         expected, path = manifest.files[name], directory / name

@@ -1,4 +1,4 @@
-"""Files that several processes write together, each some of their bytes, and how it is known that all of them are there.
+"""Files that several processes write together, and the check that all pieces are there.
 
 Each process writes and syncs its pieces and tells of them. One that has heard of all compares the files with that: a file system may lose
 bytes that two hosts write into the same page, and a piece that nobody wrote would read as zeros.
@@ -7,20 +7,19 @@ bytes that two hosts write into the same page, and a piece that nobody wrote wou
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.errors import TinsmithError
+from tinsmith.store.digests import Block, of_each, parts_of
+from tinsmith.store.disk import opened
 
 LARGEST = 64 * 2**20
-"""Most bytes of a piece that is told of: larger ones are cut, so that several threads can compare them."""
-_READ_BYTES = 2**20
-_MAX_THREADS = 16
+"""Larger pieces are cut, so that several threads can compare them."""
 
 Told = Sequence[tuple[str, int, int, int]]
-"""Written pieces: the name of the file, the position in it, the size in bytes, and the CRC-32 of the bytes."""
+"""Written pieces: file name, position, size in bytes, and CRC-32."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,20 @@ class FilePiece:
 
 
 def write_pieces(directory: Path, pieces: Iterable[FilePiece], between_hosts: bool = False) -> list[tuple[str, int, int, int]]:
-    """Write pieces of files in `directory`, which is made if it is not there; other processes write other pieces at the same time.
+    """Write pieces of files in `directory`, while other processes, with `between_hosts` on other hosts, write others.
 
-    They are on the disk when this returns. With `between_hosts` the others may be on other hosts. Raises OSError.
+    They are on the disk when this returns. Raises OSError.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
     told: list[tuple[str, int, int, int]] = []
     files: dict[str, int] = {}
-    with ExitStack() as opened:
+    # A client of NFS extends a write to the whole page if it believes to know that page, and so puts old bytes in the place of those that
+    # other hosts have just written; but not in a file that is opened with O_DSYNC.
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_DSYNC if between_hosts else 0)
+    with ExitStack() as files_open:
         for piece in _cut(pieces):
             if piece.file not in files:
-                files[piece.file] = opened.enter_context(_opened(directory / piece.file, between_hosts))
+                files[piece.file] = files_open.enter_context(opened(directory / piece.file, flags, 0o600))
             _write(files[piece.file], piece)
             told.append((piece.file, piece.start, len(piece.data), zlib.crc32(piece.data)))
         for file in files.values():
@@ -54,18 +56,18 @@ def write_pieces(directory: Path, pieces: Iterable[FilePiece], between_hosts: bo
 
 
 def check_pieces(directory: Path, told: Told) -> None:
-    """Raise TinsmithError unless the files that are told of hold every piece, and nothing else. Several threads read them."""
+    """Raise TinsmithError unless the files hold every piece that was told of, and nothing else."""
     by_file: dict[str, list[tuple[int, int, int]]] = {}
     for name, start, size, crc in told:
         by_file.setdefault(name, []).append((start, size, crc))
-    wanted: list[tuple[Path, int, int, int]] = []
+    wanted: list[tuple[Block, int]] = []
     for name, of_file in by_file.items():
         end = 0
         for start, size, crc in sorted(of_file):
             if start != end:
                 raise _lost(directory / name, min(start, end), max(start, end))
             end += size
-            wanted.append((directory / name, start, size, crc))
+            wanted.append((Block(directory / name, start, size), crc))
         found = _size_of(directory / name)
         if found != end:
             raise _lost(directory / name, min(found, end), max(found, end))
@@ -73,11 +75,10 @@ def check_pieces(directory: Path, told: Told) -> None:
         raise TinsmithError(f"{directory} holds {', '.join(others)}, of which no worker has told; save again")
     if not wanted:
         raise TinsmithError(f"no worker has told of anything that it wrote to {directory}; save again")
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(wanted))) as threads:
-        crcs = list(threads.map(_crc_of, *zip(*[(path, start, size) for path, start, size, _ in wanted], strict=True)))
-    for (path, start, size, expected), crc in zip(wanted, crcs, strict=True):
+    crcs = of_each([block for block, _ in wanted], _crc_of)
+    for (block, expected), crc in zip(wanted, crcs, strict=True):
         if crc != expected:
-            raise _lost(path, start, start + size)
+            raise _lost(block.path, block.start, block.start + block.size)
 
 
 def _lost(path: Path, start: int, end: int) -> TinsmithError:
@@ -93,18 +94,6 @@ def _cut(pieces: Iterable[FilePiece]) -> Iterator[FilePiece]:
             yield FilePiece(piece.file, piece.start + start, piece.data[start : start + LARGEST])
 
 
-@contextmanager
-def _opened(path: Path, between_hosts: bool) -> Iterator[int]:
-    """A file to write to at any position. It may be there already, with pieces of others."""
-    # A client of NFS extends a write to the whole page if it believes to know that page, and so puts old bytes in the place of those that
-    # other hosts have just written; but not in a file that is opened like this.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_DSYNC if between_hosts else 0), 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _write(descriptor: int, piece: FilePiece) -> None:
     done = 0
     while done < len(piece.data):
@@ -116,13 +105,8 @@ def _size_of(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def _crc_of(path: Path, start: int, size: int) -> int:
-    """CRC-32 of some bytes of a file; of fewer, if it ends before."""
-    crc, left = 0, size
-    buffer = memoryview(bytearray(min(_READ_BYTES, size)))
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while left and (count := file.readinto(buffer[: min(left, _READ_BYTES)])):
-            crc = zlib.crc32(buffer[:count], crc)
-            left -= count
+def _crc_of(block: Block) -> int:
+    crc = 0
+    for part in parts_of(block):
+        crc = zlib.crc32(part, crc)
     return crc

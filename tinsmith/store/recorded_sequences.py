@@ -1,29 +1,28 @@
 """Records tokens and log-probabilities of samples with record_stability_info, for the loss stable_reinforce.
 
-As Tinker documents it, a sequence belongs to the session that sampled it and can be trained on for one day, which begins anew with each
-training request that uses it. The records are in a SQLite file of their own, so that no sample waits for the database. They survive the
-death of any process, and a power cut may take the last ones. Nothing else refers to them: a file that is damaged, or of another version, is
-replaced by an empty one, and backups leave it out.
+As Tinker documents it, a sequence belongs to its session and can be trained on for one day, which begins anew with each use. The records
+are in a SQLite file of their own, so that no sample waits for the database. They survive the death of any process, and a power cut may take
+the last ones. A file that is damaged, or of another version, is replaced by an empty one, and backups leave it out.
 """
 
 import fcntl
+import json
 import logging
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError, translated
 from tinsmith.store import ids
-from tinsmith.store.database import check_available
-from tinsmith.store.lock import open_lock
+from tinsmith.store.database import DAMAGED, available
+from tinsmith.store.disk import oldest_beyond, open_lock
 from tinsmith.store.records import RecordedSequence
-from tinsmith.store.retention import oldest_beyond
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +31,15 @@ T = TypeVar("T")
 FILE_NAME = "recorded_sequences.sqlite"
 
 LIFETIME_S = 24 * 3600.0
-"""Seconds for which a sequence can be trained on after it was sampled or last used."""
+"""Seconds for which a sequence can be trained on."""
 
 _VERSION = 1
 _PURGE_S = 60.0
-"""Seconds between two looks for what has expired."""
-_IDS_AT_A_TIME = 500
-"""Variables of one statement; SQLite takes 32,766, older versions 999."""
+"""Seconds between two purges."""
 _LEFT_SHARE = 0.9
-"""Share of the limit that is kept when some have to go, so that this does not happen with every sample."""
+"""Share of the limit that is left when some have to go, so that not every sample purges."""
 _ROW_BYTES = 200
-"""About what a row takes beside its arrays."""
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-"""Primary error codes of SQLite for a damaged file."""
+"""Roughly, beside the arrays."""
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS recorded (
@@ -65,21 +60,19 @@ class RecordedSequences:
     """The records of one data directory, for any thread of one process."""
 
     def __init__(self, data_dir: Path, max_bytes: float, lifetime_s: float = LIFETIME_S) -> None:
-        """Beyond `max_bytes` the least recently used go first. Raises ConfigError if the file can be neither opened nor replaced."""
+        """The least recently used go first. Raises ConfigError if the file can be neither opened nor replaced."""
         self._path = data_dir / FILE_NAME
         self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
         self._lock = threading.Lock()
-        try:
-            with open_lock(data_dir / f"{FILE_NAME}.lock") as lock:  # several workers open it at the same time
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                self._connection, self._bytes = self._open()
-        except (sqlite3.Error, OSError) as error:
-            raise ConfigError(f"{self._path} cannot be used: {error}; see to that, or delete it: what it records is lost then") from error
+        trouble = self._named(ConfigError, "see to that, or delete it: what it records is lost then")
+        with trouble, open_lock(data_dir / f"{FILE_NAME}.lock") as lock:  # several workers open it at the same time
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._connection, self._bytes = self._open()
         self._purged_at = -_PURGE_S  # so that the first record looks for what has expired
 
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
-        """Keep sequences by id, in the place of what had these ids before. Raises StoreUnavailableError, for example for a full disk."""
+        """Keep sequences by id; those of the same ids are replaced. Raises StoreUnavailableError."""
         expires_at = time.time() + self._lifetime_s
         rows = [
             (
@@ -102,20 +95,18 @@ class RecordedSequences:
         self._transact(insert)
 
     def find(self, sequence_ids: Iterable[str]) -> dict[str, RecordedSequence]:
-        """Those of these sequences that are there, which are now kept for another day. Raises StoreUnavailableError."""
-        named = list(dict.fromkeys(sequence_ids))
+        """Those of these sequences that are there, which are kept for another day. Raises StoreUnavailableError."""
+        named = json.dumps(list(sequence_ids))
+        which = "WHERE expires_at > ? AND sequence_id IN (SELECT value FROM json_each(?))"
 
         def look(connection: sqlite3.Connection) -> dict[str, RecordedSequence]:
-            now, left = time.time(), iter(named)
-            found: dict[str, RecordedSequence] = {}
-            while some := tuple(islice(left, _IDS_AT_A_TIME)):
-                which = f"WHERE expires_at > ? AND sequence_id IN ({', '.join('?' * len(some))})"
-                rows = connection.execute(f"SELECT sequence_id, prompt_length, tokens, logprobs FROM recorded {which}", (now, *some))
-                for sequence_id, prompt_length, tokens, logprobs in rows:
-                    found[sequence_id] = RecordedSequence(
-                        prompt_length, np.frombuffer(tokens, dtype="<i4"), np.frombuffer(logprobs, dtype="<f4")
-                    )
-                connection.execute(f"UPDATE recorded SET expires_at = ? {which}", (now + self._lifetime_s, now, *some))
+            now = time.time()
+            rows = connection.execute(f"SELECT sequence_id, prompt_length, tokens, logprobs FROM recorded {which}", (now, named))
+            found = {
+                sequence_id: RecordedSequence(prompt_length, np.frombuffer(tokens, dtype="<i4"), np.frombuffer(logprobs, dtype="<f4"))
+                for sequence_id, prompt_length, tokens, logprobs in rows
+            }
+            connection.execute(f"UPDATE recorded SET expires_at = ? {which}", (now + self._lifetime_s, now, named))
             return found
 
         return self._transact(look)
@@ -137,7 +128,7 @@ class RecordedSequences:
     # ---- The file
 
     def _open(self) -> tuple[sqlite3.Connection, int]:
-        """A connection to the file, or to an empty one in its place, and the sum of the sizes of its rows."""
+        """A connection to the file, or to an empty one in its place, and the total size of its rows."""
         try:
             return self._connect()
         except sqlite3.DatabaseError as error:
@@ -153,7 +144,7 @@ class RecordedSequences:
         return self._connect()
 
     def _connect(self) -> tuple[sqlite3.Connection, int]:
-        """A connection in which transactions begin where the code says so, and the sum of the sizes of all rows."""
+        """A connection without implicit transactions, and the total size of all rows."""
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30.0)
         try:
             connection.execute("PRAGMA journal_mode=WAL")
@@ -169,33 +160,25 @@ class RecordedSequences:
             raise
 
     def _transact(self, use: Callable[[sqlite3.Connection], T]) -> T:
-        """Return the result of `use`, run in one transaction; once more on an empty file, if the file turns out to be damaged."""
-        with self._lock:
+        """Return the result of `use`, run in one transaction; again on an empty file, if this one turns out to be damaged."""
+        with self._lock, self._named(TinsmithError, "stop the server, delete the file and sample again what was recorded"), available():
             try:
-                try:
-                    return self._attempt(use)
-                except sqlite3.DatabaseError as error:
-                    if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:  # missing if the connection is closed
-                        raise
-                    self._connection.close()
-                    self._connection, self._bytes = self._replace(error)
-                    return self._attempt(use)
-            except (sqlite3.Error, OSError) as error:
-                check_available(error)
-                raise TinsmithError(
-                    f"{self._path} cannot be used: {error}; stop the server, delete the file and sample again what was recorded"
-                ) from error
+                return self._attempt(use)
+            except sqlite3.DatabaseError as error:
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF not in DAMAGED:  # missing if the connection is closed
+                    raise
+                self._connection.close()
+                self._connection, self._bytes = self._replace(error)
+                return self._attempt(use)
 
     def _attempt(self, use: Callable[[sqlite3.Connection], T]) -> T:
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            result = use(self._connection)
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            raise
-        return result
+        with self._connection:  # which commits, or rolls back
+            self._connection.execute("BEGIN IMMEDIATE")
+            return use(self._connection)
+
+    def _named(self, ours: type[TinsmithError], remedy: str) -> AbstractContextManager[None]:
+        """Turn errors of the file into one of ours that names it."""
+        return translated((sqlite3.Error, OSError), ours, lambda error: f"{self._path} cannot be used: {error}; {remedy}")
 
     def _purge(self, connection: sqlite3.Connection) -> None:
         """Delete what has expired, once a minute, and what is beyond the limit."""

@@ -1,85 +1,147 @@
-"""Sessions, their models and sampling sessions in SQL. Each function is part of a transaction."""
+"""Sessions, their models and sampling sessions, and how they end.
 
+A model ends in one of three ways, of which clients that still use it are told (`refusal`):
+
+finished  its client has ended its session
+unloaded  the server has saved and unloaded it: its session was idle, or the server was stopped
+lost      its worker or the engine ended under it
+
+Long after its end, a session is forgotten with its operations, sampling sessions and models. A model that has checkpoints stays as their
+run, and with it its last operation, whose time says when it was last used.
+"""
+
+import time
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, or_, select, update
 from sqlalchemy.dialects.sqlite import insert
 
-from tinsmith.store import endings
-from tinsmith.store.records import CLIENT_REASONS, Model, SamplingSession, Session
-from tinsmith.store.schema import models, sampling_sessions, sessions
+from tinsmith.errors import NotFoundError
+from tinsmith.store.checkpoints import ALIVE
+from tinsmith.store.database import Transactions
+from tinsmith.store.records import CLIENT_REASONS, Category, Model, SamplingSession, Session
+from tinsmith.store.schema import checkpoints, command_images, commands, models, sampling_sessions, sessions
 
-_SESSION = select(sessions.c.session_id, sessions.c.created_at, sessions.c.finished_at).where(sessions.c.session_id == bindparam("key"))
-_FINISH = (
-    update(sessions)
-    .where(sessions.c.session_id == bindparam("key"), sessions.c.finished_at.is_(None))
-    .values(finished_at=bindparam("now"), finish_reason=bindparam("reason"), finish_detail=bindparam("detail"))
-)
-_OPEN = select(sessions.c.session_id).where(sessions.c.finished_at.is_(None))
-_END_SAMPLING = (
-    update(sampling_sessions)
-    .where(sampling_sessions.c.session_id == bindparam("key"), sampling_sessions.c.gone.is_(None))
-    .values(gone="its session is finished")
+MODEL_COLUMNS = [models.c[name] for name in Model.__dataclass_fields__]
+MOST_COMMANDS = 10_000
+"""Most operations that one transaction deletes: others wait for it."""
+
+_SESSION = select(*[sessions.c[name] for name in Session.__dataclass_fields__]).where(sessions.c.session_id == bindparam("key"))
+_MODEL = select(*MODEL_COLUMNS).where(models.c.model_id == bindparam("key"))
+_SAMPLING = select(*[sampling_sessions.c[name] for name in SamplingSession.__dataclass_fields__]).where(
+    sampling_sessions.c.sampling_session_id == bindparam("key")
 )
 _INSERT_MODEL = insert(models).on_conflict_do_nothing()
-_MODEL = select(
-    models.c.model_id,
-    models.c.session_id,
-    models.c.base_model,
-    models.c.lora_config,
-    models.c.optimizer_config,
-    models.c.user_metadata,
-    models.c.status,
-    models.c.applied_seq,
-).where(models.c.model_id == bindparam("key"))
 _INSERT_SAMPLING = insert(sampling_sessions).on_conflict_do_nothing()
-_SAMPLING = select(
-    sampling_sessions.c.sampling_session_id,
-    sampling_sessions.c.session_id,
-    sampling_sessions.c.base_model,
-    sampling_sessions.c.snapshot_id,
-    sampling_sessions.c.model_id,
-    sampling_sessions.c.model_path,
-    sampling_sessions.c.gone,
-    sampling_sessions.c.inflight,
-).where(sampling_sessions.c.sampling_session_id == bindparam("key"))
-
-_JOIN = (
-    update(sampling_sessions)
-    .where(sampling_sessions.c.sampling_session_id == bindparam("key"))
-    .values(clones=sampling_sessions.c.clones + 1)
-    .returning(sampling_sessions.c.clones)
+_LIVING = models.c.status.in_(("creating", "ready"))
+_OWNER = select(models.c.status, sessions.c.finish_reason).join_from(models, sessions).where(models.c.model_id == bindparam("key"))
+_NEWEST = (
+    select(checkpoints.c.tinker_path)
+    .where(checkpoints.c.model_id == bindparam("key"), checkpoints.c.kind == "training", ALIVE)
+    .order_by(checkpoints.c.created_at.desc())
+    .limit(1)
+)
+_OVER = select(sessions.c.session_id).where(sessions.c.finished_at < bindparam("before"))
+_MODELS_OVER = select(models.c.model_id).where(models.c.session_id.in_(_OVER))
+_later = commands.alias()
+_LAST = select(func.max(_later.c.seq_id)).where(_later.c.model_id == commands.c.model_id).scalar_subquery()
+_OLD_COMMANDS = (
+    select(commands.c.id)
+    .where(
+        commands.c.model_id.in_(_MODELS_OVER),
+        commands.c.status != "queued",
+        or_(~exists().where(checkpoints.c.model_id == commands.c.model_id), commands.c.seq_id < _LAST),
+    )
+    .limit(bindparam("most"))
+)
+_IMAGES_OVER = select(command_images.c.sha256).join_from(command_images, commands).where(commands.c.model_id.in_(_MODELS_OVER)).distinct()
+_FORGET = (
+    delete(commands).where(commands.c.id.in_(_OLD_COMMANDS)),
+    delete(sampling_sessions).where(sampling_sessions.c.session_id.in_(_OVER)),
+    delete(models).where(
+        models.c.session_id.in_(_OVER),
+        ~exists().where(checkpoints.c.model_id == models.c.model_id),
+        ~exists().where(commands.c.model_id == models.c.model_id),
+        ~exists().where(sampling_sessions.c.model_id == models.c.model_id),
+    ),
+    delete(sessions).where(sessions.c.finished_at < bindparam("before"), ~exists().where(models.c.session_id == sessions.c.session_id)),
 )
 
 
-def create_session(connection: Connection, session_id: str, description: dict[str, Any], now: float) -> None:
-    """Add a session. `description` holds tags, user_metadata, sdk_version, project_id and display_name."""
-    row = {"session_id": session_id, "created_at": now, "last_seen_at": now}
-    connection.execute(sessions.insert(), row | description)
+class SessionStore(Transactions):
+    """Sessions, models and sampling sessions. Each method is one transaction."""
+
+    def create_session(self, session_id: str, description: dict[str, Any]) -> None:
+        """Add a session. `description` holds tags, user_metadata, sdk_version, project_id and display_name."""
+        now = time.time()
+        with self.writing() as connection:
+            connection.execute(sessions.insert(), {"session_id": session_id, "created_at": now, "last_seen_at": now} | description)
+
+    def session(self, session_id: str) -> Session | None:
+        """The session with this id."""
+        row = self._row(_SESSION, session_id)
+        return None if row is None else Session(*row)
+
+    def finish_session(self, session_id: str, reason: str, detail: str | None) -> bool:
+        """End a session with its sampling sessions, and its models if its client ends it. False if it was finished before or is unknown.
+
+        If the server ends the session, the engine saves its models and then unloads them.
+        """
+        own = sessions.c.session_id == session_id
+        end = update(sessions).where(own, sessions.c.finished_at.is_(None))
+        with self.writing() as connection:
+            ended = connection.execute(end.values(finished_at=time.time(), finish_reason=reason, finish_detail=detail)).rowcount == 1
+            if ended:
+                drawn = sampling_sessions.c.session_id == session_id, sampling_sessions.c.gone.is_(None)
+                connection.execute(update(sampling_sessions).where(*drawn).values(gone="its session is finished"))
+                if reason in CLIENT_REASONS:
+                    connection.execute(update(models).where(models.c.session_id == session_id, _LIVING).values(status="finished"))
+        return ended
+
+    def open_sessions(self) -> list[str]:
+        """The ids of sessions that are not finished."""
+        with self.reading() as connection:
+            return list(connection.execute(select(sessions.c.session_id).where(sessions.c.finished_at.is_(None))).scalars())
+
+    def model(self, model_id: str) -> Model | None:
+        """The model with this id."""
+        row = self._row(_MODEL, model_id)
+        return None if row is None else Model(*row)
+
+    def unload_model(self, model_id: str) -> None:
+        """Note that a model was saved as a checkpoint and removed from the engine."""
+        with self.writing() as connection:
+            connection.execute(update(models).where(models.c.model_id == model_id, _LIVING).values(status="unloaded"))
+
+    def refusal(self, model_id: str) -> str | None:
+        """Why a model takes no operations any more, with the remedy; None if it takes some. Raises NotFoundError."""
+        with self.reading() as connection:
+            refused = refusal(connection, model_id, time.time())
+        return None if refused is None else refused[0]
+
+    def create_sampling_session(self, new: SamplingSession) -> bool:
+        """Add a sampling session. False, and nothing is changed, if its id exists."""
+        with self.writing() as connection:
+            return insert_sampling_session(connection, new, time.time())
+
+    def join_sampling_session(self, sampling_session_id: str) -> int | None:
+        """A new number, from 1 on, for one more client of a sampling session; None if there is no such session."""
+        clones = sampling_sessions.c.clones
+        joined = update(sampling_sessions).where(sampling_sessions.c.sampling_session_id == sampling_session_id).values(clones=clones + 1)
+        with self.writing() as connection:
+            return connection.execute(joined.returning(clones)).scalar()
+
+    def sampling_session(self, sampling_session_id: str) -> SamplingSession | None:
+        """The sampling session with this id."""
+        row = self._row(_SAMPLING, sampling_session_id)
+        return None if row is None else SamplingSession(*row)
+
+    def _row(self, statement: Select[*tuple[Any, ...]], key: str) -> Row[*tuple[Any, ...]] | None:
+        with self.reading() as connection:
+            return connection.execute(statement, {"key": key}).first()
 
 
-def session(connection: Connection, session_id: str) -> Session | None:
-    """The session with this id."""
-    row = connection.execute(_SESSION, {"key": session_id}).first()
-    return None if row is None else Session(*row)
-
-
-def finish_session(connection: Connection, session_id: str, reason: str, detail: str | None, now: float) -> bool:
-    """End a session and its sampling sessions, and its models if its client ends it. False if it was finished before or is unknown.
-
-    If the server ends the session, the engine saves its models and then unloads them.
-    """
-    finished = connection.execute(_FINISH, {"key": session_id, "now": now, "reason": reason, "detail": detail}).rowcount == 1
-    if finished:
-        connection.execute(_END_SAMPLING, {"key": session_id})
-        if reason in CLIENT_REASONS:
-            endings.finish(connection, session_id)
-    return finished
-
-
-def open_sessions(connection: Connection) -> list[str]:
-    """The ids of the sessions that are not finished."""
-    return list(connection.execute(_OPEN).scalars())
+# ---- Parts of transactions
 
 
 def insert_model(connection: Connection, new: Model, now: float) -> bool:
@@ -87,23 +149,61 @@ def insert_model(connection: Connection, new: Model, now: float) -> bool:
     return connection.execute(_INSERT_MODEL, vars(new) | {"created_at": now}).rowcount == 1
 
 
-def model(connection: Connection, model_id: str) -> Model | None:
-    """The model with this id."""
-    row = connection.execute(_MODEL, {"key": model_id}).first()
-    return None if row is None else Model(*row)
-
-
 def insert_sampling_session(connection: Connection, new: SamplingSession, now: float) -> bool:
     """Add a sampling session. False, and nothing is changed, if its id exists."""
     return connection.execute(_INSERT_SAMPLING, vars(new) | {"created_at": now}).rowcount == 1
 
 
-def sampling_session(connection: Connection, sampling_session_id: str) -> SamplingSession | None:
-    """The sampling session with this id."""
-    row = connection.execute(_SAMPLING, {"key": sampling_session_id}).first()
-    return None if row is None else SamplingSession(*row)
+def end_creation(connection: Connection, model_id: str, succeeded: bool) -> None:
+    """Note how the creation of a model ended. A model that is finished already stays so."""
+    created = update(models).where(models.c.model_id == model_id, models.c.status == "creating")
+    connection.execute(created.values(status="ready" if succeeded else "failed"))
 
 
-def join_sampling_session(connection: Connection, sampling_session_id: str) -> int | None:
-    """A number for one more client of a sampling session, from 1 on and never given twice; None if there is no such session."""
-    return connection.execute(_JOIN, {"key": sampling_session_id}).scalar()
+def lose_all_models(connection: Connection) -> None:
+    """Note that all living models have ended with the engine."""
+    connection.execute(update(models).where(_LIVING).values(status="lost"))
+
+
+def lose_model(connection: Connection, model_id: str) -> None:
+    """Note that a living model has ended with its worker."""
+    connection.execute(update(models).where(models.c.model_id == model_id, _LIVING).values(status="lost"))
+
+
+def refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Category] | None:
+    """Error and category for an operation on a model that has ended; None if it has not. Raises NotFoundError."""
+    owner = connection.execute(_OWNER, {"key": model_id}).first()
+    if owner is None:
+        raise NotFoundError(f"model {model_id!r} does not exist")
+    if owner.status == "failed":
+        return f"model {model_id} could not be created; see the error of its create_model", "user"
+    if owner.status == "copied":
+        return f"model {model_id} holds copied weights only; load them into a new model to train it", "user"
+    hint = how_to_go_on(connection, model_id, now)
+    if owner.status == "lost":
+        return f"model {model_id} was lost when its worker or the engine stopped; {hint}", "server"
+    if owner.status == "finished" or owner.finish_reason in CLIENT_REASONS:
+        return f"model {model_id} is finished: its session is finished; {hint}", "user"
+    if owner.finish_reason is not None:
+        return f"model {model_id} is unloaded: its session is finished, because it showed no sign of life; {hint}", "user"
+    if owner.status == "unloaded":
+        return f"model {model_id} is unloaded: the server was stopped; {hint}", "user"
+    return None
+
+
+def how_to_go_on(connection: Connection, model_id: str, now: float) -> str:
+    """The end of a message: the newest checkpoint to continue from, or how to have one next time."""
+    path = connection.execute(_NEWEST, {"key": model_id, "now": now}).scalar()
+    if path is None:
+        return "it has no checkpoint to go on from: create a new model, and call save_state from time to time"
+    return f"go on from its newest checkpoint, {path}, with create_training_client_from_state_with_optimizer"
+
+
+def images_of_ended(connection: Connection, before: float) -> list[bytes]:
+    """Images of operations of sessions that were finished before then (Unix time)."""
+    return list(connection.execute(_IMAGES_OVER, {"before": before}).scalars())
+
+
+def forget_ended(connection: Connection, before: float, most: int = MOST_COMMANDS) -> int:
+    """Delete rows of sessions that were finished before then (Unix time), of at most `most` operations; returns their number."""
+    return sum(connection.execute(step, {"before": before, "most": most}).rowcount for step in _FORGET)

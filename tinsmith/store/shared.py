@@ -1,7 +1,7 @@
 """Checkpoints that another server writes below the root of our checkpoint files, found by their manifests.
 
-A server that only samples looks there for what its own database does not know. It changes nothing: what is found is kept in memory, and
-the other server alone deletes it. Lists of checkpoints do not show it.
+A server that only samples looks there for what its own database does not know. It keeps what it finds in memory, and lists do not show it;
+the other server alone deletes it.
 """
 
 import logging
@@ -19,18 +19,18 @@ log = logging.getLogger(__name__)
 
 
 class SharedCheckpoints:
-    """Checkpoints to sample from below the root of `files`. Used from several threads."""
+    """Checkpoints to sample from below the root of `files`, for several threads."""
 
     def __init__(self, files: CheckpointFiles) -> None:
         self.files = files
         self._lock = Lock()
         self._rows: dict[str, Checkpoint | None] = {}
-        """Rows of all manifests that were read, by place: they never change. None if it is no checkpoint to sample from."""
+        """By place, of all manifests that were read; None if it is no checkpoint to sample from."""
 
     def find(self, tinker_path: str) -> Checkpoint | None:
-        """The newest checkpoint of this path that has not expired, as manifests say.
+        """The newest living checkpoint of this path.
 
-        Raises TinsmithError if the root cannot be read, or if there is none and a manifest, which may be its own, cannot be read.
+        Raises TinsmithError if the root cannot be read, or if there is none and a manifest, which may be its own, cannot.
         """
         with self._lock:
             unreadable = self._look()
@@ -41,7 +41,7 @@ class SharedCheckpoints:
         return max(alive, key=lambda row: row.created_at, default=None)
 
     def _look(self) -> list[TinsmithError]:
-        """Read the manifests that are new, and forget what has been deleted. Returns why others could not be read, this time."""
+        """Read new manifests and forget deleted ones. Returns why others could not be read."""
         unreadable: list[TinsmithError] = []
         places = self.files.places_below_root()
         self._rows = {place: self._rows[place] for place in places if place in self._rows}
@@ -66,15 +66,15 @@ class SharedCheckpoints:
 
 
 class SavedRows(Protocol):
-    """Rows of checkpoints: a `Store`, or what asks the process that has one."""
+    """A `Store`, or what asks the process that has one."""
 
     def require_checkpoint(self, tinker_path: str, kind: CheckpointKind | None = None) -> Checkpoint:
-        """The row of a checkpoint, saved for the purpose `kind`. Raises as `Store.require_checkpoint` does."""
+        """The row of a checkpoint. Raises as `Store.require_checkpoint`."""
         ...
 
 
 def require_sampled(store: SavedRows, shared: SharedCheckpoints | None, tinker_path: str) -> Checkpoint:
-    """The checkpoint to sample from under this path: in the database, or else a shared one. Raises as `Store.require_checkpoint`."""
+    """The checkpoint of a path: in the database, or else a shared one. Raises as `Store.require_checkpoint`."""
     try:
         return store.require_checkpoint(tinker_path, "sampler")
     except NotFoundError:

@@ -1,109 +1,65 @@
-"""The store as every process sees it: each method is one transaction. It may be used from several threads.
+"""What must survive the death of a process. Each method is one transaction, and any thread may call it.
 
-A method that returns has committed. What concerns checkpoints is on the disk then, also if the power fails; other commits survive the death
-of any process (`database.py`). Images are files (`blobs.py`): they are written before the transaction that needs them and deleted after the
-one that releases them.
+A method that returns has committed. Changes of checkpoints then survive a power cut too (`database.py`). Images are files (`blobs.py`):
+written before the transaction that needs them, deleted after the one that releases them.
 """
 
 import json
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from sqlalchemy import Connection
-
-from tinsmith.errors import NotFoundError, StoreUnavailableError, UserError
-from tinsmith.store import checkpoints, commands, endings, retention, sessions
+from tinsmith.errors import StoreUnavailableError
+from tinsmith.store import commands, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
-from tinsmith.store.database import BUSY_S, Database, check, give_back, let_shrink, open_database, require_data
-from tinsmith.store.files import ABOUT_FILE, WRITING_S, CheckpointFiles
-from tinsmith.store.records import Checkpoint, Command, Model, NewCommand, Outcome, SamplingSession, Session
-from tinsmith.wire.paths import CheckpointKind, parse_path
+from tinsmith.store.checkpoints import CheckpointStore
+from tinsmith.store.database import BUSY_S, Database, open_database, require_data
+from tinsmith.store.files import ABOUT_FILE, CheckpointFiles
+from tinsmith.store.records import NewCommand, Outcome
 
 log = logging.getLogger(__name__)
 
 _KEEP_AFTER_DROP = 0.95
-"""The part of its limit that is left of what is kept when it was more."""
+"""Share of the limit that is left when some has to go."""
 _DELETED_AT_ONCE = 64
-"""Images deleted in one transaction: others wait for it."""
-
-_SAVED_FOR: dict[CheckpointKind, str] = {"training": "for training", "sampler": "for sampling", "external": "to be downloaded"}
-_REMEDY: dict[CheckpointKind, str] = {
-    "training": "training goes on from a path of save_state (tinker://MODEL_ID/weights/NAME)",
-    "sampler": "sample from a path of save_weights_for_sampler (tinker://MODEL_ID/sampler_weights/NAME)",
-    "external": "download a path of save_weights_external (tinker://MODEL_ID/external_weights/NAME)",
-}
+"""Images deleted in one transaction, for which others wait."""
 
 
-class Store:
-    """Storage of all that must survive the death of a process."""
+class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
+    """The methods here also write or delete images."""
 
     def __init__(self, database: Database, blobs: BlobFiles, keep_bytes: int) -> None:
         """Use `Store.open`."""
-        self._database = database
+        super().__init__(database)
         self._blobs = blobs
         self._keep_bytes = keep_bytes
         self._kept_bytes: int | None = None
-        """Bytes that are kept of finished operations, as this process counts them; None before it has counted."""
+        """What is kept of finished operations, as this process counts it; None before it has counted."""
         self._unused: set[bytes] = set()
-        """Digests of images that may be unused and are still to be deleted."""
-        self._read = database.normal
-        self._write = database.normal.execution_options(write=True)
-        self._durable = database.durable.execution_options(write=True)
+        """Images that may be unused and are still to be deleted."""
 
     @classmethod
     def open(cls, data_dir: Path, busy_s: float = BUSY_S, keep_bytes: int = 0) -> Self:
-        """The store in `data_dir`, made if there is none. Raises ConfigError: unusable directory, or a newer schema version.
+        """The store in `data_dir`, made if there is none. Raises ConfigError for an unusable directory or a newer schema.
 
-        Payloads and images of finished operations stay as long as they take at most `keep_bytes`; the oldest go first. Every method raises
-        StoreUnavailableError, and changes nothing, if the database is locked for `busy_s` seconds, its disk is full or fails.
+        Payloads and images of finished operations stay up to `keep_bytes`; the oldest go first. A method raises StoreUnavailableError, and
+        changes nothing, if the database is locked for `busy_s` seconds or its disk is full or fails.
         """
         return cls(open_database(data_dir, busy_s), BlobFiles(data_dir), keep_bytes)
 
-    def close(self) -> None:
-        """Close all connections."""
-        self._database.dispose()
-
-    def check(self) -> None:
-        """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone, both with the remedy."""
-        check(self._database)
-
-    def let_shrink(self) -> None:
-        """Let a file of an older version give back space. It may be written anew, so this is for the start of a server."""
-        let_shrink(self._database)
-
-    def require_there(self) -> None:
-        """Raise StoreUnavailableError if the database's file is not in its directory any more. Checkpoints are not added then."""
-        self._database.file.require_there()
-
-    def reading(self) -> AbstractContextManager[Connection]:
-        """A transaction that only reads, for the functions of `catalog.py`."""
-        return self._read.begin()
-
-    def writing(self) -> AbstractContextManager[Connection]:
-        """A transaction that writes, for the functions of `session_catalog.py`."""
-        return self._write.begin()
-
-    def writing_durably(self) -> AbstractContextManager[Connection]:
-        """A transaction that survives a power cut once it has ended, for the changes that `catalog.py` makes to checkpoints."""
-        return self._durable.begin()
-
-    # ---- The command log
-
     def append(self, new: Sequence[NewCommand]) -> list[bool]:
-        """Append commands in one transaction; True for each that is queued now. One whose (model_id, seq_id) is in the log changes nothing.
+        """Append commands; True for each that is queued. One whose (model_id, seq_id) is in the log changes nothing.
 
-        An operation on a model that has ended is recorded as failed, not queued (`endings.py`).
-        Raises NotFoundError, and appends none, if a model does not exist.
+        An operation on a model that has ended is recorded as failed. Raises NotFoundError, and appends none, if a model does not exist.
         """
         now = time.time()
         with_images = [command for command in new if command.images]
         for command in with_images:
             self._blobs.write(command.images)  # before the database is locked: it may take a while
-        with self._write.begin() as connection:
+        with self.writing() as connection:
             queued = [commands.append(connection, command, now) for command in new]
             for command in with_images:
                 self._blobs.write(command.images)  # again: while there was no row, one may have been deleted with its last other row
@@ -111,154 +67,97 @@ class Store:
             self.delete_unused_blobs(digest for command in with_images for digest in command.images)
         return queued
 
-    def check_repeat(self, new: NewCommand) -> None:
-        """Raise UserError if the key of a command that `append` has not queued belongs to another operation."""
-        with self._read.begin() as connection:
-            commands.check_repeat(connection, new)
-
     def write_blobs(self, images: Mapping[bytes, bytes]) -> None:
-        """Write images, given by digest, ahead of the `append` of their command, in another thread for example. It then finds them."""
+        """Write images, given by digest, ahead of the `append` of their command."""
         self._blobs.write(images)
 
-    def queued_models(self) -> list[str]:
-        """The ids of the models that have queued commands."""
-        with self._read.begin() as connection:
-            return commands.queued_models(connection)
-
-    def queued(self, model_id: str, known: Collection[int] = (), limit: int = 1000) -> list[Command]:
-        """The queued commands of one model, in the order of their seq_ids, at most `limit`; those whose seq_id is in `known` are left out.
-
-        Commands may become visible in another order than their ids: ask for all that is new of a model, never for what is behind an id.
-        """
-        with self._read.begin() as connection:
-            return commands.queued(connection, model_id, known, limit)
-
-    def payload(self, command: Command) -> bytes:
-        """Return the payload of a command, without its images. Raises NotFoundError if it has ended and that is not kept."""
-        with self._read.begin() as connection:
-            found = commands.payload(connection, command.id)
-        if found is None:
-            raise NotFoundError(f"operation {command.request_id} has ended, and what it was sent with is dropped")
-        return found
-
-    def refusal(self, model_id: str) -> str | None:
-        """Return why a model takes no operations any more, and the remedy; None if it takes some. Raises NotFoundError if there is none."""
-        with self._read.begin() as connection:
-            refusal = endings.refusal(connection, model_id, time.time())
-        return None if refusal is None else refusal[0]
-
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Finish commands in one transaction. A second outcome of a command is ignored.
+        """Finish commands; a second outcome of one is ignored.
 
-        The results stay, and the model notes the highest seq_id that succeeded. Payloads and images are dropped, or kept up to the limit
-        given to `Store.open`. The outcome of seq_id 0 makes its model ready or failed. Raises NotFoundError for a malformed request id.
+        The model notes the highest seq_id that succeeded, and that of seq_id 0 makes it ready or failed. Payloads and images are dropped,
+        or kept up to the limit given to `open`. Raises NotFoundError for a malformed request id.
         """
         now, keep = time.time(), self._keep_bytes > 0
-        with self._write.begin() as connection:
+        with self.writing() as connection:
             released = commands.record(connection, outcomes, now, keep)
         self._release(released)
 
     def _release(self, released: commands.Released) -> None:
-        """Count what finished commands keep, and delete the images that none needs any more."""
+        """Count what finished commands keep, and delete the images that none needs."""
         if self._keep_bytes > 0:
             self._count_kept(released.kept_bytes)
         self.delete_unused_blobs(released.digests)
 
     def _count_kept(self, more: int) -> None:
-        """Count what is kept now, and drop the oldest of it if it is too much. Raises nothing that the database raises."""
-        try:
+        """Count what is kept, and drop the oldest if it is too much. A database that is not available is logged."""
+        with _logged("finished operations are kept beyond their limit for now: %s"):  # the outcomes are recorded; the next ones try again
             if self._kept_bytes is None:
-                with self._read.begin() as connection:
+                with self.reading() as connection:
                     self._kept_bytes = commands.kept_bytes(connection)
             else:
                 self._kept_bytes += more
             if self._kept_bytes > self._keep_bytes:
                 self._drop_kept()
-        except StoreUnavailableError as error:  # the outcomes are recorded; the next ones try again
-            log.warning("finished operations are kept beyond their limit for now: %s", error)
 
     def _drop_kept(self) -> None:
-        """Drop the oldest of what is kept, a little more than has to go: each time all that is kept is added up."""
-        with self._write.begin() as connection:
+        """Drop the oldest, a little more than has to go: adding up all that is kept takes time."""
+        with self.writing() as connection:
             left = commands.drop_kept(connection, int(self._keep_bytes * _KEEP_AFTER_DROP))
         self._kept_bytes = left.kept_bytes
         self.delete_unused_blobs(left.digests)
 
     def delete_unused_blobs(self, digests: Iterable[bytes]) -> None:
-        """Delete those of these blobs that no command refers to. Others that could not be deleted before are tried again.
+        """Delete the blobs that no command refers to, and try those again that could not be deleted before.
 
-        It is done in transactions that write, one after the other with `append`, which looks for its images in its own.
+        The transactions exclude those of `append`, which looks for its images in its own.
         """
         self._unused.update(digests)
         waiting = list(self._unused)
-        for first in range(0, len(waiting), _DELETED_AT_ONCE):
-            some = waiting[first : first + _DELETED_AT_ONCE]
-            try:
-                with self._write.begin() as connection:
+        with _logged("images that no operation needs are deleted later: %s"):
+            for first in range(0, len(waiting), _DELETED_AT_ONCE):
+                some = waiting[first : first + _DELETED_AT_ONCE]
+                with self.writing() as connection:
                     for digest in commands.unused(connection, some):
                         self._blobs.remove(digest)
-            except StoreUnavailableError as error:
-                log.warning("images that no operation needs are deleted later: %s", error)
-                return
-            self._unused.difference_update(some)
+                self._unused.difference_update(some)
 
     def copy_blobs_from(self, original: "Store") -> None:
-        """Copy the images that commands here refer to, which the other store has: `tinsmith backup`. Raises OSError.
+        """Copy the images of commands from another store, for `tinsmith backup`. Raises OSError.
 
-        Operations go on there meanwhile. If one has released an image, what is kept here of finished operations that have it is dropped;
-        those that are queued here are never run, because no engine takes over the queue of another.
+        Operations go on there: if one has released an image, finished operations here lose what is kept of them. Queued ones are never run
+        here.
         """
-        with self._read.begin() as connection:
+        with self.reading() as connection:
             needed = commands.used(connection)
         gone = [digest for digest in needed if not original._blobs.copy(digest, self._blobs)]
-        with self._write.begin() as connection:
+        with self.writing() as connection:
             for digest in gone:
                 commands.drop_kept_with(connection, digest)
         self.sweep_blobs()
 
     def unused_blobs(self) -> list[BlobFile]:
-        """Files of images that no command refers to: what a process that died left. One that is just being appended may be among them."""
+        """Files of images that no command refers to. One that is just being appended may be among them."""
         found = list(self._blobs.files())
-        with self._read.begin() as connection:
+        with self.reading() as connection:
             needed = commands.used(connection)
         return [file for file in found if file.sha256 not in needed]
 
-    def outcome(self, request_id: str) -> Outcome | None:
-        """Return the outcome of an operation; None if it has none yet, or is not in the log."""
-        with self._read.begin() as connection:
-            return commands.outcome(connection, request_id)
-
-    def drop_results(self, before: float, ended_before: float) -> None:
-        """Drop results from before `before` (Unix time), and all of sessions that were finished before `ended_before`. Errors stay."""
-        with self._write.begin() as connection:
-            commands.drop_results(connection, before, ended_before)
-
-    def give_back_space(self, spare_pages: int = 2**14, most_pages: int = 2**12) -> None:
-        """Shorten the database's file by a few MiB of what is deleted, if more than `spare_pages` of 4 KiB are free."""
-        give_back(self._database, spare_pages, most_pages)
-
     def forget_ended(self, before: float) -> int:
-        """Delete rows of sessions that were finished before then (Unix time); returns how many. Checkpoints and their runs stay."""
-        with self._write.begin() as connection:
-            digests = retention.images_of_ended(connection, before)
-            forgotten = retention.forget_ended(connection, before)
+        """Delete sessions that were finished before then (Unix time), but for runs with checkpoints; returns the number of rows."""
+        with self.writing() as connection:
+            digests = sessions.images_of_ended(connection, before)
+            forgotten = sessions.forget_ended(connection, before)
         self.delete_unused_blobs(digests)
         return forgotten
 
-    def status(self, request_id: str) -> str | None:
-        """queued, done, failed or dropped (done, and its result was dropped); None if the operation is not in the log."""
-        with self._read.begin() as connection:
-            return commands.status(connection, request_id)
-
     def fail_unfinished(self, reason: str) -> list[str]:
-        """Give up what a dead engine left: queued commands fail (category server), models are lost, snapshots gone.
+        """Give up what a dead engine left, while none runs: queued commands fail, models are lost, snapshots gone.
 
-        Returns the request ids that failed. Called while no engine runs. What is kept of finished operations is brought under its limit,
-        which may be another since the last time, and images that nothing refers to are deleted. Raises StoreUnavailableError where a file
-        of the database is gone: the next engine would make a new one beside the one that is open here.
+        Returns the request ids that failed. Also brings what is kept under its limit and deletes unused images. Raises
+        StoreUnavailableError if a file of the database is gone: the next engine would make a new one beside the one that is open here.
         """
         self.require_there()
-        with self._write.begin() as connection:
+        with self.writing() as connection:
             failed = commands.fail_unfinished(connection, reason, time.time(), keep=self._keep_bytes > 0)
         self._drop_kept()
         self.sweep_blobs()
@@ -273,180 +172,47 @@ class Store:
                 file.path.unlink(missing_ok=True)
 
     def lose_models(self, lost: Mapping[str, str], returning: Mapping[str, str]) -> list[Outcome]:
-        """Note what ended with a worker, each with its reason: models, and the snapshots of models that come `returning`.
+        """Note what ended with a worker, and why: models, and the snapshots of models that come `returning`.
 
-        What is queued for models that are lost fails (category server); returns the outcomes.
+        Returns the outcomes of what was queued for lost models.
         """
-        with self._write.begin() as connection:
+        with self.writing() as connection:
             failed, released = commands.lose_models(connection, lost, time.time(), keep=self._keep_bytes > 0)
             commands.lose_snapshots(connection, returning)
         self._release(released)
         return failed
 
     def read_blob(self, sha256: bytes) -> bytes | None:
-        """The encoded image with this digest; None if no command has it.
-
-        Raises TinsmithError if its file is damaged.
-        """
+        """The encoded image with this digest, if it is there. Raises TinsmithError if its file is damaged."""
         return self._blobs.read(sha256)
 
-    # ---- Sessions and models
 
-    def create_session(self, session_id: str, description: dict[str, Any]) -> None:
-        """Add a session. `description` holds tags, user_metadata, sdk_version, project_id and display_name."""
-        with self._write.begin() as connection:
-            sessions.create_session(connection, session_id, description, time.time())
+@contextmanager
+def _logged(message: str) -> Iterator[None]:
+    """Log that the database is not available, instead of raising it."""
+    try:
+        yield
+    except StoreUnavailableError as error:
+        log.warning(message, error)
 
-    def session(self, session_id: str) -> Session | None:
-        """The session with this id."""
-        with self._read.begin() as connection:
-            return sessions.session(connection, session_id)
 
-    def finish_session(self, session_id: str, reason: str, detail: str | None) -> bool:
-        """End a session and its sampling sessions. False if it was finished before or is unknown."""
-        with self._write.begin() as connection:
-            return sessions.finish_session(connection, session_id, reason, detail, time.time())
-
-    def open_sessions(self) -> list[str]:
-        """The ids of the sessions that are not finished."""
-        with self._read.begin() as connection:
-            return sessions.open_sessions(connection)
-
-    def model(self, model_id: str) -> Model | None:
-        """The model with this id."""
-        with self._read.begin() as connection:
-            return sessions.model(connection, model_id)
-
-    def unload_model(self, model_id: str) -> None:
-        """Note that a model was saved as a checkpoint and removed from the engine."""
-        with self._write.begin() as connection:
-            endings.unload(connection, model_id)
-
-    # ---- Sampling sessions
-
-    def create_sampling_session(self, new: SamplingSession) -> bool:
-        """Add a sampling session. False, and nothing is changed, if its id exists."""
-        with self._write.begin() as connection:
-            return sessions.insert_sampling_session(connection, new, time.time())
-
-    def join_sampling_session(self, sampling_session_id: str) -> int | None:
-        """A number for one more client of a sampling session, from 1 on and never given twice; None if there is no such session."""
-        with self._write.begin() as connection:
-            return sessions.join_sampling_session(connection, sampling_session_id)
-
-    def sampling_session(self, sampling_session_id: str) -> SamplingSession | None:
-        """The sampling session with this id."""
-        with self._read.begin() as connection:
-            return sessions.sampling_session(connection, sampling_session_id)
-
-    # ---- Checkpoints
-
-    def announce_checkpoint(self, directory: str) -> None:
-        """Note that the files of a checkpoint are going to be written to a directory. Without a row they are deleted a day later."""
-        with self._write.begin() as connection:
-            checkpoints.begin(connection, directory, time.time())
-
-    def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Add a checkpoint, whose files are complete. One of the same path is replaced, and its files are discarded.
-
-        It may be called again for the same directory, for example after it raised StoreUnavailableError: a save that the database did not
-        take is finished with the files that it wrote. If the path has them already, nothing changes.
-        """
-        with self._durable.begin() as connection:
-            checkpoints.put(connection, checkpoint, time.time())
-
-    def checkpoint(self, tinker_path: str) -> Checkpoint | None:
-        """The checkpoint of this path, if there is one that has not expired."""
-        with self._read.begin() as connection:
-            return checkpoints.find(connection, tinker_path, time.time())
-
-    def require_checkpoint(self, tinker_path: str, kind: CheckpointKind | None = None) -> Checkpoint:
-        """The checkpoint of this path.
-
-        Raises UserError: malformed, or saved for another purpose than `kind`. Raises NotFoundError: never saved, or expired.
-        """
-        saved_for = parse_path(tinker_path).kind
-        if kind is not None and saved_for != kind:
-            raise UserError(f"{tinker_path}: these weights were saved {_SAVED_FOR[saved_for]}; {_REMEDY[kind]}")
-        checkpoint = self.checkpoint(tinker_path)
-        if checkpoint is None:
-            with self._read.begin() as connection:
-                raise absent(connection, tinker_path)
-        return checkpoint
-
-    def expired_checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints that have expired and whose rows are not removed yet."""
-        with self._read.begin() as connection:
-            return checkpoints.find_expired(connection, time.time())
-
-    def drop_expired_checkpoints(self) -> list[Checkpoint]:
-        """Remove the rows of expired checkpoints and return them. Their files are discarded."""
-        with self._durable.begin() as connection:
-            return checkpoints.drop_expired(connection, time.time())
-
-    def discarded_directories(self) -> list[str]:
-        """The directories to delete now: no checkpoint names them, and no save that began within the last day writes to them."""
-        with self._read.begin() as connection:
-            return checkpoints.to_delete(connection, time.time() - WRITING_S)
-
-    def living_directories(self) -> set[str]:
-        """The directories of checkpoints that have not expired."""
-        with self._read.begin() as connection:
-            return checkpoints.living(connection, time.time())
-
-    def require_unused(self, tinker_paths: Iterable[str]) -> None:
-        """Raise UserError if a checkpoint has one of these paths."""
-        taken = [path for path in tinker_paths if self.checkpoint(path) is not None]
-        if taken:
-            raise UserError(f"{' and '.join(taken)} exist already; import under another name, or delete what is there first")
-
-    def known_directories(self) -> set[str]:
-        """The directories of all checkpoints, of saves that have begun, and those that are to be deleted."""
-        with self._read.begin() as connection:
-            return checkpoints.known(connection)
-
-    def forget_directory(self, directory: str) -> None:
-        """Note that the files in a discarded directory are deleted."""
-        with self._write.begin() as connection:
-            checkpoints.forget(connection, directory)
+@contextmanager
+def opened(data_dir: Path) -> Iterator[Store]:
+    """The store of a data directory. Raises ConfigError if no server has made one."""
+    require_data(data_dir)
+    with closing(Store.open(data_dir)) as store:
+        yield store
 
 
 def base_of_saved(data_dir: Path, tinker_path: str) -> str | None:
-    """The directory or Hub id of the base model that a checkpoint of a data directory was trained on; None if its files do not say.
+    """The source of the base model that a checkpoint was trained on; None if its files do not say.
 
-    Raises as `require_checkpoint` if there is none of this path, ConfigError if there is no database.
+    Raises as `require_checkpoint`, and ConfigError if there is no database.
     """
-    require_data(data_dir)
-    with closing(Store.open(data_dir)) as store:
+    with opened(data_dir) as store:
         place = store.require_checkpoint(tinker_path).directory
     files = CheckpointFiles(data_dir)
-    try:
-        size = files.sizes(place).get(ABOUT_FILE, 0)
-        source = json.loads(b"".join(files.read(place, ABOUT_FILE, range(size))))["base_source"]
-    except (OSError, ValueError, KeyError, TypeError):  # the export reads it again and says what is wrong
-        return None
-    return source if isinstance(source, str) else None
-
-
-def require_unused(data_dir: Path, tinker_paths: Iterable[str]) -> None:
-    """Raise UserError if a checkpoint of a data directory has one of these paths, ConfigError if there is no database."""
-    require_data(data_dir)
-    with closing(Store.open(data_dir)) as store:
-        store.require_unused(tinker_paths)
-
-
-def absent(connection: Connection, tinker_path: str) -> NotFoundError:
-    """The error for a path of no checkpoint, with the reason as far as it is known."""
-    model_id = parse_path(tinker_path).model_id
-    row = checkpoints.find(connection, tinker_path, now=0.0)
-    if row is not None and row.expires_at is not None:
-        ended = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row.expires_at))
-        return NotFoundError(f"{tinker_path} does not exist any more: it expired at {ended} UTC; save with a longer ttl_seconds, or none")
-    if saves := commands.queued_saves(connection, model_id):
-        queued = "1 save of its model is" if saves == 1 else f"{saves} saves of its model are"
-        return NotFoundError(f"{tinker_path} does not exist yet: {queued} queued; wait for the result of its save")
-    others = checkpoints.newest_of(connection, model_id, time.time())
-    if not others and sessions.model(connection, model_id) is None:
-        return NotFoundError(f"{tinker_path} does not exist: there is no model {model_id!r} here; correct the path, or ask its server")
-    there = f"there are {', '.join(others)}" if others else "its model has no checkpoint"
-    return NotFoundError(f"{tinker_path} does not exist: it was never saved, was deleted, or expired long ago; {there}")
+    with suppress(OSError, ValueError, KeyError, TypeError):  # the export reads it again and says what is wrong
+        source = json.loads(b"".join(files.read(place, ABOUT_FILE, range(files.sizes(place).get(ABOUT_FILE, 0)))))["base_source"]
+        return source if isinstance(source, str) else None
+    return None

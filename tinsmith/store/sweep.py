@@ -1,7 +1,6 @@
-"""Deletes what is no longer used: expired checkpoints, and files of checkpoints that no row names.
+"""Deletes expired checkpoints, and files of checkpoints that no row names.
 
-It may run while a server uses the data directory, and several times at once: rows are deleted first, and then only files that no row can
-ever name. The deletion of a row is on the disk before its files are deleted, so no power cut brings back a checkpoint without files.
+It may run beside a server, and several times at once: rows are deleted first, durably, and then only files that no row can ever name.
 Complete files that are not in the database are deleted only on request: the database may be an old copy, and `tinsmith recover` adds them.
 """
 
@@ -18,12 +17,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Garbage:
-    """Something that is no longer used, as `tinsmith gc` lists it."""
+    """Something unused, as `tinsmith gc` lists it."""
 
     what: str
     reason: str
     size_bytes: int
-    """Bytes that deleting it frees; 0 for a checkpoint whose files another one uses."""
+    """Bytes that deleting it frees; 0 if another checkpoint uses its files."""
 
 
 def find_garbage(store: Store, files: CheckpointFiles) -> list[Garbage]:
@@ -35,20 +34,20 @@ def find_garbage(store: Store, files: CheckpointFiles) -> list[Garbage]:
 
 
 def find_unknown(store: Store, files: CheckpointFiles) -> list[Garbage]:
-    """Complete files in the data directory that are not in the database, which `sweep` deletes only with `unknown`."""
+    """Complete files in the data directory that the database does not know, which only `unknown` deletes."""
     places = [entry.name for entry in _strays(store, files) if entry.finished]
     return [Garbage(f"files of {place}", "the database does not know them", files.remaining_bytes(place)) for place in places]
 
 
 def unknown_places(store: Store, files: CheckpointFiles) -> list[str]:
-    """The places of complete files that are not in the database: in the data directory, and below the root of `files`."""
+    """The places of complete files that the database does not know, in the data directory and below the root."""
     places = files.finished_places()  # listed before the rows are read: a save is noted in the database before it writes
     known = _known(store)
     return [place for place in places if place.rpartition("/")[2] not in known]
 
 
 def sweep(store: Store, files: CheckpointFiles, unknown: bool = False) -> None:
-    """Delete what is no longer used; with `unknown` also complete files that are not in the database."""
+    """Delete what is unused; with `unknown` also complete files that the database does not know."""
     for checkpoint in store.drop_expired_checkpoints():
         log.info("%s has expired and is deleted", checkpoint.tinker_path)
     for directory in store.discarded_directories():
@@ -69,7 +68,7 @@ def _expired(store: Store) -> Iterator[Garbage]:
 
 
 def _strays(store: Store, files: CheckpointFiles) -> Iterator[Entry]:
-    """Directories in the data directory that are not in the database: neither of a checkpoint, nor begun, nor discarded."""
+    """Directories in the data directory that no row names, but for young unfinished ones."""
     entries = files.entries()  # listed before the rows are read: a save is noted in the database before it writes
     known, living = _known(store), {place.rpartition("/")[2] for place in store.living_directories()}
     before = time.time() - WRITING_S
@@ -81,5 +80,5 @@ def _strays(store: Store, files: CheckpointFiles) -> Iterator[Entry]:
 
 
 def _known(store: Store) -> set[str]:
-    """The last parts of all directories in the database. They are unique, while one directory may be written in several ways."""
+    """The last parts of all directories in the database: unique, while a directory may be written in several ways."""
     return {place.rpartition("/")[2] for place in store.known_directories()}

@@ -18,9 +18,9 @@ from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.work import CallFailed, DropFiles, ExportModel, FinishSave, PartWritten, SaveModel, type_of
+from tinsmith.store.disk import sync
 from tinsmith.store.files import CheckpointFiles, deleted_at_last
 from tinsmith.store.pieces import Told, check_pieces, write_pieces
-from tinsmith.store.sync import sync
 from tinsmith.training.state_part import StatePart
 from tinsmith.worker.background import Background
 from tinsmith.worker.checkpoint_files import refused_by_disk, write_files

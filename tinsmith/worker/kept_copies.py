@@ -23,10 +23,10 @@ from pathlib import Path
 
 from tinsmith.errors import TinsmithError
 from tinsmith.protocol.place import Place
+from tinsmith.store.disk import sync
 from tinsmith.store.files import WRITING_PREFIX, kept_copies
 from tinsmith.store.manifest import write_manifest
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.sync import sync
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import About, SavedState, write_state
 from tinsmith.worker.background import Background

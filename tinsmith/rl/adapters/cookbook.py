@@ -8,7 +8,6 @@ as `CookbookEnv` and `CookbookEnvGroupBuilder`.
 import asyncio
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,11 +23,11 @@ from tinker_cookbook.rl.types import StopReason as TheirStopReason
 from tinker_cookbook.rl.types import Trajectory as TheirTrajectory
 
 from tinsmith.errors import ConfigError, TinsmithError, UserError
-from tinsmith.rl.calls import EnvError, call, checked_reward, env_error
+from tinsmith.rl.calls import EnvError, call, checked_reward, environment_code
 from tinsmith.rl.chat import ChatTemplate, Conversation
 from tinsmith.rl.env import Prompt, find, make
 from tinsmith.rl.policy import Completion, Policy, PromptRefusedError, SamplingRequest, derived_seed
-from tinsmith.rl.rollouts import RolloutSettings, task_group
+from tinsmith.rl.rollouts import RolloutSettings, ended_by, task_group
 from tinsmith.rl.sequences import EncodedImage, TokenSequence, concatenate, image_sequence, text_sequence
 from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory, Turn, assemble
 
@@ -131,17 +130,13 @@ class CookbookRollouts:
         the builder makes a wrong number of environments, and what the policy raises.
         """
         try:
-            builder = _built(find(self.env), prompt, len(episodes), self.options)
-            try:
-                trajectories = await self._played(builder, policy, episodes)
-            except BaseException:
-                with suppress(EnvError):  # the first error is the one to tell
-                    await _guarded(builder.cleanup())
-                raise
-            await _guarded(builder.cleanup())
+            # TypeError and our own errors mean wrong options and other mistakes in the configuration: no episode could begin.
+            with environment_code(TypeError, TinsmithError):
+                builder: EnvGroupBuilder = find(self.env)(prompt, len(episodes), **self.options)
+            async with ended_by(lambda: _guarded(builder.cleanup())):
+                return await self._played(builder, policy, episodes)
         except EnvError as error:
             return tuple(_failed(episode, error) for episode in episodes)
-        return trajectories
 
     async def _played(self, builder: EnvGroupBuilder, policy: Policy, episodes: Sequence[EpisodeId]) -> tuple[Trajectory, ...]:
         envs = await _guarded(builder.make_envs())
@@ -200,10 +195,8 @@ class _Guarded(TheirEnv):
 
 async def _guarded(call: Awaitable[T]) -> T:
     """The value of a call into an environment. Raises EnvError."""
-    try:
+    with environment_code():
         return await call
-    except Exception as error:  # an environment may raise anything
-        raise env_error(error) from error
 
 
 async def _group_rewards(
@@ -215,16 +208,6 @@ async def _group_rewards(
     if len(rewards) != len(played):
         raise EnvError(f"{where} returned {len(rewards)} rewards for {len(played)} episodes")
     return [(checked_reward(where, reward), metrics) for reward, metrics in rewards]
-
-
-def _built(factory: Any, prompt: Prompt, size: int, options: Mapping[str, Any]) -> EnvGroupBuilder:
-    try:
-        builder: EnvGroupBuilder = factory(prompt, size, **options)
-    except (TypeError, TinsmithError):  # wrong options and other mistakes in the configuration: no episode could begin
-        raise
-    except Exception as error:  # an environment may raise anything
-        raise env_error(error) from error
-    return builder
 
 
 def _failed(episode: EpisodeId, error: EnvError) -> Trajectory:

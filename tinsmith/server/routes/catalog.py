@@ -9,7 +9,7 @@ from tinsmith.server.body import read_json
 from tinsmith.server.descriptions import NO_PROJECT, OWNER, as_texts, describe_checkpoint, describe_run, describe_session, timestamp
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
-from tinsmith.store import catalog, session_catalog
+from tinsmith.store import catalog
 from tinsmith.store.records import TrainingRun
 from tinsmith.wire.catalog_requests import (
     AssignProjectRequest,
@@ -72,16 +72,14 @@ def _cursor(page: catalog.Page, total: int) -> dict[str, int]:
 async def list_sessions(request: Request) -> Response:
     """A page of session ids, newest first."""
     asked = parse_query(SessionsQuery, request.query_params)
-    return json_reply(
-        {"sessions": await hub_of(request).store.read(session_catalog.list_sessions, catalog.Page(asked.limit, asked.offset))}
-    )
+    return json_reply({"sessions": await hub_of(request).store.read(catalog.list_sessions, catalog.Page(asked.limit, asked.offset))})
 
 
 @router.get("/sessions/{session_id}")
 async def get_session(request: Request, session_id: str) -> Response:
     """The models and sampling sessions of a session."""
     parse_query(ScopeQuery, request.query_params)
-    found = await hub_of(request).store.read(session_catalog.describe_session, session_id)
+    found = await hub_of(request).store.read(catalog.describe_session, session_id)
     return json_reply(
         {
             "training_run_ids": found.model_ids,
@@ -96,7 +94,7 @@ async def get_session(request: Request, session_id: str) -> Response:
 async def assign_project(request: Request, session_id: str) -> Response:
     """Put a session into a project. A project is only a name and need not be created first."""
     asked = await read_json(request, AssignProjectRequest)
-    await hub_of(request).store.write(session_catalog.assign_project, session_id, asked.project_id)
+    await hub_of(request).store.write(catalog.assign_project, session_id, asked.project_id)
     return json_reply({})
 
 
@@ -107,7 +105,7 @@ async def search_sessions(request: Request) -> Response:
     if OWNER not in (asked.owner.owner_urns or [OWNER]):
         return json_reply({"sessions": []})
     # One more than asked for shows whether there is another page.
-    found = await hub_of(request).store.read(session_catalog.search_sessions, _filter(asked), asked.limit + 1, time.time())
+    found = await hub_of(request).store.read(catalog.search_sessions, _filter(asked), asked.limit + 1, time.time())
     page = found[: asked.limit]
     reply = {"sessions": [describe_session(session) for session in page]}
     if len(found) > len(page):
@@ -116,10 +114,10 @@ async def search_sessions(request: Request) -> Response:
     return json_reply(reply)
 
 
-def _filter(asked: SearchSessionsRequest) -> session_catalog.SessionFilter:
+def _filter(asked: SearchSessionsRequest) -> catalog.SessionFilter:
     projects = None if asked.project_ids is None else [None if project == NO_PROJECT else project for project in asked.project_ids]
     cursor = asked.cursor
-    return session_catalog.SessionFilter(
+    return catalog.SessionFilter(
         session_id=asked.session_id,
         display_name=asked.display_name,
         project_ids=projects,

@@ -19,8 +19,8 @@ from tinsmith.server.descriptions import timestamp
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
 from tinsmith.server.routes.checkpoints import CHECKPOINT, path_of
+from tinsmith.store.catalog import LoggedOperation, session_operations
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.session_catalog import LoggedOperation, session_operations
 from tinsmith.store.store import Store
 from tinsmith.wire.catalog_requests import DownloadQuery, Query
 from tinsmith.wire.json_body import parse_query
