@@ -165,6 +165,26 @@ def test_what_can_be_said_at_once_imports_nothing_slow(arguments: list[str], cod
         assert done.stderr == missing
 
 
+WITHOUT = """
+import sys
+sys.modules |= dict.fromkeys(["tinker", "tensorboardX"])
+from tinsmith.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["rl", "eval"])
+def test_rl_without_its_packages_says_how_to_install_them(command: str, tmp_path: Path) -> None:
+    """Before it asks for the server."""
+    file = tmp_path / "run.yaml"
+    file.write_text("server: {url: 'http://127.0.0.1:9', api_key: tml-x}\nenv: {name: arithmetic}\nmodel: {base_model: tiny}\n")
+    here = str(Path(__file__).parent.parent)
+    ran = subprocess.run(
+        [REAL_PYTHON, "-c", WITHOUT, command, str(file)], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": here}
+    )
+    assert (ran.returncode, ran.stderr) == (2, f"tinsmith: {command} needs tensorboardX and tinker: pip install -e '{here}[rl]'\n")
+
+
 @pytest.mark.parametrize("safe", [True, False])
 def test_a_process_of_a_server_runs_nothing_that_lies_in_the_working_directory(safe: bool, tmp_path: Path) -> None:
     """It ends for lack of arguments, and would end by each of these files. That all are started like this: tests/test_architecture.py."""

@@ -273,9 +273,10 @@ def rl(
     Started again with the same file, it resumes from its last checkpoint.
     """
     from tinsmith.rl.config import begin_another, load
-    from tinsmith.rl.reach import require_server
+    from tinsmith.rl.reach import require_packages, require_server
 
     configuration = load(config)
+    require_packages("rl")
     if new:
         begin_another(configuration)
     require_server(configuration.server)  # before the next import, which takes seconds
@@ -293,9 +294,10 @@ def evaluate(config: _RlConfig) -> None:
     from rich.console import Console
 
     from tinsmith.rl.config import load
-    from tinsmith.rl.reach import require_server
+    from tinsmith.rl.reach import require_packages, require_server
 
     configuration = load(config)
+    require_packages("eval")
     require_server(configuration.server)
     from tinsmith.rl.evaluation import run_evaluation
 
