@@ -52,7 +52,7 @@ class Checkpoints:
     @contextmanager
     def opened(self, path: str, kind: CheckpointKind, optimizer: bool = False) -> Iterator[tuple[Checkpoint, Path]]:
         """A checkpoint and a directory of its files, to read while the body runs."""
-        checkpoint = self.rows.find(path, kind)
+        checkpoint = self.store.require_checkpoint(path, kind)
         with opened_files(self.files, checkpoint.directory, optimizer) as directory:
             yield checkpoint, directory
 

@@ -240,9 +240,9 @@ MUTATIONS = (
     ),
     Mutation(
         "the sampler leaves out the adapter of the output projection",
-        "tinsmith/sampling/local/sampler.py",
-        "lora = head_lora(weights if isinstance(weights, Adapter) else None)",
-        "lora = head_lora(None)",
+        "tinsmith/sampling/local/prompt_pass.py",
+        "*head_lora(weights)",
+        "*head_lora(None)",
         (f"{SAMPLER}::test_logprobs_equal_the_trainers_for_many_weights_in_one_batch",),
     ),
     Mutation(
@@ -377,14 +377,14 @@ MUTATIONS = (
     ),
     Mutation(
         "top_p keeps one token too few",
-        "tinsmith/sampling/truncation.py",
+        "tinsmith/sampling/choose.py",
         "fewer = (missing + of_tie - 1) // of_tie",
         "fewer = missing // of_tie",
         (CHOOSE,),
     ),
     Mutation(
         "top_k keeps one token too many",
-        "tinsmith/sampling/truncation.py",
+        "tinsmith/sampling/choose.py",
         "k = torch.where(top_k > 0, top_k, vocabulary)",
         "k = torch.where(top_k > 0, top_k + 1, vocabulary)",
         (CHOOSE,),
@@ -407,13 +407,13 @@ MUTATIONS = (
     Mutation(
         "what a seed gives depends on what runs beside",
         "tinsmith/sampling/local/sequence.py",
-        "seed=np.array([s.job.seed for s in sequences], dtype=np.uint64),",
-        "seed=np.array([s.job.seed + place for place, s in enumerate(sequences)], dtype=np.uint64),",
+        "seed=[s.job.seed for s in sequences],",
+        "seed=[s.job.seed + place for place, s in enumerate(sequences)],",
         ("tests/sampling/local/test_decoding.py::test_each_gets_what_it_would_get_alone",),
     ),
     Mutation(
         "the samples of a request share their random numbers",
-        "tinsmith/sampling/randomness.py",
+        "tinsmith/sampling/choose.py",
         "state = _mix(state ^ _mix(samples + _signed(2 * _GAMMA)))",
         "state = _mix(state ^ _mix(samples * 0 + _signed(2 * _GAMMA)))",
         (CHOOSE,),

@@ -24,8 +24,7 @@ from tests.running import START_S
 from tinsmith.config import Config
 from tinsmith.distributed.meeting import LOOPBACK, interface_of, set_communication_variables
 from tinsmith.distributed.process_group import ProcessGroup
-from tinsmith.engine.records import Records
-from tinsmith.engine.worker_group import GroupAnswers
+from tinsmith.engine.records import GroupAnswers, Records
 from tinsmith.errors import ConfigError
 from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import ParentLink

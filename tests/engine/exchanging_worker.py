@@ -8,11 +8,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from tests.engine.light_worker import FACTS, hang
+from tinsmith.protocol.child_process import read_start
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.serving import ForgetCheckpoint
-from tinsmith.protocol.started import read_start
 from tinsmith.protocol.work import WorkerReady
 
 if TYPE_CHECKING:

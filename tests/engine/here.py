@@ -13,6 +13,7 @@ import orjson
 from tinsmith.config import Config, SamplingConfig
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.records import Records
+from tinsmith.engine.trainer import Trainer
 from tinsmith.engine.worker_process import NO_STATUS
 from tinsmith.errors import DeviceLostError
 from tinsmith.models.base import BaseModel
@@ -160,6 +161,13 @@ class WorkerHere:
         return reason
 
 
+def is_idle(trainer: Trainer) -> bool:
+    """Whether nothing is being computed, and nothing will be before a new command comes."""
+    begun = trainer.forward.operations or trainer.forward.complete or any(state.begun for state in trainer.models.values())
+    waits = trainer.models.put_off or trainer.crash_recovery.waiting or trainer.queue.ready()
+    return not (begun or waits or trainer.to_unload())
+
+
 class Here:
     """An engine with its worker, and ways to feed it. Models are s:train:NAME."""
 
@@ -247,7 +255,7 @@ class Here:
     def is_at_rest(self) -> bool:
         engine = self.engine
         waiting = engine.unread or engine.ended_sessions or engine.recorder.waiting or engine.has_lost
-        return not waiting and not engine.trainer.forward.passes and engine.trainer.is_idle and self.process.is_resting
+        return not waiting and not engine.trainer.forward.passes and is_idle(engine.trainer) and self.process.is_resting
 
     def until(self, seen: Callable[[], object]) -> None:
         """Go through the loop until that is true."""

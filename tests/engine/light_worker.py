@@ -15,12 +15,12 @@ import os
 import sys
 import threading
 
+from tinsmith.protocol.child_process import read_start
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, ForgetCheckpoint, Shutdown
-from tinsmith.protocol.started import read_start
 from tinsmith.protocol.work import Answer, WorkerReady
 
 REASON = "cuda:0 computes nothing any more"

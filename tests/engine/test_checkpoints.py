@@ -88,10 +88,10 @@ def test_a_checkpoint_whose_files_go_while_it_is_read_is_not_found(backend: Loca
 
     with pytest.raises(NotFoundError, match="it was deleted while it was read"):
         read()
-    damaged = TinsmithError("adapter.safetensors is missing")
-    assert checkpoints.rows.why_not_read(path, damaged) is damaged
+    checkpoints.rows.check_still_there(path)
     delete_checkpoint(checkpoints.store, path)
-    assert isinstance(checkpoints.rows.why_not_read(path, damaged), NotFoundError)
+    with pytest.raises(NotFoundError, match="does not exist"):
+        checkpoints.rows.check_still_there(path)
 
 
 def place(checkpoints: Checkpoints, path: str) -> Path:

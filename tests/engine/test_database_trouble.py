@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.bases import png
-from tests.engine.here import Here
+from tests.engine.here import Here, is_idle
 from tinsmith.engine.trainer import SAVE_AGAIN_S
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
@@ -98,7 +98,7 @@ def test_a_step_that_was_applied_is_reported_as_applied_once_the_database_takes_
     here.optim("a", 5, learning_rate=-1.0)
     engine, optimizer = here.engine, here.backend().optimizers[MODEL]
     with here.locked():  # nothing is left but to record outcomes
-        here.until(lambda: not (engine.unread or engine.trainer.forward.passes) and engine.trainer.is_idle and here.process.is_resting)
+        here.until(lambda: not (engine.unread or engine.trainer.forward.passes) and is_idle(engine.trainer) and here.process.is_resting)
         assert [outcome.request_id for outcome in engine.recorder.waiting] == requests
         assert here.told[told:] == []
         assert [here.store.status(request) for request in requests] == ["queued"] * 5
@@ -147,11 +147,11 @@ def test_operations_and_images_that_cannot_be_read_now_are_read_later(here: Here
     here.engine._read_log()
     with unreadable(here):
         here.turn()  # the operations cannot be read
-        assert here.engine.trainer.put_off == {MODEL}
+        assert here.engine.trainer.models.put_off == {MODEL}
         assert 0 < here.engine.patience() <= 5
     here.until(lambda: here.engine.trainer.forward.operations)
     assert here.engine.recorder.waiting == []
-    here.until(lambda: here.engine.trainer.put_off)  # the worker has not found the image
+    here.until(lambda: here.engine.trainer.models.put_off)  # the worker has not found the image
     here.settle()
     assert reads >= 2
     assert [here.error("a", seq_id) for seq_id in (1, 2, 3)] == [None] * 3
@@ -163,8 +163,8 @@ def test_a_checkpoint_is_saved_once_the_database_takes_it_and_others_do_not_wait
     here.optim("a", 2)
     here.create("b")
     with here.locked():
-        here.until(lambda: here.engine.trainer.put_off and here.engine.recorder.waiting)
-        assert here.engine.trainer.put_off == {MODEL}
+        here.until(lambda: here.engine.trainer.models.put_off and here.engine.recorder.waiting)
+        assert here.engine.trainer.models.put_off == {MODEL}
         assert [outcome.request_id for outcome in here.engine.recorder.waiting] == ["s:train:b/0"]
         assert here.checkpoint_directories() == []
     here.settle()
@@ -178,9 +178,9 @@ def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_la
     with unreadable(here):
         here.say(EndSession("s", save=True))
         here.turn()
-        assert here.engine.trainer.ending == {}
+        assert here.engine.trainer.models[MODEL].ending is None
     with here.locked():
-        here.until(lambda: here.engine.trainer.put_off)
+        here.until(lambda: here.engine.trainer.models.put_off)
         assert MODEL in here.engine.trainer.operations.models
     here.settle()
     assert (here.engine.trainer.operations.models, has_saved(here)) == ({}, True)
@@ -240,7 +240,7 @@ def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(here: Here,
 def test_a_model_that_is_being_made_when_the_engine_is_stopped_does_not_keep_it(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     here.process.is_stuck = True
     here.create("b")
-    here.until(lambda: here.engine.trainer.running)
+    here.until(lambda: here.engine.trainer.models.running)
     here.process.is_stuck = False
     said = run_to_the_end(here, monkeypatch)
     assert isinstance(said[-1], Bye)

@@ -281,7 +281,7 @@ def test_a_step_under_way_is_refused_and_its_copy_not_taken_for_the_state(make: 
     here.forward("a", 3, LENGTHS, target=3)
     here.until(lambda: "s:train:a/3" in here.told)
     here.optim("a", 4, learning_rate=0.1)
-    here.until(lambda: here.engine.trainer.running)
+    here.until(lambda: here.engine.trainer.models.running)
     while here.worker.copies.running or not any(isinstance(message, Answer) for message in here.process.wire.sent):
         here.process.work()
     if not heard:
@@ -323,7 +323,7 @@ def test_published_weights_are_gone_and_those_under_way_are_published_by_the_nex
         session = SamplingSession(f"s:sample:{seq}", "s", "tiny", f"s:train:a/{seq}", "s:train:a")
         body = {"model_id": "s:train:a", "seq_id": seq, "sampling_session_seq_id": seq}
         here.add("a", seq, "save_weights_for_sampler", body, sampling_session=session)
-    here.until(lambda: here.engine.trainer.running)
+    here.until(lambda: here.engine.trainer.models.running)
     die(here)
     here.settle()
     assert results(here, 1, 2)
@@ -421,7 +421,7 @@ def test_a_model_in_the_making_is_made_by_the_next_worker_and_not_by_a_third(her
     """It may be what ends them: every time, all other clients would lose their models."""
     here.create("b")
     here.forward("b", 1, [4])
-    die_when(here, lambda: "s:train:b" in here.engine.trainer.running, ends)
+    die_when(here, lambda: "s:train:b" in here.engine.trainer.models.running, ends)
     here.create("d")
     here.settle()
     assert here.error("d", 0) is None
@@ -442,7 +442,7 @@ def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doo
     here.said.clear()
     here.process.is_stuck = True
     here.optim("a", 3)
-    here.until(lambda: here.engine.trainer.running)
+    here.until(lambda: here.engine.trainer.models.running)
     here.create("b")
     here.optim("a", 4)
     here.process.is_stuck = False

@@ -99,10 +99,10 @@ def test_nothing_is_remembered_of_models_that_are_unloaded_but_their_tokens(here
     here.forward("a", 1, [5, 4])
     here.settle()
     trainer = here.engine.trainer
-    assert (trainer.trained_tokens, trainer.trained_before) == ({"s:train:a": 9}, 0)
+    assert (trainer.trained_tokens, trainer.models["s:train:a"].trained_tokens) == (9, 9)
     here.say(EndSession("s", save=False))
     here.settle()
-    assert (trainer.operations.models, trainer.forward.served, trainer.trained_tokens, trainer.trained_before) == ({}, {}, {}, 9)
+    assert (trainer.operations.models, trainer.forward.served, trainer.models, trainer.trained_tokens) == ({}, {}, {}, 9)
 
 
 def metrics(here: Here, model: str, seq: int) -> dict[str, float]:
@@ -281,7 +281,7 @@ def test_a_gap_is_given_up_and_names_what_is_missing(monkeypatch: pytest.MonkeyP
     now, clock = 104.0, 1e9 - 3600
     queue.add(command(4))
     assert (queue.next_deadline(), queue.overdue(now=109.9)) == (110.0, [])
-    (overdue,) = queue.overdue(now=110.1)
-    assert (overdue.command.seq_id, overdue.missing) == (3, 1)
+    ((overdue, missing),) = queue.overdue(now=110.1)
+    assert (overdue.seq_id, missing) == (3, 1)
     assert (taken(queue), queue.next_deadline()) == ([4], None)
     assert not queue.add(command(1))

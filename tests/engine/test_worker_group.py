@@ -18,15 +18,14 @@ from tests.engine.here import LONG_S, Wire
 from tests.engine.light_worker import FACTS
 from tests.engine.test_worker_process import Watched, engine_with, link_of_an_engine
 from tinsmith.config import Config, DistributedConfig, SamplingConfig, ServerConfig
-from tinsmith.engine.watching import SETTLED, Liveness, hanging
 from tinsmith.engine.worker_group import LOOK_FOR_HOSTS_S, WorkerGroup
-from tinsmith.engine.worker_process import WorkerProcess
+from tinsmith.engine.worker_process import SETTLED, Liveness, WorkerProcess, hanging
 from tinsmith.protocol import child_process
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import writer_of
-from tinsmith.protocol.questions import Answered, FindMeeting, MeetingPort, OpenMeeting
+from tinsmith.protocol.questions import Answered, FindMeeting, MeetingPort
 from tinsmith.protocol.serving import Alive, CancelSample, EndSession, ForgetCheckpoint, Ready, Recovering, Sample, SampleDone, SampleFailed
 from tinsmith.protocol.work import (
     Answer,
@@ -201,7 +200,7 @@ def test_workers_on_other_hosts_start_when_these_are_known_and_are_told_of_one_m
         assert [worker.place.meeting for worker in spoken.start().workers] == ["tcp://10.0.0.1", "tcp://10.0.0.2"]
         first, second = (worker.answers or pytest.fail("none answers") for worker in spoken.workers)
         assert second(FindMeeting()) == MeetingPort("", 0)  # that of the workers before is none of theirs
-        assert first(OpenMeeting("10.0.0.1", 7)) == Answered()
+        assert first(MeetingPort("10.0.0.1", 7)) == Answered()
         assert second(FindMeeting()) == MeetingPort("10.0.0.1", 7)
         spoken.workers[1].end = KILLED
         assert spoken.group.ended() == f"worker 1 of 2 on 10.0.0.2: {KILLED}"
@@ -240,7 +239,7 @@ def test_what_all_are_asked_for_is_answered_once_and_after_the_last(pair: Spoken
     for order_of_all in [ClearGradients("tiny", "a"), DeleteModel("tiny", "a"), Drop(["a/1", "a/2"]), EndSession("s", False)]:
         pair.group.send(order_of_all)
         assert pair.told() == [[order_of_all]] * 2
-    assert pair.group._awaited == {}
+    assert pair.group.work.awaited == {}
 
 
 @pytest.mark.parametrize("kind", [SaveModel, ExportModel])
@@ -255,7 +254,7 @@ def test_what_one_worker_saves_for_all_is_answered_by_that_one_and_looked_up_aga
         assert pair.says(writer, Copied(number)) == [Copied(number)]
         assert pair.says(writer, reply) == [reply]
         assert pair.told() == [[*([save] if rank == writer else []), *forget] for rank in range(2)]
-    assert pair.group._awaited == {}
+    assert pair.group.work.awaited == {}
 
 
 def saved_to(directory: str) -> SaveModel:
@@ -285,7 +284,7 @@ def test_a_save_of_all_is_finished_by_one_when_all_have_written_or_deleted_if_on
     told = error or Answer(1, {"size_bytes": 2})
     assert sharing.says(WRITER, told) == [told]
     assert sharing.told() == [[] if error else [ForgetCheckpoint(PATH)]] * 2
-    assert sharing.group._awaited == {}
+    assert sharing.group.work.awaited == {}
 
 
 def test_a_model_that_is_divided_goes_on_when_all_have_a_copy_and_what_all_have_one_alone_saves(sharing: Spoken) -> None:
@@ -304,7 +303,7 @@ def test_a_model_that_one_worker_cannot_make_is_deleted_on_all(pair: Spoken, cal
     number = call.number
     assert pair.ask(call, {1 - rank: Answer(number, {}), rank: failed(number, rank)}) == [failed(number, rank)]
     assert pair.told() == [[call, DeleteModel("tiny", MODEL)]] * 2
-    assert (pair.group.ended(), pair.group._loaded) == (None, set())
+    assert (pair.group.ended(), pair.group.work.loaded) == (None, set())
 
 
 @pytest.mark.parametrize(
@@ -321,7 +320,7 @@ def test_a_model_that_is_not_the_same_on_all_ends_the_group(pair: Spoken, call: 
     assert pair.ask(call, {0: Answer(call.number, {}), 1: failed(call.number, 1)}) == []
     assert pair.group.ended() == f"worker 1 of 2: ({why}: worker 1 cannot)"
     assert {worker.state for worker in pair.workers} == {"down"}
-    assert (pair.group._awaited, pair.group._loaded) == ({}, set())
+    assert (pair.group.work.awaited, pair.group.work.loaded) == ({}, set())
 
 
 # ---- Forward work
@@ -377,7 +376,7 @@ def test_a_pass_is_computed_by_all_and_told_as_one(pair: Spoken) -> None:
     assert (done.number, done.results, done.failures, done.metrics) == (1, [(*piece, [1]) for piece in pieces], [], [[]] * 4)
     assert np.frombuffer(done.payload[:32], np.float64).tolist() == [0.0, 1.0, 1.0, 1.0]
     assert np.frombuffer(done.payload[32:], np.float32).tolist() == [-9.0, -2.0, -3.0, -4.0]
-    assert (done.tokens_per_pass, pair.group._awaited) == (200, {})
+    assert (done.tokens_per_pass, pair.group.work.awaited) == (200, {})
     first, second = shares_of(pair, RunPass(2, "tiny", False, pieces[1:3], [9, 2]))
     pair.says(0, computed(0, first))
     (done,) = pair.says(1, refused(1, second))
@@ -399,7 +398,7 @@ def test_a_sequence_of_all_workers_is_given_to_all_and_told_once(pair: Spoken) -
     assert np.frombuffer(done.payload[:8], np.float64).tolist() == [0.0]
     (done,) = pair.ask(TOGETHER, {rank: refused(rank, TOGETHER) for rank in range(2)})
     assert done.failures == [("m/1", 0, "UserError", "worker 0 cannot")]
-    assert pair.group._awaited == {}
+    assert pair.group.work.awaited == {}
 
 
 def test_a_sequence_that_only_some_have_computed_ends_all(pair: Spoken) -> None:
@@ -436,7 +435,7 @@ def sample(number: int) -> Sample:
 
 def loads(spoken: Spoken) -> list[float]:
     """What workers have to sample."""
-    return [worker.load for worker in spoken.group._routing.workers]
+    return [worker.load for worker in spoken.group.work.routing.workers]
 
 
 def test_samples_are_spread_cancelled_where_they_run_and_leave_their_worker_free(pair: Spoken) -> None:
@@ -455,7 +454,7 @@ def test_samples_are_spread_cancelled_where_they_run_and_leave_their_worker_free
         assert pair.told() == [[sample(number)], []]  # the first is free again each time
     pair.group.send(sample(7))
     pair.group.send(EndSession("s", False))
-    assert (pair.group._routing.running, loads(pair)) == ({}, [0, 0])
+    assert (pair.group.work.routing.running, loads(pair)) == ({}, [0, 0])
 
 
 def test_a_sample_whose_weights_a_worker_has_dropped_goes_to_another(pair: Spoken) -> None:
@@ -465,7 +464,7 @@ def test_a_sample_whose_weights_a_worker_has_dropped_goes_to_another(pair: Spoke
         assert pair.ask(sample(1), {0: gone}) == []
         assert pair.told() == [[sample(1)], [sample(1)]]
         assert pair.says(1, answer) == [answer]
-    assert (pair.group._routing.running, loads(pair)) == ({}, [0, 0])
+    assert (pair.group.work.routing.running, loads(pair)) == ({}, [0, 0])
 
 
 @pytest.mark.parametrize(("sampler", "shard", "helps"), [("vllm", "none", False), ("none", "weights", False), ("vllm", "weights", True)])

@@ -112,18 +112,18 @@ def test_a_worker_is_started_once_and_another_takes_the_place_of_one_that_is_kil
     process = worker.process
     process.start_if_due()
     starting = process.pid
-    assert (process.state, process.is_ready, process.was_ever_ready) == ("starting", False, False)
+    assert (process.state, process.is_ready) == ("starting", False)
     worker.ask("too early")
     first = worker.start()
     assert first == starting
     assert worker.messages == [WorkerReady([FACTS.to_dict()], "cpu")]
-    assert (process.device, process.models, process.was_ever_ready) == ("cpu", {"tiny": FACTS}, True)
+    assert (process.device, process.models) == ("cpu", {"tiny": FACTS})
     os.kill(first, signal.SIGKILL)
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)  # it is dead, which nobody has noticed yet
     for _ in range(1000):
         worker.ask("to the dead")
     worker.until(lambda: worker.ends)
-    assert (process.state, process.pid, process.busy_s) == ("down", None, 0.0)
+    assert (process.state, process.pid, process.liveness.last.busy_s) == ("down", None, 0.0)
     assert 0.0 < process.wait_s <= child_process.FIRST_DELAY_S
     process.start_if_due()
     assert process.pid is None  # not before it is due

@@ -13,9 +13,21 @@ from torch import Tensor
 
 from tests.bases import DEVICE
 from tests.extent import amount, slow
-from tinsmith.sampling.choose import COLDEST, Choice, choose, choose_reference, draw, draws_needed, logprobs_at
-from tinsmith.sampling.randomness import as_bits, uniforms
-from tinsmith.sampling.truncation import WEIGHT_BITS, last_kept_reference, order_preserving, truncate
+from tinsmith.sampling.choose import (
+    COLDEST,
+    WEIGHT_BITS,
+    Choice,
+    as_bits,
+    choose,
+    choose_reference,
+    draw,
+    draws_needed,
+    last_kept_reference,
+    logprobs_at,
+    order_preserving,
+    truncate,
+    uniforms,
+)
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -30.0])
 
@@ -208,7 +220,7 @@ def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncate
 def test_the_kernels_find_the_last_token_that_is_kept(vocabulary: int) -> None:
     """In Triton's interpreter on a CPU, half a second for each row: each share of the weight in each row only where everything runs."""
     pytest.importorskip("triton")
-    from tinsmith.sampling.truncation_kernels import last_kept_kernel
+    from tinsmith.sampling.choose_kernels import last_kept_kernel
 
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(5, vocabulary, generator=generator)

@@ -45,7 +45,7 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
         raise UserError(f"{path} holds files to download: tinker checkpoint download; export a path of weights or sampler_weights")
     with opened(data_dir) as store:
         checkpoints = CheckpointRows(store, CheckpointFiles(data_dir))
-        found = checkpoints.find(path, kind)
+        found = store.require_checkpoint(path, kind)
         with opened_files(checkpoints.files, found.directory, optimizer=False) as files:
             about = read_about(files)
             weights = stored_weights(files, about)

@@ -1,7 +1,7 @@
 """Computations of several workers with exchanges in between, which either all finish or all leave at the same place.
 
-A worker that fails alone, as where its memory ends, would let the others wait in the next exchange for ever. So all agree before each of
-them that everybody has come to it, with a number that the processors exchange while the devices compute. One that has failed says so in
+A worker that fails alone, as where its memory ends, would let the others wait in the next exchange for ever. So before each exchange all
+agree that everybody has come to it, with a number that the processors exchange while the devices compute. One that has failed says so in
 the place of its next agreement. Then all stop, at the same place, and know why.
 """
 
@@ -33,7 +33,7 @@ class JointFailure:
     """The reason why nobody has a result, the same on all workers."""
 
     error_type: str
-    """Name of the class of the error of the first worker that failed."""
+    """Name of the class of the first failed worker's error."""
     reason: str
     out_of_memory: bool
     """Whether all that failed had too little memory."""
@@ -67,7 +67,6 @@ class JointWork:
     """Work that all workers of a group do together: each calls the same methods in the same order."""
 
     def __init__(self, group: ProcessGroup, is_out_of_memory: Callable[[Exception], bool]) -> None:
-        """`is_out_of_memory` tells which errors mean that an allocation failed."""
         self.group = group
         self.is_out_of_memory = is_out_of_memory
 

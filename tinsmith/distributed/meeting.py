@@ -1,7 +1,7 @@
 """Lets workers of several hosts find each other: the first opens a port, and tells the engine, which tells the others.
 
-Nobody has to choose a port that is still free when it is opened, and the engine's messages are private. What the workers say to each other
-afterwards is not: neither to the store of this port nor over gloo and NCCL is anything encrypted or anybody asked who it is.
+Nobody has to choose a free port, and the engine's messages are private. What the workers say to each other afterwards is not: neither to
+the store of this port nor over gloo and NCCL is anything encrypted or anybody asked who it is.
 """
 
 import os
@@ -14,18 +14,15 @@ import psutil
 import torch.distributed as dist
 
 from tinsmith.errors import ConfigError
-from tinsmith.protocol.place import Place
-from tinsmith.protocol.questions import Answers, FindMeeting, MeetingPort, OpenMeeting
+from tinsmith.protocol.place import Place, listening_at
+from tinsmith.protocol.questions import Answers, FindMeeting, MeetingPort
 
 _LOOK_S = 0.1
-"""Seconds between two questions whether the first worker has opened its port."""
 
 CONNECT = timedelta(minutes=5)
-"""Maximum time for connecting to an open port."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that name the interface over which workers talk."""
 
 
 def set_communication_variables(interface: str) -> None:
@@ -61,13 +58,11 @@ def meet(place: Place, ask: Answers) -> dist.Store:
     named = all(variable in os.environ for variable in _INTERFACES)  # then they need not be found, and stay what they are
     set_communication_variables(LOOPBACK if named else interface_of(place.host))
     if place.rank == 0:
-        try:
+        with listening_at(place.host):
             listener = socket.create_server((place.host, 0))  # at this address only
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {place.host}, by which workers on other hosts should reach this one: {error}") from error
         port = listener.getsockname()[1]
         store = _store(place, place.host, port, listener.detach())
-        ask(OpenMeeting(place.host, port))
+        ask(MeetingPort(place.host, port))
         return store
     while True:
         answer = ask(FindMeeting())

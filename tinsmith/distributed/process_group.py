@@ -1,7 +1,6 @@
 """Collectives of workers: sums and parts of tensors, and small numbers, over NCCL between GPUs and gloo between CPUs.
 
-All workers must call the same methods in the same order. One that never comes lets the others wait; the engine watches its workers, and
-ends all of them when one has ended.
+All workers must call the same methods in the same order. One that never comes lets the others wait, until the engine ends all of them.
 """
 
 import logging
@@ -77,7 +76,6 @@ class ProcessGroup:
 
     @property
     def count(self) -> int:
-        """Number of workers."""
         return self.place.count
 
     def sum(self, tensor: Tensor) -> None:
@@ -126,6 +124,11 @@ class ProcessGroup:
         self.sum(found)
         return [row[:size].numpy().tobytes().decode().rstrip("\0") for row, size in zip(found, sizes, strict=True)]
 
+    def workers_beside(self) -> list[int]:
+        """Return the number of workers on each worker's host, itself included, by rank. To be called by all at the same time."""
+        hosts = self.texts(self.place.host)
+        return [hosts.count(host) for host in hosts]
+
     def exchange(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]) -> None:
         """Give each worker its part of `sent`, and take a part of `received` from each. Both are flat, the parts in order of the ranks."""
         with self._not_alone():
@@ -138,7 +141,6 @@ class ProcessGroup:
             raise DeviceLostError(f"the workers are not the same any more: {what} is {numbers}, by rank")
 
     def close(self) -> None:
-        """Leave the group."""
         dist.destroy_process_group()
 
     @contextmanager

@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def workers_of(config: Config, link: ChildLink) -> WorkerGroup:
-    """The workers, of which none runs yet. Raises ConfigError if they cannot get what they need."""
+    """Return the workers, of which none runs yet. Raises ConfigError if they cannot get what they need."""
     if not config.distributed.ray_address:
         return WorkerGroup(config, link, worker_count(config))
     # A thread that still waits for an actor when the engine leaves Ray would start a Ray of its own.

@@ -1,20 +1,20 @@
 """Rows of checkpoints for the operations that write and read them.
 
-The files of a checkpoint lie in a directory of their own that no client chose; a worker writes them once, and nobody changes them. The row
-points to them, so a checkpoint is replaced by new files and a new row. A save is acknowledged when first the files and then the row are
-on the disk.
+A worker writes the files of a checkpoint once, to a directory of their own, and the row points to them. So a checkpoint is replaced by
+new files and a new row. A save is acknowledged when first the files and then the row are on the disk.
 """
 
 import time
+from contextlib import suppress
 from typing import Any
 
-from tinsmith.engine.steps import Steps, until_stored
-from tinsmith.errors import NotFoundError, StoreUnavailableError, TinsmithError, UserError
+from tinsmith.engine.running import Steps, until_stored
+from tinsmith.errors import StoreUnavailableError, UserError
 from tinsmith.protocol.work import ExportModel, SaveModel
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
-from tinsmith.wire.paths import CheckpointKind, CheckpointPath
+from tinsmith.wire.paths import CheckpointPath
 
 
 class CheckpointRows:
@@ -38,7 +38,7 @@ class CheckpointRows:
         ttl_seconds: float | None = None,
         user_metadata: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """The row of a checkpoint that is going to be written, without what only its files tell. Its directory is new and known."""
+        """Return the row of a checkpoint that is going to be written, without what only its files tell. Its directory is new and known."""
         directory = self.files.new_place()
         self.store.announce_checkpoint(directory)
         now = time.time()
@@ -57,25 +57,16 @@ class CheckpointRows:
         }
 
     def written(self, call: SaveModel | ExportModel) -> Steps[Checkpoint]:
-        """Let a worker write the files of an announced checkpoint, then make it exist; one of the same path is replaced.
+        """Let a worker write the files of an announced checkpoint, then put its row on the disk; one of the same path is replaced.
 
-        It is on the disk when this returns. Raises TinsmithError if the disk or the object store does not take it; then there is none.
+        Raises TinsmithError if the disk or the object store does not take it; then there is none.
         """
         found = yield call
         checkpoint = Checkpoint(**call.checkpoint, **found)
         yield from until_stored(lambda: self.store.put_checkpoint(checkpoint))
         return checkpoint
 
-    def find(self, tinker_path: str, kind: CheckpointKind) -> Checkpoint:
-        """The checkpoint of this path. Raises UserError for one of another kind, NotFoundError if there is none."""
-        return self.store.require_checkpoint(tinker_path, kind)
-
-    def why_not_read(self, tinker_path: str, error: TinsmithError) -> TinsmithError:
-        """The reason to give where reading a checkpoint failed with `error`. It may have been deleted while its files were read."""
-        try:
+    def check_still_there(self, tinker_path: str) -> None:
+        """Raise NotFoundError if a checkpoint whose files could not be read has been deleted meanwhile."""
+        with suppress(StoreUnavailableError):
             self.store.require_checkpoint(tinker_path)
-        except NotFoundError as deleted:
-            return deleted
-        except StoreUnavailableError:
-            return error
-        return error

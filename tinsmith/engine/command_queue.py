@@ -1,7 +1,6 @@
 """Queues of commands, one per model: strictly by seq_id, whatever order they arrive in.
 
-`create_model` is seq_id 0. A command whose predecessor is missing is held; after `held_s` it fails, naming what is missing, and the
-sequence goes on behind it.
+A command whose predecessor is missing is held; after `held_s` it fails, naming what is missing, and the sequence goes on behind it.
 """
 
 import time
@@ -11,38 +10,26 @@ from dataclasses import dataclass, field
 from tinsmith.store.records import Command
 
 
-@dataclass(frozen=True)
-class Overdue:
-    """A command that waited too long for its predecessor."""
-
-    command: Command
-    missing: int
-    """The first seq_id that never came."""
-
-
 @dataclass
 class ModelQueue:
-    """Commands of one model that have not been taken yet."""
+    """Commands of one model that have not been taken yet. `create_model` is seq_id 0."""
 
     next_seq: int = 0
     held: dict[int, Command] = field(default_factory=dict)
     """All of them by seq_id; the one at `next_seq`, if there, is ready."""
     filed_at: dict[int, float] = field(default_factory=dict)
-    """The monotonic time at which each of `held` was filed: clocks may be set while a command waits."""
+    """Monotonic time at which each of `held` was filed: clocks may be set meanwhile."""
     ended: set[int] = field(default_factory=set)
     """seq_ids that have ended while ones before them were put back."""
 
     def add(self, command: Command) -> None:
-        """File a command."""
         self.held[command.seq_id] = command
         self.filed_at[command.seq_id] = time.monotonic()
 
     def head(self) -> Command | None:
-        """The command whose turn it is."""
         return self.held.get(self.next_seq)
 
     def take(self) -> Command:
-        """Remove and return the head. Raises KeyError if it is not there."""
         command = self.held.pop(self.next_seq)
         del self.filed_at[self.next_seq]
         self.next_seq += 1
@@ -55,7 +42,7 @@ class ModelQueue:
         self.add(command)
 
     def rewind(self, commands: Sequence[Command]) -> None:
-        """Undo the `take` of all of these, which are in order; others that were taken since the first of them have ended."""
+        """Undo the `take` of these commands, in order; others taken since the first of them have ended."""
         first = commands[0].seq_id
         self.ended |= set(range(first, self.next_seq)) - {command.seq_id for command in commands}
         self.next_seq = first
@@ -66,21 +53,20 @@ class ModelQueue:
         while self.next_seq in self.ended:
             self.next_seq += 1
 
-    def skip_gap(self) -> Overdue:
-        """Give up waiting: the earliest held command is overdue, and the sequence goes on behind it."""
+    def skip_gap(self) -> tuple[Command, int]:
+        """Remove the earliest held command, behind which the sequence goes on; returns it, and the first missing seq_id."""
         seq = min(self.held)
-        overdue = Overdue(self.held.pop(seq), self.next_seq)
+        overdue = self.held.pop(seq), self.next_seq
         del self.filed_at[seq]
         self.next_seq = seq + 1
         self._pass_ended()
         return overdue
 
     def waiting_since(self) -> float | None:
-        """The monotonic time at which the earliest command that is held behind a gap was filed; None if none is."""
+        """Monotonic time at which the earliest command behind a gap was filed; None if none is held."""
         return self.filed_at[min(self.held)] if self.held and self.head() is None else None
 
     def is_late(self, seq_id: int) -> bool:
-        """Whether that place in the sequence was given up already."""
         return seq_id < self.next_seq or seq_id in self.ended
 
 
@@ -104,18 +90,17 @@ class CommandQueue:
         return [model_id for model_id, queue in self.models.items() if queue.head() is not None]
 
     def cancel(self, model_id: str) -> list[Command]:
-        """Take all that a model still has out of its queue; returns it in order."""
+        """Remove and return all that a model still has in its queue, in order."""
         queue = self.models[model_id]
         cancelled = [queue.held[seq] for seq in sorted(queue.held)]
         self.models[model_id] = ModelQueue(queue.next_seq)
         return cancelled
 
     def drop(self, model_id: str) -> None:
-        """Forget a model."""
         self.models.pop(model_id, None)
 
-    def overdue(self, now: float, busy: Collection[str] = ()) -> list[Overdue]:
-        """Commands to fail now: held behind a gap since before `now - held_s` (monotonic time).
+    def overdue(self, now: float, busy: Collection[str] = ()) -> list[tuple[Command, int]]:
+        """Remove commands held behind a gap since before `now - held_s` (monotonic time); returns them, each with the first missing seq_id.
 
         Those of `busy` models are left: what they have begun comes before the gap, and ends first.
         """
@@ -126,7 +111,7 @@ class CommandQueue:
         return found
 
     def next_deadline(self, busy: Collection[str] = ()) -> float | None:
-        """Monotonic time at which the next held command of a model that is not busy is overdue; None if nothing is held behind a gap."""
+        """Monotonic time at which the next command of a model that is not busy is overdue; None if nothing is held behind a gap."""
         times = [since for queue in self._but_for(busy) if (since := queue.waiting_since()) is not None]
         return min(times) + self.held_s if times else None
 

@@ -19,7 +19,7 @@ from tinsmith.protocol.work import DeleteModel
 log = logging.getLogger(__name__)
 
 MOST_ENDS = 2
-"""So many times may workers end while they bring a model, or compute an operation, until it is given up."""
+"""A model is lost when workers have ended so many times while they brought it back."""
 
 
 class CrashRecovery:
@@ -33,14 +33,13 @@ class CrashRecovery:
         self.lost: dict[str, str] = {}
         """Models that do not come back, and why, until `take_lost`."""
         self.reason = ""
-        """The reason why the last workers ended."""
         self.under_way: tuple[str, int] | None = None
         """The model that is being brought back, and the number of the call."""
         self._to_delete: list[tuple[str, str]] = []
-        """Base model and id of models that are lost: what was kept of them is to be deleted."""
+        """Base model and id of lost models, of which kept copies are to be deleted."""
 
     def workers_ended(self, reason: str) -> None:
-        """The workers are gone: all loaded models wait, or are lost."""
+        """Let all loaded models wait for new workers, or be lost."""
         self.reason = reason
         if self.under_way is not None:
             model_id, self.under_way = self.under_way[0], None
@@ -74,7 +73,7 @@ class CrashRecovery:
         self.send(model.origin.call(number, model.base_model, model_id))
 
     def answered(self, number: int, answer: "dict[str, object] | TinsmithError") -> bool:
-        """Take in what a call came to; False if it is not one of ours."""
+        """Take in the answer of a call; False if it is not one of ours."""
         if self.under_way is None or self.under_way[1] != number:
             return False
         model_id, self.under_way = self.under_way[0], None
@@ -86,7 +85,6 @@ class CrashRecovery:
         return True
 
     def take_lost(self) -> dict[str, str]:
-        """The models that were lost since this was last asked, and why."""
         lost, self.lost = self.lost, {}
         return lost
 

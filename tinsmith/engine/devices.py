@@ -1,7 +1,7 @@
 """Chooses how many workers an engine starts, and their devices.
 
-It has no torch to ask, so it counts the devices that the system shows. Where it is to say itself how many of several GPUs get a worker, a
-process of its own asks PyTorch: it may be able to use fewer.
+The engine has no torch, so it counts the GPUs that the system shows. Where several would each get a worker, a process of its own asks
+PyTorch, which may be able to use fewer.
 """
 
 import os
@@ -16,17 +16,17 @@ from tinsmith.errors import ConfigError
 
 _DEVICES = Path("/dev")
 _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-.+)\s*")
-"""A GPU in CUDA_VISIBLE_DEVICES: its number or its UUID."""
+"""A GPU in CUDA_VISIBLE_DEVICES: number or UUID."""
 COUNTING_S = 120.0
-"""Seconds that PyTorch may take to count usable GPUs; its files may come from a slow disk."""
+"""Seconds that PyTorch may take to count usable GPUs, with files on a slow disk."""
 
 
 def worker_count(config: Config, gpus: int | None = None, usable: int | None = None) -> int:
     """Return the number of workers: as configured, or with --workers 0 the number of GPUs that vLLM servers leave.
 
-    Raises ConfigError if these need more GPUs than there are, are to divide what they cannot, or would have nothing to do. `gpus` is how
-    many there are; None means those of this machine. `usable` is how many of them PyTorch can use; None means all that are given, and of
-    this machine's that PyTorch is asked if the number of workers depends on it. Ray says itself which GPUs it has.
+    `gpus` is how many there are; None means those of this machine, but Ray says itself which it has. `usable` is how many of them
+    PyTorch can use; with None PyTorch is asked if the number of workers depends on it. Raises ConfigError if the workers need more GPUs
+    than there are, are to divide what they cannot, or would have nothing to do.
     """
     asked = config.distributed.workers
     _check_ray(config)
@@ -77,8 +77,7 @@ def _check_gpus(config: Config, count: int, gpus: int) -> None:
 def _check_servers(config: Config, count: int, gpus: int) -> None:
     """Raise ConfigError if vLLM servers have too few GPUs beside the workers.
 
-    A single worker may share its GPU with a server, and servers that take one GPU each share theirs, if they have room: these see to it
-    themselves (`sampling/vllm/launch.py`).
+    A single worker may share its GPU with servers of one GPU each, if they have room (`sampling/vllm/launch.py` checks).
     """
     if not config.vllm_gpus or not gpus or config.models.device == "cpu" or (count == 1 and config.vllm.vllm_tensor_parallel == 1):
         return
@@ -93,15 +92,15 @@ def _check_servers(config: Config, count: int, gpus: int) -> None:
 
 
 def gpus_needed(config: Config) -> int:
-    """Return the number of GPUs that workers and vLLM servers take, each one of its own; one worker, unless more are asked for."""
+    """Return the number of GPUs of the workers asked for, at least one, and of vLLM servers."""
     return max(1, config.distributed.workers) + config.vllm_gpus
 
 
 def _automatic(config: Config, gpus: int) -> int:
-    """One worker for each GPU that vLLM servers leave, and at least one.
+    """Return a worker for each GPU that vLLM servers leave, and at least one.
 
-    There is one alone where others would have nothing to do, or no GPU of their own: servers of --vllm-url may have any of those that are
-    seen here.
+    There is one alone where others would have nothing to do, or no GPU of their own: servers of --vllm-url may have any of those seen
+    here.
     """
     vllm = config.sampling.sampler == "vllm"
     alone = vllm and (config.only_compares or bool(config.vllm.vllm_turn_s) or bool(config.vllm.vllm_urls))
@@ -111,7 +110,7 @@ def _automatic(config: Config, gpus: int) -> int:
 
 
 def _check_shard(config: Config, workers: int) -> None:
-    """Raise ConfigError if the weights are to be sharded over so many workers where that does not work."""
+    """Raise ConfigError if weights cannot be sharded over so many workers."""
     shard, sampler = config.distributed.shard, config.sampling.sampler
     if shard != "weights":
         return
@@ -133,7 +132,7 @@ def _check_shard(config: Config, workers: int) -> None:
 
 
 def threads_of(config: Config, count: int) -> dict[str, str]:
-    """Variables that give each of several workers on a CPU its share of the cores, unless OMP_NUM_THREADS is set."""
+    """Return variables that give each of several workers on a CPU its share of the cores, unless OMP_NUM_THREADS is set."""
     on_cpu = config.models.device == "cpu" or (config.models.device == "auto" and not visible_gpus())
     if count == 1 or not on_cpu or "OMP_NUM_THREADS" in os.environ:
         return {}

@@ -1,4 +1,4 @@
-"""Forward and forward_backward operations under way: prepared, composed into passes, and completed from the passes' results."""
+"""Forward and forward_backward operations under way: prepared, composed into passes, and completed from the results of passes."""
 
 import logging
 import time
@@ -17,16 +17,16 @@ from tinsmith.store.records import Command
 log = logging.getLogger(__name__)
 
 PREPARED_BYTES = 2**20
-"""Size of a model's operations that are prepared at a time, beside those that are; the last one may go beyond."""
+"""Bytes of a model's operations that are prepared at a time; the last one may go beyond."""
 
 PASSES_AHEAD = 2
-"""Passes that a worker has at most: the one that it computes, and the next. As many besides of models with images to decode."""
+"""Most passes that a worker has: the one that it computes, and the next. As many besides of models with images to decode."""
 
 
 class ForwardWork:
     """The forward work of all models that was taken from their queues.
 
-    `send` tells the worker. `fail` is told of an operation that has failed, and whether that touches the step that is open; `put_back` of
+    `send` tells the worker. `fail` is told of an operation that has failed, and whether that touches the open step; `put_back` of
     operations that cannot be prepared before the database can be read; `put_off` of a model whose images cannot be read now.
     """
 
@@ -44,10 +44,10 @@ class ForwardWork:
     ) -> None:
         """A pass has at most `tokens_per_pass` tokens, of all `workers`, and decodes at most `max_pixels` pixels of images.
 
-        `is_shared` says whether several sessions may wait for each other. What is alone is divided into passes in the same way each time.
+        `is_shared` says whether sessions may wait for each other. One that is alone is divided into passes in the same way each time.
         """
         self.tokens_per_pass: defaultdict[str, int] = defaultdict(lambda: tokens_per_pass)
-        """Most tokens of a pass on each base model: fewer than configured, after its worker ran out of memory."""
+        """Most tokens of a pass on each base model: fewer than configured after its worker ran out of memory."""
         self.paces: defaultdict[tuple[str, bool], Pace] = defaultdict(Pace)
         """Pace of each base model, forward and (True) with backward."""
         self.max_pixels = max_pixels
@@ -61,15 +61,13 @@ class ForwardWork:
         self.operations: dict[str, deque[ForwardOperation]] = {}
         """Operations of each model, in order; a model without any is absent."""
         self.passes: dict[int, list[Piece]] = {}
-        """Datums of each pass that the worker has or computes, by the number of the pass."""
+        """Datums of each pass that the worker has, by the number of the pass."""
         self.of_images: set[int] = set()
-        """The passes of models that have images to decode, by number."""
+        """Numbers of the passes of models that have images to decode."""
         self.served: dict[str, int] = {}
-        """The number of the last pass that had work of a model."""
         self.served_bases: dict[str, int] = {}
-        """The number of the last pass on a base model."""
+        """Number of the last pass on a base model."""
         self.complete: list[ForwardOperation] = []
-        """Operations that are computed and have not been recorded."""
 
     def add(self, command: Command, base_model: str, payload: bytes) -> None:
         """Let the worker check and measure an operation."""
@@ -79,14 +77,14 @@ class ForwardWork:
         self.send(Prepare(number, command.request_id, command.model_id, base_model, digests, payload))
 
     def has_enough(self, model_id: str) -> bool:
-        """Whether a model has forward work for a whole pass, or as much as may be prepared at a time."""
+        """Whether a model has work for a whole pass, or as much as may be prepared at a time."""
         waiting = self.operations.get(model_id, ())
         preparing = sum(operation.command.payload_bytes for operation in waiting if operation.prepared is None)
         tokens = sum(operation.tokens for operation in waiting)
         return preparing >= PREPARED_BYTES or any(tokens >= self.tokens_per_pass[operation.base_model] for operation in waiting)
 
     def cancel(self, model_id: str, error: TinsmithError) -> list[Command]:
-        """Give up the operations of a model; returns those in order of which nothing is in a pass.
+        """Give up the operations of a model; returns those of which nothing is in a pass, in order.
 
         The others fail with `error` when their passes have ended, which the worker is told to give up.
         """
@@ -100,11 +98,10 @@ class ForwardWork:
         return [operation.command for operation in operations if not operation.in_pass]
 
     def forget(self, model_id: str) -> None:
-        """A model is unloaded or lost."""
         self.served.pop(model_id, None)
 
     def forget_all(self) -> None:
-        """The worker is gone, and with it all that it had. What is complete stays to be recorded."""
+        """Forget what the worker had, which is gone. What is complete stays to be recorded."""
         self.operations.clear()
         self.passes.clear()
         self.of_images.clear()
@@ -112,7 +109,6 @@ class ForwardWork:
         self.paces.clear()
 
     def take_complete(self) -> list[ForwardOperation]:
-        """The operations that are computed, to be recorded now."""
         complete, self.complete = self.complete, []
         return complete
 
@@ -121,8 +117,8 @@ class ForwardWork:
     def send_passes(self, put_off: set[str]) -> None:
         """Give the worker passes: one to compute, and another ahead if that one is half full or has images to decode.
 
-        Models with images to decode have passes of their own, beside which the worker computes those of others.
-        None is ahead of what others come that may take long (`Pace`). Models in `put_off` wait for the database.
+        Models with images to decode have passes of their own, beside which the worker computes those of others. None is ahead of others
+        that may take long (`Pace`). Models in `put_off` wait for the database.
         """
         for of_images in (False, True):
             self._send_passes(put_off, of_images)
@@ -153,7 +149,7 @@ class ForwardWork:
         return (is_quick and 2 * sum(piece.tokens for piece in pieces) > full) or any(piece.pixels for piece in pieces)
 
     def _is_others_turn(self, pieces: list[Piece], put_off: set[str]) -> bool:
-        """Whether work that may take long has to let another model go first, whose operation is being prepared since a moment."""
+        """Whether work that may take long has to let another model go first, whose operation has just begun to be prepared."""
         turn, since = self.served.get(pieces[0].operation.command.model_id, 0), time.monotonic() - PASS_S
         others = (
             queue[0] for model_id, queue in self.operations.items() if self.served.get(model_id, 0) < turn and model_id not in put_off
@@ -169,7 +165,7 @@ class ForwardWork:
         return self.workers * pace.tokens >= self.tokens_per_pass[base_model] and max(piece.tokens for piece in pieces) <= pace.quick
 
     def _next_pass(self, put_off: set[str], of_images: bool) -> list[Piece]:
-        """A pass on the base model that was served longest ago; among those that never were, on that of the oldest operation.
+        """Compose a pass on the base model that was served longest ago; among those that never were, on that of the oldest operation.
 
         A model stays with the passes of images until these are computed, so that its own passes keep their order.
         """
@@ -187,7 +183,6 @@ class ForwardWork:
         return next((pieces for pieces in passes if pieces and not self._is_others_turn(pieces, put_off)), [])
 
     def _most_tokens(self, base_model: str) -> dict[bool, int]:
-        """Most tokens of a pass, forward and with backward."""
         most, is_shared = self.tokens_per_pass[base_model], self.is_shared()
         paces = {each: self.workers * self.paces[base_model, each].tokens for each in (False, True)}
         return {each: int(min(most, tokens)) if is_shared else most for each, tokens in paces.items()}
@@ -207,7 +202,7 @@ class ForwardWork:
                 self._pass_done(message)
 
     def _asked_for(self, message: Prepared | PrepareFailed) -> ForwardOperation | None:
-        """The operation that this answers, unless that has ended, or was dropped and asked for again: then its datums are still to come."""
+        """Find the operation that this answers, unless it has ended, or was dropped and asked for again."""
         queue = self.operations.get(message.operation.rpartition("/")[0], ())
         return next((operation for operation in queue if operation.number == message.number), None)
 
@@ -224,7 +219,7 @@ class ForwardWork:
             self.fail(operation.command, error, message.backward)
 
     def _prepare_again(self, operation: ForwardOperation, error: StoreUnavailableError) -> None:
-        """Put an operation, and those of its model that were taken after it, back into the queue until the database can be read."""
+        """Put an operation, and those of its model behind it, back into the queue until the database can be read."""
         model_id = operation.command.model_id
         waiting = self.operations[model_id]
         back = []

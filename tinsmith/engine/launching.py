@@ -1,4 +1,4 @@
-"""Starts a worker's program as a child process of the engine. `ray_workers.py` does so in Ray, with the same interface."""
+"""Starts the programs of workers, and ends them."""
 
 import contextlib
 import logging
@@ -7,20 +7,23 @@ import os
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from dataclasses import dataclass
 
-import orjson
-
-from tinsmith.config import Config, to_tree
+from tinsmith.config import Config
+from tinsmith.protocol.child_process import start_bytes
 from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.place import Place
 
 log = logging.getLogger(__name__)
 
 KILL_S = 30.0
-"""Seconds that a killed process may take to end. Giving back a GPU and hundreds of gigabytes takes some."""
+"""Seconds that a killed process may take to end: giving back a GPU and hundreds of gigabytes takes some."""
+
+
+_LOOK_S = 0.02
+"""Seconds between two looks whether a program has ended that is waited for."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,6 @@ class WorkerStart:
     keys: ChildKeys | None
     config: Config
     variables: Mapping[str, str]
-    """Environment variables beside those of the engine."""
 
     def command(self, parent_pid: str) -> list[str]:
         """The program and its arguments, to be started by the process `parent_pid`."""
@@ -42,117 +44,98 @@ class WorkerStart:
 
     @property
     def standard_input(self) -> bytes:
-        """Bytes for its standard input, which other users of its host do not see: `protocol/started.py`."""
-        return orjson.dumps({"config": to_tree(self.config), "keys": None if self.keys is None else asdict(self.keys)})
+        return start_bytes(self.config, self.keys)
 
 
-class WorkerProgram(Protocol):
-    """The program of a worker, wherever it runs. `subprocess.Popen` is one, but for `fault`."""
+class WorkerProgram(ABC):
+    """The program of a worker, wherever it runs.
 
-    fault: str
-    """The reason why it has ended, if its exit code does not say that."""
-
-    @property
-    def pid(self) -> int | None:
-        """Id of its process, once that is known."""
-        ...
-
-    def poll(self) -> int | None:
-        """Its exit code, or the negative number of the signal that ended it; None while it runs."""
-        ...
-
-    def kill(self) -> None:
-        """End it at once. If it does not within a time, because nothing can end it, it is taken to have ended."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return as `poll`. Raises subprocess.TimeoutExpired after `timeout` seconds."""
-        ...
-
-
-class Launcher(Protocol):
-    """Starts the programs of workers."""
-
-    host: str | None
-    """The address of this host at which workers find the engine; None for workers that are its own children."""
-    gpus_by_number: bool
-    """Whether a worker sees the GPUs of others too, so that it is told the number of its own."""
-
-    def hosts(self) -> Sequence[str] | None:
-        """The address of each worker's host, by rank; empty if all start on this one. None if that is not decided now: ask again later."""
-        ...
-
-    def launch(self, launch: WorkerStart) -> WorkerProgram:
-        """Start a program; returns without waiting for it."""
-        ...
-
-    def close(self) -> None:
-        """Nothing is started any more."""
-        ...
-
-
-class ChildProcess(subprocess.Popen[bytes]):
-    """A program that this process has started.
-
-    One that is killed and does not end is in the hands of the kernel, of a driver or a disk perhaps, and computes nothing any more. It is
-    taken to have ended: nobody waits for it for ever.
+    One that is killed and does not end is held by the kernel, perhaps for a driver or a disk, or its host is gone. It computes nothing any
+    more, and is taken to have ended after a time: nobody waits for ever.
     """
 
     fault = ""
+    """Why it has ended, if its exit code does not say that."""
+    pid: int | None = None
+    """Id of its process, once that is known."""
+    kill_s = KILL_S
+    """Seconds that it may take to end when it is killed."""
     _given_up_at = math.inf
-    """The monotonic time at which it is taken to have ended though it has not."""
     _was_given_up = False
 
+    @property
+    @abstractmethod
+    def exit_code(self) -> int | None:
+        """Its exit code, or the negative number of the signal that ended it; None while it runs."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Let it be ended at once."""
+
     def kill(self) -> None:
-        """Kill the process; its time to end begins."""
-        self._given_up_at = min(self._given_up_at, time.monotonic() + KILL_S)
-        super().kill()
+        """End it at once; its time to end begins."""
+        self._given_up_at = min(self._given_up_at, time.monotonic() + self.kill_s)
+        self.end()
 
     def poll(self) -> int | None:
-        """Return the exit status; one too if it was killed and does not end in its time."""
-        code = super().poll()
-        return self._give_up() if code is None and time.monotonic() >= self._given_up_at else code
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, but no longer than until it is given up."""
-        left_s = max(0.0, self._given_up_at - time.monotonic())
-        if left_s > (math.inf if timeout is None else timeout) or left_s == math.inf:
-            return super().wait(timeout)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return super().wait(left_s)
-        return self._give_up()
-
-    def _give_up(self) -> int:
+        """Return its exit code, or one of a program that is killed if it is given up; None while it runs."""
+        code = self.exit_code
+        if code is not None or time.monotonic() < self._given_up_at:
+            return code
         if not self._was_given_up:
+            self._was_given_up = True
             log.error(
-                "process %d does not end %.0f s after it was killed, because the kernel holds it: it is left behind, with what it has of "
-                "GPUs and memory",
-                self.pid,
-                KILL_S,
+                "process %s does not end %.0f s after it was killed, because the kernel holds it or its host is gone: it is left behind, "
+                "with what it has of GPUs and memory",
+                *(self.pid, self.kill_s),
             )
-        self._was_given_up = True
         return -int(signal.SIGKILL)
 
+    def wait(self, timeout_s: float = math.inf) -> int | None:
+        """Wait for its end and return as `poll`."""
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return code
 
-class ChildProcesses:
-    """Starts workers as child processes."""
+
+class ChildProgram(WorkerProgram):
+    """A program that this process has started."""
+
+    def __init__(self, launch: WorkerStart) -> None:
+        self.kill_s = KILL_S
+        command, environment = launch.command(str(os.getpid())), os.environ | dict(launch.variables)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which `poll` tells
+            self._process.stdin.write(launch.standard_input)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def end(self) -> None:
+        self._process.kill()
+
+
+class Launcher:
+    """Starts the programs of workers, here as children of this process; `ray_workers.py` does so in Ray."""
 
     host: str | None = None
+    """Address of this host at which workers find the engine; None for workers that are its own children."""
     gpus_by_number = True
+    """Whether a worker sees the GPUs of others too, so that it is told the number of its own."""
 
     def hosts(self) -> Sequence[str] | None:
-        """All start on this one."""
+        """Address of each worker's host, by rank; empty if all start on this one. None if that is not decided: ask again later."""
         return ()
 
-    def launch(self, launch: WorkerStart) -> ChildProcess:
-        """Start a program."""
-        process = ChildProcess(launch.command(str(os.getpid())), stdin=subprocess.PIPE, env=os.environ | dict(launch.variables))
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which `poll` tells
-            process.stdin.write(launch.standard_input)
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        return process
+    def launch(self, launch: WorkerStart) -> WorkerProgram:
+        """Start a program; returns without waiting for it."""
+        return ChildProgram(launch)
 
     def close(self) -> None:
-        """Do nothing; a process starter holds no resources."""
+        """Start nothing any more."""

@@ -1,23 +1,22 @@
 """The engine process: orders the operations of all models, gives them to its workers, and records the outcomes.
 
-It knows models, operations, lengths and versions, never a tensor, and it outlives its worker. It never waits for a device or a file: it
-sleeps on its sockets, and whatever arrives is handled at once.
+It knows models, operations, lengths and versions, never a tensor, and outlives its workers. It never waits for a device or a file: it
+sleeps on its sockets, and handles at once whatever arrives.
 """
 
 import logging
 import os
 import shutil
 import time
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tinsmith.config import Config
-from tinsmith.engine.backoff import Backoff
 from tinsmith.engine.checkpoints import CheckpointRows
-from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.operations import Operations
-from tinsmith.engine.recorder import Recorder
-from tinsmith.engine.status import StatusReporter
+from tinsmith.engine.recorder import Backoff, Recorder
+from tinsmith.engine.stopping import Stopping
 from tinsmith.engine.trainer import Trainer
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, StoreUnavailableError
@@ -39,12 +38,13 @@ from tinsmith.protocol.serving import (
     Saving,
     Shutdown,
     Starting,
+    Status,
     Wake,
 )
 from tinsmith.protocol.work import WorkerReady
 from tinsmith.store import ids
 from tinsmith.store.database import BUSY_S
-from tinsmith.store.files import KEPT_DIR, CheckpointFiles, kept_copies
+from tinsmith.store.files import KEPT_DIR, CheckpointFiles
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
@@ -54,13 +54,16 @@ READ_AT_ONCE = 1000
 """Commands taken from the log in one read."""
 
 IDLE_S = 1.0
-"""Seconds that an idle engine sleeps before it looks whether its server and its worker still live."""
+"""Seconds that an idle engine sleeps before it looks whether its server and its workers still live."""
 
 DATABASE_BUSY_S = 0.5
 """Seconds that the engine waits for the database's lock before it goes on with other work."""
 
+STATUS_S = 1.0
+"""Least time between two reports for `tinsmith status`."""
+
 WORKER_EXIT_S = 60.0
-"""Seconds that a worker may take to end when told to. Its last pass was waited for before; vLLM servers may need a while."""
+"""Seconds that a worker may take to end when told to, after its last pass; vLLM servers may need a while."""
 
 
 class Engine:
@@ -74,48 +77,29 @@ class Engine:
         heartbeat.worker_busy_s = 0.0
         self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
         shutil.rmtree(Path(config.data_dir) / KEPT_DIR, ignore_errors=True)  # of models that ended with the engine before
-        training = config.training
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
-        checkpoints = CheckpointRows(self.store, files)
-        operations = Operations(
-            lambda: self.workers.models,
-            config.models.max_lora_rank,
-            checkpoints,
-            training.ended_model_ttl_s,
-            self.store.payload,
-            self._to_worker,
-            partial(kept_copies, Path(config.data_dir)) if training.kept_copies_gib else None,
-        )
-        self.recorder = Recorder(self.store, self._recorded, training.max_unrecorded_mib * 2**20)
-        self.trainer = Trainer(
-            operations,
-            CommandQueue(training.held_operation_s),
-            training.tokens_per_pass * workers.count,
-            config.images.max_image_pixels,
-            self.recorder.record,
-            self._to_worker,
-            workers=workers.count,
-            cuts_passes=not config.shards_weights,  # every pass puts the layers together: in smaller ones that would take most of the time
-        )
-        self.status = StatusReporter(self.trainer, self.workers, link.send)
+        operations = Operations(config, CheckpointRows(self.store, files), lambda: self.workers.models, workers.send)
+        self.recorder = Recorder(self.store, self._recorded, config.training.max_unrecorded_mib * 2**20)
+        self.trainer = Trainer(config, workers.count, operations, self.recorder.record, workers.send)
+        self.reported: Status | None = None
+        self.status_at = 0.0
         self.filed: dict[str, set[int]] = {}
         """seq_ids of the commands that are read and not recorded, by model."""
         self.unread: set[str] = set()
-        """Models that have new commands in the log."""
         self.reads_all = True
-        """Whether models that are not in `unread` may have new commands in the log too."""
+        """Whether other models than `unread` may have new commands too."""
         self.ended_sessions: list[EndSession] = []
         """Sessions to end once all that is in the log before is filed."""
         self.lost: dict[str, str] = {}
         """Models that ended with a worker, and why, until that is in the log."""
         self.returning: dict[str, str] = {}
-        """Models whose snapshots ended with a worker, and why, until that is in the log. They come back themselves."""
+        """The same of models that come back, whose snapshots are lost."""
         self.reading = Backoff()
         """Back-off for reading the log, and for recording lost models."""
         self.stopping = False
 
     def run(self, server_pid: int) -> None:
-        """Serve until told to stop, or until the server process, which is our parent, is gone.
+        """Serve until told to stop, or until the server process, our parent, is gone.
 
         Raises ConfigError if the first worker ends before it was ready.
         """
@@ -134,7 +118,7 @@ class Engine:
     # ---- What arrives
 
     def receive(self, timeout_s: float) -> None:
-        """Take in what server and worker say; wait for it for at most `timeout_s` seconds."""
+        """Take in what server and workers say; wait for it for at most `timeout_s` seconds."""
         for message in self.link.receive(timeout_s):
             self.handle(message)
         for message in self.workers.receive():
@@ -157,9 +141,9 @@ class Engine:
             case Sample() | CancelSample() | ForgetCheckpoint():
                 if isinstance(message, Sample):
                     self.trainer.sampled(ids.session_of(message.request_id))
-                self._to_worker(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
+                self.workers.send(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
             case EndSession():
-                self._to_worker(message)
+                self.workers.send(message)
                 self.ended_sessions.append(message)
             case Shutdown():
                 self.stopping = True
@@ -173,9 +157,6 @@ class Engine:
                 self._tell_ready()
             case _:
                 self.trainer.take(message)
-
-    def _to_worker(self, message: Message) -> None:
-        self.workers.send(message)
 
     def _tell_ready(self) -> None:
         if self.workers.is_ready and not self.has_lost:
@@ -192,16 +173,14 @@ class Engine:
         self.trainer.fail_overdue()
         if self._may_train:
             self.trainer.turn()
-        self.status.report()
+        self._report_status()
 
     @property
     def has_lost(self) -> bool:
-        """Whether it is still to be recorded what ended with a worker."""
         return bool(self.lost or self.returning)
 
     @property
     def _may_train(self) -> bool:
-        """Whether the workers can be given work."""
         return self.workers.is_ready and not self.has_lost and not self.recorder.is_full
 
     def patience(self) -> float:
@@ -214,23 +193,29 @@ class Engine:
         waits += [] if deadline is None else [max(0.0, deadline - time.monotonic())]
         return min(waits)
 
-    def _read_log(self) -> None:
-        """File everything that is new in the log, then end the sessions that have ended. If the log cannot be read, that is done later."""
+    @contextmanager
+    def _tried_later(self, what: str) -> Iterator[None]:
+        """Run the body, which is tried again at growing intervals while the database is not available."""
         try:
+            yield
+        except StoreUnavailableError as error:
+            log.warning("%s for the database: %s", what, error)
+            self.reading.failed()
+        else:
+            self.reading.succeeded()
+
+    def _read_log(self) -> None:
+        """File everything that is new in the log, then end the sessions that have ended; later, if the log cannot be read."""
+        with self._tried_later("new operations wait"):
             if self.reads_all or self.ended_sessions:  # there may be commands in the log whose wake-up is still to come
                 self.unread.update(self.store.queued_models())
                 self.reads_all = False
             for model_id in sorted(self.unread):
                 self._read_model(model_id)
                 self.unread.discard(model_id)
-        except StoreUnavailableError as error:
-            log.warning("new operations wait for the database: %s", error)
-            self.reading.failed()
-            return
-        self.reading.succeeded()
-        for message in self.ended_sessions:
-            self.trainer.end_session(message.session_id, message.save)
-        self.ended_sessions.clear()
+            for message in self.ended_sessions:
+                self.trainer.end_session(message.session_id, message.save)
+            self.ended_sessions.clear()
 
     def _read_model(self, model_id: str) -> None:
         more = True
@@ -243,7 +228,6 @@ class Engine:
             more = len(commands) == READ_AT_ONCE
 
     def _recorded(self, outcome: Outcome) -> None:
-        """An outcome is in the log: the server may tell it."""
         model_id, _, seq_id = outcome.request_id.rpartition("/")
         filed = self.filed.get(model_id)
         if filed is not None:
@@ -251,6 +235,34 @@ class Engine:
             if not filed:
                 del self.filed[model_id]
         self.link.send(Done.of(outcome))
+
+    def _report_status(self) -> None:
+        """Tell the server what engine and workers do, for `tinsmith status`, if that has changed and the last report is old enough."""
+        if (now := time.monotonic()) < self.status_at:
+            return
+        self.status_at = now + STATUS_S
+        trainer, of_workers = self.trainer, self.workers.status
+        status = Status(
+            models=[
+                {
+                    "model_id": model_id,
+                    "base_model": model.base_model,
+                    "queued": trainer.queued(model_id),
+                    "trained_tokens": trainer.models[model_id].trained_tokens,
+                }
+                for model_id, model in trainer.operations.models.items()
+            ],
+            workers=self.workers.shown,
+            running_samples=of_workers.running_samples,
+            waiting_samples=of_workers.waiting_samples,
+            trained_tokens=trainer.trained_tokens,
+            sampled_tokens=self.workers.sampled_tokens,
+            memory=of_workers.memory,
+            graphs=of_workers.graphs,
+        )
+        if status != self.reported:
+            self.reported = status
+            self.link.send(status)
 
     # ---- A worker's end, and ours
 
@@ -268,32 +280,27 @@ class Engine:
         self.lost |= self.trainer.take_lost()
         if not self.has_lost or self.recorder.waiting or self.reading.wait_s > 0:
             return
-        try:
+        with self._tried_later("what the worker had waits"):
             failed = self.store.lose_models(self.lost, self.returning)
-        except StoreUnavailableError as error:
-            log.warning("what the worker had waits for the database: %s", error)
-            self.reading.failed()
-            return
-        self.lost, self.returning = {}, {}
-        self.reading.succeeded()
-        for outcome in failed:
-            self._recorded(outcome)
-        self._tell_ready()
+            self.lost, self.returning = {}, {}
+            for outcome in failed:
+                self._recorded(outcome)
+            self._tell_ready()
 
     def _end(self) -> None:
         """Finish the passes that run, save all models as those of idle sessions are, and record the outcomes that are left.
 
-        A step that was applied and saved must not be called failed by the next server: its client would repeat it. So a database that is
-        locked is waited for, up to the time that SQLite waits for itself.
+        A step that was applied and saved must not be called failed by the next server: its client would repeat it. So a locked database
+        is waited for, as long as SQLite waits itself.
         """
         deadline = time.monotonic() + BUSY_S
         told = None
-        self.trainer.begin_to_stop()
+        stopping = Stopping(self.trainer)
         while (self.workers.is_ready and not self.trainer.is_stopped) or (self.recorder.waiting and time.monotonic() < deadline):
             if self.workers.is_ready:
-                self.trainer.finish(give_up=time.monotonic() >= deadline)
-            saving = self.trainer.saving
-            if saving != told or self.recorder.waiting or self.trainer.waits_for_database:
+                stopping.turn(give_up=time.monotonic() >= deadline)
+            saving = self.trainer.models.saving
+            if saving != told or self.recorder.waiting or self.trainer.models.wait_for_database:
                 told = saving
                 self.link.send(Saving())
             self.receive(min(self.patience(), DATABASE_BUSY_S))

@@ -1,17 +1,17 @@
-"""Operations other than forward work: create, step, save and load. Each is a generator of steps (`steps.py`)."""
+"""Operations other than forward work: create, step, save and load. Each is a generator of steps (`running.py`)."""
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
+from tinsmith.config import Config
 from tinsmith.engine.checkpoints import CheckpointRows
-from tinsmith.engine.origin import Fresh, Origin, Saved
-from tinsmith.engine.steps import Steps, until_stored
+from tinsmith.engine.model_state import Fresh, LoadedModel, Saved
+from tinsmith.engine.running import Ended, Steps, until_stored
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.messages import Message
@@ -27,9 +27,10 @@ from tinsmith.protocol.work import (
     TakeSnapshot,
 )
 from tinsmith.store import ids
+from tinsmith.store.files import kept_copies
 from tinsmith.store.records import REJECTED, SESSION_END, Checkpoint, Command
 from tinsmith.wire.json_body import parse_json
-from tinsmith.wire.paths import CheckpointKind, CheckpointPath
+from tinsmith.wire.paths import CheckpointPath
 from tinsmith.wire.training_requests import (
     OPERATIONS,
     AdamParams,
@@ -45,104 +46,52 @@ from tinsmith.wire.training_requests import (
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class LoadedModel:
-    """A model between create_model and the end of its session."""
-
-    model_id: str
-    base_model: str
-    shape: LoraShape
-    spoiled: str | None = None
-    """The reason why the gradients since the last optim_step are not what the client asked for."""
-    origin: Origin | None = None
-    """Place of the state that the last finished step left; None if there is none, and the model ends with its workers."""
-    added_seq: int = -1
-    """seq_id of the newest operation that is finished and has added gradients."""
-    stepped_seq: int = -1
-    """seq_id of the newest optim_step that is finished, whether it was applied or has failed."""
-    told_of_empty_step: bool = False
-    """The log has been told that it took a step without gradients."""
-    state: int = 0
-    """The number of the state that the last finished step, or load, has left: each leaves another."""
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether finished operations have added gradients since the last step."""
-        return self.added_seq > self.stepped_seq
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Result of an operation."""
-
-    result: dict[str, Any]
-    """The reply to the client."""
-    resolved: dict[str, Any] | None = None
-    """Values that it read or wrote outside of its payload (`Outcome.resolved`)."""
-
-
 class Operations:
-    """Starts operations. `send` tells the worker; `facts` are those of the base models that it serves.
-
-    A model that the server unloads is kept as a checkpoint for `ended_ttl_s` seconds.
-    """
+    """Starts operations. `send` tells the workers; `facts` are those of the base models that they serve."""
 
     def __init__(
-        self,
-        facts: Callable[[], Mapping[str, ModelFacts]],
-        max_lora_rank: int,
-        checkpoints: CheckpointRows,
-        ended_ttl_s: float,
-        read_payload: Callable[[Command], bytes],
-        send: Callable[[Message], None],
-        copies: Callable[[str], Path] | None = None,
+        self, config: Config, checkpoints: CheckpointRows, facts: Callable[[], Mapping[str, ModelFacts]], send: Callable[[Message], None]
     ) -> None:
-        """`read_payload` fetches what a command was sent with, when its turn comes. Kept copies of a model go to `copies`, if there."""
-        self.facts = facts
-        self.max_lora_rank = max_lora_rank
+        self.config = config
         self.checkpoints = checkpoints
-        self.ended_ttl_s = ended_ttl_s
-        self.read_payload = read_payload
+        self.facts = facts
         self.send = send
-        self.copies = copies
         self.models: dict[str, LoadedModel] = {}
         self._numbers = iter(range(1, 2**63))
 
     def model(self, model_id: str) -> LoadedModel:
-        """A loaded model. Raises NotFoundError."""
         if model_id not in self.models:
             raise NotFoundError(f"model {model_id} is not loaded: its create_model failed, or its session is over; create a model")
         return self.models[model_id]
 
     def next_number(self) -> int:
-        """A number for a call or a pass, never given twice."""
         return next(self._numbers)
 
     def read(self, command: Command) -> BaseModel:
         """Parse the request of a command. Raises TinsmithError."""
-        payload = self.read_payload(command)
+        payload = self.checkpoints.store.payload(command)
         if command.kind == REJECTED:
             raise UserError(payload.decode())
         return parse_json(OPERATIONS[command.kind], payload)
 
     def start(self, command: Command, request: BaseModel) -> Steps[Ended]:
-        """The steps of a command, which asks for that. Raises TinsmithError: now, or from one of its steps."""
+        """Return the steps of a command. Raises TinsmithError: now, or from one of its steps."""
         match request:
-            case CreateModelRequest() as request:
+            case CreateModelRequest():
                 return self._create_model(command.model_id, request)
-            case OptimStepRequest() as request:
+            case OptimStepRequest():
                 return self._optim_step(command, request.adam_params)
-            case SaveWeightsRequest() as request:
+            case SaveWeightsRequest():
                 return self._save(request)
-            case SaveWeightsForSamplerRequest(path=None) as request:
+            case SaveWeightsForSamplerRequest(path=None):
                 return self._snapshot(command, request)
-            case SaveWeightsForSamplerRequest() as request:
+            case SaveWeightsForSamplerRequest():
                 return self._save_for_sampler(request)
-            case SaveWeightsExternalRequest() as request:
+            case SaveWeightsExternalRequest():
                 return self._save_external(request)
-            case CreateFromCheckpointRequest() as request:
+            case CreateFromCheckpointRequest():
                 return self._create_from_checkpoint(command.model_id, request)
-            case LoadWeightsRequest() as request:
+            case LoadWeightsRequest():
                 return self._load(request)
         raise UserError(f"operation {command.kind!r} is unknown")
 
@@ -159,12 +108,11 @@ class Operations:
             self.spoil_step(command.model_id, f"seq_id {command.seq_id}: {reason}")
 
     def added(self, command: Command) -> None:
-        """Note that an operation has added gradients, and is finished."""
         if command.model_id in self.models:
             self.models[command.model_id].added_seq = command.seq_id
 
     def spoil_step(self, model_id: str, reason: str) -> None:
-        """The gradients since the last optim_step are not what the client asked for: the next one is refused and clears them."""
+        """Let the next optim_step be refused: the gradients are not what the client asked for."""
         if model_id in self.models:
             self.models[model_id].spoiled = reason
 
@@ -172,13 +120,14 @@ class Operations:
         """Save a model that the server is going to unload, if it was ever created."""
         if model_id not in self.models:
             return Ended({})
-        saved = yield from self._written(self.models[model_id], "training", SESSION_END, self.ended_ttl_s, None)
+        ttl_s = self.config.training.ended_model_ttl_s
+        saved = yield from self._written(self.models[model_id], CheckpointPath(model_id, "training", SESSION_END), ttl_s)
         yield from until_stored(lambda: self.checkpoints.store.unload_model(model_id))
         log.info(
             "model %s is kept as %s for %.3g days; go on with create_training_client_from_state_with_optimizer(%r)",
             model_id,
             saved.tinker_path,
-            self.ended_ttl_s / 86400,
+            ttl_s / 86400,
             saved.tinker_path,
         )
         return Ended({})
@@ -200,8 +149,9 @@ class Operations:
         return Ended({"model_id": model_id, "type": "create_model"}, {"seed": seed} | found)
 
     def _check_rank(self, rank: int) -> None:
-        if rank > self.max_lora_rank:
-            raise UserError(rank_refusal(rank, self.max_lora_rank))
+        largest = self.config.models.max_lora_rank
+        if rank > largest:
+            raise UserError(rank_refusal(rank, largest))
 
     def _optim_step(self, command: Command, adam: AdamParams) -> Steps[Ended]:
         model = self.model(command.model_id)
@@ -230,9 +180,10 @@ class Operations:
 
     def _copy_after(self, model: LoadedModel, seq_id: int) -> tuple[str, str]:
         """Return where a step's copy goes, and where the one before is; none for full weights, which are too large."""
-        if self.copies is None or model.shape.rank == 0:
+        if not self.config.training.kept_copies_gib or model.shape.rank == 0:
             return "", ""
-        return str(self.copies(model.model_id) / str(seq_id)), model.origin.directory if isinstance(model.origin, Saved) else ""
+        before = model.origin.directory if isinstance(model.origin, Saved) else ""
+        return str(kept_copies(Path(self.config.data_dir), model.model_id) / str(seq_id)), before
 
     def _snapshot(self, command: Command, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
         model = self.model(command.model_id)
@@ -243,47 +194,48 @@ class Operations:
 
     def _save(self, request: SaveWeightsRequest) -> Steps[Ended]:
         model = self.model(request.model_id)
+        path = CheckpointPath(model.model_id, "training", request.path)
         if not request.overwrite:
-            self.checkpoints.check_free(CheckpointPath(model.model_id, "training", request.path))
+            self.checkpoints.check_free(path)
         copied_state = model.state
-        saved = yield from self._written(model, "training", request.path, request.ttl_seconds, request.user_metadata)
+        saved = yield from self._written(model, path, request.ttl_seconds, request.user_metadata)
         # A step may have been taken while the files were written: its state is not in them, and a model never goes further back.
         if model.state == copied_state and (model.origin is None or not model.origin.lasts):
             model.origin = Saved(saved.tinker_path, saved.directory, optimizer=True)
         return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory})
 
     def _save_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
-        model, name = self.model(request.model_id), request.path or ""
-        self.checkpoints.check_free(CheckpointPath(model.model_id, "sampler", name))
-        saved = yield from self._written(model, "sampler", name, request.ttl_seconds, request.user_metadata)
+        model = self.model(request.model_id)
+        path = CheckpointPath(model.model_id, "sampler", request.path or "")
+        self.checkpoints.check_free(path)
+        saved = yield from self._written(model, path, request.ttl_seconds, request.user_metadata)
         return Ended({"path": saved.tinker_path, "type": "save_weights_for_sampler"}, {"directory": saved.directory})
 
     def _save_external(self, request: SaveWeightsExternalRequest) -> Steps[Ended]:
         model = self.model(request.model_id)
         path = CheckpointPath(model.model_id, "external", request.path)
         self.checkpoints.check_free(path)
-        row = self._announced(model, path, request.ttl_seconds, None)
         recipients = list(request.age_encryption_recipients or [])
-        call = ExportModel(self.next_number(), model.base_model, model.model_id, recipients, row)
-        saved = yield from self.checkpoints.written(call)
+        saved = yield from self._written(model, path, request.ttl_seconds, recipients=recipients)
         result = {"path": saved.tinker_path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
         return Ended(result, {"directory": saved.directory})
 
     def _written(
-        self, model: LoadedModel, kind: CheckpointKind, name: str, ttl_seconds: float | None, user_metadata: dict[str, str] | None
+        self,
+        model: LoadedModel,
+        path: CheckpointPath,
+        ttl_seconds: float | None,
+        user_metadata: dict[str, str] | None = None,
+        recipients: Sequence[str] = (),
     ) -> Steps[Checkpoint]:
-        row = self._announced(model, CheckpointPath(model.model_id, kind, name), ttl_seconds, user_metadata)
-        call = SaveModel(self.next_number(), model.base_model, model.model_id, kind == "training", row)
+        architecture = self.facts()[model.base_model].architecture
+        row = self.checkpoints.announce(path, model.base_model, architecture, asdict(model.shape), ttl_seconds, user_metadata)
+        about = self.next_number(), model.base_model, model.model_id
+        call = ExportModel(*about, list(recipients), row) if path.kind == "external" else SaveModel(*about, path.kind == "training", row)
         return (yield from self.checkpoints.written(call))
 
-    def _announced(
-        self, model: LoadedModel, path: CheckpointPath, ttl_seconds: float | None, user_metadata: dict[str, str] | None
-    ) -> dict[str, Any]:
-        architecture = self.facts()[model.base_model].architecture
-        return self.checkpoints.announce(path, model.base_model, architecture, asdict(model.shape), ttl_seconds, user_metadata)
-
     def _create_from_checkpoint(self, model_id: str, request: CreateFromCheckpointRequest) -> Steps[Ended]:
-        checkpoint = self.checkpoints.find(request.path, "training")
+        checkpoint = self.checkpoints.store.require_checkpoint(request.path, "training")
         base_model = find_base(request.base_model or checkpoint.base_model, self.facts())
         shape = LoraShape(**checkpoint.lora_config)
         self._check_rank(shape.rank)
@@ -294,14 +246,14 @@ class Operations:
         return Ended(result, {"directory": checkpoint.directory})
 
     def _load(self, request: LoadWeightsRequest) -> Steps[Ended]:
-        """Into a model that nothing has happened to yet: its own weights are replaced."""
+        """Replace the weights of a model that nothing has happened to yet."""
         model = self.model(request.model_id)
         if request.seq_id != 1:
             raise UserError(
                 f"load_weights must be the first request of a model, this one is seq_id {request.seq_id}; "
                 "use create_training_client_from_state, which makes a new model"
             )
-        checkpoint = self.checkpoints.find(request.path, "training")
+        checkpoint = self.checkpoints.store.require_checkpoint(request.path, "training")
         saved = LoraShape(**checkpoint.lora_config)
         if replace(saved, seed=model.shape.seed) != model.shape:
             there, here = saved.differences(model.shape), model.shape.differences(saved)
@@ -316,8 +268,9 @@ class Operations:
         path = checkpoint.tinker_path
         try:
             yield LoadModel(self.next_number(), base_model, model_id, path, checkpoint.directory, optimizer)
-        except TinsmithError as error:
-            raise self.checkpoints.why_not_read(path, error) from error
+        except TinsmithError:
+            self.checkpoints.check_still_there(path)
+            raise
 
 
 def writes_files(request: BaseModel) -> bool:
@@ -329,5 +282,5 @@ def writes_files(request: BaseModel) -> bool:
 
 
 def _seed_of(model_id: str) -> int:
-    """The seed of a client that gave none: different for every model, the same if the command is run again."""
+    """Seed a model whose client gave none: different for every model, the same if the command is run again."""
     return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7], "big")

@@ -1,8 +1,8 @@
 """Composes forward and forward_backward operations of many models into passes under a token budget.
 
-An operation may need several passes and a pass may serve several operations. Models take turns of half a pass, and those go first that were
-served longest ago, so a long operation of one model does not hold up a short one of another. A turn is not a single datum: each adapter of
-a pass costs multiplications of its own, and they are fast only over many tokens.
+An operation may need several passes and a pass may serve several operations. Models take turns of half a pass, and those go first that
+were served longest ago, so a long operation does not hold up a short one of another model. A turn is not a single datum: each adapter of
+a pass costs multiplications of its own, which are fast only over many tokens.
 """
 
 import time
@@ -27,7 +27,6 @@ class DatumOutput:
     """Log-probabilities of the target tokens, in their shape."""
     loss: float
     metrics: Mapping[str, float]
-    """Metrics of its loss, by name."""
 
 
 @dataclass(eq=False)
@@ -37,21 +36,18 @@ class ForwardOperation:
     command: Command
     base_model: str
     number: int
-    """Under which the worker was asked to prepare it."""
+    """The number under which the worker was asked to prepare it."""
     prepared: Prepared | None = None
     """The worker's measurements; None while it prepares the operation."""
     in_pass: set[int] = field(default_factory=set)
-    """Indices of the datums that are in a pass now."""
     results: dict[int, DatumOutput] = field(default_factory=dict)
-    """Results of the datums that are computed, by index."""
     failures: list[TinsmithError] = field(default_factory=list)
-    """The reason why datums failed. Then no more of the operation is computed, and it ends when none of it is in a pass any more."""
+    """Errors of its datums. Then no more of it is computed, and it ends when none of it is in a pass any more."""
     started_at: float = field(default_factory=time.monotonic)
-    """Monotonic time of its start."""
 
     @property
     def backward(self) -> bool:
-        """Whether it contributes gradients. So may one that is not prepared, as far as anybody knows."""
+        """Whether it contributes gradients; True while it is not prepared, because nobody knows."""
         return self.prepared is None or self.prepared.backward
 
     @property
@@ -61,12 +57,11 @@ class ForwardOperation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every datum has its result."""
         return self.prepared is not None and len(self.results) == len(self.prepared.lengths)
 
     @property
     def open(self) -> list[int]:
-        """The datums that are in no pass and still to be computed, by index."""
+        """Indices of the datums that are in no pass and still to be computed."""
         if self.prepared is None or self.failures:
             return []
         return [index for index in range(len(self.prepared.lengths)) if index not in self.results and index not in self.in_pass]
@@ -83,12 +78,10 @@ class ForwardOperation:
 
     @property
     def in_order(self) -> list[DatumOutput]:
-        """The results of all datums, once it is complete."""
         return [self.results[index] for index in range(len(self.results))]
 
     @property
     def loss(self) -> float:
-        """Sum over its datums, once it is complete."""
         return sum(result.loss for result in self.in_order)
 
     @property
@@ -100,7 +93,7 @@ class ForwardOperation:
 
 
 PASS_S = 1.0
-"""Seconds of the device that a pass is to take at most, because others wait for its end. A sequence is not divided."""
+"""Most seconds of the device for a pass, because others wait for its end. A sequence is not divided."""
 
 
 @dataclass
@@ -132,14 +125,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class Piece:
-    """One datum of a pass: which one of which operation."""
+    """One datum of a pass."""
 
     operation: ForwardOperation
     index: int
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the datum."""
         assert self.operation.prepared is not None
         return self.operation.prepared.lengths[self.index]
 
@@ -161,9 +153,9 @@ def next_pass(
 ) -> list[Piece]:
     """Choose the datums of the next pass: of the model that was served longest ago, and others that fit beside, in one direction.
 
-    `queues` hold the operations of one model each, in order, all on one base model; none is empty. `served` says in which pass a model was
-    last served, by its id; among those that never were, the oldest operation goes first. `most_tokens` are those of a pass, forward and
-    (True) with backward, of all `workers` together. Nothing if none can be computed now.
+    `queues` hold the operations of one model each, in order, all on one base model; none is empty. `served` says in which pass a model
+    was last served; among those that never were, the oldest operation goes first. `most_tokens` are those of a pass, forward and (True)
+    with backward, of all `workers`. Nothing is returned if none can be computed now.
     """
     ready = [(queue, operation) for queue in queues if (operation := _first_open(queue)) is not None]
     ready.sort(key=lambda pair: (served.get(pair[1].command.model_id, 0), pair[1].command.id))
@@ -174,7 +166,7 @@ def next_pass(
 
 
 def _first_open(queue: deque[ForwardOperation]) -> ForwardOperation | None:
-    """The first operation of a model with a datum that is in no pass; None if one before it is not prepared, or there is none."""
+    """Return a model's first operation with a datum that is in no pass; None if one before it is not prepared, or there is none."""
     for operation in queue:
         if operation.prepared is None:
             return None
@@ -193,14 +185,11 @@ def _pieces(queue: deque[ForwardOperation], backward: bool) -> Iterator[Piece]:
 
 
 def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: int, workers: int) -> Iterator[Piece]:
-    """Half a pass of each source in turn; a source ends when its next datum no longer fits. The first datum always fits.
+    """Yield half a pass of each source in turn; a source ends when its next datum no longer fits.
 
-    So do others that are no longer than it while there are `workers` that would have nothing to do beside it.
-
-    A pass decodes no more pixels than one image may have, because pixel values take a hundred times the memory of an encoded image; a
-    request may hold more, because a client cannot choose how many datums the SDK puts into it.
-
-    A datum that all workers compute together has a pass of its own.
+    The first datum always fits. So do others that are no longer than it, while there are `workers` that would have nothing to do beside
+    it. A pass decodes no more pixels than one image may have: pixel values take a hundred times the memory of an encoded image, and a
+    client cannot choose how many datums the SDK puts into a request. A datum that all workers compute together has a pass of its own.
     """
     tokens, pixels, first, count = 0, dict[str, int](), 0, 0
     waiting = deque((next(source, None), source) for source in sources)

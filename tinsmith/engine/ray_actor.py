@@ -1,7 +1,6 @@
 """Runs inside a Ray actor: starts a worker's program as its child process, and reports its end.
 
-The program is the one that the engine would start itself. It ends when its parent, the actor, is gone, and Ray ends the actors of an
-engine that is gone.
+The program ends when its parent, the actor, is gone, and Ray ends the actors of an engine that is gone.
 """
 
 import contextlib
@@ -16,10 +15,9 @@ from typing import Any
 import ray
 
 _LOOK_S = 0.2
-"""Seconds between two looks whether the program has ended, while it says nothing."""
+"""Seconds between two looks whether a silent program has ended."""
 
 _AT_ONCE = 65536
-"""Most bytes of its output that are told at once."""
 
 GIVEN_BY_RAY = ("CUDA_VISIBLE_DEVICES",)
 """Variables that a program has from its actor: which GPU is its own."""
@@ -37,9 +35,9 @@ class WorkerActor:
     ) -> Iterator[tuple[str, Any]]:
         """Start a program in a `directory`; PARENT in its arguments is replaced by this process's id.
 
-        Yields ("pid", its id), ("output", bytes) as it writes them, and at last ("ended", its exit code). If this is not the `node` of Ray
-        that was meant, or what the program needs is not here, nothing is started, and that is ("refused", why). `shared` are files that
-        the engine has written, one in each directory that it shares with workers, by what the directory is called.
+        Yields ("pid", its id), ("output", bytes) as it writes them, and at last ("ended", its exit code). If this is not the `node` of
+        Ray that was meant, or what the program needs is not here, it yields only ("refused", why). `shared` are files that the engine
+        has written, one in each directory that it shares with workers, by the name of the directory's setting.
         """
         why = why_not(command[0], directory, node, shared)
         if why:
@@ -69,7 +67,7 @@ class WorkerActor:
 
 
 def why_not(program: str, directory: str, node: str, shared: dict[str, str]) -> str:
-    """Return the reason why a program cannot be started here; empty if it can."""
+    """Return why a program cannot be started here; empty if it can."""
     if ray.get_runtime_context().get_node_id() != node:
         return "Ray has moved it to another host meanwhile"
     here = socket.gethostname()

@@ -1,23 +1,20 @@
 """Runs workers as actors of Ray, each with the GPU (or core) that Ray reserves for it, on one host or several.
 
 The engine is a client of a Ray that runs already. It reserves what all workers need in one placement group, for as long as it lives, and
-starts every worker in an actor of its own (`ray_actor.py`), which ends with the engine. What a worker writes comes back and goes where
-the engine's own output goes. A thread for each worker waits for Ray, so that the engine does not.
+starts every worker in an actor of its own (`ray_actor.py`), which ends with the engine. A thread for each worker waits for Ray, and
+passes on what the worker writes.
 
-Ray takes more than a minute to find out that a host has vanished. The engine does not wait for that before it says so and ends the
-other workers, but before it starts new ones: a place that is reserved may not be there.
+Ray takes more than a minute to find out that a host has vanished. The engine does not wait for that before it ends the other workers,
+but before it starts new ones: a place that is reserved may not be there.
 """
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import tinsmith
 from tinsmith.config import Config
-from tinsmith.engine.launching import WorkerStart
+from tinsmith.engine.launching import Launcher, WorkerProgram, WorkerStart
 from tinsmith.engine.ray_actor import GIVEN_BY_RAY, PARENT, WorkerActor
 from tinsmith.errors import ConfigError
 
@@ -52,7 +49,7 @@ _MARK = ".seen-by-workers-"
 """Prefix of files that show workers which directories they share with the engine."""
 
 
-class RayActors:
+class RayActors(Launcher):
     """Starts workers in actors of Ray."""
 
     gpus_by_number = False
@@ -60,20 +57,18 @@ class RayActors:
     def __init__(self, config: Config, wake: Callable[[], None]) -> None:
         """Connect to Ray and reserve what the workers need. `wake` is called, by any thread, when one of them has ended.
 
-        Raises ConfigError, with the remedy, if Ray does not answer or has too little.
+        Raises ConfigError if Ray does not answer or has too little.
         """
         self._wake = wake
         self._programs: list[RayProgram] = []
         self._nodes: list[str] = []
-        """The node of Ray on which each worker is to start, by rank, as `hosts` has found it last."""
+        """Node of Ray on which each worker is to start, by rank, as `hosts` found it last."""
         self._waits = False
-        """Whether the log was told that there is no place for workers."""
         _connect(config.distributed.ray_address)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(ray.shutdown)
             self._reserve(config, config.distributed.workers)
-        except ConfigError:
-            ray.shutdown()
-            raise
+            undo.pop_all()
         self._shared = _mark(config)
 
     def _reserve(self, config: Config, count: int) -> None:
@@ -111,9 +106,9 @@ class RayActors:
         return False
 
     def hosts(self) -> list[str] | None:
-        """The address of each worker's host, by rank; empty if that is the server's for all. None while Ray has no place for some.
+        """Address of each worker's host, by rank; empty if that is the server's for all.
 
-        That is so when a host has vanished, and neither Ray knows it yet nor another has room.
+        None if a host has vanished, and neither Ray knows it yet nor another has room.
         """
         self._programs = [program for program in self._programs if not program.has_ended]
         places = placement_group_table(self._reserved)["bundles_to_node_id"]
@@ -150,45 +145,26 @@ class RayActors:
             file.unlink(missing_ok=True)
 
 
-class RayProgram:
+class RayProgram(WorkerProgram):
     """A program that runs in an actor."""
+
+    kill_s = KILL_S
 
     def __init__(self, actor: Any, said: Any, wake: Callable[[], None]) -> None:
         """`said` is what the actor's `run` yields."""
-        self.fault = ""
-        self.pid: int | None = None
         self._actor = actor
         self._said = said
         self._wake = wake
         self._code = -int(signal.SIGKILL)
-        self._ended = threading.Event()
-        self._given_up_at = math.inf
-        """The monotonic time at which it is taken to have ended though Ray has not said so."""
+        self.has_ended = False
         threading.Thread(target=self._follow, name="actor", daemon=True).start()
 
-    def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
-        return self._code if self.has_ended or time.monotonic() >= self._given_up_at else None
-
     @property
-    def has_ended(self) -> bool:
-        """Whether Ray says that it has ended."""
-        return self._ended.is_set()
+    def exit_code(self) -> int | None:
+        return self._code if self.has_ended else None
 
-    def kill(self) -> None:
-        """End the actor, and with it the program."""
-        self._given_up_at = min(self._given_up_at, time.monotonic() + KILL_S)
+    def end(self) -> None:
         ray.kill(self._actor)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, when it has ended, or is killed and does not answer."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            now = time.monotonic()
-            if now >= deadline:
-                raise subprocess.TimeoutExpired("the program in an actor of Ray", timeout or 0.0)
-            self._ended.wait(min(threading.TIMEOUT_MAX, max(0.0, min(deadline, self._given_up_at) - now)))
-        return code
 
     def _follow(self) -> None:
         """Pass on what the program writes until it has ended, or its actor has."""
@@ -210,12 +186,11 @@ class RayProgram:
             self.fault = f"its Ray actor has ended: {' '.join(str(error).split())}"
         finally:
             _write(rest + b"\n" if rest else b"")
-            self._ended.set()
+            self.has_ended = True
             self._wake()
 
 
 def _connect(address: str) -> None:
-    """Become a client of the Ray at this address."""
     if address != "auto":
         host, _, port = address.rpartition(":")
         try:
@@ -238,12 +213,11 @@ def _connect(address: str) -> None:
 
 
 def _has(node: dict[str, Any], kind: str) -> int:
-    """Return the number of GPUs or cores that Ray has on a host."""
     return int(node["Resources"].get(kind, 0))
 
 
 def _mark(config: Config) -> dict[str, Path]:
-    """Write a file of a new name to each directory that all workers must see, which shows that they do; by what the directory is called."""
+    """Write a new file to each directory that all workers must see, which shows that they do; by the name of the directory's setting."""
     shared = {"data_dir": config.data_dir}
     if config.checkpoint_root and "://" not in config.checkpoint_root and config.training.trains:
         shared["checkpoint_root"] = config.checkpoint_root

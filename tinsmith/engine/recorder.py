@@ -1,18 +1,45 @@
 """Records the outcomes of operations in the log, then tells the server.
 
-An operation that had its effect has ended, whatever the database says: an outcome that the database does not take is kept in memory and
-tried again until it does. It is never replaced by a failure, because a client that repeats a step that was applied applies it twice.
+An outcome that the database does not take is kept in memory and tried again until it does. It is never replaced by a failure: the
+operation has had its effect, and a client that repeats a step applies it twice.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
-from tinsmith.engine.backoff import Backoff
 from tinsmith.errors import StoreUnavailableError
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
+
+FIRST_S = 0.1
+LONGEST_S = 5.0
+"""Intervals double between these two, in seconds."""
+
+
+class Backoff:
+    """The next attempt at one thing that goes well again by itself: soon at first, then at growing intervals."""
+
+    def __init__(self) -> None:
+        self._interval_s = 0.0
+        self._due_at = 0.0
+
+    @property
+    def is_failing(self) -> bool:
+        return self._interval_s > 0
+
+    @property
+    def wait_s(self) -> float:
+        return max(0.0, self._due_at - time.monotonic())
+
+    def failed(self) -> None:
+        self._interval_s = min(LONGEST_S, 2 * self._interval_s or FIRST_S)
+        self._due_at = time.monotonic() + self._interval_s
+
+    def succeeded(self) -> None:
+        self._interval_s = self._due_at = 0.0
 
 
 class Recorder:
@@ -28,14 +55,10 @@ class Recorder:
         self.backoff = Backoff()
 
     @property
-    def held_bytes(self) -> int:
-        """Memory that the results take that are not in the log."""
-        return sum(len(outcome.result or b"") + len(outcome.error or "") for outcome in self.waiting)
-
-    @property
     def is_full(self) -> bool:
         """Whether so much waits that no more work should be started."""
-        return bool(self.waiting) and self.held_bytes >= self.limit_bytes
+        held = sum(len(outcome.result or b"") + len(outcome.error or "") for outcome in self.waiting)
+        return bool(self.waiting) and held >= self.limit_bytes
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Record outcomes behind those that wait, now or later. Raises nothing that the database raises."""

@@ -1,6 +1,6 @@
-"""Answers workers' questions about the databases, which are opened on the server's host alone.
+"""Answers workers' questions: mostly about the databases, which are opened on the server's host alone.
 
-SQLite in WAL mode keeps a part of each database in memory that all its processes share, which those of another host do not.
+SQLite in WAL mode keeps a part of each database in memory that processes of another host do not share.
 """
 
 from functools import cached_property
@@ -13,9 +13,11 @@ from tinsmith.protocol.questions import (
     Answered,
     CheckpointRow,
     FindCheckpoint,
+    FindMeeting,
     FindSequences,
     ForgetSequences,
     KeepSequences,
+    MeetingPort,
     Sequences,
 )
 from tinsmith.store.recorded_sequences import RecordedSequences
@@ -39,12 +41,12 @@ class Records:
         return RecordedSequences(self._directory, self._recorded_bytes)
 
     def open(self) -> tuple[Store, RecordedSequences]:
-        """Open what is not open yet. Raises ConfigError, with the remedy, if that is not possible."""
+        """Open what is not open yet. Raises ConfigError if that is not possible."""
         with self._lock:
             return self._store, self._recorded
 
     def answer(self, question: Message) -> Message:
-        """Answer a question, which is one of `protocol/questions.py`. Raises as the store does."""
+        """Answer a question of `protocol/questions.py`. Raises as the store does."""
         store, recorded = self.open()
         match question:
             case FindCheckpoint():
@@ -60,8 +62,25 @@ class Records:
         return Answered()
 
     def close(self) -> None:
-        """Close what is open."""
         with self._lock:
             opened = [self.__dict__.pop(name) for name in ("_store", "_recorded") if name in self.__dict__]
         for each in opened:
             each.close()
+
+
+class GroupAnswers:
+    """Answers one group of workers, in threads: with the databases, and where its workers meet."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._meeting = MeetingPort("", 0)
+
+    def answer(self, question: Message) -> Message:
+        """Answer a worker's question."""
+        match question:
+            case MeetingPort():
+                self._meeting = question
+                return Answered()
+            case FindMeeting():
+                return self._meeting
+        return self._records.answer(question)

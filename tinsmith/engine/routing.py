@@ -12,13 +12,13 @@ import orjson
 from tinsmith.protocol.serving import Sample
 
 BLOCK = 64
-"""Tokens of a piece of a prompt that is remembered."""
+"""Tokens of a remembered piece of a prompt."""
 REMEMBERED = 2**16
-"""Pieces that are remembered of each worker, the last ones used."""
+"""Most pieces that are remembered of each worker."""
 IMAGE_TOKENS = 256
 """Tokens that an image counts for; only the worker knows its real number."""
 LARGEST = 2**20
-"""Bytes of a request that is read: the engine does nothing else meanwhile."""
+"""Most bytes of a request that is read: the engine does nothing else meanwhile."""
 DECODE = 8
 """Cost of a sampled token, in tokens of a prompt."""
 
@@ -28,7 +28,6 @@ class _Worker:
     """Prompts and samples of one worker."""
 
     load: float = 0.0
-    """Cost of what it has not finished."""
     known: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of beginnings of prompts, the least recently used first."""
 
@@ -55,7 +54,6 @@ class _Running:
     rank: int
     cost: float
     asked: set[int]
-    """All workers that have had it."""
 
 
 class Routing:
@@ -67,7 +65,7 @@ class Routing:
         """Running samples by request id and run; empty with one worker."""
 
     def choose(self, message: Sample) -> int:
-        """The worker for a sample, which is its until `ended`."""
+        """Return the worker for a sample, which is its until `ended`."""
         if len(self.workers) == 1:
             return 0
         beginnings: list[int] = []
@@ -86,10 +84,7 @@ class Routing:
         return rank
 
     def elsewhere(self, request_id: str, run: int) -> tuple[int, Sample] | None:
-        """Another worker for a sample whose weights its worker has dropped, and the sample; None if all have been asked.
-
-        Each worker drops the snapshots that it has not sampled for long.
-        """
+        """Give a sample whose weights its worker has dropped, unused for long, to another; None if all have been asked."""
         running = self.running.get((request_id, run))
         left = [] if running is None else [rank for rank in range(len(self.workers)) if rank not in running.asked]
         if running is None or not left:
@@ -101,26 +96,25 @@ class Routing:
         return running.rank, running.message
 
     def of(self, request_id: str, run: int) -> int | None:
-        """The worker that has a sample; None if it has ended."""
         if len(self.workers) == 1:
             return 0
         found = self.running.get((request_id, run))
         return None if found is None else found.rank
 
     def forget(self, gone: Callable[[str], bool]) -> None:
-        """The samples whose request ids are `gone` are given up."""
+        """Give up the samples whose request ids are `gone`."""
         for request_id, run in [key for key in self.running if gone(key[0])]:
             self.ended(request_id, run)
 
     def ended(self, request_id: str, run: int) -> None:
-        """A sample is done, failed or given up."""
+        """Forget a sample that is done, failed or given up."""
         running = self.running.pop((request_id, run), None)
         if running is not None:
             self.workers[running.rank].load -= running.cost
 
 
 def _beginnings(body: dict[str, Any], weights_id: str | None) -> tuple[list[int], int]:
-    """Hashes of the prompt's beginnings, each a piece longer than the one before, and about how many tokens the prompt has."""
+    """Hash the prompt's beginnings, each a piece longer than the one before; returns them, and about how many tokens the prompt has."""
     pieces: list[Any] = []
     tokens = 0
     for chunk in body["prompt"]["chunks"]:

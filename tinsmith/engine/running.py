@@ -1,14 +1,49 @@
-"""Operations that have begun, and the log line of each when it has ended."""
+"""Operations that have begun. Each is a generator: each `yield` is a call to a worker and returns its reply.
+
+    steps = operations.start(command, ...)  # nothing has happened yet
+    next(steps)  -> a call                  # the engine sends it to the worker, and goes on with other work
+    steps.send({"metrics": ...})            # the answer; or steps.throw(error)
+    StopIteration(Ended(...))               # what the operation came to
+
+Where the database takes nothing, a step yields the reason, and is sent None when it is time to try again. So an operation that needs its
+worker twice and the database in between is one function, and no thread waits.
+"""
 
 import logging
 import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from tinsmith.engine.operations import Ended
-from tinsmith.engine.steps import Steps
+from tinsmith.errors import StoreUnavailableError, TinsmithError
+from tinsmith.protocol.work import Call
 from tinsmith.store.records import Command
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+Steps = Generator[Call | StoreUnavailableError, Any, T]
+
+
+def until_stored(write: Callable[[], T]) -> Steps[T]:
+    """The result of a write that must not fail for want of the database: what it belongs to has had its effect already."""
+    while True:
+        try:
+            return write()
+        except StoreUnavailableError as error:
+            reason = error
+        yield reason
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Result of an operation."""
+
+    result: dict[str, Any]
+    resolved: dict[str, Any] | None = None
+    """Values that it read or wrote outside of its payload (`Outcome.resolved`)."""
 
 
 @dataclass(eq=False)
@@ -20,7 +55,6 @@ class Running:
     command: Command | None
     """None if the server saves a model that it is going to unload."""
     started_at: float = field(default_factory=time.monotonic)
-    """Monotonic time of its start."""
     in_call: int | None = None
     """The number of the call that it waits for; None if it waits for the database."""
     has_begun: bool = False
@@ -28,20 +62,22 @@ class Running:
     copied_state: int | None = None
     """State of the model (`LoadedModel.state`) that a save has copied. The model goes on meanwhile."""
 
+    def step(self, answer: dict[str, Any] | TinsmithError | None) -> Call | StoreUnavailableError | Ended:
+        """Go on with the answer to the last call, to the next call, to a wait for the database, or to the end. Raises TinsmithError."""
+        try:
+            return self.steps.throw(answer) if isinstance(answer, TinsmithError) else self.steps.send(answer)
+        except StopIteration as end:
+            ended: Ended = end.value
+            return ended
+
 
 def log_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:
-    """One line for each finished operation: how much it was, what came out, how long it took, how long it had waited.
+    """Log how much an operation was, what came out, how long it took (since monotonic `started_at`), and how long it had waited.
 
-    `started_at` is monotonic time. How long it waited is counted by the clock, which two processes share and somebody may have set.
+    The wait is counted by the clock, which two processes share and somebody may have set.
     """
     seconds = time.monotonic() - started_at
     log.info(
         "model=%s seq_id=%d kind=%s tokens=%d %s seconds=%.3f queued=%.3f",
-        command.model_id,
-        command.seq_id,
-        command.kind,
-        tokens,
-        detail,
-        seconds,
-        max(0.0, time.time() - seconds - command.created_at),
+        *(command.model_id, command.seq_id, command.kind, tokens, detail, seconds, max(0.0, time.time() - seconds - command.created_at)),
     )

@@ -1,29 +1,27 @@
 """The training half of the engine: operations in order, forward work merged into passes, results into the log.
 
-Nothing here computes or waits. What is due is sent to the worker, whose answers come back with `take`, and meanwhile other models go on.
-
-What an operation needs of the database may be out of reach for a while: its payload, its images, the row of a checkpoint. Its model then
-waits and is tried again, and all others go on.
+Nothing here computes or waits. What is due is sent to the workers, whose answers come back with `take`, and meanwhile other models go
+on. Where an operation needs what the database cannot give now, its model waits and is tried again.
 """
 
-import itertools
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import orjson
 
-from tinsmith.engine.backoff import Backoff
+from tinsmith.config import Config
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.crash_recovery import CrashRecovery
 from tinsmith.engine.forward_work import ForwardWork
-from tinsmith.engine.operations import Ended, Operations, writes_files
+from tinsmith.engine.model_state import ModelState, ModelStates
+from tinsmith.engine.operations import Operations, writes_files
 from tinsmith.engine.passes import ForwardOperation
-from tinsmith.engine.running import Running, log_finished
-from tinsmith.engine.saves import Saves
-from tinsmith.engine.steps import Wait
+from tinsmith.engine.recorder import Backoff
+from tinsmith.engine.running import Ended, Running, log_finished
 from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError, UserError
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
@@ -35,7 +33,7 @@ from tinsmith.wire.forward_backward import encode_output
 log = logging.getLogger(__name__)
 
 SAVE_AGAIN_S = 60.0
-"""Time between two attempts to save a model whose session has ended: each writes until the disk is full."""
+"""Seconds between two attempts to save a model whose session has ended: each writes until the disk is full."""
 
 SAMPLING_S = 600.0
 """Seconds after a session's sample in which another is expected, so that passes are kept short."""
@@ -45,111 +43,84 @@ CANCELLED = GivenUpError("it was cancelled: its session ended before the operati
 
 
 class Trainer:
-    """Runs the commands of all models. `record` takes their outcomes and does not fail (`Recorder.record`). `send` tells the worker."""
+    """Runs the commands of all models. `record` takes their outcomes and does not fail (`Recorder.record`). `send` tells the workers."""
 
     def __init__(
         self,
+        config: Config,
+        workers: int,
         operations: Operations,
-        queue: CommandQueue,
-        tokens_per_pass: int,
-        max_pixels: int,
         record: Callable[[list[Outcome]], None],
         send: Callable[[Message], None],
-        workers: int,
-        cuts_passes: bool,
     ) -> None:
-        """A pass is divided among `workers`. With `cuts_passes` none is to keep other sessions waiting for long (`ForwardWork`)."""
-        self.cuts_passes = cuts_passes
+        """A pass is divided among `workers`."""
+        self.cuts_passes = not config.shards_weights  # every pass gathers the layers: in small ones that would take most of the time
         self.operations = operations
-        self.queue = queue
+        self.queue = CommandQueue(config.training.held_operation_s)
         self.record = record
         self.send = send
-        self.trained_tokens: Counter[str] = Counter()
-        """Tokens of the forward_backward operations of each loaded model so far."""
-        self.trained_before = 0
-        """The same of models that are unloaded, together."""
+        self.models = ModelStates()
+        self.trained_tokens = 0
         self.sampling: dict[str, float] = {}
-        """Sessions that sample, and when they last did (monotonic time), longest ago first. One that has ended may go on sampling."""
+        """Sessions that sample, and when they last did (monotonic time), longest ago first."""
+        tokens, pixels = config.training.tokens_per_pass * workers, config.images.max_image_pixels
         self.forward = ForwardWork(
-            *(tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared),
-            workers=workers,
+            *(tokens, pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared, workers)
         )
-        self.running: dict[str, Running] = {}
-        """The operation of each model that runs and is no forward work."""
-        self.saves = Saves()
-        """Saves that are written while their models go on."""
-        self.ending: dict[str, bool] = {}
-        """Models to unload as soon as what they have begun has ended, and whether to save them first."""
-        self.cancelled: defaultdict[str, list[Command]] = defaultdict(list)
-        """Operations of these models that are not run any more, and fail when the model has been unloaded or cannot be saved."""
-        self.unsaved: dict[str, float] = {}
-        """Models to unload that could not be saved, and when that is tried again (monotonic time). Until then they stay loaded."""
         self.stops = False
         """Whether the server stops, so that nothing is tried again."""
-        self.put_off: set[str] = set()
-        """Models whose next command, or whose saving, waits for the database."""
         self.backoff = Backoff()
-        """The time at which the models that are put off are tried again."""
+        """The time at which what waits for the database is tried again."""
         self.crash_recovery = CrashRecovery(operations, send)
         self.suspects: set[str] = set()
         """Operations that were under way when workers ended, and are computed again."""
 
     def _is_shared(self) -> bool:
-        """Whether there are several sessions, of which one may wait for another, and passes are cut for their sake."""
+        """Whether there are several sessions, which may wait for each other, so that passes are cut."""
         while self.sampling and next(iter(self.sampling.values())) < time.monotonic() - SAMPLING_S:
             del self.sampling[next(iter(self.sampling))]
         return self.cuts_passes and len({*self.sampling, *map(ids.session_of, self.operations.models)}) > 1
 
     def sampled(self, session_id: str) -> None:
-        """Note that a session samples."""
         self.sampling.pop(session_id, None)
         self.sampling[session_id] = time.monotonic()
 
     def queued(self, model_id: str) -> int:
-        """Return the number of a model's operations that are not finished."""
-        queue = self.queue.models.get(model_id)
-        running = self.running.get(model_id)
-        here = len(self.forward.operations.get(model_id, ())) + (running is not None and running.command is not None)
-        return here + (model_id in self.saves.writing) + (len(queue.held) if queue else 0)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is being computed, and nothing will be before a new command comes."""
-        begun = self.forward.operations or self.forward.complete or self.running or self.saves.writing
-        return not (begun or self.put_off or self.crash_recovery.waiting or self.queue.ready() or self._to_unload())
+        """Return the number of a model's unfinished operations."""
+        begun = [each for each in self.models[model_id].begun if each.command is not None]
+        return len(self.forward.operations.get(model_id, ())) + len(begun) + len(self.queue.models[model_id].held)
 
     @property
     def wait_s(self) -> float:
         """Seconds until a `turn` has something to do that no message announces."""
-        waits = [self.backoff.wait_s] if self.waits_for_database else []
-        busy = self.put_off.union(self._begun, self.saves.writing)
-        waits += [max(0.0, due_at - time.monotonic()) for model_id, due_at in self.unsaved.items() if model_id not in busy]
+        waits = [self.backoff.wait_s] if self.models.wait_for_database else []
+        busy = self._busy
+        later = {model_id: state.save_again_at for model_id, state in self.models.items() if model_id not in busy}
+        waits += [max(0.0, due_at - time.monotonic()) for due_at in later.values() if due_at is not None]
         return min(waits, default=float("inf"))
 
     @property
-    def waits_for_database(self) -> bool:
-        """Whether a model, or a checkpoint whose files are written, waits for the database."""
-        return bool(self.put_off or self.saves.unrecorded)
-
-    @property
     def overdue_at(self) -> float | None:
-        """The monotonic time at which `fail_overdue` has something to do next; None if nothing waits for its predecessor alone."""
+        """Monotonic time at which `fail_overdue` is due; None if nothing waits for its predecessor alone."""
         return self.queue.next_deadline(self._begun)
 
     @property
     def _begun(self) -> set[str]:
-        """Models with operations that have begun and not ended, and those that are still to come back."""
-        return {*self.forward.operations, *self.running, *self.crash_recovery.waiting}
+        """Models with operations that have begun and not ended, and those that are to come back."""
+        return {*self.forward.operations, *self.crash_recovery.waiting, *self.models.running}
 
-    def _to_unload(self) -> list[str]:
-        """The models that can be unloaded now."""
-        now = time.monotonic()
-        unsaved = (model_id for model_id, due_at in self.unsaved.items() if due_at > now)
-        busy = self.put_off.union(self._begun, self.saves.writing, unsaved)
-        return [model_id for model_id in self.ending if model_id not in busy]
+    @property
+    def _busy(self) -> set[str]:
+        """Models that cannot be unloaded, because something has begun or waits for the database."""
+        return self._begun.union(model_id for model_id, state in self.models.items() if state.is_put_off or state.saving is not None)
+
+    def to_unload(self) -> list[ModelState]:
+        now, busy = time.monotonic(), self._busy
+        ending = [state for model_id, state in self.models.items() if state.ending is not None and model_id not in busy]
+        return [state for state in ending if state.save_again_at is None or state.save_again_at <= now]
 
     def add(self, command: Command) -> None:
-        """File a new command."""
+        self.models.setdefault(command.model_id, ModelState(command.model_id))
         if not self.queue.add(command):
             late = UserError(f"seq_id {command.seq_id} came after the operations behind it had been given up")
             self._fail(command, late, touches_step=False)
@@ -157,110 +128,56 @@ class Trainer:
     def end_session(self, session_id: str, save: bool) -> None:
         """Cancel what the session's models have not finished and unload them; with `save` keep them as checkpoints."""
         self.sampling.pop(session_id, None)
-        models = [model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:")]
-        for model_id in models:
-            self.cancelled[model_id] += (*self.forward.cancel(model_id, CANCELLED), *self.queue.cancel(model_id))
-            self.ending[model_id] = save
+        for model_id, state in self.models.items():
+            if model_id.startswith(f"{session_id}:train:"):
+                state.cancelled += (*self.forward.cancel(model_id, CANCELLED), *self.queue.cancel(model_id))
+                state.ending = "save" if save else "drop"
 
     def turn(self) -> None:
         """Send the worker what is due, then record what it has computed."""
         self.crash_recovery.turn()
-        is_due = self.backoff.wait_s == 0
-        unrecorded = self.saves.unrecorded if is_due else []
-        tried_again = self.put_off if is_due else set()
-        self.put_off = self.put_off - tried_again
-        for running in [*unrecorded, *(self.running[model_id] for model_id in tried_again & self.running.keys())]:
-            self._go_on(running, None)
+        tries_again = self.models.wait_for_database and self.backoff.wait_s == 0
+        if tries_again:
+            self.try_again()
         for model_id in self.queue.ready():
-            if model_id not in self.put_off and model_id not in self.crash_recovery.waiting:
+            if not self.models[model_id].is_put_off and model_id not in self.crash_recovery.waiting:
                 self._advance(model_id)
-        self.forward.send_passes(self.put_off)
-        self._record_complete()
-        self._unload_due()
-        if (tried_again or unrecorded) and not tried_again & self.put_off and not self.saves.unrecorded:
+        self.forward.send_passes(self.models.put_off)
+        self.record_complete()
+        for state in self.to_unload():
+            if state.ending == "save" and state.model_id in self.operations.models:
+                self.begin_saving(state)
+            else:
+                self.unload(state)
+        if tries_again and not self.models.wait_for_database:
             self.backoff.succeeded()
 
-    def _unload_due(self) -> None:
-        """Begin to save, or unload, the models whose sessions have ended."""
-        for model_id in self._to_unload():
-            if self.ending[model_id] and model_id in self.operations.models:
-                self._begin_saving(model_id)
-            else:
-                self._unload(model_id)
+    def try_again(self) -> list[ModelState]:
+        """Go on with what waits for the database; returns the models that were put off."""
+        unrecorded = [state for state in self.models.values() if state.waits_for_row]
+        put_off = [state for state in self.models.values() if state.is_put_off]
+        for state in put_off:
+            state.is_put_off = False
+        for running in [*(state.saving for state in unrecorded), *(state.running for state in put_off)]:
+            if running is not None:
+                self._go_on(running, None)
+        return put_off
 
-    def _begin_saving(self, model_id: str) -> None:
-        self.running[model_id] = Running(model_id, self.operations.keep(model_id), None)
-        self._go_on(self.running[model_id], None)
-
-    # ---- When the server stops
-
-    def begin_to_stop(self) -> None:
-        """Begin to end: `finish` takes the place of `turn`, and saves all models but those whose clients ended their sessions."""
-        self.stops = True
-        self._end_all()
-        self.unsaved.clear()
-
-    def _end_all(self) -> None:
-        for model_id in self.operations.models:
-            self.ending.setdefault(model_id, True)
+    def begin_saving(self, state: ModelState) -> None:
+        """Begin to save a model that is unloaded when it is saved."""
+        state.running = Running(state.model_id, self.operations.keep(state.model_id), None)
+        self._go_on(state.running, None)
 
     @property
     def is_stopped(self) -> bool:
         """Whether nothing is being computed or saved, and no model is left to be saved."""
-        return not (self.forward.passes or self.running or self.saves.writing or self.forward.complete or self.operations.models)
-
-    @property
-    def saving(self) -> str | None:
-        """A model that is being saved by itself, or else one whose save is being written for its client."""
-        own = (model_id for model_id, running in self.running.items() if running.command is None)
-        asked = (model_id for model_id, saving in self.saves.writing.items() if saving.in_call is not None)
-        return next(itertools.chain(own, asked), None)
-
-    def finish(self, give_up: bool) -> None:
-        """Record what the worker has computed, then save the models, one after the other. Nothing else is begun.
-
-        With `give_up` what waits for the database is lost.
-        """
-        self._record_complete()
-        self.crash_recovery.turn()
-        self._end_all()  # one that was being made when the stop began may be there now
-        waiting = set[str]()
-        if self.backoff.wait_s == 0 or give_up:
-            waiting, self.put_off = self.put_off, waiting
-            for running in [*self.saves.unrecorded, *(self.running[model_id] for model_id in waiting & self.running.keys())]:
-                self._go_on(running, None)
-        if self.forward.passes:
-            return
-        for model_id in list(self.forward.operations):
-            self.cancelled[model_id] += self.forward.cancel(model_id, CANCELLED)
-        self._lose_unsaved(self._forget_unrecorded(waiting) if give_up else set())
-        for model_id in self._to_unload():
-            if not self.ending[model_id]:
-                self._unload(model_id)
-            elif not self.running:
-                self._begin_saving(model_id)
-
-    def _forget_unrecorded(self, waiting: set[str]) -> set[str]:
-        """Give up the saves that wait for the database. Returns the models that are lost with them, and those of `waiting`."""
-        unrecorded = [saving.model_id for saving in self.saves.unrecorded]
-        for model_id in unrecorded:  # its model may be lost already
-            self.saves.forget(model_id)
-        return waiting.union(self.put_off, unrecorded) & self.operations.models.keys()
-
-    def _lose_unsaved(self, without_database: set[str]) -> None:
-        """Let go of models that could not be saved: they are unloaded as they are."""
-        for model_id in {*self.unsaved, *without_database}:
-            log.error("model %s could not be saved and is lost", model_id)
-            self.running.pop(model_id, None)
-            self.saves.forget(model_id)
-            self.ending[model_id] = False
-        self.unsaved.clear()
-        self.put_off -= {model_id for model_id in self.put_off if not self.ending.get(model_id, True)}
+        begun = any(state.begun for state in self.models.values())
+        return not (begun or self.forward.passes or self.forward.complete or self.operations.models)
 
     def _advance(self, model_id: str) -> None:
         """Take this model's commands in order: forward work until a pass is full, others only when nothing is before them."""
-        queue = self.queue.models[model_id]
-        while (command := queue.head()) is not None and model_id not in self.running and model_id not in self.saves.next:
+        queue, state = self.queue.models[model_id], self.models[model_id]
+        while (command := queue.head()) is not None and state.running is None and not state.next_is_save:
             is_forward = command.kind == "forward_backward"
             if self.forward.has_enough(model_id) if is_forward else model_id in self.forward.operations:
                 return
@@ -274,7 +191,7 @@ class Trainer:
 
     def _put_off(self, model_id: str, error: StoreUnavailableError) -> None:
         log.warning("model %s waits for the database: %s", model_id, error)
-        self.put_off.add(model_id)
+        self.models[model_id].is_put_off = True
         self._try_later()
 
     def _try_later(self) -> None:
@@ -282,7 +199,7 @@ class Trainer:
             self.backoff.failed()
 
     def _put_back(self, commands: list[Command], error: StoreUnavailableError) -> None:
-        """Let commands of one model, which follow each other, wait in the queue until the database can be read."""
+        """Put commands of one model, which follow each other, back into the queue until the database can be read."""
         for command in reversed(commands):
             self.queue.models[command.model_id].put_back(command)
         self._put_off(commands[0].model_id, error)
@@ -291,64 +208,65 @@ class Trainer:
 
     def _begin(self, command: Command) -> None:
         """Begin a command. Raises StoreUnavailableError if it could not."""
+        state = self.models[command.model_id]
         with failing_into(partial(self._fail, command), StoreUnavailableError):
             request = self.operations.read(command)
-            if writes_files(request) and command.model_id in self.saves.writing:
+            if writes_files(request) and state.saving is not None:
                 self.queue.models[command.model_id].put_back(command)
-                self.saves.next.add(command.model_id)
+                state.next_is_save = True
                 return
-            steps = self.operations.start(command, request)
-            self.running[command.model_id] = Running(command.model_id, steps, command)
-        if command.model_id in self.running:
-            self._go_on(self.running[command.model_id], None)
+            state.running = Running(command.model_id, self.operations.start(command, request), command)
+        if state.running is not None:
+            self._go_on(state.running, None)
 
     def _go_on(self, running: Running, answer: "dict[str, object] | TinsmithError | None") -> None:
         """Take an operation to its next call, or to its end. Raises StoreUnavailableError if it could not begin."""
         running.in_call = None
         try:
             with failing_into(partial(self._failed_running, running), StoreUnavailableError):
-                try:
-                    step = running.steps.throw(answer) if isinstance(answer, TinsmithError) else running.steps.send(answer)
-                except StopIteration as end:
-                    self._end_running(running, end.value)
+                step = running.step(answer)
+                if isinstance(step, Ended):
+                    self._end_running(running, step)
                     return
                 running.has_begun = True
-                if isinstance(step, Wait) and running.copied_state is not None:
-                    log.warning("a checkpoint of model %s waits for the database: %s", running.model_id, step.reason)
-                    self._try_later()
-                elif isinstance(step, Wait):
-                    self._put_off(running.model_id, step.reason)
-                else:
+                if not isinstance(step, StoreUnavailableError):
                     running.in_call = step.number
                     self.send(step)
+                elif running.copied_state is None:
+                    self._put_off(running.model_id, step)
+                else:
+                    log.warning("a checkpoint of model %s waits for the database: %s", running.model_id, step)
+                    self._try_later()
         except StoreUnavailableError as error:
             if running.has_begun:
                 self._failed_running(running, error)
                 return
-            del self.running[running.model_id]
+            self.models[running.model_id].running = None
             if running.command is not None:
                 raise
             self._put_off(running.model_id, error)
 
     def _copied(self, number: int) -> None:
-        """The copy that a save writes is there, and its model goes on. One that the server is going to unload has nothing to go on with."""
-        running = next((running for running in self.running.values() if running.in_call == number), None)
+        """Let a model go on whose save has its copy. One that the server is going to unload has nothing to go on with."""
+        running = self.models.in_call(number)
         if running is not None and running.command is not None:
-            del self.running[running.model_id]
-            self.saves.begin(running, self.operations.models[running.model_id].state)
+            running.copied_state = self.operations.models[running.model_id].state
+            state = self.models[running.model_id]
+            state.running, state.saving = None, running
 
-    def _remove(self, running: Running) -> None:
-        """An operation has ended."""
+    def _remove(self, running: Running) -> ModelState:
+        """Take an operation that has ended out of the state of its model, which is returned."""
+        state = self.models[running.model_id]
         if running.copied_state is None:
-            del self.running[running.model_id]
+            state.running = None
         else:
-            self.saves.forget(running.model_id)
+            state.forget_save()
+        return state
 
     def _end_running(self, running: Running, ended: Ended) -> None:
-        self._remove(running)
+        state = self._remove(running)
         if running.command is None:
-            self.unsaved.pop(running.model_id, None)
-            self._unload(running.model_id)
+            self.unload(state)
             return
         command = running.command
         self.suspects.discard(command.request_id)
@@ -357,26 +275,26 @@ class Trainer:
         log_finished(command, running.started_at, tokens=0, detail=metrics)
 
     def _failed_running(self, running: Running, error: TinsmithError) -> None:
-        self._remove(running)
+        state = self._remove(running)
         if running.command is not None:
             self._fail(running.command, error)
             return
-        self._fail_cancelled(running.model_id, TinsmithError(f"it was cancelled, and its model could not be saved: {error}"))
-        self.unsaved[running.model_id] = time.monotonic() + SAVE_AGAIN_S
+        self._fail_cancelled(state, TinsmithError(f"it was cancelled, and its model could not be saved: {error}"))
+        state.save_again_at = time.monotonic() + SAVE_AGAIN_S
         then = "and the server stops" if self.stops else f"stays loaded, and is tried again in {SAVE_AGAIN_S:.0f} s"
         log.error("model %s cannot be saved, %s: %s", running.model_id, then, error)
 
     # ---- Forward work
 
     def _prepare(self, command: Command) -> None:
-        """Let the worker check and measure a forward command. Raises StoreUnavailableError if it cannot be read now."""
+        """Let the workers check and measure a forward command. Raises StoreUnavailableError if it cannot be read now."""
         with failing_into(lambda error: self._fail(command, error), StoreUnavailableError):
-            payload = self.operations.read_payload(command)
+            payload = self.operations.checkpoints.store.payload(command)
             model = self.operations.model(command.model_id)
             self.forward.add(command, model.base_model, payload)
 
     def take(self, message: Message) -> None:
-        """Take in what the worker says of its work."""
+        """Take in what the workers say of their work."""
         match message:
             case Prepared() | PrepareFailed() | PassDone():
                 self.forward.take(message)
@@ -390,12 +308,11 @@ class Trainer:
     def _answered(self, number: int, answer: "dict[str, object] | TinsmithError") -> None:
         if self.crash_recovery.answered(number, answer):
             return
-        begun = *self.running.values(), *self.saves.writing.values()
-        running = next((running for running in begun if running.in_call == number), None)
-        if running is not None:
+        if (running := self.models.in_call(number)) is not None:
             self._go_on(running, answer)
 
-    def _record_complete(self) -> None:
+    def record_complete(self) -> None:
+        """Record the forward work that is computed."""
         operations = self.forward.take_complete()
         encoded: dict[ForwardOperation, Outcome] = {}
         for operation in operations:
@@ -406,27 +323,29 @@ class Trainer:
         for operation in encoded:
             if operation.backward:
                 self.operations.added(operation.command)
-                self.trained_tokens[operation.command.model_id] += operation.tokens
+                self.trained_tokens += operation.tokens
+                if (state := self.models.get(operation.command.model_id)) is not None:
+                    state.trained_tokens += operation.tokens
             log_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
 
     # ---- Ends
 
     def fail_overdue(self) -> None:
-        """Give up on commands that waited too long for their predecessor.
+        """Fail commands that waited too long for their predecessor.
 
         An optim_step among them clears the gradients, so passes of its model that are under way must have ended.
         """
-        for overdue in self.queue.overdue(time.monotonic(), self._begun):
-            command = overdue.command
-            waited = f"seq_id {overdue.missing} never came; this operation, seq_id {command.seq_id}, waited {self.queue.held_s:g} s for it"
+        for command, missing in self.queue.overdue(time.monotonic(), self._begun):
+            waited = f"seq_id {missing} never came; this operation, seq_id {command.seq_id}, waited {self.queue.held_s:g} s for it"
             self._fail(command, UserError(waited))
             if command.kind != "optim_step":  # what is missing may belong to the step that is open now; an optim_step has ended it
                 self.operations.spoil_step(command.model_id, waited)
 
     def _fail(self, command: Command, error: TinsmithError, touches_step: bool = True) -> None:
         """Record a failure. `touches_step` is False for what leaves the open step as it is: a forward, or part of an earlier step."""
-        if isinstance(error, GivenUpError) and command.model_id in self.ending:
-            self.cancelled[command.model_id].append(command)
+        state = self.models.get(command.model_id)
+        if isinstance(error, GivenUpError) and state is not None and state.ending:
+            state.cancelled.append(command)
             return
         self.suspects.discard(command.request_id)
         if touches_step:
@@ -434,56 +353,46 @@ class Trainer:
         self.record([Outcome(command.request_id, None, None, str(error), error.category)])
         log.warning("failed model=%s seq_id=%d kind=%s: %s", command.model_id, command.seq_id, command.kind, error)
 
-    def _unload(self, model_id: str) -> None:
-        del self.ending[model_id]
-        self.unsaved.pop(model_id, None)
-        self._fail_cancelled(model_id)
-        self.operations.unload(model_id)
-        self._forget(model_id)
+    def unload(self, state: ModelState) -> None:
+        """Unload a model as it is, and fail its operations that are not run any more."""
+        state.ending = None
+        self._fail_cancelled(state)
+        self.operations.unload(state.model_id)
+        self._forget(state.model_id)
 
-    def _fail_cancelled(self, model_id: str, error: TinsmithError | None = None) -> None:
-        """Fail all that is not run any more of a model; by default with what became of the model."""
-        cancelled = self.cancelled.pop(model_id, []) + self.queue.cancel(model_id)
+    def _fail_cancelled(self, state: ModelState, error: TinsmithError | None = None) -> None:
+        """Fail what is not run any more of a model; by default with what became of the model."""
+        cancelled, state.cancelled = state.cancelled + self.queue.cancel(state.model_id), []
         if cancelled:
-            error = error or self._why_cancelled(model_id)
+            error = error or self._why_cancelled(state.model_id)
             for command in cancelled:
                 self._fail(command, error, touches_step=False)
 
     def _why_cancelled(self, model_id: str) -> UserError:
         """Describe the end of an unloaded model, and name the checkpoint to go on from."""
-        try:
+        refusal = None
+        with suppress(TinsmithError):  # the database cannot be read, or does not know the session any more
             refusal = self.operations.checkpoints.store.refusal(model_id)
-        except TinsmithError:  # the database cannot be read, or does not know the session any more
-            refusal = None
         return UserError(str(CANCELLED) if refusal is None else f"it was cancelled, because {refusal}")
 
     def _forget(self, model_id: str) -> None:
-        self.cancelled.pop(model_id, None)
+        self.models.pop(model_id, None)
         self.queue.drop(model_id)
         self.forward.forget(model_id)
-        self.saves.forget(model_id)  # of a model that is lost, with which it has failed
         self.suspects = {each for each in self.suspects if not each.startswith(f"{model_id}/")}
-        self.trained_before += self.trained_tokens.pop(model_id, 0)
 
     def workers_ended(self, reason: str) -> None:
-        """The workers are gone, and with them all models: these come back, or `take_lost` says that they do not.
+        """Take in that the workers are gone, and all models with them: these come back, or `take_lost` says that they do not.
 
-        What had begun and was not recorded is run again by the next workers. What was under way for the second time fails with `reason`:
-        it may be what ends them, and would do so again and again.
+        What had begun and was not recorded is run again. What was under way for the second time fails with `reason`: it may be what ends
+        workers, and would do so again and again.
         """
         self._take_back_complete()
-        self._record_complete()
+        self.record_complete()
         self.crash_recovery.workers_ended(reason)
         begun = [(each.command, each.is_at_worker) for queue in self.forward.operations.values() for each in queue]
-        anew, gone = self.saves.cut_short(self.operations.models)
-        begun += [(each.command, each.in_call is not None) for each in (*anew, *self.running.values()) if each.command is not None]
-        for saving in gone:
-            assert saving.command is not None
-            what = "while the save was written; its model has gone on since, and what was to be saved is gone: save again"
-            self._fail(saving.command, TinsmithError(f"{reason} {what}"))
-        self.running.clear()
-        self.unsaved.clear()
-        self.put_off.clear()
+        for state in self.models.values():
+            begun += self._cut_short(state, reason)
         self.forward.forget_all()
         again: defaultdict[str, list[Command]] = defaultdict(list)
         for command, is_under_way in begun:
@@ -495,6 +404,26 @@ class Trainer:
         for model_id, commands in again.items():
             self.queue.models[model_id].rewind(sorted(commands, key=lambda command: command.seq_id))
 
+    def _cut_short(self, state: ModelState, reason: str) -> list[tuple[Command, bool]]:
+        """The workers have ended: returns operations of a model that can begin anew, and whether each was under way.
+
+        A model comes back as its last step has left it. If that is the state that a save has copied, the same is saved again; if not,
+        nothing is left of what was to be saved. A save that only waits for its row goes on.
+        """
+        running, state.running, state.save_again_at, state.is_put_off, state.next_is_save = state.running, None, None, False, False
+        begun = [] if running is None or running.command is None else [(running.command, running.in_call is not None)]
+        saving, model = state.saving, self.operations.models.get(state.model_id)
+        if saving is None or saving.in_call is None:
+            return begun
+        state.saving = None
+        assert saving.command is not None
+        if model is not None and model.state == saving.copied_state:
+            begun.append((saving.command, True))
+        elif model is not None:
+            what = "while the save was written; its model has gone on since, and what was to be saved is gone: save again"
+            self._fail(saving.command, TinsmithError(f"{reason} {what}"))
+        return begun
+
     def _take_back_complete(self) -> None:
         """Run again what is computed and not recorded, where that keeps the model's open step whole. Recorded, it would lose gradients."""
         for operation in reversed(self.forward.take_complete()):
@@ -505,11 +434,9 @@ class Trainer:
                 self.forward.operations.setdefault(model.model_id, deque()).appendleft(operation)
 
     def take_lost(self) -> dict[str, str]:
-        """Models that ended with their workers since this was last asked, and why. They are forgotten here, and still queued in the log."""
+        """Forget the models that ended with their workers; returns why each did. They are still queued in the log."""
         lost = self.crash_recovery.take_lost()
         for model_id in lost:
-            self.ending.pop(model_id, None)
-            self.put_off.discard(model_id)
             self._forget(model_id)
         return lost
 

@@ -1,7 +1,6 @@
-"""A worker's process: started, watched, and restarted when it has ended."""
+"""A worker's process: started, watched through its heartbeats, and restarted when it has ended."""
 
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -10,25 +9,112 @@ from typing import Literal
 
 import psutil
 
-from tinsmith.config import Config
-from tinsmith.engine.launching import ChildProcesses, Launcher, WorkerProgram, WorkerStart
-from tinsmith.engine.watching import Liveness
+from tinsmith.config import Config, ServerConfig
+from tinsmith.engine.launching import Launcher, WorkerProgram, WorkerStart
 from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, next_delay_s
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.questions import Answering, Answers
-from tinsmith.protocol.serving import Bye, Shutdown
+from tinsmith.protocol.serving import Alive, Bye, Shutdown
 from tinsmith.protocol.work import WorkerReady, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-NO_STATUS = WorkerStatus(0, 0, 0, 0, 0, {}, {})
-"""Status of a worker that has not reported yet."""
+NO_STATUS = WorkerStatus(0, 0, 0, {}, {})
 
 WORKER = (sys.executable, "-P", "-m", "tinsmith.worker")
 """The program that a worker is."""
+
+
+SETTLED = 4
+"""Heartbeats after which a worker tells of the time since another has gone on."""
+
+
+class Liveness:
+    """Signs of life and of progress of one worker.
+
+    Silence is counted in looks, not by the clock: an engine that could not run itself has heard nothing either.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self.last = Alive(0.0)
+        self._silent_s = 0.0
+        self.is_ready = False
+        """Whether it was ready for work. One that is starting loads libraries and models, and may be silent and still for longer."""
+        self.beaten = True
+        self.is_stopped = False
+        """Whether the system says that it does not run: then it loads nothing either."""
+        self.beats = 0
+        """Heartbeats since another worker of its group has become ready, and so has come out of what this one may have waited in."""
+
+    def beat(self, alive: Alive) -> None:
+        self.last, self.beaten = alive, True
+        self.beats += 1
+
+    def another_went_on(self) -> None:
+        """Note that another worker of its group has become ready: what this one told last may be of the time before."""
+        self.beats = 0
+
+    def look(self, since_s: float) -> None:
+        """Count a look, `since_s` seconds after the last."""
+        self._silent_s = 0.0 if self.beaten else self._silent_s + since_s
+        self.beaten = False
+
+    @property
+    def silence(self) -> str:
+        """Return that it has shown no sign of life for too long; else an empty text."""
+        limit_s, name = self._shorter if self.is_stopped else self._patience
+        return f"shown no sign of life for {self._silent_s:.0f} s ({name})" if self._silent_s >= limit_s else ""
+
+    @property
+    def stillness(self) -> str:
+        """Return that it beats and has made no progress for too long, even if it waits for others; else an empty text."""
+        limit_s, name = self._patience
+        return f"made no progress in its work for {self.last.still_s:.0f} s ({name})" if self.last.still_s >= limit_s else ""
+
+    @property
+    def standstill(self) -> str:
+        """Return that it has been in one call for so long that it will not come back, though it beats; else an empty text."""
+        too_long = self.last.stuck_s >= self._config.worker_stuck_s
+        return f"been in one and the same call for {self.last.stuck_s:.0f} s (worker_stuck_s)" if too_long else ""
+
+    @property
+    def fault(self) -> str:
+        """Return the reason why it hangs by itself; empty if it does not. While it waits for others, only its silence is one.
+
+        One that is starting may take hours in one call, to download a model for example. That is too long only when others wait for it
+        (`hanging`).
+        """
+        if self.last.waits or not self.is_ready:
+            return self.silence
+        return self.silence or self.stillness or self.standstill
+
+    @property
+    def _patience(self) -> tuple[float, str]:
+        """Seconds without a sign, and the setting that says so."""
+        return self._shorter if self.is_ready else (self._config.worker_hung_s, "worker_hung_s")
+
+    @property
+    def _shorter(self) -> tuple[float, str]:
+        return min((self._config.worker_hung_s, "worker_hung_s"), (self._config.worker_still_s, "worker_still_s"))
+
+
+def hanging(workers: Sequence[Liveness]) -> Sequence[Liveness]:
+    """Return those of a group that keep the others from going on, or all if each waits for the others in an exchange.
+
+    There are none if one of them moves, or may be given work. Those that are ready wait for those that are starting, and are not what
+    keeps them.
+    """
+    starting = [liveness for liveness in workers if not liveness.is_ready]
+    concerned = starting or workers
+    if not any(liveness.last.waits for liveness in concerned):
+        return ()
+    if not all(liveness.beats >= SETTLED and (liveness.stillness or liveness.standstill) for liveness in concerned):
+        return ()
+    return [liveness for liveness in concerned if not liveness.last.waits] or concerned
 
 
 class WorkerProcess:
@@ -46,31 +132,25 @@ class WorkerProcess:
         self.answers: Answers | None = None
         """Answers the next worker's questions, in a thread. None leaves them without an answer."""
         self.answering: Answering | None = None
-        self.launcher: Launcher = launcher or ChildProcesses()
+        self.launcher = launcher or Launcher()
         self.program = program
         self.place = Place()
-        """Place of the next worker in its group."""
         self.environment: Mapping[str, str] = {}
-        """Variables that it gets beside those of this process."""
         self.engine = engine
         self.link: ParentLink | None = None
         self.process: WorkerProgram | None = None
         self.state: Literal["starting", "ready", "down"] = "down"
         self.device = ""
         self.models: dict[str, ModelFacts] = {}
-        """Base models that it serves, once the first worker is ready."""
         self.status = NO_STATUS
         self.sampled_before = 0
-        """Tokens that its predecessors have sampled."""
         self.liveness = Liveness(config.server)
-        """Heartbeats of the current worker."""
-        self.was_ever_ready = False
         self.fault = ""
-        """The reason for which the worker that runs, or has just ended, was to end; empty if nobody knows."""
+        """Why the worker that runs, or has just ended, was to end; empty if nobody knows."""
         self.follows = False
         """Whether the worker that has just ended did so because another had."""
         self.last_messages: list[Message] = []
-        """Messages of a worker that has ended which `receive` did not return: results of what it had computed."""
+        """Messages of a worker that has ended which `receive` did not return."""
         self._was_ready = False
         self._delay_s = 0.0
         self._start_at = 0.0
@@ -78,22 +158,14 @@ class WorkerProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can take work."""
         return self.state == "ready"
 
     @property
-    def busy_s(self) -> float:
-        """Seconds that it had been in its current turn at the last heartbeat; 0 while it waits for work."""
-        return self.liveness.busy_s
-
-    @property
     def pid(self) -> int | None:
-        """Id of the current process."""
         return None if self.process is None else self.process.pid
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that all workers in this place have sampled."""
         return self.sampled_before + self.status.sampled_tokens
 
     @property
@@ -115,7 +187,7 @@ class WorkerProcess:
         self._looked_at, self.liveness = time.monotonic(), Liveness(self.config.server)
 
     def send(self, message: Message) -> None:
-        """Tell a worker that is ready. What is meant for one that is not is dropped: it has nothing that it would concern."""
+        """Tell a worker that is ready. What is meant for another is dropped: it has nothing that it would concern."""
         if self.link is not None and self.is_ready:
             self.link.send(message)
 
@@ -129,7 +201,7 @@ class WorkerProcess:
         for message in self.link.receive():
             match message:
                 case WorkerReady():
-                    self.state, self._was_ready, self.was_ever_ready, self.liveness.is_ready = "ready", True, True, True
+                    self.state, self._was_ready, self.liveness.is_ready = "ready", True, True
                     self.device = message.device
                     self.models = {facts.name: facts for facts in (ModelFacts(**model) for model in message.models)}
                     messages.append(message)
@@ -161,7 +233,7 @@ class WorkerProcess:
         self.liveness = Liveness(self.config.server)
 
     def ended(self) -> str | None:
-        """The reason why the worker has ended, told once; None while it runs, or if none does. Its last messages are in `last_messages`."""
+        """Return why the worker has ended, once; None while it runs, or if none does. Its last messages are in `last_messages`."""
         if self.process is None or (exit_code := self.process.poll()) is None:
             return None
         assert self.link is not None
@@ -179,7 +251,6 @@ class WorkerProcess:
         return reason
 
     def begin_to_kill(self) -> None:
-        """End the worker without waiting for it, if one runs."""
         if self.process is not None:
             self.process.kill()
 
@@ -190,7 +261,6 @@ class WorkerProcess:
             self.process.wait()
 
     def begin_to_stop(self) -> None:
-        """Tell the worker to finish what it computes and end."""
         if self.link is not None:
             self.link.send(Shutdown())
 
@@ -199,11 +269,8 @@ class WorkerProcess:
         if self.process is None or self.link is None:
             return
         self.begin_to_stop()
-        try:
-            self.process.wait(timeout_s if self.is_ready else 0.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if self.process.wait(timeout_s if self.is_ready else 0.0) is None:
+            self.kill()
         self._close_link()
         self.state = "down"
 

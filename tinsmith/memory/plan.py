@@ -29,7 +29,7 @@ from tinsmith.models.pass_memory import PassMemory, Recomputation
 from tinsmith.models.read_decoder import KNOWN_TYPES
 from tinsmith.models.sizing import Sizes, beside_weights, size_of
 from tinsmith.protocol.facts import advertised_context
-from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
+from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes
 from tinsmith.sampling.prefix import BLOCK
 
 GIB = 2**30

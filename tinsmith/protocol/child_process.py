@@ -1,6 +1,13 @@
-"""The rules for child processes: how often one is looked at, when it is started again, how its end is told. For engine and workers."""
+"""The rules for child processes: how one is told its configuration, watched, restarted, and its end described. For engine and workers."""
 
 import signal
+from dataclasses import asdict
+from typing import BinaryIO
+
+import orjson
+
+from tinsmith.config import Config, from_tree, to_tree
+from tinsmith.protocol.gate import ChildKeys
 
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
@@ -19,6 +26,18 @@ def leave_signals_to_server() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # not SIG_IGN, which processes that are started would inherit
+
+
+def start_bytes(config: Config, keys: ChildKeys | None) -> bytes:
+    """Encode a worker's configuration and keys for its standard input, which other users of its host do not see."""
+    return orjson.dumps({"config": to_tree(config), "keys": None if keys is None else asdict(keys)})
+
+
+def read_start(standard_input: BinaryIO) -> tuple[Config, ChildKeys | None]:
+    """Undo `start_bytes`. There are keys if the engine's link goes over TCP."""
+    started = orjson.loads(standard_input.read())
+    keys = started["keys"]
+    return from_tree(started["config"]), None if keys is None else ChildKeys(**keys)
 
 
 def next_delay_s(last_s: float, was_ready: bool) -> float:

@@ -10,7 +10,7 @@ from tinsmith.errors import NotFoundError
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a base model with which the server validates requests, and answers get_info and get_server_capabilities."""
+    """Facts about a base model: the server validates requests and answers get_info and get_server_capabilities with them."""
 
     name: str
     """Name that clients use; `name:suffix` means the same model."""
@@ -21,15 +21,14 @@ class ModelFacts:
     max_context: int
     """The longest sequence that the model, or its setting, allows."""
     max_trained: int
-    """The longest that the memory of the device can train; 0 if it has no room for any."""
+    """Longest sequence that the memory of the device can train; 0 if it has no room for any."""
     max_sampled: int
-    """The longest that the sampler has room for, prompt and answer together."""
+    """Longest that the sampler has room for, prompt and answer together."""
     takes_images: bool
     max_lora_rank: int
 
     @property
     def trains(self) -> bool:
-        """Whether the memory of the device can train any sequence."""
         return self.max_trained > 0
 
     @property
@@ -38,7 +37,6 @@ class ModelFacts:
         return advertised_context(self.max_trained, self.max_sampled)
 
     def to_dict(self) -> dict[str, Any]:
-        """The facts as they travel in `Ready`."""
         return dataclasses.asdict(self)
 
 
@@ -48,7 +46,7 @@ def advertised_context(trained: int, sampled: int) -> int:
 
 
 def find_base(asked: str, names: Iterable[str]) -> str:
-    """The served base model that `asked` means: its name, or its name and a ":suffix". Raises NotFoundError naming those there are."""
+    """Return the served base model that `asked` means: its name, or its name and a ":suffix". Raises NotFoundError."""
     known = list(names)
     for name in (asked, asked.rpartition(":")[0], asked.partition(":")[0]):
         if name in known:

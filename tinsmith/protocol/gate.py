@@ -1,15 +1,15 @@
 """Guards a socket that other hosts can reach: only the child that it was made for may connect.
 
 Both ends prove with keys who they are, and all that they say is encrypted (CURVE, which is part of ZeroMQ). A parent makes new keys for
-every child and gives them to it privately. A program that has none, or others, is refused while it connects and takes nobody's place.
-
-ZeroMQ asks about every connection by a request on an inner socket (its protocol ZAP), which a thread answers.
+every child and gives them to it privately. ZeroMQ asks about every connection by a request on an inner socket (its protocol ZAP), which
+a thread answers.
 """
 
 import threading
 import uuid
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -18,7 +18,7 @@ _ZAP = "inproc://zeromq.zap.01"
 """Address at which ZeroMQ asks whether a peer may connect."""
 
 _HANDSHAKE_MS = 300_000
-"""Milliseconds for both ends to prove who they are: a child that gives up ends, and machines can be very busy."""
+"""Milliseconds for both ends to prove who they are: machines can be very busy."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class ChildKeys:
     """Keys by which a child knows its parent and is known, in ZeroMQ's text form."""
 
     parent: str
-    """The parent's public key."""
     public: str
     secret: str = field(repr=False)
 
@@ -42,12 +41,10 @@ class Gate:
     """Lets one child in."""
 
     def __init__(self) -> None:
-        """Make new keys."""
         public, self._secret = zmq.curve_keypair()
         of_child, secret_of_child = zmq.curve_keypair()
         self._public_of_child = z85.decode(of_child)
         self.keys = ChildKeys(public.decode(), of_child.decode(), secret_of_child.decode())
-        """Keys that the child is given."""
         self._domains: list[str] = []
 
     def guard(self, socket: "zmq.Socket[bytes]", once: bool) -> None:
@@ -61,25 +58,15 @@ class Gate:
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
     def close(self) -> None:
-        """Let nobody in any more."""
         for domain in self._domains:
-            del _doorman().guests[domain.encode()]
+            _doorman().guests.pop(domain.encode(), None)
 
 
-class _Guest:
-    """The guard of one socket."""
+class _Guest(NamedTuple):
+    """The child that may connect to a socket."""
 
-    def __init__(self, key: bytes, once: bool) -> None:
-        self._key = key
-        self._once = once
-        self._came = False
-
-    def comes_with(self, key: bytes) -> bool:
-        """Whether who has this public key, and has proved it, may connect."""
-        if key != self._key or (self._once and self._came):
-            return False
-        self._came = True
-        return True
+    key: bytes
+    once: bool
 
 
 class _Doorman:
@@ -97,7 +84,9 @@ class _Doorman:
         while True:
             version, number, domain, _, _, mechanism, *credentials = self._questions.recv_multipart()
             guest = self.guests.get(domain)
-            comes = mechanism == b"CURVE" and guest is not None and guest.comes_with(credentials[0])
+            comes = mechanism == b"CURVE" and guest is not None and guest.key == credentials[0]
+            if comes and guest is not None and guest.once:
+                self.guests.pop(domain, None)
             code, reason = (b"200", b"OK") if comes else (b"400", b"not the child that this socket is for")
             self._questions.send_multipart([version, number, code, reason, b"", b""])
 

@@ -1,8 +1,7 @@
 """A thread that tells the parent, twice a second, that this process runs.
 
-How long a worker has been busy with its current turn travels along, for people who look at the server: a pass may take a minute on a CPU,
-and that is no fault. So does for how long it has shown no sign of progress (`progress.py`), and whether it waits for others. A process that
-is frozen, or whose machine is, sends nothing.
+A heartbeat also says how long a worker has been busy with its current turn, for people who look at the server, for how long it has shown
+no sign of progress (`progress.py`), and whether it waits for others. A process that is frozen, or whose machine is, sends nothing.
 """
 
 import os
@@ -17,7 +16,6 @@ from tinsmith.protocol.progress import Exchanges, Progress
 from tinsmith.protocol.serving import Alive
 
 BEAT_S = 0.5
-"""Seconds from one heartbeat to the next."""
 
 _UNREAD = 10
 """Heartbeats that may wait for a parent that does not read; further ones are not sent."""
@@ -32,29 +30,27 @@ class Heartbeat:
     def __init__(self, address: str, parent_pid: int | None = None, keys: ChildKeys | None = None) -> None:
         """Send to the parent that bound the link `address`, between hosts with its `keys`.
 
-        With `parent_pid` this process ends at once when that parent is gone, whatever it computes: nobody waits for it, and the next
-        process needs the device. With `keys` as well it also ends when nobody has taken its heartbeats for five minutes: on a host that
-        had vanished and came back, Ray may leave it running. Without `parent_pid` nothing here ends the process.
+        With `parent_pid` this process ends at once when that parent is gone: nobody waits for it, and the next process needs the device.
+        With `keys` as well it also ends when nobody has taken its heartbeats for five minutes: on a host that had vanished and came
+        back, Ray may leave it running.
         """
         self._parent_pid = parent_pid
         self._address = heartbeat_address(address)
         self._keys = keys
         self._busy_since: float | None = time.monotonic()
         self.worker_busy_s: float | None = None
-        """Seconds that the worker has been busy, which an engine reports in place of its own time."""
+        """Seconds that the worker has been busy, which an engine reports in place of its own."""
         self.exchanges = Exchanges()
-        """Those of a worker with others."""
 
     def start(self) -> None:
-        """Begin. The thread has a socket of its own: ZeroMQ's sockets belong to one thread."""
+        """Start the thread, which has a socket of its own: ZeroMQ's sockets belong to one thread."""
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def busy(self) -> None:
-        """The loop begins a turn. Loading the models counts as the first."""
+        """Begin a turn. Loading the models counts as the first."""
         self._busy_since = time.monotonic()
 
     def idle(self) -> None:
-        """The loop waits for messages."""
         self._busy_since = None
 
     def _run(self) -> None:

@@ -1,13 +1,11 @@
-"""The ZeroMQ sockets between a process and a child that it starts: one for messages both ways, one for heartbeats.
-
-A worker has a third, for what it asks the engine (`questions.py`).
+"""The ZeroMQ sockets between a process and a child that it starts: for messages both ways, for heartbeats, and for a worker's questions.
 
 The parent binds a new socket for every child, so nothing meant for a dead one reaches the next. On one host it is a file in a directory
 that only the user can enter (`own_directory.py`). Between hosts it is a TCP port that lets in nobody but the child (`gate.py`), and only
 once: a child whose connection has broken may have lost messages, and must end. Queues have no limit, because a sender must not block.
 
-A parent's sockets belong to the context of its process, which is never ended: where a child was killed while it connected, ending a context
-of their own has waited for ever.
+A parent's sockets belong to the context of its process, which is never ended: where a child was killed while it connected, ending a
+context of their own has waited for ever.
 """
 
 import contextlib
@@ -24,6 +22,7 @@ from tinsmith.errors import ConfigError, EngineUnavailableError
 from tinsmith.protocol.gate import ChildKeys, Gate
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.own_directory import OwnDirectory
+from tinsmith.protocol.place import listening_at
 from tinsmith.protocol.serving import Alive
 
 _LINGER_MS = 1000
@@ -33,24 +32,21 @@ _BELL_BYTES = 4096
 """More than `wake` can have written since the last look is read with the next."""
 
 _PREFIX = "tinsmith-io-"
-"""Prefix of directories of sockets."""
 
 _MAX_PATH_BYTES = 107
-"""Maximum length of the path of a Unix socket."""
 
 
 _PING_MS = 5_000
 """Between two signs of life that ZeroMQ asks a parent on another host for."""
 
 _SILENT_MS = 60_000
-"""After so long without one the connection to a parent on another host is lost: its host may have vanished without a word."""
+"""Milliseconds without one after which the connection is lost: the host may have vanished without a word."""
 
 _REFUSED = "the process that started this one has refused its connection or is gone"
 
 _TCP = "tcp://"
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-"""Events of a connection that was refused or has broken."""
 
 
 def message_address(address: str) -> str:
@@ -84,7 +80,7 @@ class ChildLink:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._monitor: zmq.Socket[bytes] | None = None
-        """Socket that reports the loss of a connection between hosts. On one host only the parent's own end can break it."""
+        """Reports the loss of a connection between hosts. On one host only the parent's own end can break it."""
         if keys is not None:
             keys.show(self._socket)
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -107,12 +103,11 @@ class ChildLink:
             self._poller.register(socket, zmq.POLLIN)
 
     def forget(self, other: "ParentLink") -> None:
-        """Undo `listen_to`, before `other` is closed."""
         for socket in other.sockets:
             self._poller.unregister(socket)
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """All messages that have arrived, oldest first; if there is none, wait for one, or for `wake`, for at most `timeout_s` seconds.
+        """Return all messages that have arrived, oldest first; without any, wait for one, or for `wake`, for at most `timeout_s` seconds.
 
         Raises EngineUnavailableError if none can come any more, because the connection to a parent on another host is lost.
         """
@@ -186,7 +181,6 @@ class ParentLink:
 
     @property
     def sockets(self) -> "tuple[zmq.Socket[bytes], ...]":
-        """Sockets to poll."""
         return self._socket, self._heartbeats
 
     def take_questions(self) -> "zmq.Socket[bytes]":
@@ -196,15 +190,13 @@ class ParentLink:
         return questions
 
     def receive(self) -> list[Message]:
-        """All messages of the child that have arrived, oldest first."""
         return list(_arrived(self._socket))
 
     def heartbeats(self) -> list[Alive]:
-        """All heartbeats that have arrived, oldest first."""
         return [message for message in _arrived(self._heartbeats) if isinstance(message, Alive)]
 
     def send(self, message: Message) -> None:
-        """Queue a message to the child. What is sent to one that has died is dropped: who watches it fails what it had."""
+        """Queue a message to the child. What is sent to one that has died is dropped: its watcher fails what it had."""
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK)
 
@@ -234,11 +226,9 @@ class ServerLink:
         self._heartbeats.bind(heartbeat_address(self.address))
 
     async def receive(self) -> Message:
-        """The next message of the child."""
         return Message.from_frames(await self._socket.recv_multipart())
 
     async def receive_heartbeat(self) -> Alive:
-        """The next heartbeat of the child."""
         message = Message.from_frames(await self._heartbeats.recv_multipart())
         assert isinstance(message, Alive)
         return message
@@ -251,14 +241,12 @@ class ServerLink:
             raise EngineUnavailableError("the engine is not connected; send the request again") from error
 
     def close(self) -> None:
-        """Close at once; messages that have not left are dropped."""
         self._socket.close(linger=0)
         self._heartbeats.close(linger=0)
         self._directory.close()
 
 
 def _new_address() -> tuple[OwnDirectory, str]:
-    """A new directory, and the address of a socket in it."""
     directory = OwnDirectory(_PREFIX, Path(tempfile.gettempdir()))
     path = directory.path / "child"
     if len(os.fsencode(heartbeat_address(str(path)))) > _MAX_PATH_BYTES:
@@ -269,10 +257,8 @@ def _new_address() -> tuple[OwnDirectory, str]:
 
 def _bind(socket: "zmq.Socket[bytes]", host: str) -> int:
     """Bind to a free port of this host; returns its number."""
-    try:
+    with listening_at(host):
         socket.bind(f"{_TCP}{host}:*")
-    except zmq.ZMQError as error:
-        raise ConfigError(f"cannot listen at {host}, by which workers on other hosts should reach this one: {error}") from error
     return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 

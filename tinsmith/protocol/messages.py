@@ -5,7 +5,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import orjson
 
@@ -27,9 +27,6 @@ class Message:
     @classmethod
     def from_frames(cls, frames: list[bytes]) -> "Message":
         """The inverse of `to_frames`. Raises KeyError for a name that is not in this file."""
-        return Message.registry[frames[0]]._from_parts(orjson.loads(frames[1]), frames[2])
-
-    @classmethod
-    def _from_parts(cls, header: dict[str, Any], payload: bytes) -> Self:
-        has_payload = any(spec.name == "payload" for spec in dataclasses.fields(cls))
-        return cls(**(header | {"payload": payload} if has_payload else header))
+        kind, header = Message.registry[frames[0]], orjson.loads(frames[1])
+        has_payload = any(spec.name == "payload" for spec in dataclasses.fields(kind))
+        return kind(**(header | {"payload": frames[2]} if has_payload else header))

@@ -1,13 +1,11 @@
 """The directory of one process for its sockets or for what its vLLM servers read, and those that dead processes have left beside it.
 
-Containers of a machine may share the place (`/dev/shm`), and several machines one on NFS (TMPDIR, --vllm-dir). So the number of a process
-says nothing: another container or machine counts its own. Each directory is named by the start of the machine's kernel (its boot id)
-instead, and holds a file that its process locks to its end. The kernel lets go of the lock, however the process ends. All processes of this
-kernel see the lock, in whatever container; those of others may not, as some mounts of NFS have locks of their own. Therefore:
+Containers may share the place (`/dev/shm`), and machines one on NFS (TMPDIR, --vllm-dir), so a process id says nothing. Each directory
+is named by the start of the machine's kernel (its boot id), and holds a file that its process locks to its end, however it ends. All
+processes of this kernel see the lock, in whatever container; those of others may not. Therefore:
 
-- what this kernel has started and nobody locks is a leftover, and deleted;
-- what another machine has made, or this one before it was last started, is never deleted, because it may be in use. The log names the
-  place.
+- what this kernel has started and nobody locks is deleted;
+- what another machine has made, or this one before it was last started, is never deleted. The log names the place.
 """
 
 import fcntl
@@ -16,6 +14,7 @@ import os
 import shutil
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,6 @@ class OwnDirectory:
         self.path = made.rename(parent / f"{prefix}{named}{made.name.removeprefix(_BEING_MADE)}")
 
     def close(self) -> None:
-        """Delete it with all that is in it."""
         if self._lock >= 0:
             os.close(self._lock)  # before the file goes: NFS keeps a file that is open, and so the directory
             self._lock = -1
@@ -51,11 +49,9 @@ class OwnDirectory:
 
 def boot_name() -> str:
     """Return a name for this start of the machine; empty if the system does not tell it from others."""
-    try:
-        # Begins with a letter: earlier versions of Tinsmith delete what is named by the number of a process that they do not know.
+    with suppress(OSError):
         return "b" + _BOOT_ID.read_text().strip().replace("-", "")[:12]
-    except OSError:
-        return ""
+    return ""
 
 
 def _delete_leftovers(prefix: str, parent: Path, boot: str) -> None:
@@ -76,21 +72,17 @@ def _delete_leftovers(prefix: str, parent: Path, boot: str) -> None:
 def _is_left(directory: Path) -> bool:
     """Whether nobody uses a directory that this start of the machine has made."""
     try:
-        file = os.open(directory / OWNER, os.O_RDWR)
+        with (directory / OWNER).open("rb+") as file:
+            return _locked(file.fileno())  # closed, it is not locked again: each process makes a directory of its own
     except FileNotFoundError:  # it was there before the directory got its name: somebody has begun to delete all of it
         return True
     except OSError:  # of another user
         return False
-    try:
-        return _locked(file)
-    finally:
-        os.close(file)  # nobody locks it again: each process makes a directory of its own
 
 
 def _locked(file: int) -> bool:
     """Lock a file; returns whether that was possible."""
-    try:
+    with suppress(OSError):  # another process has it, or the file system has no locks
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process has it, or the file system has no locks
-        return False
-    return True
+        return True
+    return False

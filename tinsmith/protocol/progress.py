@@ -1,12 +1,10 @@
-"""Whether a process that is busy gets on, judged from beside by one of its threads: for how long there was no sign of it.
+"""Whether a process that is busy gets on, judged by one of its threads: for how long there was no sign of it.
 
-There are two measures, because of doubt nothing is concluded soon:
-
-still_s   nothing has moved: no thread came on in its Python code, none used a processor or waits for a disk, nor does what was started.
-          A thread that hangs in a driver, or waits for what never comes, is so. Tens of seconds are too long.
-stuck_s   no thread came on in its Python code, whatever processors and disks do: all are in one and the same call. A thread that waits
-          for a kernel of a GPU which never ends is so, because it spins. But a long call is so too, until it returns: only many minutes
-          are too long. The longest is the wait for what a GPU was given ahead, at most a thousand launches.
+- `still_s`: nothing has moved. No thread came on in its Python code, none used a processor or waits for a disk, nor does a child. So is a
+  thread that hangs in a driver, or waits for what never comes. Tens of seconds are too long.
+- `stuck_s`: no thread came on in its Python code, whatever processors and disks do: all are in one and the same call. So is a thread that
+  waits for a kernel of a GPU which never ends, because it spins, but also one in a long call. Only many minutes are too long. The longest
+  call is the wait for what a GPU was given ahead, at most a thousand launches.
 """
 
 import gc
@@ -35,7 +33,7 @@ _Position = tuple[tuple[int, int], ...]
 
 
 class Exchanges:
-    """Those of a worker with the others, as its device's thread goes through them. Any thread may look."""
+    """Exchanges of a worker with the others, which its device's thread goes through. Any thread may look."""
 
     def __init__(self) -> None:
         self.waits = False
@@ -58,14 +56,13 @@ class Progress:
     """Looks of a thread at the process that it runs in."""
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
         self._process = psutil.Process()
         self._used_s = 0.0
         self._looked_at = time.monotonic()
         self._others_s: dict[int, float] = {}
         self._at: object = None
         self.still_s = 0.0
-        """Seconds without any movement. They are counted in looks: a process that was stopped itself has not looked."""
+        """Seconds without any movement, counted in looks: a process that was stopped has not looked."""
         self.stuck_s = 0.0
         """Seconds in which no thread came on in its Python code; at least `still_s`."""
 

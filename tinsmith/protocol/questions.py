@@ -1,8 +1,8 @@
 """Questions of a worker to the engine: database rows, and where the workers meet.
 
-Each question is answered by one message: FindCheckpoint by CheckpointRow, FindSequences by Sequences, FindMeeting by MeetingPort, the
-others by Answered, and any of them by NotAnswered. They have a socket of their own beside the link (`link.py`), so that any thread of the
-worker may ask and wait, while a thread of the engine answers: the loops of both go on meanwhile.
+FindCheckpoint is answered by CheckpointRow, FindSequences by Sequences, FindMeeting by MeetingPort, the others by Answered, and any of
+them by NotAnswered. They have a socket of their own (`link.py`), so that any thread of the worker may ask and wait, while a thread of
+the engine answers: the loops of both go on meanwhile.
 """
 
 import os
@@ -43,12 +43,10 @@ class CheckpointRow(Message):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The row as a checkpoint."""
         return Checkpoint(**self.row)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        """The message for a row."""
         return cls(asdict(checkpoint))
 
 
@@ -69,14 +67,12 @@ class _CarriesSequences(Message):
 
     @classmethod
     def of(cls, sequences: Mapping[str, RecordedSequence]) -> Self:
-        """The message for these."""
         headers = [(name, sequence.prompt_length, len(sequence.tokens)) for name, sequence in sequences.items()]
         arrays = [array for each in sequences.values() for array in (each.tokens.astype("<i4"), each.logprobs.astype("<f4"))]
         return cls(headers, b"".join(array.tobytes() for array in arrays))
 
     @property
     def sequences(self) -> dict[str, RecordedSequence]:
-        """The sequences by id."""
         found: dict[str, RecordedSequence] = {}
         start = 0
         for name, prompt_length, count in self.headers:
@@ -105,21 +101,13 @@ class ForgetSequences(Message):
 
 
 @dataclass(frozen=True)
-class OpenMeeting(Message):
-    """Workers of several hosts can meet at this port from now on. Said by the first of them."""
-
-    host: str
-    port: int
-
-
-@dataclass(frozen=True)
 class FindMeeting(Message):
     """Asks where the workers of several hosts meet."""
 
 
 @dataclass(frozen=True)
 class MeetingPort(Message):
-    """There; the port is 0 as long as nobody knows."""
+    """The port at which workers of several hosts meet, as the first of them says when it has opened it; 0 in an answer before that."""
 
     host: str
     port: int
@@ -139,7 +127,7 @@ class NotAnswered(Message):
 
 
 Answers = Callable[[Message], Message]
-"""Questions -> what answers them. Raises what `NotAnswered` is to say."""
+"""Answers a question. Raises what `NotAnswered` is to say."""
 
 
 class Questions:
@@ -170,7 +158,6 @@ class Questions:
         return answer
 
     def close(self) -> None:
-        """End the connection; no more questions may follow."""
         self._socket.close()
         self._context.term()
 

@@ -26,14 +26,13 @@ class Sample(Message):
 
     request_id: str
     run: int
-    """Tells apart what runs under one request id, one after the other: its client may give a sample up and send the id again."""
+    """Tells apart runs of one request id: its client may give a sample up and send the id again."""
     base_model: str
-    """Name of the base model as configured, without a ":suffix"."""
     weights_id: str | None
-    """The ephemeral snapshot, or the path of the checkpoint, to sample from; None samples the base weights."""
+    """Ephemeral snapshot, or path of the checkpoint, to sample from; None samples the base weights."""
     num_samples: int
     stream: bool
-    """Whether its tokens are told as they come (`SampleEvents`), before it is done."""
+    """Whether its tokens are told as they come (`SampleEvents`)."""
     payload: bytes
 
 
@@ -68,12 +67,11 @@ class Shutdown(Message):
 
 @dataclass(frozen=True)
 class Starting(Message):
-    """A step of the start begins. It comes from the first worker, whose steps stand for those of all."""
+    """A step of the start begins, of the first worker, which stands for all."""
 
     step: str
     """A predicate: "loads tiny"."""
     to_come: list[str]
-    """The steps behind it, in order."""
 
 
 @dataclass(frozen=True)
@@ -92,37 +90,34 @@ class Recovering(Message):
 
 @dataclass(frozen=True)
 class Alive(Message):
-    """The sender's process runs. A thread of its own sends it, on a socket of its own, however long the loop is busy."""
+    """The sender's process runs. A thread sends it, on a socket of its own, however long the loop is busy."""
 
     busy_s: float
     """Seconds that the loop has been in its current turn; 0 while it waits for work."""
     still_s: float = 0.0
     """Seconds for which nothing has moved in a worker that is busy (`progress.py`)."""
     stuck_s: float = 0.0
-    """Seconds for which a worker that is busy has been in one and the same call, whatever it computes there."""
+    """Seconds for which a busy worker has been in one and the same call."""
     waits: bool = False
-    """Whether a worker is in an exchange with others: they, or the network, are what keeps it."""
+    """Whether a worker is in an exchange: others, or the network, are what keeps it."""
 
 
 @dataclass(frozen=True)
 class Done(Message):
-    """A training operation has ended, and how is in the log. It rides along, so that the server need not look for it there."""
+    """A training operation has ended. Its outcome rides along, so that the server need not look for it in the log."""
 
     request_id: str
     result_type: Literal["protobuf", "json"] | None
     error: str | None
     category: Category | None
     payload: bytes
-    """The result; empty for a failure."""
 
     @classmethod
     def of(cls, outcome: Outcome) -> Self:
-        """The message for `outcome`."""
         return cls(outcome.request_id, outcome.result_type, outcome.error, outcome.category, outcome.result or b"")
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome as it is in the log."""
         return Outcome(self.request_id, None if self.result_type is None else self.payload, self.result_type, self.error, self.category)
 
 
@@ -161,7 +156,7 @@ class Status(Message):
     models: list[dict[str, Any]]
     """model_id, base_model, queued (operations) and trained_tokens of each loaded model."""
     workers: list[dict[str, Any]]
-    """pid, device and state of each worker."""
+    """pid, device, state and pass_tokens of each worker."""
     running_samples: int
     waiting_samples: int
     trained_tokens: int
@@ -170,12 +165,12 @@ class Status(Message):
     memory: dict[str, int]
     """Bytes that the workers hold, by place."""
     graphs: dict[str, int]
-    """Number of graphs that the workers have captured since they started, by kind."""
+    """Graphs that the workers have captured since they started, by kind."""
 
 
 @dataclass(frozen=True)
 class Saving(Message):
-    """The engine was told to stop, and begins to save a model or waits for the database: it needs more time."""
+    """The engine, told to stop, saves a model or waits for the database: it needs more time."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +178,6 @@ class Bye(Message):
     """The engine has recorded everything and exits."""
 
     reason: str = ""
-    """The reason why it cannot go on; empty if it was told to stop."""
+    """Why it cannot go on; empty if it was told to stop."""
     follows: bool = False
     """Whether it ends because another worker has ended, which is the one to name."""

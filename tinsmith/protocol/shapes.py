@@ -12,11 +12,8 @@ class LoraShape:
     seed: int
     """Seed of the adapter's first weights. A model of rank 0 starts from the base and does not use it."""
     train_attn: bool = True
-    """Whether the attention blocks train."""
     train_mlp: bool = True
-    """Whether the MLPs train."""
     train_unembed: bool = True
-    """Whether the output projection trains."""
 
     def differences(self, other: "LoraShape") -> str:
         """Describe the differences from `other`, except the seed, as arguments of create_lora_training_client."""

@@ -8,7 +8,6 @@ class WeightsRef:
     """Weights that never change. Two refs are equal if and only if they mean the same numbers."""
 
     base_model: str
-    """Name of the served base model."""
     key: str
     """Never given to two different weights: the request id of the save that made a snapshot, or the directory of a checkpoint's files.
     Empty for the base weights."""
@@ -19,5 +18,4 @@ class WeightsRef:
 
     @classmethod
     def of_base(cls, base_model: str) -> "WeightsRef":
-        """The weights that a base model was loaded with."""
         return cls(base_model, "", base_model)

@@ -1,10 +1,9 @@
 """Messages between the engine and its workers.
 
-Engine to worker: Prepare, Drop, RunPass, the calls (CreateModel, OptimStep, TakeSnapshot, SaveModel, ExportModel, LoadModel), what goes on
-with a call (FinishSave), the orders that need no answer (ClearGradients, DeleteModel, DropFiles), and of what the server says: Sample,
-CancelSample, EndSession, ForgetCheckpoint, Shutdown.
-Worker to engine: WorkerReady, Alive, Prepared, PrepareFailed, PassDone, Copied, PartWritten, Answer, CallFailed, WorkerStatus, Bye, and
-what is meant for the server: SampleDone, SampleFailed, SampleEvents.
+Engine to worker: Prepare, Drop, RunPass, the calls (CreateModel, OptimStep, TakeSnapshot, SaveModel, ExportModel, LoadModel),
+FinishSave, the orders that need no answer (ClearGradients, DeleteModel, DropFiles), and of what the server says: Sample, CancelSample,
+EndSession, ForgetCheckpoint, Shutdown. Worker to engine: WorkerReady, Alive, Prepared, PrepareFailed, PassDone, Copied, PartWritten,
+Answer, CallFailed, WorkerStatus, Bye, and for the server: SampleDone, SampleFailed, SampleEvents.
 
 A worker answers a call once, under the number that the engine gave it. Numbers are never used twice. Errors travel as the name of their
 class in `errors.py` and their message.
@@ -34,13 +33,12 @@ class Prepare(Message):
     """Check an operation and measure its datums. `payload` is the stored protobuf."""
 
     number: int
-    """Comes back with the answer: an operation may be dropped and asked for again, and an earlier answer be on its way."""
+    """Comes back with the answer: an operation may be dropped and asked for again."""
     operation: str
-    """Request id of the operation."""
     model_id: str
     base_model: str
     image_digests: list[str]
-    """SHA-256 (hexadecimal) of each image, in the order in which they stand in the payload. The worker reads them from the store."""
+    """SHA-256 (hexadecimal) of each image, in the order of the payload. The worker reads them from the store."""
     payload: bytes
 
 
@@ -54,9 +52,9 @@ class Prepared(Message):
     lengths: list[int]
     """Tokens of each datum, image tokens included."""
     pixels: list[dict[str, int]]
-    """For each datum the pixels of the images that are still to be decoded, by digest (hexadecimal)."""
+    """Pixels of each datum's images that are still to be decoded, by digest (hexadecimal)."""
     together: list[int] = field(default_factory=list)
-    """Indices of the datums that all workers are to compute together: they are longer than one computes alone."""
+    """Indices of datums longer than one worker computes, which all are to compute together."""
 
 
 @dataclass(frozen=True)
@@ -88,19 +86,18 @@ class RunPass(Message):
     pieces: list[tuple[str, int]]
     """Operation and index of each datum."""
     lengths: list[int]
-    """Tokens of each of them."""
     together: bool = False
     """Whether all workers compute the one datum that it holds, each a slice of it."""
     pixels: list[dict[str, int]] = field(default_factory=list)
-    """For each datum what `Prepared.pixels` says of it, by which the pass is divided; empty if no image is still to be decoded."""
+    """`Prepared.pixels` of each datum, by which the pass is divided; empty if no image is still to be decoded."""
 
 
 @dataclass(frozen=True)
 class PassDone(Message):
     """Outcome of each datum of a pass.
 
-    `payload` holds of those in `results` first all losses, then all metrics (float64), then all log-probabilities (float32). JSON has no
-    infinity and no NaN, which a loss may be.
+    `payload` holds of those in `results` first all losses, then all metrics (float64), then all log-probabilities (float32): JSON has no
+    infinity and no NaN.
     """
 
     number: int
@@ -135,7 +132,7 @@ class CreateModel(Message):
 
 @dataclass(frozen=True)
 class OptimStep(Message):
-    """Apply and clear a model's gradients. The answer holds `metrics`, and as `kept` whether there is a kept copy of what the step left."""
+    """Apply and clear a model's gradients. The answer holds `metrics`, and as `kept` whether there is a kept copy of the result."""
 
     number: int
     base_model: str
@@ -143,9 +140,9 @@ class OptimStep(Message):
     settings: dict[str, Any]
     """Fields of `AdamSettings`."""
     copy: str = ""
-    """The directory for a kept copy of what the step leaves; empty if this worker writes none."""
+    """Directory for a kept copy of the result; empty if this worker writes none."""
     before: str = ""
-    """The directory of the copy before, which stays until another step comes; empty if there is none."""
+    """Directory of the copy before, which stays until another step comes; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +187,7 @@ class ExportModel(Message):
 
 @dataclass(frozen=True)
 class Copied(Message):
-    """A worker has the copy that SaveModel or ExportModel asks for: what it does to the model from now on is not in it."""
+    """A worker has the copy for SaveModel or ExportModel: what it does to the model from now on is not in it."""
 
     number: int
     """Number of the call, which is answered when the copy is written."""
@@ -198,7 +195,7 @@ class Copied(Message):
 
 @dataclass(frozen=True)
 class PartWritten(Message):
-    """A worker has written its part of what SaveModel or ExportModel asks for: all workers were asked, and all weights are sharded."""
+    """A worker has written its part of a save of sharded weights."""
 
     number: int
     """Number of the call, which FinishSave will bring to an answer."""
@@ -211,16 +208,13 @@ class FinishSave(Message):
     """All workers have written their parts, or one has failed. The call is answered when there is a checkpoint, or nothing left."""
 
     number: int
-    """Number of the call."""
     directory: str
-    """Directory of its files."""
     pieces: list[tuple[str, int, int, int]]
-    """Pieces that all workers wrote."""
     error_type: str = ""
-    """Type and message of an error with which the call is to fail; empty if all went well."""
+    """Type and message of the error with which the call is to fail; empty if all went well."""
     error: str = ""
     tinker_path: str = ""
-    """Path of the checkpoint. A worker that has sampled an earlier one of this path forgets that when this one is there."""
+    """Path of the checkpoint: a worker forgets an earlier one that it has sampled."""
 
 
 @dataclass(frozen=True)
@@ -282,29 +276,25 @@ class DropFiles(Message):
 class WorkerStatus(Message):
     """Status of a worker. Sent at most once a second, and only when something changed."""
 
-    done: int
-    """Passes and calls since the worker started."""
     running_samples: int
     waiting_samples: int
-    finished_samples: int
-    """Since the worker started, as `sampled_tokens`."""
     sampled_tokens: int
+    """Since the worker started."""
     memory: dict[str, int]
-    """Bytes that the worker holds, by place."""
     graphs: dict[str, int]
-    """Number of graphs that the worker has captured since it started, by kind; a number that keeps growing says that time is lost."""
+    """Graphs captured since the worker started, by kind; a number that keeps growing says that time is lost."""
 
 
 Call = CreateModel | OptimStep | TakeSnapshot | SaveModel | ExportModel | LoadModel
 
 
 def error_of(error_type: str, message: str) -> TinsmithError:
-    """The error that travelled as `error_type` and `message`. One whose class is not in `errors.py` becomes a TinsmithError."""
+    """Return the error that travelled so. One whose class is not in `errors.py` becomes a TinsmithError."""
     found = getattr(errors, error_type, TinsmithError)
     family = isinstance(found, type) and issubclass(found, TinsmithError)
     return found(message) if family else TinsmithError(message)
 
 
 def type_of(error: TinsmithError) -> str:
-    """The name under which the class of an error travels."""
+    """Return the name under which the class of an error travels."""
     return type(error).__name__

@@ -1,6 +1,7 @@
-"""Logits -> the next token of each sequence and its log-probability."""
+"""Turns logits into the next token of each sequence and its log-probability."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -11,15 +12,14 @@ from torch.nn.functional import pad
 
 from tinsmith.models.device import upload
 from tinsmith.models.dispatch import has_triton
-from tinsmith.sampling.randomness import uniforms
-from tinsmith.sampling.truncation import truncate
+from tinsmith.wire.sample import SamplingParams
 
 COLDEST = float(np.finfo(np.float32).tiny)
-"""The lowest temperature above 0: devices without subnormal numbers take smaller ones for 0, and 0 / 0 is NaN."""
+"""The lowest temperature above 0: smaller ones are subnormal, which some devices take for 0."""
 ROWS = 64
-"""Sequences whose tokens are chosen at a time: with a large vocabulary float64 probabilities take more memory than the logits."""
+"""Sequences whose tokens are chosen at a time, to limit the memory of probabilities in float64."""
 BRANCHES = 16
-"""Children of a node of the tree by which a token is drawn."""
+"""Children of a node of the tree that `draw` descends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +38,23 @@ class Choice:
     position: NDArray[np.uint64]
     """Number of tokens that the sequence has generated."""
     topk: NDArray[np.int64]
-    """Number of likeliest tokens to report; 0 is none."""
+
+    @classmethod
+    def for_params(
+        cls, params: Sequence[SamplingParams], seed: Sequence[int], sample: Sequence[int], position: Sequence[int], topk: Sequence[int]
+    ) -> "Choice":
+        """The choices of sequences with these parameters."""
+        return cls(
+            temperature=np.array([p.temperature for p in params], dtype=np.float32),
+            top_k=np.array([p.top_k for p in params], dtype=np.int64),
+            top_p=np.array([p.top_p for p in params], dtype=np.float32),
+            seed=np.array(seed, dtype=np.uint64),
+            sample=np.array(sample, dtype=np.uint64),
+            position=np.array(position, dtype=np.uint64),
+            topk=np.array(topk, dtype=np.int64),
+        )
 
     def of(self, rows: slice) -> "Choice":
-        """The choices of some of the sequences."""
         return Choice(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def on(self, device: torch.device) -> "DeviceChoice":
@@ -86,23 +99,23 @@ class DeviceChoice:
 
 
 def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[Tensor, Tensor]:
-    """The next token [n] int64 of each row of `logits` [n, vocabulary] float32, and its log-probability [n] float32.
+    """Choose the next token [n] int64 of each row of `logits` [n, vocabulary] float32, and return its log-probability [n] float32 too.
 
-    The log-probability is that of `Chosen.logprob`. `truncates` says whether any row has a top_k or top_p; without it they are not looked
-    at. Nothing is read on the host, so that a CUDA graph can capture it.
+    The log-probability is that of `Chosen.logprob`. top_k and top_p are obeyed only if `truncates`. Nothing is read on the host, so that a
+    CUDA graph can capture it.
     """
     if logits.is_cuda and has_triton():
         from tinsmith.sampling.choose_kernels import LARGEST, choose_kernel
 
         if logits.shape[1] <= LARGEST:
-            left = _truncated(logits, choice) if truncates else None
+            left = truncate(logits, _logprobs(logits, choice), choice.top_k, choice.top_p) if truncates else None
             draws = draws_needed(logits.shape[1])
             return choose_kernel(logits, choice.temperature, choice.seed, choice.sample, choice.position, draws, left, COLDEST)
     return choose_reference(logits, choice, truncates)
 
 
 def choose_reference(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[Tensor, Tensor]:
-    """Compute `choose_next` in plain PyTorch."""
+    """Compute `choose_next` in PyTorch."""
     greedy = choice.temperature == 0
     logprobs = _logprobs(logits, choice)
     u = uniforms(choice.seed, choice.sample, choice.position, draws_needed(logits.shape[1]))
@@ -113,35 +126,24 @@ def choose_reference(logits: Tensor, choice: DeviceChoice, truncates: bool) -> t
 
 
 def _logprobs(logits: Tensor, choice: DeviceChoice) -> Tensor:
-    """Log-probabilities [n, vocabulary] of which `Chosen.logprob` is one."""
     temperature = choice.temperature.unsqueeze(1)
     return logprobs_at(logits, torch.where(temperature == 0, 1.0, temperature))
 
 
-def _truncated(logits: Tensor, choice: DeviceChoice) -> Tensor:
-    """The log-probabilities [n, vocabulary] that tokens are drawn by."""
-    return truncate(logits, _logprobs(logits, choice), choice.top_k, choice.top_p)
-
-
 def choose(logits: Tensor, how: Choice) -> list[Chosen]:
-    """The next token for each row of `logits` [n, vocabulary] (float32), as `choose_next`."""
+    """Choose the next token for each row of `logits` [n, vocabulary] float32, as `choose_next` does."""
     chosen: list[Chosen] = []
     for start in range(0, len(logits), ROWS):
-        rows = slice(start, start + ROWS)
-        chosen += _choose_rows(logits[rows], how.of(rows))
+        some, rows = logits[start : start + ROWS], how.of(slice(start, start + ROWS))
+        tokens, logprobs = choose_next(some, rows.on(logits.device), rows.truncates)
+        chosen += [Chosen(*parts) for parts in zip(tokens.tolist(), logprobs.tolist(), _tops(some, rows), strict=True)]
     return chosen
 
 
-def _choose_rows(logits: Tensor, how: Choice) -> list[Chosen]:
-    tokens, logprobs = choose_next(logits, how.on(logits.device), how.truncates)
-    tops = _tops(logits, how)
-    return [Chosen(*parts) for parts in zip(tokens.tolist(), logprobs.tolist(), tops, strict=True)]
-
-
 def logprobs_at(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Log-probabilities [n, vocabulary] at temperatures above 0 [n, 1], however small.
+    """Compute log-probabilities [n, vocabulary] at temperatures above 0 [n, 1].
 
-    The likeliest token is moved to 0 first, so that no temperature can divide it to infinity.
+    The likeliest token is moved to 0 first, so that nothing becomes infinite.
     """
     return ((logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=COLDEST)).log_softmax(-1)
 
@@ -156,7 +158,7 @@ def _tops(logits: Tensor, how: Choice) -> list[tuple[list[int], list[float]]]:
 
 
 def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens [n, count] of each row, likeliest first, and their log-probabilities at `temperature` [n] above 0."""
+    """Find the `count` likeliest tokens [n, count] of each row, likeliest first, and their log-probabilities at `temperature` [n]."""
     ids = logits.topk(count).indices  # a high temperature makes the log-probabilities of different tokens equal
     return ids, logprobs_at(logits, temperature.unsqueeze(1)).gather(1, ids)
 
@@ -167,12 +169,11 @@ def draws_needed(vocabulary: int) -> int:
 
 
 def draw(logprobs: Tensor, u: Tensor) -> Tensor:
-    """Token ids [n, k] from log-probabilities [n, vocabulary] (not normalized) and random numbers.
+    """Draw token ids [n, k] from log-probabilities [n, vocabulary], which need not be normalized.
 
-    `u` [draws_needed(vocabulary), n, k] float64 holds these, in [0, 1). The vocabulary is a tree, and at each of its nodes inverse
-    transform sampling chooses one of `BRANCHES` children. Over the whole vocabulary at once there would be as many borders as tokens at
-    which a rounding difference of the logits, as other batch mates cause it, turns a number into the neighbouring token; here there are
-    a few dozen. Sums are in float64: the tail of a large vocabulary keeps its share.
+    `u` [draws_needed(vocabulary), n, k] float64 are random numbers in [0, 1). Inverse transform sampling chooses one of `BRANCHES` children
+    at each node of a tree over the vocabulary. So a rounding difference of the logits, as other batch mates cause it, can change a token at
+    a few dozen borders only, instead of at every token's. Sums are in float64 to keep the tail of a large vocabulary.
     """
     levels = [_filled(logprobs.exp())]
     for _ in u[1:]:
@@ -190,6 +191,121 @@ def draw(logprobs: Tensor, u: Tensor) -> Tensor:
 
 
 def _filled(level: Tensor) -> Tensor:
-    """The level padded with nodes of probability 0, so that each parent has all its children."""
+    """Pad a level with nodes of probability 0, so that each parent has all its children."""
     missing = -level.shape[1] % BRANCHES
     return pad(level, (0, missing)) if missing else level
+
+
+# Top-k and top-p
+
+
+WEIGHT_BITS = 44
+"""The likeliest token weighs 2**44: sums over a vocabulary of 2**18 tokens fit into 63 bits."""
+
+
+def truncate(logits: Tensor, logprobs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Set `logprobs` [n, vocabulary] to -inf outside the top k tokens, then outside the smallest set of probability top_p among these.
+
+    top_k [n] int64 is off below 1, and top_p [n] float32 at 1. Tokens are ordered by `logits` [n, vocabulary] float32, because a high
+    temperature makes log-probabilities equal, then by id. Both rules keep a beginning of that order, whose end is searched bit by bit in an
+    integer image of the logits. Sums are of integers, hence exact on every device. Nothing is read on the host, so that a CUDA graph can
+    capture it.
+    """
+    keys = order_preserving(logits)  # [n, vocabulary]
+    vocabulary = logits.shape[1]
+    k = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
+    last = _last_kept(keys, None, k)
+    tied = k - _above(keys, None, last)  # how many of the tokens at `last` are kept
+
+    weights = ((logprobs - logprobs.amax(-1, keepdim=True)).exp() * 2.0**WEIGHT_BITS).to(torch.int64)
+    above = _above(keys, weights, last)
+    of_tie = torch.where(keys == last.unsqueeze(1), weights, 0).amax(-1)
+    total = above + tied * of_tie
+    enough = (total.to(torch.float64) * top_p.to(torch.float64)).ceil().to(torch.int64).clamp(min=1)
+    inner = torch.maximum(_last_kept(keys, weights, enough), last)
+    missing = enough - _above(keys, weights, inner)
+    of_tie = torch.where(keys == inner.unsqueeze(1), weights, 0).amax(-1).clamp(min=1)
+    fewer = (missing + of_tie - 1) // of_tie
+    on = top_p < 1
+    tied = torch.where(on, torch.where(inner == last, torch.minimum(fewer, tied), fewer), tied)
+    last = torch.where(on, inner, last)
+
+    level = keys == last.unsqueeze(1)
+    kept = (keys > last.unsqueeze(1)) | (level & (level.cumsum(-1) <= tied.unsqueeze(1)))
+    return logprobs.masked_fill(~kept, -torch.inf)
+
+
+def order_preserving(numbers: Tensor) -> Tensor:
+    """Map float32 numbers to int32 numbers of the same order; equal ones, such as 0 and -0, have equal images."""
+    bits = (numbers + 0.0).view(torch.int32)  # -0 + 0 is 0
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _last_kept(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
+    """Find the largest number [n] int32 for which the keys from it on weigh `least` [n] or more; without weights each weighs 1."""
+    if keys.is_cuda and has_triton():
+        from tinsmith.sampling.choose_kernels import last_kept_kernel
+
+        return last_kept_kernel(keys, weights, least)
+    return last_kept_reference(keys, weights, least)
+
+
+def last_kept_reference(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
+    """Compute `_last_kept` in PyTorch."""
+    found = torch.full_like(least, -(2**31), dtype=torch.int32)
+    found = torch.where(_weight_from(keys, weights, torch.zeros_like(found)) >= least, 0, found)
+    for bit in reversed(range(31)):
+        larger = found + 2**bit
+        found = torch.where(_weight_from(keys, weights, larger) >= least, larger, found)
+    return found
+
+
+def _above(keys: Tensor, weights: Tensor | None, last: Tensor) -> Tensor:
+    return _weight_from(keys, weights, last + 1)
+
+
+def _weight_from(keys: Tensor, weights: Tensor | None, first: Tensor) -> Tensor:
+    """Sum up the weights of the keys from `first` [n] on: [n] int64."""
+    chosen = keys >= first.unsqueeze(1)
+    return chosen.sum(-1) if weights is None else torch.where(chosen, weights, 0).sum(-1)
+
+
+# Random numbers
+
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def as_bits(numbers: Sequence[int] | np.ndarray) -> Tensor:
+    """View numbers [n] of 0 to 2**64 - 1 as int64 with the same bits, on the CPU."""
+    return torch.from_numpy(np.array(numbers, dtype=np.uint64).view(np.int64))
+
+
+def uniforms(seeds: Tensor, samples: Tensor, positions: Tensor, count: int = 1) -> Tensor:
+    """Return `count` numbers in [0, 1), [count, n] float64, for each (seed, sample, position), all [n] int64.
+
+    They depend on nothing else: SplitMix64 (Steele, Lea and Flood, 2014) hashes the three in integers of 64 bits, with the same result on
+    every device.
+    """
+    state = _mix(seeds + _signed(_GAMMA))
+    state = _mix(state ^ _mix(samples + _signed(2 * _GAMMA)))
+    state = _mix(state ^ _mix(positions + _signed(3 * _GAMMA)))
+    steps = torch.arange(count, device=state.device).unsqueeze(1) * _signed(_GAMMA)
+    state = _mix(state + steps)  # [count, n]
+    return _shifted(state, 11).to(torch.float64) * 2.0**-53
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Shift to the right without repeating the sign, as PyTorch does."""
+    return torch.bitwise_and(z >> bits, 2 ** (64 - bits) - 1)
+
+
+def _signed(bits: int) -> int:
+    """Return the int64 with the last 64 of these bits."""
+    return (bits + 2**63) % 2**64 - 2**63

@@ -1,8 +1,7 @@
-"""Triton kernels of `choose_next`: three launches, which read the logits twice.
+"""Triton kernels of `choose_next` and of the search of `truncate`.
 
-What `choose.py` says in PyTorch takes a hundred small kernels, which one row waits for longer than for a layer of its model. Here a row is
-cut into chunks of 16³ tokens, so that a chunk is a whole branch of the tree by which tokens are drawn (`choose.draw`). Sums within a row
-are added up in an order that depends on the vocabulary alone.
+Choosing takes three launches instead of a hundred, and reads the logits twice. A row is cut into chunks of 16³ tokens, each a branch of the
+tree by which tokens are drawn (`choose.draw`). Sums within a row are added in an order that depends on the vocabulary alone.
 """
 
 from typing import Any
@@ -13,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 16**3
+"""Tokens of a program."""
 LARGEST = 16**5
-"""The largest vocabulary: its tree has five levels, of which the kernels know that many."""
+"""The largest vocabulary: the kernels know five levels of its tree."""
 
 
 def choose_kernel(
@@ -29,9 +29,8 @@ def choose_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Choose tokens [n] and their log-probabilities [n] from logits [n, vocabulary] of at most `LARGEST` tokens.
 
-    `left` [n, vocabulary] is -inf where a token is truncated; None draws from all. What is drawn from is computed here in any case: a row
-    draws by the same numbers whether another row truncates or not.
-    `draws` comes from `draws_needed`, and no temperature is lower than `coldest`.
+    `left` [n, vocabulary] is -inf where a token is truncated; None draws from all. It is not drawn from, so that a row draws by the same
+    numbers whether another row truncates or not. `draws` comes from `draws_needed`; no temperature is lower than `coldest`.
     """
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -92,7 +91,7 @@ def choose_kernel(
 
 @triton.jit
 def _temperature_of(temperature: tl.tensor, row: tl.tensor, coldest: tl.tensor) -> tl.tuple:
-    """The temperature of the probabilities of a row, and whether it takes the likeliest token."""
+    """Return the temperature of a row, and whether it takes the likeliest token."""
     own = tl.load(temperature + row)
     greedy = own == 0.0
     hottest = 3.0e38  # behind the vocabulary stands -inf, and -inf / inf is no number
@@ -111,7 +110,7 @@ def _scan(
     coldest: tl.tensor,
     CHUNK: tl.constexpr,
 ) -> None:
-    """The highest logit of one chunk of a row, where it is, and the sum of the exponentials below it."""
+    """Find the highest logit of one chunk of a row, its place, and the sum of exponentials."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     heat, _ = _temperature_of(temperature, row, coldest)
@@ -129,7 +128,7 @@ def _scan(
 
 @triton.jit
 def _normalizer(parts: tl.tensor, row: tl.tensor, rows: tl.tensor, heat: tl.tensor, CHUNKS: tl.constexpr, PADDED: tl.constexpr) -> tl.tuple:
-    """The highest logit of a row, and the logarithm of the sum of all exponentials."""
+    """Return the highest logit of a row, and the logarithm of the sum of all exponentials."""
     chunk = tl.arange(0, PADDED)
     place = row * CHUNKS + chunk
     highest = tl.load(parts + place, mask=chunk < CHUNKS, other=float("-inf"))
@@ -141,7 +140,7 @@ def _normalizer(parts: tl.tensor, row: tl.tensor, rows: tl.tensor, heat: tl.tens
 
 @triton.jit
 def _kept(x: tl.tensor, left: tl.tensor, row: tl.tensor, vocabulary: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """The log-probabilities `x` of some tokens of a row, -inf for those that are truncated."""
+    """Return the log-probabilities `x` of some tokens of a row, -inf for those that are truncated."""
     found = tl.load(left + row.to(tl.int64) * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
     return tl.where(found == float("-inf"), float("-inf"), x)
 
@@ -256,3 +255,92 @@ def _walk(
     x = tl.load(logits + row.to(tl.int64) * stride + token)
     tl.store(tokens + row, token.to(tl.int64))
     tl.store(logprobs + row, tl.div_rn(x - top, heat) - normalizer)
+
+
+# Top-k and top-p: the search of `choose.truncate`
+
+
+BITS = 4
+"""Bits of the answer that one pass over the keys finds."""
+
+
+def last_kept_kernel(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
+    """Compute `choose.last_kept_reference` for keys [n, vocabulary], sixteen parts at a time where the reference halves."""
+    rows, vocabulary = keys.shape
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    found = torch.full((rows,), -(2**31), dtype=torch.int64, device=keys.device)
+    above = torch.zeros(rows, dtype=torch.int64, device=keys.device)
+    parts = torch.empty(rows, chunks, 2**BITS, dtype=torch.int64, device=keys.device)
+    count: Any = _count
+    descend: Any = _descend
+    for shift in range(32 - BITS, -1, -BITS):
+        count[(chunks, rows)](
+            keys,
+            keys if weights is None else weights,
+            found,
+            parts,
+            vocabulary,
+            keys.stride(0),
+            0 if weights is None else weights.stride(0),
+            SHIFT=shift,
+            BITS=BITS,
+            CHUNK=CHUNK,
+            WEIGHTED=weights is not None,
+            num_warps=8,
+        )
+        descend[(rows,)](parts, found, above, least, chunks, SHIFT=shift, BITS=BITS, PADDED=triton.next_power_of_2(chunks), num_warps=1)
+    return found.to(torch.int32)
+
+
+@triton.jit
+def _count(
+    keys: tl.tensor,
+    weights: tl.tensor,
+    found: tl.tensor,
+    parts: tl.tensor,
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    weights_stride: tl.tensor,
+    SHIFT: tl.constexpr,
+    BITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+) -> None:
+    """Sum up the weights of one chunk's keys in each of the parts that may hold the answer."""
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = token < vocabulary
+    key = tl.load(keys + row * stride + token, mask=inside, other=0).to(tl.int64)
+    part = (key - tl.load(found + row)) >> SHIFT  # beyond the parts on either side there is nothing to count
+    weight = tl.full([CHUNK], 1, tl.int64)
+    if WEIGHTED:
+        weight = tl.load(weights + row * weights_stride + token, mask=inside, other=0)
+    own = parts + (row * tl.num_programs(0) + chunk) * (1 << BITS)
+    for number in tl.static_range(1 << BITS):
+        tl.store(own + number, tl.sum(tl.where(inside & (part == number), weight, 0), 0))
+
+
+@triton.jit
+def _descend(
+    parts: tl.tensor,
+    found: tl.tensor,
+    above: tl.tensor,
+    least: tl.tensor,
+    chunks: tl.tensor,
+    SHIFT: tl.constexpr,
+    BITS: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """Return the part in which the answer of one row lies, and the weight of all keys above that part."""
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, 1 << BITS)
+    chunk = tl.arange(0, PADDED)
+    place = (row * chunks + chunk[:, None]) * (1 << BITS) + number[None, :]
+    weight = tl.sum(tl.load(parts + place, mask=(chunk < chunks)[:, None], other=0), 0)  # [parts]
+    before = tl.load(above + row)
+    from_here = tl.sum(tl.where(number[None, :] >= number[:, None], weight[None, :], 0), 1) + before  # [parts], falling
+    enough = (from_here >= tl.load(least + row)) & (number > 0)
+    chosen = tl.sum(enough.to(tl.int64), 0)
+    tl.store(above + row, before + tl.sum(tl.where(number > chosen, weight, 0), 0))
+    tl.store(found + row, tl.load(found + row) + (chosen << SHIFT))

@@ -1,12 +1,12 @@
-"""Do sequences of a packed row reach each other? The part of the self-check that looks for it, forward and backward.
+"""Checks that sequences of a packed row do not reach each other, forward and backward. A part of the self-check.
 
 Every second sequence of a row is a neighbour of the others, and then the other way round:
 
-    forward     neighbours with other tokens leave the log-probabilities of a sequence as they are
-    backward    the loss of a sequence has no gradient at all in its neighbours' tokens, and in its own tokens and its adapter the gradient
-                that it has alone
+    forward     other tokens of neighbours leave the log-probabilities of a sequence as they are
+    backward    the loss of a sequence has no gradient in its neighbours' tokens, and in its own tokens and its adapter the gradient that
+                it has alone
 
-The first two compare what should be computed alike, and find a leak in any precision.
+All but the last compare what is computed alike, and find a leak in any precision.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -28,19 +28,19 @@ from tinsmith.training.logprobs import target_logprobs
 CHUNK = 64
 """Rows of logits that exist at a time."""
 EXACT = 1e-4
-"""Largest difference of any log-probability in float32; of a gradient, relative to the largest number of it."""
+"""Largest difference of a log-probability in float32; of a gradient, relative to its largest number."""
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """One random sequence and whose weights it runs with."""
+    """A random sequence, and the adapter that it runs with."""
 
     rendered: RenderedInput
     adapter: Adapter | None
 
 
 def packed_logprobs(base: BaseModel, probes: Sequence[Probe]) -> list[Tensor]:
-    """[n - 1] for each probe: log-probabilities of its own next tokens, computed in one packed row."""
+    """Compute the log-probabilities [n - 1] of each probe's own next tokens in one packed row."""
     order = row_order(probes)
     chosen = [probes[i] for i in order]
     row = pack([p.rendered for p in chosen], [p.adapter for p in chosen], base.device)
@@ -51,12 +51,12 @@ def packed_logprobs(base: BaseModel, probes: Sequence[Probe]) -> list[Tensor]:
 
 
 def row_order(probes: Sequence[Probe]) -> list[int]:
-    """The probes in the order of their packed row."""
+    """Return the order of the probes in their packed row."""
     return packing_order([len(p.rendered) for p in probes], [p.adapter for p in probes])
 
 
 def check_leaks(base: BaseModel, probes: Sequence[Probe], quick: bool = False) -> None:
-    """Raise ConfigError if sequences of a packed row reach each other; `quick` looks only at what reaches every second one of them."""
+    """Raise ConfigError if sequences of a packed row reach each other; `quick` looks only at what reaches every second one."""
     order = row_order(probes)
     packed = packed_logprobs(base, probes)
     exact = base.dtype == torch.float32
@@ -73,7 +73,6 @@ def check_leaks(base: BaseModel, probes: Sequence[Probe], quick: bool = False) -
 
 
 def _shuffled(probe: Probe) -> Probe:
-    """The probe with its text in another order."""
     tokens, text = probe.rendered.token_ids.copy(), probe.rendered.is_text
     tokens[text] = np.roll(tokens[text], 1)
     return replace(probe, rendered=replace(probe.rendered, token_ids=tokens))
@@ -90,17 +89,17 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Gradients of a fixed random sum of some probes' log-probabilities."""
+    """Gradients of a fixed random sum of log-probabilities."""
 
     tokens: list[Tensor]
-    """For each probe of the row [n, hidden], of the embeddings of its tokens."""
+    """Gradients of the embeddings of each probe's tokens [n, hidden]."""
     adapters: dict[int, Tensor]
     """Gradients of all matrices of an adapter [parameters], by its `id`."""
 
 
 @torch.enable_grad()
 def gradients(base: BaseModel, probes: Sequence[Probe], counted: Collection[int]) -> Gradients:
-    """Those of the probes whose numbers are in `counted`, computed in one packed row of all."""
+    """Compute gradients of a fixed random sum of the log-probabilities of the probes in `counted`, in one packed row of all."""
     adapters = {id(probe.adapter): probe.adapter for probe in probes if probe.adapter is not None}
     with _embeddings(base) as embeddings:
         logprobs = packed_logprobs(base, probes)
@@ -118,28 +117,25 @@ def gradients(base: BaseModel, probes: Sequence[Probe], counted: Collection[int]
 
 
 def _direction(x: Tensor) -> Tensor:
-    """Random numbers in the shape of x, the same ones each time."""
+    """Draw the same random numbers in the shape of x each time."""
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
 
 
 @contextmanager
 def _embeddings(base: BaseModel) -> Iterator[list[Tensor]]:
-    """Collects the embeddings [tokens, hidden] of the passes inside, as leaves that gradients can be taken of."""
+    """Collect the embeddings [tokens, hidden] of the passes inside, as leaves that gradients can be taken of."""
     kept: list[Tensor] = []
 
     def keep(_module: object, _inputs: object, output: Tensor) -> Tensor:
         kept.append(output.detach().requires_grad_())
         return kept[-1]
 
-    handle = base.language_model.get_input_embeddings().register_forward_hook(keep)
-    try:
+    with base.language_model.get_input_embeddings().register_forward_hook(keep):
         yield kept
-    finally:
-        handle.remove()
 
 
 def _compare_gradients(probes: Sequence[Probe], own: Collection[int], found: Gradients, alone: Sequence[Gradients]) -> None:
-    """The gradients of the probes `own`, in a row with others, are those that they have alone."""
+    """Raise ConfigError unless the probes `own` have the gradients in a row with others that they have alone."""
     pairs = [(found.tokens[i], alone[i].tokens[0]) for i in own]
     for key in {id(probes[i].adapter) for i in own if probes[i].adapter is not None}:
         mine = [alone[i].adapters[key] for i in own if id(probes[i].adapter) == key]

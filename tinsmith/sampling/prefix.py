@@ -1,7 +1,7 @@
 """Keys of cache blocks: sequences that begin alike have equal keys for the blocks that they have in common.
 
-The key of a block is a hash over the key of the block before it, its tokens, and the images that reach into it by their content's hash.
-The first block follows the key of the weights, so nothing is ever shared between two versions of a model.
+A block's key hashes the key of the block before it, its tokens, and the content of images that reach into it. The first block follows the
+key of the weights, so nothing is shared between two versions of a model.
 """
 
 import hashlib
@@ -9,7 +9,6 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
@@ -19,17 +18,12 @@ BLOCK = 16
 
 
 def weights_key(ref: WeightsRef) -> bytes:
-    """The key [32 bytes] that the first block of a sequence follows: it stands for the weights."""
+    """Return the key [32 bytes] that stands for the weights, which the first block of a sequence follows."""
     return hashlib.blake2b(ref.key.encode(), digest_size=32).digest()
 
 
-def block_key(previous: bytes, tokens: NDArray[np.int32], images: bytes) -> bytes:
-    """The key [32 bytes] of a block of `BLOCK` tokens after the block with the key `previous`; `images` come from `images_in`."""
-    return hashlib.blake2b(previous + tokens.tobytes() + images, digest_size=32).digest()
-
-
 def images_in(rendered: RenderedInput, start: int) -> bytes:
-    """Content hash and offset, relative to `start`, of the images that reach into the block at `start`; empty if there are none."""
+    """Return content hash and offset, relative to `start`, of the images that reach into the block at `start`."""
     parts = [
         image.sha256 + struct.pack("<q", span.offset - start)
         for span, image in zip(rendered.spans, rendered.images, strict=True)
@@ -39,7 +33,7 @@ def images_in(rendered: RenderedInput, start: int) -> bytes:
 
 
 def prompt_keys(first: bytes, rendered: RenderedInput, answer: Sequence[int], known: list[bytes], blocks: int) -> list[bytes]:
-    """The keys of the first `blocks` full blocks of a prompt followed by `answer`; the first of them are `known` already."""
+    """Return the keys of the first `blocks` full blocks of a prompt followed by `answer`; the first of them are `known`."""
     keys = list(known)
     prompt = len(rendered)
     for block in range(len(keys), blocks):
@@ -47,5 +41,6 @@ def prompt_keys(first: bytes, rendered: RenderedInput, answer: Sequence[int], kn
         tokens = rendered.token_ids[start:end]
         if end > prompt:
             tokens = np.concatenate([tokens, np.array(answer[max(0, start - prompt) : end - prompt], dtype=np.int32)])
-        keys.append(block_key(keys[-1] if keys else first, tokens, images_in(rendered, start) if rendered.spans else b""))
+        images = images_in(rendered, start) if rendered.spans else b""
+        keys.append(hashlib.blake2b((keys[-1] if keys else first) + tokens.tobytes() + images, digest_size=32).digest())
     return keys

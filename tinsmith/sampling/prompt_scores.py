@@ -1,7 +1,7 @@
-"""The answers about a request's own prompt, filled in window by window as the prompt's positions are computed.
+"""Answers about a request's own prompt, filled in as the prompt's positions are computed.
 
-The hidden state of position p - 1 scores position p. Image positions have no scores of their own: there the log-probability is 0.0, the
-alternative is the placeholder itself, and the top-k is empty.
+The hidden state of position p - 1 scores position p. Image positions have log-probability 0.0, the placeholder as alternative, and an empty
+top-k.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.choose import draw, draws_needed, logprobs_at
-from tinsmith.sampling.randomness import as_bits, uniforms
+from tinsmith.sampling.choose import as_bits, draw, draws_needed, logprobs_at, uniforms
 from tinsmith.wire.prompt_scores import Alternatives, PromptAnswers, PromptQuestions, TargetLogprobs, TopLogprobs
 from tinsmith.wire.sample import SamplingParams
 
@@ -22,17 +21,16 @@ Logits = Callable[[Tensor], Tensor]
 """Hidden states [n, hidden] -> logits [n, vocabulary] in float32."""
 
 DRAWS_PER_TOKEN = 16
-"""Drawing so many alternatives takes about as long as computing a prompt token does: 2 to 3 us each on a CPU."""
+"""Alternatives that take about as long to draw as a prompt token takes to compute: 2 to 3 us each on a CPU."""
 
 ALTERNATIVE = 2**32
-"""Added to the index of an alternative, so that it never shares its random numbers with a sample."""
+"""Added to the index of an alternative, so that it shares no random numbers with a sample."""
 
 
 class PromptScores:
     """The answers about one prompt."""
 
     def __init__(self, rendered: RenderedInput, asked: PromptQuestions, params: SamplingParams, seed: int) -> None:
-        """The questions must have passed `PromptQuestions.check`."""
         length = len(rendered)
         self.asked = asked
         self.token_ids = rendered.token_ids
@@ -41,7 +39,6 @@ class PromptScores:
         self.text = rendered.is_text
         """[prompt tokens] False at image positions."""
         self.scored_from = asked.scored_from(length)
-        """The first position of `logprobs` and `topk`."""
         self.answers = PromptAnswers(
             logprobs=self._blank_logprobs() if asked.logprobs else None,
             topk=TopLogprobs.empty(length, asked.topk) if asked.topk else None,
@@ -53,7 +50,6 @@ class PromptScores:
 
     @property
     def complete(self) -> bool:
-        """Whether all answers are there."""
         return self.needed_from >= len(self.token_ids) - 1
 
     @property
@@ -64,7 +60,7 @@ class PromptScores:
     def add(self, start: int, hidden: Tensor, logits: Logits, chunk: int) -> None:
         """Take the hidden states [n, hidden] of positions [start, start + n), of which `chunk` at a time become logits.
 
-        Positions that were answered before are not computed again.
+        Positions that were answered before are skipped.
         """
         first, last = max(start, self.needed_from), min(start + len(hidden), len(self.token_ids) - 1)
         for low, high in pairwise([*range(first, last, chunk), last] if first < last else []):
@@ -72,7 +68,7 @@ class PromptScores:
         self.needed_from = max(self.needed_from, last)
 
     def _score(self, position: int, logits: Tensor) -> None:
-        """Answer for the n positions from `position` on, whose tokens `logits` [n, vocabulary] predict."""
+        """Answer for the n positions from `position` on, which `logits` [n, vocabulary] predict."""
         logprobs = logits.log_softmax(-1)
         places = np.arange(position, position + len(logits))
         scored = torch.from_numpy(np.flatnonzero(self.text[places] & (places >= self.scored_from)))

@@ -1,24 +1,22 @@
-"""The self-check: before a base model is served it shows that our ways of computing it agree with each other and with transformers.
+"""The self-check, before a base model is served: our ways of computing it agree with each other and with transformers.
 
-On random sequences of several lengths, with random LoRA adapters whose B is not zero, and for a vision model with an image, whose
-features are compared first (`tower_check.py`):
+Random sequences of several lengths, with random LoRA adapters whose B is not zero, and for a vision model with an image, whose features are
+compared first (`tower_check.py`):
 
     each sequence alone      =  transformers' own outer forward with its own attention (final soft caps, logit scales, masks, positions)
     all of them in one row   =  each alone, and no sequence reaches another, forward or backward (`leaks.py`)
-    sampled step by step     =  each alone (the real sampler: prompts into the paged cache, some in pieces, then decoding; and again behind
+    sampled step by step     =  each alone (the real sampler: prompts into the paged cache, some in chunks, then decoding; and again behind
                                 each answer, from the prefix cache, two samples of each)
 
-A few hundred tokens in all. Sliding windows are shortened meanwhile, so that the sequences are longer than they are. What differs
-is refused with a ConfigError that says what and by how much.
-
-Its quick form is for what has passed the full one before. Two short texts, and an image, go through one packed row against transformers,
-through the search for leaks once, and through a few steps of the sampler without a prefix cache.
+Sliding windows are shortened meanwhile, so that sequences are longer than they are. What differs is refused with a ConfigError that says
+what and by how much. The quick form, for what has passed the full one before, takes two short texts and an image through one packed row,
+one search for leaks, and a few steps of the sampler without a prefix cache.
 """
 
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -44,41 +42,34 @@ from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.leaks import CHUNK, EXACT, Probe, check_leaks, gradients, packed_logprobs
-from tinsmith.sampling.local.cache_shape import CacheSizes
-from tinsmith.sampling.local.kv_cache import blocks_for
+from tinsmith.sampling.local.kv_cache import CacheSizes, blocks_for
 from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.rounding import EXACT_NOISE, NOISE, rounded_otherwise
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
-from tinsmith.sampling.tower_check import check_tower
+from tinsmith.sampling.tower_check import EXACT_NOISE, NOISE, check_tower, rounded_otherwise
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
 LENGTHS: tuple[int, ...] = (40, 7, 25, 25)
-"""Tokens of the text sequences."""
 ANSWER = 12
-"""Tokens sampled after each."""
 QUICK = slice(1, 3)
 """The texts of the quick form: of two adapters, the longer one longer than a window."""
 QUICK_ANSWER = 3
-"""Tokens sampled after each in the quick form."""
 FURTHER = 9
-"""Tokens of the text after each answer, behind which it is sampled again."""
+"""Tokens of the text behind each answer, after which it is sampled again."""
 WINDOW = 16
-"""Length of sliding windows during the check."""
 PIECE = 60
-"""Prompt tokens that the sampler computes at a time, so that some prompts come in pieces."""
+"""Prompt tokens that the sampler computes at a time, so that some prompts are cut."""
 ROOM = 4096
-"""Context window during the check."""
 PIXELS = 64
-"""Width and height of the image; the model's processor may enlarge it."""
+"""Width and height of the image in pixels; the model's processor may enlarge it."""
 ROUNDED = 0.05
 """Mean difference over a sequence that is normal in bfloat16: logits between 16 and 32 are rounded to multiples of 0.125."""
 OTHERWISE = "transformers computes other log-probabilities"
 DECODING = "decoding with a cache gives other log-probabilities than a full forward pass"
 """Faults of a model that fails, in either form of the check."""
 HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Names in configurations of functions between the output projection and the logits."""
+"""Settings of functions between the output projection and the logits."""
 
 
 @torch.no_grad()
@@ -108,7 +99,6 @@ def check_base_model(base: BaseModel, samples: bool, quick: bool = False) -> Non
 
 
 def _compile(base: BaseModel, probes: list[Probe], samples: bool) -> None:
-    """Compile the check's kernels side by side on a GPU, instead of one after the other."""
     if base.device.type != "cuda" or not has_triton():
         return
 
@@ -158,7 +148,7 @@ def _check_quickly(base: BaseModel, probes: list[Probe], samples: bool) -> None:
 
 
 def _allowed(base: BaseModel, probes: list[Probe], reference: list[Tensor], ours: list[Tensor]) -> float:
-    """Return the allowed distance of our log-probabilities. In float32 the rounding is measured only if they are further off."""
+    """Return the allowed difference of our log-probabilities. In float32 rounding is measured only if they are further off."""
     exact = base.dtype == torch.float32
     if exact and _difference(base, ours, reference) <= EXACT:
         return EXACT
@@ -175,7 +165,7 @@ def _compare(base: BaseModel, what: str, ours: Sequence[Tensor], theirs: Sequenc
 
 
 def _difference(base: BaseModel, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest difference in float32; in bfloat16 the largest mean of a sequence, as single values are at the mercy of rounding."""
+    """Return the largest difference in float32; in bfloat16 the largest mean of a sequence, as single values round coarsely."""
     apart = [(a - b).abs() for a, b in zip(ours, theirs, strict=True)]
     return torch.stack([a.max() if base.dtype == torch.float32 else a.mean() for a in apart]).max().item()
 
@@ -184,7 +174,7 @@ def _difference(base: BaseModel, ours: Sequence[Tensor], theirs: Sequence[Tensor
 
 
 def _probes(base: BaseModel, renderer: Renderer) -> list[Probe]:
-    """Texts of two adapters and of the bare base, and a text with an image for a model that takes images."""
+    """Make texts of two adapters and of the base, and a text with an image for a model that takes images."""
     adapters = [_random_adapter(base, seed=1, train_unembed=True), _random_adapter(base, seed=2, train_unembed=False)]
     owners = [adapters[0], adapters[0], adapters[1], None]
     generator = np.random.default_rng(0)
@@ -212,14 +202,13 @@ def _random_adapter(base: BaseModel, seed: int, train_unembed: bool) -> Adapter:
 
 
 def _random_text(base: BaseModel, generator: np.random.Generator, length: int) -> TextChunk:
-    """Any token but those that stand for images: transformers looks for their ids, we do not."""
+    """Draw any tokens but those that stand for images: transformers looks for their ids, we do not."""
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     taken = [getattr(base.config, name) for name in names] if base.family.takes_images else []
     return TextChunk(generator.choice(np.setdiff1d(np.arange(base.vocab_size, dtype=np.int32), taken), length))
 
 
 def _random_image(base: BaseModel, generator: np.random.Generator) -> list[Chunk]:
-    """Text, an image between its markers, and text."""
     file = io.BytesIO()
     Image.fromarray(generator.integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)).save(file, "PNG")
     data = file.getvalue()
@@ -230,24 +219,21 @@ def _random_image(base: BaseModel, generator: np.random.Generator) -> list[Chunk
 
 @contextmanager
 def _short_windows(base: BaseModel) -> Iterator[None]:
-    """Sliding windows of `WINDOW` tokens, in the configuration, which makes transformers' masks, and in the layers, which tell us."""
-    holders = [base.language_model.config, *base.language_model.modules()]
-    kept = [(holder, getattr(holder, "sliding_window", None)) for holder in holders]
-    kept = [(holder, window) for holder, window in kept if isinstance(window, int) and window > WINDOW]
-    try:
-        for holder, _ in kept:
-            holder.sliding_window = WINDOW
+    """Shorten sliding windows to `WINDOW` tokens, in the configuration, which makes transformers' masks, and in the layers."""
+    with ExitStack() as restored:
+        for holder in (base.language_model.config, *base.language_model.modules()):
+            window = getattr(holder, "sliding_window", None)
+            if isinstance(window, int) and window > WINDOW:
+                restored.callback(setattr, holder, "sliding_window", window)
+                holder.sliding_window = WINDOW
         yield
-    finally:
-        for holder, window in kept:
-            holder.sliding_window = window
 
 
 # The ways to compute them
 
 
 class LayerCheck:
-    """A `PassPlan` that notes which layers followed it, and how, and refuses keys and values that the cache has no room for."""
+    """A `PassPlan` that notes which layers followed it, and refuses keys and values for which the cache has no room."""
 
     def __init__(self, plan: PassPlan, kinds: Sequence[LayerKind]) -> None:
         self.plan = plan
@@ -275,7 +261,7 @@ class LayerCheck:
 
 
 def _check_layers(base: BaseModel, probe: Probe) -> None:
-    """Every layer must follow the plan once in all that its kind needs: a layer that bypasses it would mix neighbours of a packed row."""
+    """Raise ConfigError unless every layer follows the plan once: one that bypasses it would mix neighbours of a packed row."""
     row = pack([probe.rendered], [probe.adapter], base.device)
     kinds = base.layout.layers
     plan = LayerCheck(PackedPlan(row.lengths, base.device, base.dtype), kinds)
@@ -286,12 +272,11 @@ def _check_layers(base: BaseModel, probe: Probe) -> None:
 
 
 def _logprobs(base: BaseModel, probes: list[Probe]) -> list[Tensor]:
-    """`packed_logprobs`, on the CPU."""
     return [logprobs.cpu() for logprobs in packed_logprobs(base, probes)]
 
 
 def _transformers_logprobs(base: BaseModel, probe: Probe, implementation: str) -> Tensor:
-    """The same by transformers' outer forward with its own attention; the LM head's LoRA, which it does not know, is left out."""
+    """Compute the log-probabilities by transformers' outer forward, with its own attention and without LoRA on the LM head."""
     rendered = probe.rendered
     ids = torch.from_numpy(rendered.token_ids).to(base.device, torch.int64).unsqueeze(0)
     extra: dict[str, Any] = {}
@@ -299,38 +284,36 @@ def _transformers_logprobs(base: BaseModel, probe: Probe, implementation: str) -
         extra["pixel_values"] = torch.cat([p.pixel_values for p in rendered.images]).to(base.device, base.dtype)
         extra["image_grid_thw"] = torch.tensor([p.grid_thw for p in rendered.images], device=base.device)
         extra["mm_token_type_ids"] = (ids == base.config.image_token_id).int()
-    use_attention(base.network, base.family, implementation)
-    try:
-        with base.active.during([Segment(0, len(rendered), probe.adapter)]):
-            logits = base.network(input_ids=ids, use_cache=False, **extra).logits[0]
-    finally:
-        use_attention(base.network, base.family, ATTENTION)
+    with ExitStack() as restored:
+        restored.callback(use_attention, base.network, base.family, ATTENTION)
+        use_attention(base.network, base.family, implementation)
+        restored.enter_context(base.active.during([Segment(0, len(rendered), probe.adapter)]))
+        logits = base.network(input_ids=ids, use_cache=False, **extra).logits[0]
     logprobs: Tensor = logits[:-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
     return logprobs.cpu()
 
 
 def _without_heads(probes: Sequence[Probe]) -> list[Probe]:
-    """The probes without their adapters' parts on the LM head; probes of one adapter keep sharing one."""
+    """Strip the adapters of their parts on the LM head; probes of one adapter keep sharing one."""
     bare = {id(probe.adapter): _without_head(probe.adapter) for probe in probes}
     return [replace(probe, adapter=bare[id(probe.adapter)]) for probe in probes]
 
 
 def _without_head(adapter: Adapter | None) -> Adapter | None:
-    """The adapter without its part on the LM head."""
     if adapter is None:
         return None
     return Adapter(adapter.shape, {name: pair for name, pair in adapter.masters.items() if name != LM_HEAD}, adapter.dtype)
 
 
 def _head_settings(base: BaseModel) -> str:
-    """A hint at what may be the reason, such as " (logits_scaling=8.0 is not supported)"."""
+    """Return a hint at the reason, such as " (logits_scaling=8.0 is not supported)"."""
     values = {name: getattr(base.text_config, name, None) for name in HEAD_SETTINGS}
     found = ", ".join(f"{name}={value}" for name, value in values.items() if value not in (None, 1.0))
     return f" ({found} is not supported)" if found else ""
 
 
 def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], allowed: float) -> None:
-    """Sample an answer to every probe, all at once, then go on behind each answer, and compute all of it again without a cache."""
+    """Sample an answer to every probe at once, go on behind each answer, and compute all of it again without a cache."""
     sampler = _sampler(base, probes)
     first = _sampled(sampler, probes, _request(num_samples=1, prompt_logprobs=True))
     prompts = []
@@ -353,14 +336,14 @@ def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], al
 
 
 def _sampler(base: BaseModel, probes: list[Probe]) -> LocalSampler:
-    """A sampler with room for two answers to each probe, twice."""
+    """Make a sampler with room for two answers to each probe, twice."""
     longest = [len(probe.rendered) + ANSWER + FURTHER + ANSWER for probe in probes]
     sizes = CacheSizes(sum(2 * blocks_for(length) for length in longest), 6 * len(probes))
     return LocalSampler(base, SamplingConfig(prefill_tokens=PIECE), CHUNK, sizes)
 
 
 def _sampled(sampler: LocalSampler, probes: list[Probe], request: SampleRequest) -> list[SampleResult]:
-    """Sample all probes at once. Raises the error of the first that fails."""
+    """Sample all probes at once. Raises the error of one that fails."""
     for index, probe in enumerate(probes):
         sampler.add(str(index), request, probe.rendered, probe.adapter)
     finished: dict[int, SampleResult] = {}
@@ -374,7 +357,7 @@ def _sampled(sampler: LocalSampler, probes: list[Probe], request: SampleRequest)
 
 
 def _answers(base: BaseModel, probes: list[Probe], results: list[SampleResult]) -> tuple[list[Tensor], list[Tensor]]:
-    """The log-probabilities of all answers, as they were sampled and by a full forward pass."""
+    """Return the log-probabilities of all answers, as sampled and by a full forward pass."""
     sampled, again = [], []
     for probe, result in zip(probes, results, strict=True):
         for answer in result.sequences:
@@ -390,11 +373,10 @@ def _request(num_samples: int, prompt_logprobs: bool, max_tokens: int = ANSWER) 
 
 
 def _as_sampler(probe: Probe, logprobs: Tensor) -> Tensor:
-    """0.0 at image positions, as prompt_logprobs has it."""
+    """Set image positions to 0.0, as prompt_logprobs has it."""
     return logprobs * torch.from_numpy(probe.rendered.is_text[1:])
 
 
 def _followed(base: BaseModel, rendered: RenderedInput, tokens: list[int]) -> RenderedInput:
-    """A sequence with more text behind it."""
     ids = np.concatenate([rendered.token_ids, np.array(tokens, dtype=np.int32)])
     return RenderedInput(ids, rendered.spans, rendered.images, positions(base.family, len(ids), rendered.spans, base.merge_size))

@@ -1,4 +1,4 @@
-"""Decides when a generated sequence ends: end-of-sequence ids, the request's stop ids, or its stop strings."""
+"""Decides when a sequence ends: at end-of-sequence ids, or the request's stop ids or strings."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from tokenizers.decoders import DecodeStream
 from tinsmith.wire.sample import StopRule
 
 _INVALID_PREFIX = "Invalid prefix encountered"
-"""Prefix of `DecodeStream`'s message when later tokens change text that it has already given out."""
+"""Prefix of `DecodeStream`'s error when later tokens change text that it has given out."""
 
 
 def stop_rule(rule: StopRule, eos: Iterable[int], tokenizer: Any) -> "StopIds | StopStrings":
@@ -19,7 +19,7 @@ def stop_rule(rule: StopRule, eos: Iterable[int], tokenizer: Any) -> "StopIds | 
 
 
 class StopIds:
-    """Stops at one of a set of token ids. It remembers nothing, so that all sequences of a request share it."""
+    """Stops at one of a set of token ids. It has no state, so all sequences of a request share it."""
 
     def __init__(self, ids: Iterable[int]) -> None:
         self.ids = frozenset(ids)
@@ -34,7 +34,7 @@ class StopIds:
 
 
 class StopStrings:
-    """Stops at a token id, or as soon as the generated text contains one of the strings. Fed every token of one sequence, in order."""
+    """Stops at a token id, or as soon as the text contains a string. Fed every token of one sequence, in order."""
 
     def __init__(self, ids: Iterable[int], strings: tuple[str, ...], tokenizer: Any) -> None:
         self.ids = frozenset(ids)
@@ -51,25 +51,24 @@ class StopStrings:
         return found
 
     def for_another(self) -> "StopStrings":
-        """The rule for another sequence of the request, which shares what is large."""
+        """Return the rule for another sequence of the request, which shares what is large."""
         another = StopStrings((), (), self.tokenizer)
         another.ids, another.strings = self.ids, self.strings
         return another
 
 
 class StringMatcher:
-    """Finds any of some strings in text that comes in pieces, one step for each character however many strings there are.
+    """Finds any of some strings in text that comes in pieces, with the automaton of Aho and Corasick (1975).
 
-    The automaton of Aho and Corasick (1975). Its states are the beginnings of the strings, 0 is the empty one.
+    Its states are the beginnings of the strings; 0 is the empty one.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         """The automaton is built when text is first read: requests that wait hold their strings alone."""
         self.strings = strings
         self.longer: list[dict[str, int]] = []
-        """For each state, the states that are one character longer."""
+        """For each state, those that are one character longer."""
         self.complete: list[bool] = []
-        """Whether a state ends with one of the strings."""
         self.shorter: list[int] = []
         """For each state, the longest other state that it ends with."""
 
@@ -105,7 +104,7 @@ class StringMatcher:
         return self.longer[state].get(character, 0)
 
     def read(self, state: int, text: str) -> tuple[int, bool]:
-        """The state after more text, and whether one of the strings is complete somewhere in it. A text begins in state 0."""
+        """Return the state after more text, and whether a string is complete in it. A text begins in state 0."""
         if not self.longer:
             self._build()
         for character in text:
@@ -118,20 +117,19 @@ class StringMatcher:
 class TextStream:
     """The text of a sequence of tokens, as far as it is certain.
 
-    Tokenizers with byte fallback (Gemma, Llama 2, Phi-3) have a token for each byte and read neighbouring bytes together: a byte that is a
-    letter by itself becomes a replacement character when a byte follows that makes the run invalid UTF-8. `DecodeStream` has given out the
-    letter by then and raises at this token and at every later one. The text given out stays, and a new stream begins with the tokens whose
-    text is not given out yet.
+    With byte fallback (Gemma, Llama 2, Phi-3) a byte that is a letter by itself becomes a replacement character when a following byte makes
+    the run invalid UTF-8. `DecodeStream` has given out the letter by then and raises at every later token. The text given out stays, and a
+    new stream begins with the tokens whose text is not given out yet.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.backend = tokenizer.backend_tokenizer
-        self.stream = _new_stream()
+        self.stream = DecodeStream(skip_special_tokens=False)
         self.unread: list[int] = []
-        """Tokens whose text is not given out yet, because the next token may change it."""
+        """Tokens whose text is not given out yet."""
 
     def add(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """Return the text that is certain now and was not before."""
         self.unread.append(token)
         try:
             text = self.stream.step(self.backend, token)
@@ -144,9 +142,5 @@ class TextStream:
         return text or ""
 
     def _begin_anew(self) -> str:
-        self.stream = _new_stream()
+        self.stream = DecodeStream(skip_special_tokens=False)
         return "".join(self.stream.step(self.backend, token) or "" for token in self.unread)
-
-
-def _new_stream() -> DecodeStream:
-    return DecodeStream(skip_special_tokens=False)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from tinsmith.config import TrainingConfig
-from tinsmith.distributed.hosts import workers_beside
 from tinsmith.distributed.joint_work import failing_together, refuse_together
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
@@ -57,7 +56,7 @@ class ShardedBackend(LocalBackend):
             raise TypeError(f"the layers of {base.name} are not sharded")
         self.together = group
         self.layers = base.decoder.sharded
-        self.neighbours = workers_beside(group)[group.place.rank]
+        self.neighbours = group.workers_beside()[group.place.rank]
         """Number of workers on this host."""
         self.memory_retries.memory = pass_memory_of(base.layout, base.text_config, base.dtype, sharded=True)
 

@@ -1,6 +1,6 @@
 """`python -m tinsmith.worker ADDRESS PARENT_PID RANK COUNT MEETING`: a worker process, one of COUNT (`protocol/place.py`).
 
-Started by the engine, or by an actor of Ray for it, with the configuration as JSON on standard input (`protocol/started.py`).
+Started by the engine, or by an actor of Ray for it, with the configuration as JSON on standard input (`protocol/child_process.py`).
 """
 
 import gc
@@ -15,13 +15,12 @@ from typing import Any, cast
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError, DeviceLostError, EngineUnavailableError, WorkersLostError
 from tinsmith.logs import start_logging
-from tinsmith.protocol.child_process import leave_signals_to_server
+from tinsmith.protocol.child_process import leave_signals_to_server, read_start
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.questions import Questions
 from tinsmith.protocol.serving import Bye, Starting
-from tinsmith.protocol.started import read_start
 
 log = logging.getLogger(__name__)
 

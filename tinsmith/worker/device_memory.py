@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import torch
 
 from tinsmith.config import Config
-from tinsmith.distributed.hosts import workers_beside
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import ModelBytes, divide_memory, full_state, longest_together, longest_trained, model_bytes, reserve_of
@@ -14,7 +13,7 @@ from tinsmith.models.full import full_bytes
 from tinsmith.models.machine import free_memory
 from tinsmith.models.pass_memory import pass_memory_of, sliced_pass_memory_of
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
+from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes
 from tinsmith.training.sharded_weights import bytes_of
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class DeviceMemory:
 
 def _share_of_host(free: int, group: ProcessGroup) -> int:
     """Return each worker's share of its host's free memory; the smallest counts for all."""
-    return min(each // workers for each, workers in zip(group.gather(free), workers_beside(group), strict=True))
+    return min(each // workers for each, workers in zip(group.gather(free), group.workers_beside(), strict=True))
 
 
 def _model_bytes(base: BaseModel, rank: int, config: Config, parts: int) -> ModelBytes:

@@ -27,9 +27,7 @@ class WorkerStatusReporter:
         self.samples = samples
         self.send = send
         self.reported: WorkerStatus | None = None
-        """The last report, without the memory, which always changes a little."""
-        self.done = 0
-        """Passes and calls that the device has done."""
+        """The last report, without the memory: that always changes a little."""
         self.due = 0.0
         self.summed_up = (time.monotonic(), 0, 0)
         """Monotonic time of the last summary, and the numbers of samples and tokens then."""
@@ -44,7 +42,7 @@ class WorkerStatusReporter:
             self.sum_up()
         running, waiting = self.samples.load()
         graphs = {"compiled": compilations(), "captured": captures()}
-        status = WorkerStatus(self.done, running, waiting, self.samples.finished, self.samples.sampled_tokens, {}, graphs)
+        status = WorkerStatus(running, waiting, self.samples.sampled_tokens, {}, graphs)
         if status != self.reported:
             self.reported = status
             self.send(dataclasses.replace(status, memory=memory_held()))

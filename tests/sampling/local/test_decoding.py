@@ -22,10 +22,10 @@ from tinsmith.models.lora import Adapter
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import likeliest
 from tinsmith.sampling.local import decode_step, decoding
+from tinsmith.sampling.local.cached_attention import paged_reference
 from tinsmith.sampling.local.decode_graph import rung_of
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows
 from tinsmith.sampling.local.device_batch import FIELDS, DeviceBatch
-from tinsmith.sampling.local.paged_attention import paged_reference
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
@@ -104,7 +104,7 @@ def test_each_gets_what_it_would_get_alone(answered_alone: tuple[BaseModel, dict
         if sampler.states:
             sampler.states.memory[:, sampler.states.scratch] = float("nan")
         assert torch.equal(batch.state[rows.count :], torch.from_numpy(batch.dead_row()).expand(len(batch.state) - rows.count, FIELDS))
-        together = [decode_step.AttendTogether(None, batch.table.shape[1])]
+        together = [(slice(None), batch.table.shape[1])]
         return inner(batch, replace(rows, count=rung_of(rows.count, len(batch.state)), groups=together))
 
     sampler.decoding.run = padded  # type: ignore[assignment]

@@ -23,8 +23,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.delta_rule import gated_delta_rule
 from tinsmith.models.full import Weights
 from tinsmith.models.tiny import write_tiny_model
-from tinsmith.sampling.local import decode_step
-from tinsmith.sampling.local import sampler as sampler_module
+from tinsmith.sampling.local import decode_step, prompt_pass
 from tinsmith.sampling.local import states as states_module
 from tinsmith.sampling.local.cached_attention import CachedPlan
 from tinsmith.sampling.local.decode_step import DecodePlan, DecodeStep
@@ -100,8 +99,8 @@ PLACES: dict[str, Place] = {
     "the first layer": (lambda _: (states_module, "gated_delta_rule"), [0, 2]),
     "a later layer of a prompt": (lambda _: (states_module, "gated_delta_rule"), [8, 10]),
     "a layer while answers grow": (lambda _: (states_module, "gated_delta_rule"), [28, 30]),
-    "logits": (lambda sampler: (sampler, "_logits"), [1, 4]),
-    "choice": (lambda _: (sampler_module, "choose"), [1, 4]),
+    "logits": (lambda sampler: (sampler.prompts, "_logits"), [1, 4]),
+    "choice": (lambda _: (prompt_pass, "choose"), [1, 4]),
     "copies": (lambda sampler: (sampler.cache, "copy"), [1, 4]),
     "attention": (lambda _: (CachedPlan, "attend"), [1, 4]),
     "logits of a step": (lambda _: (DecodeStep, "_logits"), [1, 4]),

@@ -15,10 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.bases import DEVICE
 from tests.extent import amount, slow
 from tinsmith.models.layers import Attention
-from tinsmith.sampling.local.cache_shape import CacheShape
 from tinsmith.sampling.local.cached_attention import CachedPlan, Window
-from tinsmith.sampling.local.delta_step import convolve_step_reference, delta_step_reference
-from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
+from tinsmith.sampling.local.kv_cache import CacheShape, KVCache, blocks_for
+from tinsmith.sampling.local.states import convolve_step_reference, delta_step_reference
 from tinsmith.sampling.prefix import BLOCK
 
 SCALE = 0.3

@@ -14,7 +14,7 @@ from tinsmith.config import SamplingConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.device import reserve_zeros
 from tinsmith.models.layers import Attention, layers_of
-from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
+from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes
 from tinsmith.sampling.local.sampler import LocalSampler
 
 CPU = torch.device("cpu")

@@ -28,8 +28,8 @@ from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.local.cache_shape import CacheSizes
 from tinsmith.sampling.local.cached_attention import Window
+from tinsmith.sampling.local.kv_cache import CacheSizes
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.prefix import BLOCK

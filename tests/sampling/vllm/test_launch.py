@@ -17,7 +17,16 @@ from tinsmith.models.base import BaseModel, loading_of
 from tinsmith.models.families import empty_network
 from tinsmith.models.layout import layout_of
 from tinsmith.sampling.vllm import launch as room
-from tinsmith.sampling.vllm.launch import Sizes, check_divisible, divided, gpus_of, launches, longest_sequence, sizes_of, transfer_kind
+from tinsmith.sampling.vllm.launch import (
+    ServedSizes,
+    check_divisible,
+    divided,
+    gpus_of,
+    launches,
+    longest_sequence,
+    sizes_of,
+    transfer_kind,
+)
 
 GIB = 2**30
 CONTEXT = 262_144
@@ -123,10 +132,10 @@ def test_a_server_finds_its_gpu_and_what_servers_say_to_each_other_stays_on_this
 
 def test_each_gpu_holds_its_part_and_what_cannot_be_divided_is_refused(text_base: BaseModel, hybrid_base: BaseModel) -> None:
     """Heads of keys and values that are fewer than GPUs are on several."""
-    whole = Sizes(weights=1000, cache_per_token=64, state=0, per_lora_rank=10)
+    whole = ServedSizes(weights=1000, cache_per_token=64, state=0, per_lora_rank=10)
     assert divided(whole, 1, 8) == whole
-    assert divided(whole, 4, 8) == Sizes(250, 16, 0, 10)
-    assert divided(whole, 4, 2) == Sizes(250, 32, 0, 10)
+    assert divided(whole, 4, 8) == ServedSizes(250, 16, 0, 10)
+    assert divided(whole, 4, 2) == ServedSizes(250, 32, 0, 10)
     heads = text_base.text_config.num_attention_heads
     check_divisible(text_base, heads)
     check_divisible(hybrid_base, 1)

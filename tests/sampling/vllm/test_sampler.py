@@ -17,10 +17,12 @@ import pytest
 from aiohttp import web
 
 from tests.bases import new_ref, random_adapter, random_tokens, renderer
+from tests.sampling.local.test_sampler import full_weights
 from tests.sampling.vllm.answering import Agreeing, abort, answering, scores
 from tinsmith.config import SamplingConfig, load
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.base import BaseModel
+from tinsmith.models.full import Weights
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.sampling.vllm import sampler as room
@@ -145,9 +147,10 @@ def test_a_request_that_waits_begins_with_the_weights_that_replace_its_own(alone
     assert [job.weights for job in alone.sampler.pending.values()] == [new, fixed]
 
 
-def test_weights_are_forgotten_with_the_last_object_that_holds_them(alone: Bench) -> None:
+@pytest.mark.parametrize("create", [random_adapter, full_weights])
+def test_weights_are_forgotten_with_the_last_object_that_holds_them(alone: Bench, create: Callable[[BaseModel], Weights]) -> None:
     """Weights that left the memory and came back are another object with the same identity."""
-    held: list[Any] = [random_adapter(alone.base)]
+    held: list[Any] = [create(alone.base)]
     held.append(held[0].snapshot(held[0].ref))
     key = held[0].ref.key
     for weights in held:

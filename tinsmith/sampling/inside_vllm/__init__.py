@@ -9,9 +9,9 @@ TransferKind = Literal["file", "ipc", "broadcast"]
 """Ways of full weights into a server: a file in memory, memory of a GPU that both share, or from GPU to GPU."""
 
 DELTA_NET_PARTS = {"in_proj_qkv.q": "in_proj_q", "in_proj_qkv.k": "in_proj_k", "in_proj_qkv.v": "in_proj_v"}
-"""Parts of a gated delta net's fused layer that have an adapter each, and what they are called in the adapters that vLLM reads."""
+"""Parts of a gated delta net's fused layer that have an adapter each, and their names in the adapters that vLLM reads."""
 
 
 def backend_of(kind: TransferKind) -> str:
-    """Return vLLM's name for our receiver of this kind (`receivers.py`), as its --weight-transfer-config takes it."""
+    """Return the name of our receiver (`receivers.py`) in vLLM's --weight-transfer-config."""
     return f"tinsmith-{kind}"

@@ -1,8 +1,7 @@
-"""Gated delta nets and LoRA products for vLLM on a CPU, in plain torch. They run inside vLLM; on a GPU they are not used.
+"""Gated delta nets and LoRA products for vLLM on a CPU, in plain torch.
 
-vLLM's kernels of gated delta nets take bfloat16 only, whose rounding would hide an adapter that is applied in part, and two sizes of heads.
-Ours compute in the precision of the model. vLLM's LoRA products copy an adapter's matrices for every token, which costs time and memory,
-and apply the last slot's adapter to a token without one (slot -1). Ours go adapter by adapter.
+vLLM's kernels of gated delta nets take two sizes of heads and bfloat16 only, whose rounding would hide an adapter that is applied in part.
+Its LoRA products copy an adapter's matrices for every token, and apply the last slot's adapter to a token without one (slot -1).
 """
 
 from collections.abc import Iterator
@@ -15,19 +14,18 @@ from torch.nn import functional
 # Gated delta nets
 
 KERNEL_HEADS = (64, 128)
-"""The sizes of heads that vLLM's kernels take."""
 
 
 def kernels_take(layer: Any, inputs: Tensor) -> bool:
-    """Return whether vLLM's own kernels compute this layer."""
+    """Return whether vLLM's own kernels can compute this layer."""
     return inputs.dtype == torch.bfloat16 and layer.head_k_dim == layer.head_v_dim and layer.head_k_dim in KERNEL_HEADS
 
 
 def delta_net(layer: Any, taps: Tensor, metadata: Any, mixed: Tensor, b: Tensor, a: Tensor, out: Tensor) -> None:
-    """Set `out` [tokens, value heads, value dim] for a batch of sequences. Each continues from the state in its slot, and leaves it there.
+    """Set `out` [tokens, value heads, value dim] for a batch of sequences, each of which continues the state in its slot.
 
-    `taps` are the convolution's weights [channels, taps], and `mixed` are queries, keys and values before it [tokens, channels]; `b` and
-    `a` are [tokens, value heads]. Sequences of one token come first and are computed together, then the others one by one.
+    `taps` are the convolution's weights [channels, taps], `mixed` queries, keys and values before it [tokens, channels]; `b` and `a` are
+    [tokens, value heads]. Sequences of one token come first and are computed together, then the others one by one.
     """
     count, ones = metadata.num_decodes + metadata.num_prefills, metadata.num_decodes
     slots = metadata.non_spec_state_indices_tensor[:count].long()
@@ -51,7 +49,7 @@ def delta_net(layer: Any, taps: Tensor, metadata: Any, mixed: Tensor, b: Tensor,
 
 
 def _rule(layer: Any, qkv: Tensor, b: Tensor, a: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The delta rule, token by token: values [sequences, tokens, heads, value dim] and the state [sequences, heads, key dim, value dim]."""
+    """Apply the delta rule token by token: values [sequences, tokens, heads, value dim], state [sequences, heads, key dim, value dim]."""
     query, key, value = qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], 2)
     value = value.unflatten(2, (-1, layer.head_v_dim))
     shared = layer.num_v_heads // layer.num_k_heads
@@ -70,12 +68,11 @@ def _rule(layer: Any, qkv: Tensor, b: Tensor, a: Tensor, state: Tensor) -> tuple
 
 
 def _unit(vectors: Tensor) -> Tensor:
-    """Vectors of length 1."""
     return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _channels_first(states: Tensor, channels: int) -> Tensor:
-    """The convolution's states as [slots, channels, taps - 1], whichever way vLLM keeps them."""
+    """View the convolution's states as [slots, channels, taps - 1], whichever way vLLM keeps them."""
     return states if states.shape[1] == channels else states.transpose(1, 2)
 
 
@@ -85,7 +82,7 @@ def _channels_first(states: Tensor, channels: int) -> Tensor:
 def shrink(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scaling: float = 1.0) -> None:
     """Set `output` [tokens, rank] to scaling · inputs [tokens, in] · weights[slot]ᵀ, each token with its slot's; 0 where that is -1.
 
-    `weights` are [slots, rank, in], or with a 1 behind the slots, as below.
+    `weights` are [slots, rank, in], or with a 1 behind the slots.
     """
     output.zero_()
     for slot, rows in _groups(slots, len(inputs)):
@@ -102,7 +99,7 @@ def expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_i
 def expand_slice(
     inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, slice_offset: int, slice_size: int, add_inputs: bool = True
 ) -> None:
-    """Do the same as `expand` with the columns [slice_offset, slice_offset + slice_size)."""
+    """Do as `expand` with the columns [slice_offset, slice_offset + slice_size)."""
     part = output[:, slice_offset : slice_offset + slice_size]
     if not add_inputs:
         part.zero_()
@@ -111,7 +108,7 @@ def expand_slice(
 
 
 def _groups(slots: Tensor, tokens: int) -> Iterator[tuple[int, Tensor | slice]]:
-    """The slots that are in use, and the tokens that use each."""
+    """Yield the slots that are in use, and the tokens that use each."""
     used = slots.unique().tolist()
     for slot in used:
         if slot >= 0:

@@ -1,8 +1,7 @@
 """vLLM's executor for a model that is divided over several workers, with a repair. It runs in vLLM's engine process.
 
-All workers answer a call, and vLLM reads the answers in order, up to the first error. What the others have answered stays in their queues,
-and vLLM takes it for the answers to the next call: from then on it is told of an error one call late, or that an adapter was compared
-which was not. Here all answers are read before the error is raised.
+All workers answer a call, and vLLM reads the answers up to the first error. The others stay in their queues and are taken for the answers
+to the next call: an error is told one call late, or an adapter taken for compared. Here all answers are read before the error is raised.
 """
 
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 
 class HearAllExecutor(MultiprocExecutor):
-    """`--distributed-executor-backend` of servers with several workers."""
+    """The `--distributed-executor-backend` of servers with several workers."""
 
     response_mqs: list[Any]
 
@@ -22,7 +21,7 @@ class HearAllExecutor(MultiprocExecutor):
 
 
 class _AllQueues(list[Any]):
-    """The workers' queues of answers. Whoever goes through all of them is told of an error by the last one."""
+    """The workers' queues of answers, the last of which tells of an error in any."""
 
     def __iter__(self) -> Iterator[Any]:
         errors: list[Any] = []
@@ -31,16 +30,14 @@ class _AllQueues(list[Any]):
 
 
 class _Queue:
-    """One of these queues, while all are read."""
-
     def __init__(self, queue: Any, errors: list[Any], is_last: bool) -> None:
         self.queue = queue
         self.errors = errors
-        """Errors of the queues before it, and its own."""
+        """Errors of the queues so far."""
         self.is_last = is_last
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> tuple[Any, Any]:
-        """The next answer: status and result. An error is kept for the last queue, which answers with the first of all."""
+        """Return the next answer: status and result. An error is kept for the last queue, which answers with the first of all."""
         status, result = self.queue.dequeue(timeout=timeout, indefinite=indefinite)
         if status != WorkerProc.ResponseStatus.SUCCESS:
             self.errors.append((status, result))

@@ -1,7 +1,7 @@
 """The identity of a set of weights: a number that trainer and vLLM each compute from names and bits of the tensors.
 
-It is the same on every device, for every order of the tensors, and for any zero padding around them. Sets that differ in one value always
-have different numbers; sets that differ in more almost always do. It guards against mistakes, not against attackers.
+It is the same on every device, for every order of the tensors, and for any zero padding. Sets that differ in one value always have
+different numbers; sets that differ in more almost always do. It guards against mistakes, not against attackers.
 """
 
 import hashlib
@@ -12,24 +12,21 @@ import torch
 from torch import Tensor
 
 _AT_ONCE = {"cpu": 2**16, "cuda": 2**24}
-"""Elements that are widened to 64 bits at one time. On a CPU they stay in its cache, which makes this ten times as fast."""
+"""Elements that are widened to 64 bits at one time. On a CPU they stay in its cache, which is ten times as fast."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = (-7046029254386353131, -4658895280553007687)
-"""Odd numbers with bits everywhere, for mixing."""
 
 
 class Identity:
-    """The identity of tensors of one or two dimensions, on one device, added one after the other.
+    """The identity of tensors of one or two dimensions on one device, added one after the other.
 
-    Tensors of one shape are added up together: a GPU takes longer to launch a kernel than to go through a matrix of an adapter, of which
-    there are hundreds.
+    Hundreds of small tensors are added up by shape: a GPU takes longer to launch a kernel than to go through one.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[torch.Size, list[tuple[int, Tensor]]] = {}
-        """Small tensors, as integers [rows, columns], by their shape, with the numbers of their names."""
+        """Small tensors as integers [rows, columns], by shape, with the numbers of their names."""
         self._sums: list[tuple[list[int], Tensor]] = []
-        """Numbers of names, and the sums of their tensors [names]."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor, which must not change before the identity is asked for."""
@@ -40,7 +37,6 @@ class Identity:
             self._add_up(alike)
 
     def __str__(self) -> str:
-        """16 hexadecimal digits."""
         for alike in self._waiting.values():
             self._add_up(alike)
         keys = [key for names, _ in self._sums for key in names]
@@ -54,7 +50,7 @@ class Identity:
 
 
 def identity(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The identity of tensors by name, as 16 hexadecimal digits."""
+    """Compute the identity of tensors by name, as 16 hexadecimal digits."""
     whole = Identity()
     for name, tensor in tensors:
         whole.add(name, tensor)
@@ -62,10 +58,7 @@ def identity(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _sums(matrices: list[Tensor]) -> Tensor:
-    """[matrices] sums, modulo 2^64, of each element's bits times a number for its row and one for its column.
-
-    Zero padding changes nothing.
-    """
+    """Sum each matrix's bits, times a number for the row and one for the column, modulo 2^64: [matrices]. Zeros add nothing."""
     stack = matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)  # [matrices, rows, columns]
     rows, columns = (_odd(size, stack.device) for size in stack.shape[1:])
     step = max(1, _AT_ONCE[stack.device.type] // (len(stack) * stack.shape[2]))
@@ -78,7 +71,7 @@ def _sums(matrices: list[Tensor]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _odd(count: int, device: torch.device) -> Tensor:
-    """[count] odd numbers without a pattern, the same for every count and device."""
+    """Return [count] odd numbers without a pattern, the same on every device."""
     numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     for factor in _FACTORS:
         numbers = numbers * factor
@@ -87,12 +80,11 @@ def _odd(count: int, device: torch.device) -> Tensor:
 
 
 def _key(name: str) -> int:
-    """An odd number for a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) | 1
 
 
 def share_of(whole: Tensor, slot: Tensor, rank: int, ranks: int) -> Tensor:
-    """The part of a whole matrix that is to lie in a worker's slot, whose size says along which dimension it was divided.
+    """Return the part of a whole matrix that is to lie in a worker's slot, whose size says along which dimension it was divided.
 
     A slot has room for adapters of any rank, so it may be larger. Heads of keys and values that are fewer than workers are on several.
     """

@@ -1,10 +1,7 @@
 """`python -m tinsmith.sampling.inside_vllm.launcher OPTIONS`: vLLM's API server, ended together with the process that started it.
 
-`tinsmith/sampling/vllm/servers.py` starts it with a pipe as standard input. When the other end is closed, for whatever reason, the
-whole process group ends: vLLM's own worker processes too, which would outlive a killed parent.
-
-vLLM starts its worker processes with this file as their main module, so nothing but definitions stands at its top level; what has to happen
-in each process is in `every_process.py`.
+Its standard input is a pipe from that process. When the pipe is closed, the whole process group ends: vLLM's workers too, which would
+outlive a killed parent. vLLM starts its workers with this file as their main module, so nothing but definitions stands at its top level.
 """
 
 import os
@@ -18,11 +15,11 @@ _GRACE_S = 5.0
 """Seconds that vLLM may take to end by itself."""
 
 _ALWAYS_SO_BEFORE = ("--enable-scale-out", "--no-mm-device-do-normalize")
-"""Options that vLLM 0.26 does not know, because it does what they say without being asked."""
+"""Options that vLLM 0.26 does not know: it does what they say without being asked."""
 
 
 def end_with_parent() -> None:
-    """End this process group as soon as standard input is closed: first politely, so that vLLM gives its shared memory back."""
+    """End this process group when standard input is closed: first politely, so that vLLM gives its shared memory back."""
 
     def watch() -> None:
         os.read(sys.stdin.fileno(), 1)
@@ -34,7 +31,7 @@ def end_with_parent() -> None:
 
 
 def serve() -> None:
-    """VLLM's API server, with the options of this process."""
+    """Run vLLM's API server with the options of this process."""
     if _vllm_version() >= (0, 32):
         from vllm.entrypoints.launchers.api_server.entry import main
 

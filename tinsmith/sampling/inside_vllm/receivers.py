@@ -1,6 +1,6 @@
-"""The server's side of sending full weights to vLLM: a weight transfer engine for each way (`vllm/weights.py` has our side).
+"""Receivers of full weights in vLLM's workers: a weight transfer engine for each way (`vllm/weights.py` sends).
 
-They run inside vLLM's worker processes, take tensors under the names of the model's checkpoint, and load them layer by layer.
+They take tensors under the names of the model's checkpoint, and load them layer by layer.
 """
 
 import base64
@@ -27,12 +27,12 @@ from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TransferG
 _OLDER = not hasattr(BaseLayerWithLoRA, "load_weights")
 """True for vLLM 0.26, whose wrappers of layers for adapters do not hand weights on to what is inside."""
 _DEVICE_ARGUMENT = 6
-"""Position of the GPU's number in the arguments of `rebuild_cuda_tensor`: it may be another in this process."""
+"""Position of the GPU's number, which may differ in this process, in the arguments of `rebuild_cuda_tensor`."""
 
 
 @dataclass
 class NoPreparation(WeightTransferInitInfo):
-    """The first update needs no preparation."""
+    """No preparation."""
 
 
 @dataclass
@@ -60,17 +60,16 @@ class IpcUpdate(Update):
 
 @dataclass
 class MeetingPoint(WeightTransferInitInfo):
-    """The place where the trainer waits."""
+    """The file through which all ends find each other."""
 
     meeting_point: str
 
 
 @dataclass
 class BroadcastUpdate(Update):
-    """The tensors that the trainer is about to send."""
+    """Tensors that the trainer is about to send."""
 
     outline: list[tuple[str, list[int], str]]
-    """(name, shape, dtype) of each tensor, in order."""
 
 
 class _LayerByLayer(WeightTransferEngine[Any, Any]):
@@ -82,7 +81,6 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
         pass
 
     def start_weight_update(self) -> None:
-        """Make ready to load layer by layer."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -105,7 +103,6 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
             raise ValueError(f"other weights have come than the trainer's: their identity is {self.received}, not {update.identity}")
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors under their names in the checkpoint."""
         wrapped = _wrapped(self.model) if _OLDER else frozenset()
         self.model.load_weights((_inside(name, wrapped), tensor) for name, tensor in self._counted(tensors))
 
@@ -115,7 +112,6 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
             yield name, tensor
 
     def finish_weight_update(self) -> None:
-        """Put the layers into the form in which they compute."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _repack_heads(self.model)
@@ -125,7 +121,7 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterable[Any], trainer_args: Any) -> None:
-        """An abstract method of vLLM 0.26; our trainer does not send through vLLM."""
+        """An abstract method of vLLM 0.26. Our trainer does not send through vLLM."""
         raise NotImplementedError("tinsmith/sampling/vllm/weights.py sends")
 
 
@@ -135,7 +131,6 @@ class FileReceiver(_LayerByLayer):
     update_info_cls = FileUpdate
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        """Load one file, tensor by tensor."""
         with safe_open(update_info.path, framework="pt", device=str(self.device)) as file:
             self.load((name, file.get_tensor(name)) for name in file.offset_keys())
 
@@ -146,7 +141,6 @@ class IpcReceiver(_LayerByLayer):
     update_info_cls = IpcUpdate
 
     def receive_weights(self, update_info: IpcUpdate) -> None:
-        """Load tensors from the trainer's memory."""
         handles = pickle.loads(base64.b64decode(update_info.handles))
         self.load((name, self._tensor(arguments)) for name, arguments in handles.items())
 
@@ -158,38 +152,36 @@ class IpcReceiver(_LayerByLayer):
 
 
 class BroadcastReceiver(_LayerByLayer):
-    """Receives weights from the trainer's GPU, as other workers do at the same time. Each gets all tensors and loads its share."""
+    """Receives weights from the trainer's GPU. Each worker gets all tensors and loads its share."""
 
     init_info_cls = MeetingPoint
     update_info_cls = BroadcastUpdate
 
     def init_transfer_engine(self, init_info: MeetingPoint) -> None:
-        """Join the trainer."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self.group = TransferGroup(init_info.meeting_point, FIRST_WORKER + rank, 1 + ranks, self.device)
 
     def receive_weights(self, update_info: BroadcastUpdate) -> None:
-        """Load what the trainer sends."""
         names = [name for name, _, _ in update_info.outline]
         shapes = [(torch.Size(shape), getattr(torch, dtype)) for _, shape, dtype in update_info.outline]
         self.group.receive(shapes, lambda tensors: self.load(zip(names, tensors, strict=True)))
 
 
 def _wrapped(model: torch.nn.Module) -> frozenset[str]:
-    """The last part of the checkpoint's names of layers that vLLM has wrapped for adapters."""
+    """Return the last part of the checkpoint's names of layers that vLLM has wrapped for adapters."""
     packed = getattr(model, "packed_modules_mapping", {})
     leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, BaseLayerWithLoRA)}
     return frozenset(part for leaf in leaves for part in packed.get(leaf, [leaf]))
 
 
 def _inside(name: str, wrapped: frozenset[str]) -> str:
-    """The name of a parameter in vLLM's model, where it may be inside a wrapper."""
+    """Return the name of a parameter in vLLM's model, where it may be inside a wrapper."""
     layer, _, parameter = name.rpartition(".")
     return f"{layer}.base_layer.{parameter}" if layer.rpartition(".")[2] in wrapped else name
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """Pack the output projection again: on a CPU vLLM computes with a packed copy, which it forgets to renew where embeddings are tied."""
+    """Pack the output projection again: on a CPU vLLM computes with a packed copy, which it does not renew where embeddings are tied."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
@@ -199,6 +191,6 @@ RECEIVERS: dict[TransferKind, type[_LayerByLayer]] = {"file": FileReceiver, "ipc
 
 
 def register() -> None:
-    """Let vLLM's --weight-transfer-config know them."""
+    """Make them known to vLLM's --weight-transfer-config."""
     for kind, receiver in RECEIVERS.items():
         WeightTransferEngineFactory.register_engine(backend_of(kind), receiver)

@@ -1,7 +1,7 @@
-"""A process group of the trainer and the vLLM workers of one server: weights travel through it from one GPU to the others.
+"""A process group of the trainer and the vLLM workers of one server, to send weights from one GPU to the others.
 
-All ends use this module, which needs PyTorch and nothing else. Between GPUs it is NCCL; Gloo does the same between CPUs. All are on one
-machine, and their environment says so (`communication_variables` of `distributed/meeting.py`): no port is open to others.
+All ends use this module, which needs PyTorch only. It is NCCL between GPUs, Gloo between CPUs. All are on one machine, and their
+environment says so (`communication_variables` of `distributed/meeting.py`): no port is open to others.
 """
 
 import logging
@@ -17,23 +17,22 @@ from torch import Tensor, distributed
 log = logging.getLogger(__name__)
 
 TRAINER, FIRST_WORKER = 0, 1
-"""Ranks of the two; further workers follow."""
 _LONGEST = timedelta(minutes=5)
-"""Longest wait of one end for the others, unless told otherwise; and, with NCCL, for each tensor. NCCL ends the whole process
-then, so the trainer gives up before that."""
+"""Longest wait of one end for the others, unless told otherwise; and, with NCCL, for each tensor. NCCL then ends the whole process, so the
+trainer gives up before that."""
 _LONGEST_WITH_GLOO = timedelta(seconds=30)
 """The same for each tensor with Gloo, which cannot be told to give up."""
 
 
 class TransferGroup:
-    """One end. Not for two threads at a time."""
+    """One end. For one thread at a time."""
 
     def __init__(self, meeting_point: str, rank: int, size: int, device: torch.device, within: timedelta = _LONGEST) -> None:
         """Connect to the other ends, `size` in all. `meeting_point` is the path of a file that does not exist yet, the same for all.
 
         NCCL connects with the first tensor, and waits for ever for an end that never comes, or has no memory to receive it in. So each end
-        first takes the memory for a small tensor and says that it is there, and all exchange that tensor here. Raises RuntimeError if
-        another end does not come `within` this time. An end that is lost between that and NCCL's connection leaves the others waiting.
+        first takes that memory and says that it is there, and a small tensor is exchanged here. Raises RuntimeError if another end does not
+        come `within` this time. An end that is lost between that and NCCL's connection leaves the others waiting.
         """
         self.device = device
         self._size = size
@@ -52,16 +51,16 @@ class TransferGroup:
         self._finish()
 
     def send(self, tensors: Iterable[Tensor]) -> None:
-        """The trainer's side. All have been sent when it returns. Raises RuntimeError if another end is lost."""
+        """Send tensors from the trainer; all have been sent when it returns. Raises RuntimeError if another end is lost."""
         for tensor in tensors:
             self._broadcast(tensor.detach().contiguous())
         self._finish()
 
     def receive(self, shapes: Sequence[tuple[torch.Size, torch.dtype]], load: Callable[[Iterator[Tensor]], None]) -> None:
-        """A worker's side: `load` is given tensors of these shapes and types, in the order in which they are sent.
+        """Receive tensors of these shapes and types in a worker, in the order in which they are sent, and give them to `load`.
 
-        If it fails, or does not want them all, the others are received nevertheless: the other workers get each at the same time. A worker
-        that cannot receive one, because it has no memory for example, ends its process if there are others: they would wait for it.
+        If that fails, or does not want them all, the others are received nevertheless: the other workers get each at the same time. A
+        worker that cannot receive one, because it has no memory for example, ends its process if there are others: they would wait for it.
         """
         tensors = _Received(self, shapes)
         try:
@@ -80,7 +79,7 @@ class TransferGroup:
         self._finish()
 
     def abort(self) -> None:
-        """End what is under way: the thread that waits for it gets an error, with Gloo after its time-out. It is the end of the group."""
+        """End the group and what is under way: the thread that waits gets an error, with Gloo after its time-out."""
         self._group.abort()
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -95,17 +94,17 @@ class TransferGroup:
         return tensor
 
     def _finish(self) -> None:
-        """NCCL only puts work into the GPU's queue."""
+        """Wait for the GPU: NCCL only puts work into its queue."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
 class _Received(Iterator[Tensor]):
-    """The tensors of an update, as they are received. One that could not be received is tried again with the next call."""
+    """The tensors of an update, as they are received. A failure is tried again with the next call."""
 
     def __init__(self, group: TransferGroup, shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
         self.count = 0
-        """Number of tensors that have been received."""
+        """Number of received tensors."""
         self._group = group
         self._shapes = shapes
 

@@ -1,13 +1,12 @@
-"""Runs inside vLLM's worker processes: receivers of full weights, a check of adapters, and repairs to how they are applied.
+"""Code in vLLM's workers: receivers of full weights, a check of adapters, and repairs to how they are applied.
 
-vLLM imports this module (`--worker-extension-cls`) before it loads the model. Only this one and `receivers.py` import vLLM's internals in a
-worker; `tests/with_vllm/test_inside_vllm.py` lists them.
+vLLM imports this module (`--worker-extension-cls`) before it loads the model. `tests/with_vllm/test_inside_vllm.py` lists what it and
+`receivers.py` touch of vLLM.
 
-The name of an adapter ends with the identity of its weights, as the trainer computes it (`identity.py`). Whenever a worker has loaded an
-adapter from its files, what now lies in its slot of each layer must have that identity; otherwise the adapter is removed, and loading it is
-an error. Replies name the adapter, and so the weights, that they were computed with. Where a model is divided over several workers (tensor
-parallel), each slot holds the worker's share of a matrix. Then the whole matrices that the worker has loaded must have that identity, and
-its slots must hold its shares of them.
+An adapter's name ends with the identity of its weights, as the trainer computes it (`identity.py`). Whenever a worker has loaded an
+adapter, what lies in its slot of each layer must have that identity; otherwise the adapter is removed, and loading it is an error. Replies
+name the adapter, and so the weights that they were computed with. With tensor parallelism the whole matrices that the worker has loaded
+must have that identity, and its slots must hold its shares of them.
 """
 
 import logging
@@ -15,7 +14,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ _CHECKED: set[str] = set()
 
 
 def check_adapters_that_are_loaded() -> None:
-    """Let vLLM compare each adapter whose name has an identity whenever it has loaded it, also after it was evicted for others."""
+    """Let vLLM compare each adapter whose name has an identity whenever it has loaded it, also after it was evicted."""
     original = LRUCacheWorkerLoRAManager.add_adapter
 
     def add_adapter(self: Any, lora_request: Any) -> bool:
@@ -56,11 +55,10 @@ def check_adapters_that_are_loaded() -> None:
         with _together_or_not_at_all(lora_request.lora_name):
             loaded: bool = original(self, lora_request)
             if not is_there and (expected := _IDENTITY.search(lora_request.lora_name)):
-                try:
+                with ExitStack() as undo:
+                    undo.callback(self._adapter_manager.remove_adapter, lora_request.lora_int_id)
                     _compare(self._adapter_manager, lora_request, expected[1])
-                except BaseException:
-                    self._adapter_manager.remove_adapter(lora_request.lora_int_id)
-                    raise
+                    undo.pop_all()
         return loaded
 
     LRUCacheWorkerLoRAManager.add_adapter = add_adapter
@@ -70,8 +68,8 @@ def check_adapters_that_are_loaded() -> None:
 def _together_or_not_at_all(name: str) -> Iterator[None]:
     """End this worker if an adapter that was there before cannot be loaded again, and others have the rest of the model.
 
-    That happens in the middle of a step, of which vLLM would go on with the others: they would add up what does not belong together.
-    Without this worker the whole server is started again.
+    That happens in the middle of a step, with which the others would go on and add up what does not belong together. Without this worker
+    the whole server is started again.
     """
     try:
         yield
@@ -101,7 +99,7 @@ def _compare(manager: Any, request: Any, expected: str) -> None:
 
 
 def _in_slot(manager: Any, request: Any) -> dict[str, Tensor]:
-    """The matrices in the adapter's slot, padded with zeros, by the names that `WeightFiles` gives them."""
+    """Return the matrices in the adapter's slot, padded with zeros, by the names that `WeightFiles` gives them."""
     slot = manager.lora_index_to_id.index(request.lora_int_id)
     names = _names_in_file(manager.model, Path(request.lora_path))
     tensors: dict[str, Tensor] = {}
@@ -117,7 +115,7 @@ def _in_slot(manager: Any, request: Any) -> dict[str, Tensor]:
 
 
 def _as_loaded(manager: Any, request: Any) -> dict[str, Tensor]:
-    """The whole matrices that the worker keeps of an adapter, of those layers to which it applies adapters, by the same names."""
+    """Return the whole matrices that the worker keeps of an adapter, for the layers to which it applies adapters, by the same names."""
     names = _names_in_file(manager.model, Path(request.lora_path))
     adapter = manager.get_adapter(request.lora_int_id)
     tensors: dict[str, Tensor] = {}
@@ -135,12 +133,12 @@ def _as_loaded(manager: Any, request: Any) -> dict[str, Tensor]:
 
 
 def _slices(stacked: Tensor | tuple[Tensor, ...], slot: int) -> list[Tensor]:
-    """[rows, columns] of each part of a layer."""
+    """Return [rows, columns] of each part of a layer."""
     return [part[slot, 0] for part in ((stacked,) if isinstance(stacked, Tensor) else stacked)]
 
 
 def _names_in_file(model: Any, directory: Path) -> dict[str, str]:
-    """Map vLLM's name of each module to that in the adapter's file. Parts of a fused layer keep their names, as in vLLM's own loading."""
+    """Map vLLM's name of each module to that in the adapter's file. Parts of a fused layer keep their names."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is not None:
         # vLLM 0.26 calls it get_unstacked_mapper.
@@ -153,10 +151,10 @@ def _names_in_file(model: Any, directory: Path) -> dict[str, str]:
 
 
 def map_prompt_logprobs_to_adapters() -> None:
-    """Let vLLM's model runner apply the right adapter to the logits of a prompt.
+    """Let vLLM apply the right adapter to the logits of a prompt.
 
-    While the logits of a prompt's own tokens are computed, vLLM's table of adapters still describes one row for each running request. With
-    another number of rows that is a wrong adapter, or on a CPU an error that ends the engine. So each request gets a table of its own.
+    While these are computed, vLLM's table of adapters still describes one row for each running request. With another number of rows that is
+    a wrong adapter, or on a CPU an error that ends the engine. So each request gets a table of its own.
     """
     original = GPUModelRunner._get_prompt_logprobs_dict
 
@@ -188,7 +186,7 @@ def _map_rows_to(runner: Any, request_id: str, scheduled: dict[str, int]) -> Non
 
 
 def take_delta_net_parts_apart() -> None:
-    """Let an adapter's queries, keys and values of a gated delta net be adapters of their own.
+    """Let queries, keys and values of a gated delta net have adapters of their own.
 
     vLLM fuses `in_proj_qkv` and `in_proj_z` to one layer with a slot for each of q, k, v and z, but reads one adapter for q, k and v
     together, of three times the rank. All slots of all layers would have to be that large.
@@ -205,10 +203,10 @@ def take_delta_net_parts_apart() -> None:
 
 
 def keep_adapters_in_pageable_memory() -> None:
-    """Let vLLM copy an adapter to the device from memory as it is.
+    """Let vLLM copy an adapter to the device from pageable memory.
 
-    It would pin each of several hundred matrices when it reads them, and again when it has joined some. Each is a call of the driver that
-    takes longer than the copy, and most adapters are copied once, when they are published.
+    It would pin each of several hundred matrices, some of them twice. That takes longer than the copy, and most adapters are copied once,
+    when they are published.
     """
     lora_model.PIN_MEMORY = model_manager.PIN_MEMORY = False
 
@@ -216,8 +214,8 @@ def keep_adapters_in_pageable_memory() -> None:
 def take_back_draws_after_pieces_of_prompts() -> None:
     """Let a seed give the same tokens on a CPU however the prompt is cut into pieces.
 
-    After each piece vLLM samples a token that it drops, and sets the random generator back by an offset. A CPU's generators have none, and
-    the error ends the engine. Here the generator's state is put back.
+    After each piece vLLM samples a token that it drops, and sets the random generator back by an offset, which a CPU's generator does not
+    have: the engine would end. Here the generator's state is put back.
     """
     sample, account = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
 
@@ -246,7 +244,7 @@ def replace_cpu_lora() -> None:
 
 
 def replace_cpu_delta() -> None:
-    """Let vLLM's gated delta nets compute with our torch code on a CPU where vLLM's kernels cannot."""
+    """Let gated delta nets compute with our torch code on a CPU where vLLM's kernels cannot."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     original = gdn_attention.cpu_gdn_attention_core
@@ -264,10 +262,10 @@ def replace_cpu_delta() -> None:
 
 
 class WorkerExtension:
-    """VLLM adds it to its worker class; importing this module does the rest."""
+    """A part of vLLM's worker class; importing this module does the rest."""
 
     def tinsmith_checked_adapter(self, name: str) -> dict[str, bool]:
-        """Return whether this worker has compared the adapter of this name with its identity. Called through /collective_rpc."""
+        """Return whether this worker has compared the adapter of this name. Called through /collective_rpc."""
         return {"checked": name in _CHECKED}
 
 

@@ -1,8 +1,8 @@
-"""A packed row whose sequences continue what is cached: the sampler's `PassPlan`.
+"""Attention to cached keys and values: of windows of new tokens in a packed row, and of one new token of each row of a batch.
 
-Each sequence brings a window of new tokens: a whole prompt, a piece of one, or the one token sampled last. Their keys and values are stored
-first. Windows that begin their sequence then attend among themselves, as in training; the others attend to their cached tokens. Gated delta
-nets go on from the states in the slots of the sequences, which change when the caller commits the plan (`states.py` says why).
+A window is a whole prompt, a piece of one, or the token sampled last. Keys and values are stored first. Windows that begin their sequence
+attend among themselves, as in training; the others attend to their cached tokens. Gated delta nets go on from the states in their slots,
+which change when the plan is committed (`states.py`).
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,37 +15,37 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tinsmith.models.attention import flash_attention
 from tinsmith.models.device import upload
-from tinsmith.models.dispatch import half_on_gpu
+from tinsmith.models.dispatch import half_on_gpu, on_paged_kernel
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.stable_attention import stable_attention
-from tinsmith.sampling.local.kv_cache import KVCache
-from tinsmith.sampling.local.states import StateSlots, StateSteps
+from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
+from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps
 from tinsmith.sampling.prefix import BLOCK
 
 NARROW = 16
-"""Windows of up to so many blocks, or of several and up to so many tokens, share a group: few large calls beat a little less padding."""
+"""Windows or rows of up to so many blocks, and windows of up to so many tokens, share a call: few large ones beat a little less padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Tokens [start, end) of a sequence, which a pass computes. `blocks` hold the tokens before, and have room for these."""
+    """Tokens [start, end) of a sequence that a pass computes. `blocks` hold the tokens before, and have room for these."""
 
     blocks: list[int]
     start: int
     end: int
     slot: int = -1
-    """Slot of the state after the earlier tokens, in a model with gated delta nets."""
+    """Slot of the state before them, in a model with gated delta nets."""
 
     def __len__(self) -> int:
         return self.end - self.start
 
     def places(self) -> list[int]:
-        """Places of its tokens' keys and values: block · BLOCK + offset."""
+        """Return the places of its tokens' keys and values: block · BLOCK + offset."""
         return [self.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(self.start, self.end)]
 
 
-class CachedPlan:
-    """The `PassPlan` of a row of windows, each window's tokens next to each other, in row order."""
+class CachedPlan(StatefulPlan):
+    """The `PassPlan` of a row of windows."""
 
     def __init__(self, cache: KVCache, windows: Sequence[Window], states: StateSlots | None = None, stable: bool = False) -> None:
         """If `stable`, attention is computed as in `models/stable_attention.py`."""
@@ -56,10 +56,12 @@ class CachedPlan:
             total += len(window)
         fresh = [i for i, window in enumerate(windows) if window.start == 0]
         rows = [row for i in fresh for row in range(starts[i], starts[i] + len(windows[i]))]
+        steps = None
+        if states:
+            steps = StateSteps(states, upload(np.array([w.slot for w in windows]), device), [len(w) for w in windows])
+        super().__init__(steps)
         self.cache = cache
         self.places = upload(np.array([place for window in windows for place in window.places()]), device)
-        slots = upload(np.array([w.slot for w in windows]), device)
-        self.steps = StateSteps(states, slots, [len(w) for w in windows]) if states else None
         self.fresh = upload(np.array(rows, dtype=np.int64), device)
         self.packed = PackedPlan([len(windows[i]) for i in fresh], device, dtype) if fresh else None
         continued = [(start, window) for start, window in zip(starts, windows, strict=True) if window.start > 0]
@@ -81,22 +83,9 @@ class CachedPlan:
             out[group.rows] = group.attend(query[group.rows], *self.cache.of_layer(layer), scale, window)
         return out
 
-    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        assert self.steps, "a gated delta net needs states"
-        return self.steps.convolve(layer, x, weight)
-
-    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        assert self.steps, "a gated delta net needs states"
-        return self.steps.delta_rule(layer, query, key, value, decay, beta)
-
-    def commit(self) -> None:
-        """The whole pass has succeeded: from now on the slots hold the states after its windows."""
-        if self.steps:
-            self.steps.commit()
-
 
 def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the blocks [tokens, most blocks] of each token of the windows, and the number of tokens that it sees [tokens]."""
+    """Return the blocks [tokens, most blocks] that each token of the windows sees, and how many tokens in them [tokens]."""
     most = max(len(window.blocks) for window in windows)
     tables = np.array([window.blocks + window.blocks[:1] * (most - len(window.blocks)) for window in windows])
     owner = np.repeat(np.arange(len(windows)), [len(window) for window in windows])
@@ -105,17 +94,13 @@ def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, 
 
 
 def _continued(windows: list[tuple[int, Window]], device: torch.device, dtype: torch.dtype) -> "Sequence[ContinuedWindows | CachedGroup]":
-    """Return the attention of windows that continue their sequences, each with its start in the row."""
     if windows and half_on_gpu(device, dtype):
         return [ContinuedWindows([start for start, _ in windows], [window for _, window in windows], device)]
     return [CachedGroup([start for start, _ in group], [window for _, window in group], device) for group in group_similar(windows)]
 
 
 class ContinuedWindows:
-    """Windows that continue their sequences, of any widths and lengths, for the variable-length kernel: nothing is padded.
-
-    What the windows see of the cache is gathered into one row of tokens for each layer.
-    """
+    """Windows that continue their sequences, for the variable-length kernel. What they see is gathered into one row for each layer."""
 
     def __init__(self, starts: list[int], windows: list[Window], device: torch.device) -> None:
         """`starts` are the rows where the windows begin."""
@@ -124,7 +109,7 @@ class ContinuedWindows:
         within = np.arange(BLOCK)
         places = [(np.array(w.blocks)[:, np.newaxis] * BLOCK + within).ravel()[: w.end] for w in windows]
         self.rows, self.places = upload(np.concatenate(rows), device), upload(np.concatenate(places), device)
-        """[tokens]: the rows of the windows; where what they see lies in the cache, block · BLOCK + offset."""
+        """[tokens]: the rows of the windows; the places of what they see, block · BLOCK + offset."""
         self.cu_query, self.cu_key = (upload(np.append(0, counts.cumsum()).astype(np.int32), device) for counts in (widths, lengths))
         self.longest = int(widths.max()), int(lengths.max())
 
@@ -133,15 +118,15 @@ class ContinuedWindows:
         return memory.flatten(0, 1).index_select(0, self.places)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention of query [tokens of the windows, heads, head_dim] to keys and values as `gather` takes them."""
+        """Compute the attention of query [tokens of the windows, heads, head_dim] to keys and values as `gather` takes them."""
         k, v = self.gather(keys), self.gather(values)
         return flash_attention(query, k, v, self.cu_query, self.cu_key, self.longest, scale, window)
 
 
 class CachedGroup:
-    """Windows that continue their sequences, padded to one width and to one number of blocks.
+    """Windows that continue their sequences, padded to one width and one number of blocks.
 
-    A window that is narrower than the widest repeats its last token, whose result is then written several times.
+    A narrower window repeats its last token, whose result is then written several times.
     """
 
     def __init__(self, starts: list[int], windows: list[Window], device: torch.device) -> None:
@@ -154,12 +139,12 @@ class CachedGroup:
         self.rows = upload(np.array([start + step for start, own in zip(starts, steps, strict=True) for step in own]), device)
         self.table = upload(np.array(table).flatten(), device)
         self.places = upload(np.array([[w.start + step for step in own] for w, own in zip(windows, steps, strict=True)]), device)
-        """[windows, width]: where each token lies in its sequence."""
+        """[windows, width]: place of each token in its sequence."""
         self.columns = torch.arange(blocks * BLOCK, device=device)
         self.masks: dict[int | None, Tensor] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention of query [windows · width, heads, head_dim] to keys and values [blocks, BLOCK, kv_heads, head_dim] of one layer."""
+        """Attend from query [windows · width, heads, head_dim] to keys and values [blocks, BLOCK, kv_heads, head_dim] of a layer."""
         heads, head_dim = query.shape[1:]
         kv_heads = keys.shape[2]
 
@@ -175,7 +160,7 @@ class CachedGroup:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(0, 1)
 
     def _mask(self, window: int | None) -> Tensor:
-        """[windows, 1, width, cached tokens] True where a token may attend; the same for every layer with this sliding window."""
+        """[windows, 1, width, cached tokens] True where a token may attend."""
         if window not in self.masks:
             places = self.places.unsqueeze(-1)
             seen = self.columns <= places
@@ -186,13 +171,86 @@ class CachedGroup:
 
 
 def group_similar(windows: Sequence[tuple[int, Window]]) -> list[list[tuple[int, Window]]]:
-    """Groups of windows whose numbers of blocks, and of tokens, differ by a factor of two at most; windows of one token form their own."""
+    """Group windows whose numbers of blocks, and of tokens, differ by a factor of two at most; those of one token stay apart."""
     groups: dict[Hashable, list[tuple[int, Window]]] = {}
     for index, window in windows:
-        width = len(window) if len(window) == 1 else _size_class(len(window))
-        groups.setdefault((width, _size_class(len(window.blocks))), []).append((index, window))
+        width = len(window) if len(window) == 1 else size_class(len(window))
+        groups.setdefault((width, size_class(len(window.blocks))), []).append((index, window))
     return list(groups.values())
 
 
-def _size_class(size: int) -> int:
+def size_class(size: int) -> int:
+    """Return the class of numbers of blocks or tokens that differ by a factor of two at most. All up to `NARROW` are in one."""
     return (max(size, NARROW) - 1).bit_length()
+
+
+# One new token of each row
+
+
+def paged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """Compute the attention [rows, heads, head_dim] of query [rows, heads, head_dim] to what each row has in the cache.
+
+    keys and values [blocks, BLOCK, kv_heads, head_dim] are those of one layer. `table` [rows, most blocks] int32 names the blocks of each
+    row, and `lengths` [rows] int32 says how many tokens lie in them, the new one included, which is stored already. `window` is the number
+    of last tokens that a row sees; None means all. A row of length 0 gets zeros. Other blocks, and places behind its length, may hold
+    anything, NaN included, if the table names blocks that exist.
+
+    On CUDA in half precision a Triton kernel computes it, which a CUDA graph can capture: lengths are read on the device.
+    """
+    if on_paged_kernel(query):
+        from tinsmith.models.paged_kernels import paged_kernel
+
+        return paged_kernel(query, keys, values, table, lengths, scale, window)
+    if table.device.type == "cpu":  # reading a length there waits for nothing
+        table = table[:, : max(1, blocks_for(int(lengths.max())))]
+    return paged_reference(query, keys, values, table, lengths, scale, window)
+
+
+def store_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Compute `paged_attention` by the kernel, which also stores key and value [rows, kv_heads, head_dim] of the newest token of each row.
+
+    `on_paged_kernel` must say that there is one. No row may read where the newest token of another is stored.
+    """
+    from tinsmith.models.paged_kernels import paged_kernel
+
+    return paged_kernel(query, keys, values, table, lengths, scale, window, newest=(key, value))
+
+
+def paged_reference(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """Compute `paged_attention` in PyTorch, without reading anything on the host. It gathers the whole table."""
+    rows, heads, head_dim = query.shape
+    kv_heads = keys.shape[2]
+    index = table.flatten().long()
+    k, v = (
+        memory.index_select(0, index).view(rows, -1, kv_heads, head_dim).transpose(1, 2)  # [rows, kv_heads, table · BLOCK, head_dim]
+        for memory in (keys, values)
+    )
+    places = torch.arange(table.shape[1] * BLOCK, device=table.device)
+    seen = places < lengths.unsqueeze(1)
+    if window is not None:
+        seen &= places >= lengths.unsqueeze(1) - window
+    seen = seen[:, None, :]  # [rows, 1, table · BLOCK]
+    # Attention multiplies what it masks by 0, and a NaN there would get through.
+    k, v = (torch.where(seen.unsqueeze(-1), memory, 0) for memory in (k, v))
+    folded = query.view(rows, kv_heads, heads // kv_heads, head_dim)  # heads that share a key/value head are the query rows of one call
+    out = scaled_dot_product_attention(folded, k, v, attn_mask=seen.unsqueeze(2), scale=scale).flatten(1, 2)
+    return torch.where((lengths > 0)[:, None, None], out, 0)
+
+
+def gathered_bytes(keys: Tensor, rows: int, blocks: int) -> int:
+    """Return the bytes of a call's copies of keys and values like `keys` [blocks, BLOCK, kv_heads, head_dim], `blocks` a row."""
+    return 0 if on_paged_kernel(keys) else 2 * rows * blocks * keys[0].nbytes

@@ -1,13 +1,12 @@
-"""Decoding steps as CUDA graphs: a step that was captured once is replayed with one call, instead of a thousand launches from Python.
+"""Decoding steps as CUDA graphs: a captured step is replayed with one call, instead of a thousand launches from Python.
 
-There is a graph for each number of rows of a ladder, and for what changes the kernels of a step: whether rows have adapters, whether they
-truncate, whether their logits are needed afterwards. A batch between two rungs is computed with the dead rows behind it. A graph reads and
-writes where the tensors lay when it was captured: what is written into them later, such as newer weights of an adapter, it sees; if one of
-them lies elsewhere, all graphs are dropped.
+There is a graph for each number of rows of a ladder, and for what changes the kernels of a step. A batch between two rungs is computed with
+the dead rows behind it. A graph reads and writes where the tensors lay when it was captured: it sees newer weights there, and if a tensor
+moves, all graphs are dropped.
 
-A graph is captured when its rung is first needed, in the thread that computes passes and steps. Other threads launch only copies, which do
-not disturb the capture of this thread. On a CPU, and where capturing fails, the same function runs as it is; what failed
-is tried again later, because memory may have been short.
+A graph is captured when its rung is first needed, in the thread that computes passes and steps; other threads launch only copies, which do
+not disturb that. On a CPU, and where capturing fails, the same function runs as it is; what failed is tried again later, because memory may
+have been short.
 """
 
 import logging
@@ -25,20 +24,18 @@ from tinsmith.sampling.local.device_batch import DeviceBatch
 log = logging.getLogger(__name__)
 
 RUNGS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of rows of which there may be a graph; beyond the last, its multiples."""
+"""Numbers of rows of which there are graphs; beyond the last, its multiples."""
 PATIENCE = 2
-"""Number of steps in a row that must need a rung before it is captured: a growing batch passes many."""
+"""Steps in a row that must need a rung before it is captured: a growing batch passes many."""
 
 
 RETRY = 4096
-"""Steps after which a graph that could not be captured is tried again."""
 
 _counts = Counter[str]()
-"""Graphs captured by this process."""
 
 
 class Kind(NamedTuple):
-    """Key that tells graphs apart."""
+    """The key of a graph."""
 
     rows: int
     truncates: bool
@@ -48,33 +45,31 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A step as a graph."""
+    """A captured step."""
 
     graph: torch.cuda.CUDAGraph
     logits: Tensor | None
-    """Tensor to which it writes the logits; None if they are not needed."""
+    """The logits that it writes; None if they are not needed."""
 
 
 class StepRunner:
-    """Runs the steps of one batch: as graphs where that is possible."""
+    """Runs the steps of one batch, as graphs where that is possible."""
 
     def __init__(self, step: DecodeStep, captures: bool) -> None:
         self.step = step
         self.captures = captures
         self.graphs: dict[Kind, Captured] = {}
         self.steps = 0
-        """Number of steps so far."""
         self.eager: dict[Kind, int] = {}
         """Graphs that could not be captured, and the step from which on each is tried again."""
         self.wanted: tuple[Kind | None, int] = (None, 0)
-        """The last graph that was missing, and how many steps in a row missed it."""
+        """The last missing graph, and how many steps in a row missed it."""
         self.places: Hashable = None
-        """Addresses of the tensors that the graphs read."""
         self.pool: Any = None
-        """The memory that all graphs share: only one of them runs at a time."""
+        """The memory that all graphs share: only one runs at a time."""
 
     def __call__(self, batch: DeviceBatch, rows: StepRows) -> Tensor | None:
-        """Run a step as `DecodeStep.__call__` does; the logits are there if `rows.needs_logits`."""
+        """Run a step as `DecodeStep.__call__` does; logits are returned if `rows.needs_logits`."""
         if not self.captures or not self.step.can_be_captured(batch, rows):
             return self.step(batch, rows)
         self._drop_stale(batch)
@@ -95,7 +90,7 @@ class StepRunner:
             self.places = places
 
     def _find(self, batch: DeviceBatch, rows: StepRows) -> Captured | None:
-        """The graph for these rows, captured now if it is time; until then a larger one. None if the step must run as it is."""
+        """Return the graph for these rows, captured now if it is time; until then a larger one, or None."""
         self.steps += 1
         rung = rung_of(rows.count, len(batch.state))
         wanted = _kind(rung, rows)
@@ -110,7 +105,7 @@ class StepRunner:
         return next((graph for graph in larger if graph is not None), None)
 
     def _capture(self, batch: DeviceBatch, rows: StepRows, kind: Kind) -> Captured | None:
-        """The step as a graph; None if that fails, and for a while from then on. Nothing is computed for the rows of the batch."""
+        """Capture the step; returns None if that fails. Nothing is computed for the rows of the batch."""
         try:
             # Kernels are compiled and chosen outside of the capture, on rows that nobody has.
             idle = DeviceBatch(rows.count, batch.table.shape[1] - 1, batch.device, batch.scratch_slot, batch.columns)
@@ -137,12 +132,12 @@ class StepRunner:
 
 
 def captures() -> int:
-    """Return the number of graphs captured so far; a number that keeps growing means that their memory moves again and again."""
+    """Return the number of graphs captured so far. If it keeps growing, their memory moves again and again."""
     return _counts["captured"]
 
 
 def rung_of(rows: int, most: int) -> int:
-    """The number of rows that is computed for so many: the next rung, but no more than `most`."""
+    """Return the number of rows that is computed for so many: the next rung, but no more than `most`."""
     rung = next((rung for rung in RUNGS if rung >= rows), -(-rows // RUNGS[-1]) * RUNGS[-1])
     return min(rung, most)
 

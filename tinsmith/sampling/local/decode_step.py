@@ -1,7 +1,6 @@
-"""One decoding step: the newest token of each row of the batch goes through the model, and the token that follows is drawn.
+"""One decoding step: the newest token of each row goes through the model, and the token that follows is drawn.
 
-All of it is computed on the device from what lies there. Nothing is read on the host and no shape depends on a value, so a step can be
-captured in a CUDA graph and replayed (`decode_graph.py`).
+Nothing is read on the host and no shape depends on a value, so that a CUDA graph can capture it (`decode_graph.py`).
 """
 
 from collections.abc import Hashable, Sequence
@@ -22,7 +21,7 @@ from tinsmith.models.packed_lora import Adapters, SegmentAdapters
 from tinsmith.models.stable_attention import stable_attention
 from tinsmith.rendering.packing import segments_of
 from tinsmith.sampling.choose import DeviceChoice, choose_next
-from tinsmith.sampling.local.delta_step import convolve_step, delta_step
+from tinsmith.sampling.local.cached_attention import gathered_bytes, paged_attention, size_class, store_and_attend
 from tinsmith.sampling.local.device_batch import (
     ADVANCE,
     COLUMNS,
@@ -40,24 +39,15 @@ from tinsmith.sampling.local.device_batch import (
     write_places,
 )
 from tinsmith.sampling.local.kv_cache import KVCache
-from tinsmith.sampling.local.paged_attention import gathered_bytes, paged_attention, store_and_attend
-from tinsmith.sampling.local.states import StateSlots, StateSteps
+from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps, StepsInPlace
 from tinsmith.training.logprobs import head_logits, head_lora
 
 MOST_GATHERED = 2**28
-"""Bytes of copies of keys and values that a captured step may take where no kernel reads them from the cache."""
-NARROW = 16
-"""Rows of up to so many blocks attend together on a CPU: few large calls beat a little less padding."""
+"""Most bytes of copies of keys and values in a captured step, where no kernel reads them from the cache."""
 
 
-@dataclass(frozen=True, eq=False)
-class AttendTogether:
-    """Rows that attend in one call."""
-
-    rows: Tensor | None
-    """None is all of them."""
-    blocks: int
-    """The most that one of them has."""
+Together = tuple[Tensor | slice, int]
+"""Rows that attend in one call, and the most blocks that one of them has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,64 +56,37 @@ class StepRows:
 
     count: int
     truncates: bool
-    """Whether a row asks for top-k or top-p."""
     needs_logits: bool
-    """Whether a row asks for its likeliest tokens."""
+    """Whether a row wants its likeliest tokens."""
     has_adapters: bool
-    """Whether a row has columns of `BatchedAdapters`."""
-    groups: Sequence[AttendTogether]
+    groups: Sequence[Together]
     owner: Weights | None = None
-    """The owner of the weights of all rows, where these are not among the columns; None for the base and its columns."""
+    """Weights of all rows, where they have no columns; None for the base and adapters that have."""
 
 
-class StepsInPlace:
-    """Steps the states of gated delta nets where they lie, for a step that is not tried again: there is no copy of any."""
-
-    def __init__(self, states: StateSlots, slots: Tensor) -> None:
-        """`slots` [rows] are those of the rows; rows that nobody has may share one."""
-        self.states = states
-        self.slots = slots
-
-    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """Convolve one token of each row (`PassPlan.convolve`)."""
-        return convolve_step(x, weight, self.states.inputs[self.states.index[layer]], self.slots)
-
-    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Apply the delta rule to one token of each row (`PassPlan.delta_rule`)."""
-        return delta_step(query, key, value, decay, beta, self.states.memory[self.states.index[layer]], self.slots)
-
-    def commit(self) -> None:
-        """The states are those after the step already."""
-
-
-class DecodePlan:
-    """The `PassPlan` of one new token for each row of a batch."""
+class DecodePlan(StatefulPlan):
+    """The `PassPlan` of one new token for each row."""
 
     def __init__(
         self,
         cache: KVCache,
         state: Tensor,
         table: Tensor,
-        groups: Sequence[AttendTogether],
+        groups: Sequence[Together],
         steps: StateSteps | StepsInPlace | None,
         stable: bool,
     ) -> None:
         """If `stable`, attention is computed as in `models/stable_attention.py`."""
+        super().__init__(steps)
         self.cache = cache
         self.stable = stable
         self.state, self.table = state, table
         lengths = state[:, LENGTH].to(torch.int32)
-        self.groups = [
-            (group.rows, table[:, : group.blocks], lengths)
-            if group.rows is None
-            else (group.rows, table[group.rows, : group.blocks], lengths[group.rows])
-            for group in groups
-        ]
-        self.steps = steps
+        self.groups = [(rows, table[rows, :blocks], lengths[rows]) for rows, blocks in groups]
 
     @cached_property
     def places(self) -> Tensor:
-        """[rows] where the newest tokens are stored, if not by the kernel of attention."""
+        """[rows] places of the newest tokens, if not the kernel of attention stores them."""
         return write_places(self.state, self.table)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -133,29 +96,19 @@ class DecodePlan:
             return store_and_attend(query, key, value, keys, values, table, lengths, scale, window)
         self.cache.store(layer, self.places, key, value)
         compute = stable_attention if self.stable else paged_attention
-        out = None
+        if len(self.groups) == 1:
+            ((_, table, lengths),) = self.groups
+            return compute(query, keys, values, table, lengths, scale, window)
+        out = torch.empty_like(query)
         for rows, table, lengths in self.groups:
-            if rows is None:
-                return compute(query, keys, values, table, lengths, scale, window)
-            out = torch.empty_like(query) if out is None else out
             out[rows] = compute(query[rows], keys, values, table, lengths, scale, window)
-        assert out is not None, "a step has rows"
         return out
-
-    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        assert self.steps, "a gated delta net needs states"
-        return self.steps.convolve(layer, x, weight)
-
-    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        assert self.steps, "a gated delta net needs states"
-        return self.steps.delta_rule(layer, query, key, value, decay, beta)
 
 
 class DecodeStep:
     """Decoding steps of one base model over one cache."""
 
     def __init__(self, base: BaseModel, cache: KVCache, states: StateSlots | None, adapters: BatchedAdapters) -> None:
-        """`adapters` has the columns of the rows."""
         self.base = base
         self.cache = cache
         self.states = states
@@ -166,8 +119,8 @@ class DecodeStep:
     def __call__(self, batch: DeviceBatch, rows: StepRows, in_place: bool = False) -> Tensor:
         """Compute the first rows of the batch and advance them; returns their logits [rows, vocabulary] in float32.
 
-        What was drawn lies in `batch.drawn`. If it raises, the rows are wrong, but no state of a gated delta net has been stepped, unless
-        they are stepped `in_place`.
+        What was drawn lies in `batch.drawn`. If it raises, the rows are wrong, but states of gated delta nets have been stepped only if
+        `in_place`.
         """
         state, table = batch.state[: rows.count], batch.table[: rows.count]
         steps: StateSteps | StepsInPlace | None = None
@@ -182,8 +135,7 @@ class DecodeStep:
             logits = self._logits_of(rows.owner, state, positions, plan)
         tokens, logprobs = choose_next(logits, choice_of_rows(state), rows.truncates)
         drawn = torch.stack([tokens.double(), logprobs.double()], dim=1)  # [rows, 2]
-        if steps:
-            steps.commit()
+        plan.commit()
         # From here on nothing takes memory: a state that has been stepped is not stepped again.
         batch.drawn[: rows.count].copy_(drawn)
         state[:, TOKEN].copy_(tokens)
@@ -191,22 +143,22 @@ class DecodeStep:
         return logits
 
     def can_be_captured(self, batch: DeviceBatch, rows: StepRows) -> bool:
-        """Whether a CUDA graph can hold such a step: our own decoder waits for nothing, of transformers' modules nobody knows.
+        """Return whether a CUDA graph can hold such a step: our decoder reads nothing on the host, transformers' modules may.
 
-        A graph attends to all the blocks that a row could have. Where no kernel does that, these are copied, and graphs keep the memory.
+        A graph attends to all blocks that a row could have. Where no kernel does that, these are copied, and graphs keep the memory.
         """
         known = self.base.decoder is not None and (rows.owner is None or isinstance(rows.owner, FullWeights))
         return known and gathered_bytes(self.cache.keys[0], rows.count, batch.table.shape[1]) <= MOST_GATHERED
 
     def places(self) -> Hashable:
-        """Addresses of all that steps read except the batch: while they are equal, a captured step can be replayed."""
+        """Return the addresses of all that steps read except the batch: while they are equal, a captured step can be replayed."""
         tensors = [self.cache.keys, self.cache.values, self.base.lm_head, next(self.base.language_model.parameters())]
         if self.states:
             tensors += [self.states.inputs, self.states.memory]
         return self.adapters.generation, *(tensor.data_ptr() for tensor in tensors)
 
     def _logits(self, decoder: Decoder, state: Tensor, positions: Tensor, plan: DecodePlan, has_adapters: bool) -> Tensor:
-        """[rows, vocabulary] float32 of rows of the base and of adapters that have columns."""
+        """Compute the logits of rows of the base and of adapters that have columns."""
         embeddings = self.base.language_model.get_input_embeddings()(state[:, TOKEN])
         adapters: Adapters = SegmentAdapters(())
         if has_adapters:
@@ -217,7 +169,7 @@ class DecodeStep:
         return adapters.apply(self.head, hidden).float()
 
     def _logits_of(self, owner: Weights | None, state: Tensor, positions: Tensor, plan: DecodePlan) -> Tensor:
-        """[rows, vocabulary] float32 of rows that all have these weights."""
+        """Compute the logits of rows that all have these weights."""
         row = PackedRow(
             token_ids=state[:, TOKEN],
             positions=positions,
@@ -232,7 +184,7 @@ class DecodeStep:
 
 
 def choice_of_rows(state: Tensor) -> DeviceChoice:
-    """Return how each row chooses its next token, from `DeviceBatch.state`."""
+    """Read from `DeviceBatch.state` how each row chooses its next token."""
     numbers = state.view(torch.float64)
     return DeviceChoice(
         temperature=numbers[:, TEMPERATURE].float(),
@@ -245,7 +197,7 @@ def choice_of_rows(state: Tensor) -> DeviceChoice:
 
 
 def rows_of(batch: DeviceBatch, owner: Weights | None) -> StepRows:
-    """Return the host's facts about the rows in use. `owner` has all of them, if their weights have no columns."""
+    """Collect the host's facts about the rows in use. `owner` has all of them, if their weights have no columns."""
     jobs = [seat.sequence.job for seat in batch.seats]
     on_cpu = batch.device.type == "cpu"
     return StepRows(
@@ -253,16 +205,16 @@ def rows_of(batch: DeviceBatch, owner: Weights | None) -> StepRows:
         truncates=any(job.params.top_k > 0 or job.params.top_p < 1 for job in jobs),
         needs_logits=any(job.topk for job in jobs),
         has_adapters=owner is None and any(job.weights is not None for job in jobs),
-        groups=_similar([seat.blocks for seat in batch.seats]) if on_cpu else [AttendTogether(None, batch.table.shape[1])],
+        groups=_similar([seat.blocks for seat in batch.seats]) if on_cpu else [(slice(None), batch.table.shape[1])],
         owner=owner,
     )
 
 
-def _similar(blocks: list[int]) -> list[AttendTogether]:
-    """Rows whose numbers of blocks differ by a factor of two at most."""
+def _similar(blocks: list[int]) -> list[Together]:
+    """Group rows whose numbers of blocks differ by a factor of two at most."""
     classes: dict[int, list[int]] = {}
     for row, count in enumerate(blocks):
-        classes.setdefault((max(count, NARROW) - 1).bit_length(), []).append(row)
+        classes.setdefault(size_class(count), []).append(row)
     if len(classes) == 1:
-        return [AttendTogether(None, max(blocks))]
-    return [AttendTogether(torch.tensor(rows), max(blocks[row] for row in rows)) for rows in classes.values()]
+        return [(slice(None), max(blocks))]
+    return [(torch.tensor(rows), max(blocks[row] for row in rows)) for rows in classes.values()]

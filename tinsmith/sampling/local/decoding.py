@@ -1,7 +1,7 @@
-"""Decoding steps as the host sees them: it tells the device to compute one, and reads what was drawn when that is done.
+"""Decoding steps on the host: it tells the device to compute one, and reads later what was drawn.
 
-Between the two the host may tell the device to compute the next step, or anything else: the device does one thing after the other. A
-sequence that has left its row meanwhile gets none of the tokens that were drawn for it.
+Meanwhile it may tell the device to compute the next step, or anything else. A sequence that has left its row gets none of the tokens that
+were drawn for it.
 """
 
 import logging
@@ -30,10 +30,10 @@ from tinsmith.sampling.local.states import StateSlots
 log = logging.getLogger(__name__)
 
 MOST_COLUMNS = 512
-"""Ranks of adapters that are decoded together, in all: eight adapters of rank 64. More than that run apart."""
+"""Ranks of adapters that are decoded together, in all: eight adapters of rank 64. More run apart."""
 
 Drawn = tuple[SequenceState, int, float, tuple[list[int], list[float]] | Exception | None]
-"""A sequence, its next token, the token's log-probability, and the likeliest tokens there if they are wanted, or why there are none."""
+"""A sequence, its next token, the token's log-probability, and the likeliest tokens there, or why there are none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Tops:
     """The likeliest tokens at the rows of a step that want them."""
 
     rows: dict[int, int]
-    """Number of alternatives that each row wants, in the order of `ids`."""
+    """Number of tokens that each row wants, in the order of `ids`."""
     ids: Tensor
     """[rows that want some, most that one wants], on the host once the step is done."""
     logprobs: Tensor
@@ -49,48 +49,42 @@ class Tops:
 
 @dataclass(frozen=True, eq=False)
 class Flight:
-    """A step that the device was told to compute, and whose tokens the host has not read yet."""
+    """A step that the device was told to compute, and that the host has not read yet."""
 
     seats: tuple[Seat, ...]
-    """Sequences of the rows."""
     drawn: Tensor
     """[rows, 2] tokens and log-probabilities, on the host once the step is done."""
     tops: Tops | Exception | None
-    """The reason why there are none, if the rows that want them cannot have them."""
     done: torch.cuda.Event | None
-    """None on a CPU, which is done at once."""
 
 
 class Decoding:
     """The batches of one sampler.
 
-    The base and its adapters share one. Weights that cannot be among its columns have batches of their own: full weights, adapters that
-    hold a NaN or find no room, and all adapters of a model that runs through transformers' modules or computes deterministically.
+    The base and its adapters share one. Full weights, adapters that hold a NaN or find no room, and all adapters of a model that runs
+    through transformers' modules or computes deterministically, have batches of their own.
     """
 
     def __init__(self, base: BaseModel, cache: KVCache, states: StateSlots | None, places: int, eager: bool) -> None:
-        """`places` is the most sequences that run at once; with `eager` no step becomes a graph."""
         self.base = base
         self.cache = cache
         self.adapters = BatchedAdapters(base.layout, base.device, base.dtype, MOST_COLUMNS)
         self.placed: dict[int, Adapter] = {}
-        """Adapters that have columns, by id."""
         self.apart: dict[int, Weights] = {}
-        """Weights that have none, by id."""
         self.step = DecodeStep(base, cache, states, self.adapters)
         self.captures = base.device.type == "cuda" and not eager and not base.deterministic
         self.run = StepRunner(self.step, self.captures)
-        """Runs the steps of the base and its adapters, whose graphs stay when nothing runs."""
+        """Runs the steps of the base and its adapters. Its graphs stay when nothing runs."""
         self.places = places
         self.blocks = min(cache.total, blocks_for(base.max_context))
         self.scratch_slot = states.scratch if states else 0
         self.batches: dict[int, DeviceBatch] = {}
         """Batches by the id of weights that decode apart; 0 for all others."""
         self.runners: dict[int, StepRunner] = {}
-        """Those of weights that are apart, by id."""
+        """Runners of weights that decode apart, by id."""
 
     def groups(self, running: Sequence[SequenceState]) -> list[list[SequenceState]]:
-        """The sequences that share a step, in one list each."""
+        """Group the sequences that share a step."""
         self._follow_owners({id(sequence.job.weights): sequence.job.weights for sequence in running})
         groups: dict[int, list[SequenceState]] = {}
         for sequence in running:
@@ -100,7 +94,7 @@ class Decoding:
     def launch(self, sequences: Sequence[SequenceState]) -> Flight:
         """Tell the device to compute the next token of all sequences of one group.
 
-        If it raises, no sequence has changed. It must not be called again then before the flights under way are collected.
+        If it raises, no sequence has changed, and the flights under way must be collected before the next call.
         """
         key = self._key(sequences[0])
         batch = self.batches.get(key)
@@ -111,7 +105,7 @@ class Decoding:
         return self._launch(batch, sequences, self.runners[key] if key else self.run)
 
     def launch_alone(self, sequences: Sequence[SequenceState]) -> Flight:
-        """Launch a step for some of a group, after a step of the whole group has failed."""
+        """Launch a step for some of a group, after a step of all has failed."""
         for sequence in sequences:
             sequence.seat = None
         return self._launch(self._batch(len(sequences)), sequences, self.step)
@@ -184,39 +178,35 @@ class Decoding:
                 yield seat.sequence, int(token), logprob, missing or tops.get(row)
 
     def rest(self) -> None:
-        """Nothing runs: hold no weights and no sequences until something does."""
+        """Hold no weights and no sequences until something runs."""
         self._follow_owners({})
         for batch in self.batches.values():
             batch.forget()
 
     def clear(self) -> None:
-        """Forget all rows."""
         self.batches.clear()
         self.runners.clear()
         self._follow_owners({})
 
     def _tops(self, batch: DeviceBatch, logits: Tensor) -> Tops | Exception | None:
-        """The likeliest tokens at the rows that want them, or why there are none."""
-        try:
-            return self._find_tops(batch, logits)
-        except RuntimeError as error:  # there is no memory for them
-            return error
-
-    def _find_tops(self, batch: DeviceBatch, logits: Tensor) -> Tops | None:
+        """Find the likeliest tokens at the rows that want them, or why there are none."""
         wanted = {seat.row: seat.sequence.job.topk for seat in batch.seats if seat.sequence.job.topk}
         if not wanted:
             return None
         rows = list(wanted)
         temperatures = [batch.seats[row].sequence.job.params.temperature or 1.0 for row in rows]
-        ids, logprobs = likeliest(
-            logits.index_select(0, upload(np.array(rows), logits.device)),
-            upload(np.array(temperatures, dtype=np.float32), logits.device),
-            max(wanted.values()),
-        )
-        return Tops(wanted, self._to_host(ids), self._to_host(logprobs))
+        try:
+            ids, logprobs = likeliest(
+                logits.index_select(0, upload(np.array(rows), logits.device)),
+                upload(np.array(temperatures, dtype=np.float32), logits.device),
+                max(wanted.values()),
+            )
+            return Tops(wanted, self._to_host(ids), self._to_host(logprobs))
+        except RuntimeError as error:  # there is no memory for them
+            return error
 
     def _to_host(self, values: Tensor) -> Tensor:
-        """A copy on the host, which is there when the device has got so far."""
+        """Copy to the host, where it is when the device has got so far."""
         if values.device.type == "cpu":
             return values.clone()
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -1,11 +1,10 @@
 """The running sequences as rows of tensors on the device: what a decoding step reads, and what it changes itself.
 
-A sequence that starts to run gets a row, a `Seat`. From then on the device advances token and length by itself, and the host only says
-what the device cannot know: a new block, a row that is free again, a sequence that joins. All of that goes up in one copy, behind the step
-that is being computed, so the host may say it before it knows the tokens of that step. Rows are compact: when a sequence leaves, the last
-row takes its place, on the device.
+A sequence that starts to run gets a row, a `Seat`. Then the device advances token and length by itself, and the host only says what the
+device cannot know, such as a new block. That goes up in one copy behind the step that is being computed, so the host need not know the
+tokens of that step. Rows are compact: when a sequence leaves, the last row takes its place, on the device.
 
-Rows that nobody has are dead: they compute a sequence of one token in the scratch block and the scratch slot, for ever.
+Dead rows, which nobody has, compute a sequence of one token in the scratch block and the scratch slot, for ever.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,35 +34,31 @@ from tinsmith.sampling.prefix import BLOCK
     _,  # to this one, which is not included
     FIELDS,
 ) = range(14)
-"""Columns of `DeviceBatch.state`."""
 
 Columns = tuple[int, int]
-"""The first column of its adapter and the one behind the last. Equal numbers mean the base."""
+"""The first column of an adapter and the one behind its last. Equal numbers mean the base."""
 
 
 class DeviceBatch:
-    """Rows for at most so many sequences."""
+    """Rows for so many sequences."""
 
     def __init__(
         self, places: int, blocks: int, device: torch.device, scratch_slot: int, columns: Callable[[SequenceState], Columns]
     ) -> None:
-        """`blocks` is the most blocks that one sequence has; `columns` says which are those of its adapter."""
+        """`blocks` is the most that one sequence has; `columns` says which are those of its adapter."""
         self.device = device
         self.columns = columns
         self.scratch_slot = scratch_slot
         self.state = upload(np.tile(self.dead_row(), (places, 1)), device)
         """[places, FIELDS] int64"""
         self.table = torch.zeros(places, blocks + 1, dtype=torch.int32, device=device)
-        """The blocks of each row, in order. Behind the last is the scratch block: a sequence that has ended may write one token there."""
+        """The blocks of each row, in order, then the scratch block: a sequence that has ended may write one token there."""
         self.drawn = torch.zeros(places, 2, dtype=torch.float64, device=device)
-        """Last token drawn for each row, and its log-probability."""
         self.seats: list[Seat] = []
-        """Sequences of the rows."""
         self.is_wrong = False
-        """A step has failed, and what the rows hold means nothing any more."""
+        """A step has failed: what the rows hold means nothing."""
 
     def dead_row(self) -> NDArray[np.int64]:
-        """The state of a row that nobody has."""
         row = np.zeros(FIELDS, dtype=np.int64)
         row[LENGTH], row[TOP_K], row[SLOT] = 1, -1, self.scratch_slot
         row[[TEMPERATURE, TOP_P]] = np.ones(2).view(np.int64)
@@ -91,7 +86,7 @@ class DeviceBatch:
         self.is_wrong = False
 
     def forget(self) -> None:
-        """Let all rows be free; the next call of `follow` writes them anew."""
+        """Free all rows; the next call of `follow` writes them anew."""
         for seat in self.seats:
             if seat.taken:
                 seat.sequence.seat = None
@@ -99,7 +94,6 @@ class DeviceBatch:
             self.seats, self.is_wrong = [], True
 
     def _seat(self, joining: Sequence[SequenceState], free: Sequence[int]) -> list[Seat]:
-        """Give each of them one of the free rows, or a new one."""
         joined = []
         for index, sequence in enumerate(joining):
             seat = sequence.seat = Seat(sequence, free[index] if index < len(free) else len(self.seats))
@@ -125,7 +119,7 @@ class DeviceBatch:
         return moves
 
     def _new_blocks(self) -> tuple[list[int], list[int]]:
-        """The blocks that rows do not know yet: where in the flat table each belongs, and its number."""
+        """Return the blocks that rows do not know yet: where each belongs in the flat table, and its number."""
         places: list[int] = []
         numbers: list[int] = []
         width = self.table.shape[1]
@@ -142,7 +136,7 @@ class DeviceBatch:
     def _send(
         self, moves: Sequence[tuple[int, int]], dead: Iterable[int], joined: Sequence[Seat], places: Sequence[int], blocks: Sequence[int]
     ) -> None:
-        """Change rows and table, in one copy."""
+        """Change rows and table in one copy."""
         gone = [*dead]
         sources, targets = zip(*moves, strict=True) if moves else ((), ())
         rows = [seat.row for seat in joined]
@@ -164,7 +158,6 @@ class DeviceBatch:
             self.table.view(-1).index_copy_(0, where, numbers.to(torch.int32))
 
     def _row(self, sequence: SequenceState) -> NDArray[np.int64]:
-        """The state of a row whose sequence begins to run."""
         job = sequence.job
         row = np.empty(FIELDS, dtype=np.int64)
         row[TOKEN], row[LENGTH], row[ADVANCE] = sequence.tokens[-1], sequence.length, 1
@@ -178,7 +171,7 @@ class DeviceBatch:
 
 
 def write_places(state: Tensor, table: Tensor) -> Tensor:
-    """Return the place of each row's newest token, block · BLOCK + offset, [rows] int64, from `DeviceBatch.state` and `table`."""
+    """Return the place [rows] int64 of each row's newest token, block · BLOCK + offset, from `DeviceBatch.state` and `table`."""
     last = state[:, LENGTH] - 1
     block = table.gather(1, (last // BLOCK).unsqueeze(1)).squeeze(1)
     return block * BLOCK + last % BLOCK

@@ -1,57 +1,145 @@
-"""The cache of keys and values: blocks of `BLOCK` tokens that sequences own, share, and leave for others that begin alike.
+"""The memory of sampling: blocks of keys and values that sequences own, share, and leave for others that begin alike; and its division.
 
-A block is in use (by one or more sequences), idle (by none, but it holds tokens under a known key, `sampling/prefix.py`) or free. Idle
-blocks are found again by their key, until their memory is needed: then the least recently used goes first.
+A block of `BLOCK` tokens is in use (by one or more sequences), idle (by none, but it holds tokens under a known key, `sampling/prefix.py`)
+or free. Idle blocks are found again by their key, until their memory is needed: then the least recently used goes first. Gated delta nets
+keep a state of fixed size for each sequence instead, in slots (`states.py`).
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from tinsmith.errors import ConfigError
 from tinsmith.models.device import reserve_zeros, upload
-from tinsmith.sampling.local.cache_shape import CacheShape
+from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.sampling.prefix import BLOCK
+
+Kind = TypeVar("Kind", Attention, DeltaNet)
+
+SAVED = 8
+"""Share of the slots that is for saved states: one of so many."""
+FREE_BLOCKS = 2**16
+"""Blocks of a model in which no layer attends: they count its tokens, and take no memory."""
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Numbers of blocks and slots."""
+
+    blocks: int
+    slots: int
+
+    @property
+    def places(self) -> int:
+        """Number of sequences of a model with gated delta nets that run at once.
+
+        Some slots are left to saved states. Otherwise every prompt that begins like an earlier one would be computed whole while all places
+        are taken, as they always are in reinforcement learning.
+        """
+        return self.slots - max(self.slots // SAVED, int(self.slots >= 4))
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Memory that the layers of a model take while they sample."""
+
+    layers: tuple[LayerKind, ...]
+    dtype: torch.dtype
+    """Precision of keys, values and inputs of convolutions; recurrent states are float32."""
+    device: torch.device
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        return tuple(number for number, kind in enumerate(self.layers) if isinstance(kind, Attention))
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        return tuple(number for number, kind in enumerate(self.layers) if isinstance(kind, DeltaNet))
+
+    @property
+    def attention(self) -> Attention:
+        """The kind of all layers that attend; without heads if there is none. Raises ConfigError if they differ."""
+        return self._only(Attention) or Attention(0, 0)
+
+    @property
+    def delta_net(self) -> DeltaNet | None:
+        """The kind of all gated delta nets; None if there is none. Raises ConfigError if they differ."""
+        return self._only(DeltaNet)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return BLOCK * len(self.attention_layers) * self.attention.bytes_per_token(self.dtype)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's states; 0 if there are none."""
+        kind = self.delta_net
+        return len(self.delta_layers) * kind.state_bytes(self.dtype) if kind else 0
+
+    def divide(self, budget: int, max_running: int) -> CacheSizes:
+        """Compute the blocks and slots that `budget` bytes hold, for at most `max_running` sequences at once.
+
+        Slots get up to half of the budget: a state of Qwen3.5 takes as much as keys and values of about 1,600 tokens, the length of a
+        prompt with its answer. Raises ConfigError if the budget does not hold one sequence.
+        """
+        slots = 0
+        if self.state_bytes:
+            useful = -(-SAVED * max_running // (SAVED - 1))
+            slots = max(1, min(useful, budget // (2 * self.state_bytes)))
+        left = budget - slots * self.state_bytes
+        blocks = max(left, 0) // self.block_bytes if self.block_bytes else FREE_BLOCKS
+        if slots and (left < 0 or blocks < 1):
+            state = self.state_bytes / 2**30
+            raise ConfigError(
+                f"sampling.kv_cache_gib={budget / 2**30:.3g} does not hold one sequence, whose state takes {state:.3g} GiB beside keys and "
+                f"values; start with --kv-cache-gib {8 * state:.3g}, which holds four states, or more"
+            )
+        return CacheSizes(max(1, blocks), slots)
+
+    def _only(self, wanted: type[Kind]) -> Kind | None:
+        kinds = {kind for kind in self.layers if isinstance(kind, wanted)}
+        if len(kinds) > 1:
+            raise ConfigError(f"the local sampler needs layers of equal sizes, and these differ: {', '.join(sorted(map(str, kinds)))}")
+        return kinds.pop() if kinds else None
 
 
 def blocks_for(tokens: int) -> int:
-    """Return the number of blocks for that many tokens."""
+    """Return the number of blocks for so many tokens."""
     return -(-tokens // BLOCK)
 
 
 class KVCache:
-    """The cache and the use of its blocks. It has one block more than asked for: block 0 is scratch and never given out.
-
-    What is computed for nobody is written to the scratch block, and nothing reads it.
-    """
+    """The cache and the use of its blocks. Block 0 is scratch: what is computed for nobody is written there, and nothing reads it."""
 
     def __init__(self, shape: CacheShape, blocks: int) -> None:
         kind = shape.attention
         self.index = {number: index for index, number in enumerate(shape.attention_layers)}
-        """Index of a layer's keys and values, by its number."""
+        """Index of a layer's keys and values by its number."""
         size = (len(self.index), blocks + 1, BLOCK, kind.kv_heads, kind.head_dim)
         self.keys = reserve_zeros(size, shape.dtype, shape.device)
         self.values = reserve_zeros(size, shape.dtype, shape.device)
         self.total = blocks
         self.free: list[int] = []
         self.unclean: set[int] = set()
-        """Blocks that were taken and hold what was in them before, until `clean`."""
+        """Blocks that were taken and not cleaned yet."""
         self.users: list[int] = []
         self.idle: OrderedDict[int, None] = OrderedDict()
-        """Idle blocks, least recently used first."""
         self.block_of: dict[bytes, int] = {}
-        """Full blocks by their key."""
         self.key_of: dict[int, bytes] = {}
         self.clear()
 
     @property
     def available(self) -> int:
-        """Number of blocks that `take` can give."""
         return len(self.free) + len(self.idle)
 
     def clear(self) -> None:
-        """All blocks are free, and nothing is known."""
+        """Free all blocks, and forget all keys."""
         self.free = list(range(self.total, 0, -1))
         self.unclean.clear()
         self.users = [0] * (self.total + 1)
@@ -60,10 +148,7 @@ class KVCache:
         self.key_of.clear()
 
     def take(self, count: int) -> list[int]:
-        """Take that many blocks. Call `clean` before they are read.
-
-        Raises KeyError when there are too few: callers look at `available` first.
-        """
+        """Take that many blocks; call `clean` before they are read. Raises KeyError when there are fewer than that `available`."""
         while len(self.free) < count:
             block, _ = self.idle.popitem(last=False)
             del self.block_of[self.key_of.pop(block)]
@@ -76,10 +161,7 @@ class KVCache:
         return blocks
 
     def clean(self) -> None:
-        """Clear the blocks that were taken: attention multiplies what it masks by 0, and a NaN that another model left would get through.
-
-        If memory runs out, they stay unclean.
-        """
+        """Clear the blocks that were taken: attention multiplies what it masks by 0, which keeps a NaN."""
         if self.unclean:
             blocks = upload(np.fromiter(self.unclean, np.int64), self.keys.device)
             self.keys.index_fill_(1, blocks, 0)
@@ -87,7 +169,7 @@ class KVCache:
             self.unclean.clear()
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known beginning of `keys`."""
+        """Return the blocks of the longest known beginning of `keys`."""
         found: list[int] = []
         for key in keys:
             if key not in self.block_of:
@@ -102,14 +184,14 @@ class KVCache:
         return block
 
     def remember(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Note the keys of full blocks, which will not change any more. A key that is known already stays with its block."""
+        """Note the keys of full blocks, which will not change any more. A known key stays with its block."""
         for key, block in zip(keys, blocks, strict=True):
             if key not in self.block_of and block not in self.key_of:
                 self.block_of[key] = block
                 self.key_of[block] = key
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """A sequence no longer needs these blocks, given in its order: the last is the first to be evicted."""
+        """Give back the blocks of a sequence, in its order: the last is evicted first."""
         for block in reversed(blocks):
             self.users[block] -= 1
             if self.users[block] == 0:
@@ -119,7 +201,6 @@ class KVCache:
                     self.free.append(block)
 
     def copy(self, block: int) -> int:
-        """A new block with the same content."""
         (target,) = self.take(1)
         self.unclean.discard(target)
         self.keys[:, target] = self.keys[:, block]
@@ -127,11 +208,11 @@ class KVCache:
         return target
 
     def store(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write key and value [tokens, kv_heads, head_dim] of new tokens of a layer, at `places` [tokens] (block · BLOCK + offset)."""
+        """Write key and value [tokens, kv_heads, head_dim] of a layer at `places` [tokens] (block · BLOCK + offset)."""
         index = self.index[layer]
         self.keys[index].flatten(0, 1).index_copy_(0, places, key)
         self.values[index].flatten(0, 1).index_copy_(0, places, value)
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, [blocks, BLOCK, kv_heads, head_dim] each."""
+        """Return keys and values of one layer, [blocks, BLOCK, kv_heads, head_dim] each."""
         return self.keys[self.index[layer]], self.values[self.index[layer]]

@@ -1,13 +1,13 @@
 """Decides what a sequence need not compute, because another with the same beginning has computed it or is about to.
 
-Keys and values can be shared up to any full block. A state cannot be cut, so in a model with gated delta nets a sequence can only go on
-behind a block at whose end a state was saved. It is saved
+Keys and values can be shared up to any full block. A state of gated delta nets cannot be cut, so a sequence can only go on behind a block
+at whose end one was saved:
 
 - at the last full block of a prompt, for other requests with this prompt;
 - where two prompts that begin alike part, for all that follow with the same beginning, such as a system prompt;
 - at the last full block of a sequence that grows, for the next turn of a conversation, and for itself if it is preempted.
 
-The first two cut a prompt into one more piece than it needs, so they must spare others at least `WORTH_SAVING` blocks.
+The first two cut a prompt once more, so they must spare others at least `WORTH_SAVING` blocks.
 """
 
 from collections.abc import Iterable
@@ -18,22 +18,21 @@ from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prefix import BLOCK
 
 WORTH_SAVING = 64 // BLOCK
-"""Blocks that a state must spare another sequence, for a prompt to be cut where it is saved."""
 
 
 class PrefixCache:
-    """The prefix cache: known beginnings of sequences, and states that are to be saved of them."""
+    """Known beginnings of sequences, and states that are to be saved of them."""
 
     def __init__(self, cache: KVCache, states: StateSlots | None) -> None:
         self.cache = cache
         self.states = states
 
     def coming(self, filling: Iterable[SequenceState]) -> dict[bytes, SequenceState]:
-        """Prompts that are being computed, by the keys of their blocks."""
+        """Return the prompts that are being computed, by the keys of their blocks."""
         return {key: sequence for sequence in filling for key in sequence.keys_of(sequence.length // BLOCK)}
 
     def known(self, sequence: SequenceState) -> list[int]:
-        """The blocks of its beginning that it need not compute."""
+        """Return the blocks of its beginning that it need not compute."""
         keys = sequence.keys_of(sequence.needed_from // BLOCK)
         found = self.cache.find(keys)
         return found[: self.states.longest(keys[: len(found)])] if self.states else found
@@ -58,7 +57,7 @@ class PrefixCache:
         return known
 
     def worth_saving(self, sequence: SequenceState, found: int) -> set[int]:
-        """After how many blocks the state of a sequence is to be saved that is about to be computed from behind its first `found` blocks.
+        """Return after how many blocks the state of a sequence is to be saved that is computed from behind its first `found` blocks.
 
         If more blocks than these are known, an earlier prompt began with them and went on in another way, or its state is lost.
         """
@@ -84,8 +83,8 @@ class PrefixCache:
     def save_state(self, sequence: SequenceState, may_evict: bool) -> None:
         """Save the state of a sequence that a pass has computed to the end of a block.
 
-        What `SequenceState.saves` does not name takes the place of what the sequence saved so before; if it has none, it takes a slot from
-        a saved state only if it `may_evict` one.
+        What `SequenceState.saves` does not name replaces what the sequence saved so before; if there is none, a saved state gives up its
+        slot only if it `may_evict` one.
         """
         if self.states is None or sequence.stored % BLOCK:
             return

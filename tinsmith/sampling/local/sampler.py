@@ -1,7 +1,7 @@
 """The local sampler: continuous batching over the training weights, with a paged cache, and slots for the states of gated delta nets.
 
-`add` takes requests; each `step` gives every running sequence its next token (`decoding.py`), and computes a piece of the prompts that
-wait in a pass, whatever models and snapshots they belong to. `schedule.py` decides what is computed.
+Each `step` gives every running sequence its next token (`decoding.py`), and computes a piece of the prompts that wait in a pass, whatever
+models and snapshots they belong to. `schedule.py` decides what is computed.
 """
 
 import logging
@@ -11,28 +11,21 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from tinsmith.config import SamplingConfig
-from tinsmith.errors import DeviceLostError, TinsmithError, UserError
+from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE
-from tinsmith.models.device import upload
 from tinsmith.models.full import Weights
-from tinsmith.models.lora import Adapter
-from tinsmith.models.threads import threads_for
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.choose import choose
-from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
-from tinsmith.sampling.local.cached_attention import CachedPlan, Window
 from tinsmith.sampling.local.decoding import Decoding, Drawn, Flight
-from tinsmith.sampling.local.kv_cache import KVCache
-from tinsmith.sampling.local.schedule import Schedule
-from tinsmith.sampling.local.sequence import SampleJob, SequenceState, StopRuleState, choice_of
+from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes, KVCache
+from tinsmith.sampling.local.prompt_pass import PromptPasses
+from tinsmith.sampling.local.schedule import PromptWindows, Schedule
+from tinsmith.sampling.local.sequence import SampleJob, SequenceState
 from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.prompt_scores import PromptScores
@@ -40,7 +33,6 @@ from tinsmith.sampling.sampler import SampleEvent, SampleFailure, ref_of
 from tinsmith.sampling.stopping import stop_rule
 from tinsmith.store import ids
 from tinsmith.training.backend import is_out_of_memory
-from tinsmith.training.logprobs import head_logits, head_lora
 from tinsmith.wire.sample import SampleRequest
 
 log = logging.getLogger(__name__)
@@ -52,34 +44,29 @@ class LocalSampler:
     """The `Sampler` of one base model in this process."""
 
     def __init__(self, base: BaseModel, config: SamplingConfig, logits_chunk: int, sizes: CacheSizes | None = None) -> None:
-        """`sizes` are those of the cache; None divides `config.kv_cache_gib`, or what a CPU gives it.
-
-        Raises ConfigError if that does not hold one sequence.
-        """
+        """`sizes` are the cache's; None divides `config.kv_cache_gib`. Raises ConfigError if that does not hold one sequence."""
         self.base = base
-        self.logits_chunk = logits_chunk
         shape = CacheShape(base.layout.layers, base.dtype, base.device)
         sizes = sizes or shape.divide(int(config.kv_cache_gib * 2**30) or CPU_CACHE, config.max_running)
         self.cache = KVCache(shape, sizes.blocks)
         self.states = StateSlots(shape, sizes.slots) if shape.state_bytes else None
         places = min(config.max_running, sizes.places) if self.states else config.max_running
         self.schedule = Schedule(self.cache, self.states, places, config.prefill_tokens, config.prefill_tokens_beside)
+        self.prompts = PromptPasses(base, self.schedule, logits_chunk)
         self.decoding = Decoding(base, self.cache, self.states, places, config.eager)
         self.runs_ahead = base.device.type == "cuda"
-        """Whether a step is launched before the tokens of the one before are read: a CPU would only compute it sooner."""
+        """Whether a step is launched before the tokens of the one before are read. It saves nothing on a CPU."""
         self.flights: list[Flight] = []
-        """Steps that were launched ahead."""
         self.meanwhile: list[SampleEvent] = []
         """Events of steps in the middle of a pass over prompts, if `deliver` does not take them."""
         self.deliver: Callable[[Sequence[SampleEvent]], None] | None = None
-        """Takes such events at once. It is that of the `step` under way."""
+        """Takes such events at once. It is that of the last `step`."""
         self.failed_meanwhile: list[SampleJob] | None = None
-        """Jobs that failed in the middle of such a pass: it computes their prompts too, so they are dropped behind it."""
+        """Jobs that failed in the middle of such a pass, which computes their prompts too: they are dropped behind it."""
         self.must_settle = False
-        """A step that was launched ahead has failed: what is under way is read first, then it is tried again."""
+        """A step launched ahead has failed: what is under way is read before it is tried again."""
 
     def capacity(self) -> str:
-        """Size of the cache, in words."""
         tokens = f"{self.cache.total * BLOCK:,} tokens"
         if self.states is None:
             return tokens
@@ -99,7 +86,6 @@ class LocalSampler:
 
     @property
     def room(self) -> int:
-        """Number of requests that may be added: as many may wait as can run."""
         return self.schedule.max_running - sum(1 + s.forks for s in self.schedule.waiting)
 
     def check_model(self, shape: LoraShape) -> None:
@@ -124,7 +110,7 @@ class LocalSampler:
             max_new=self._max_new(request, len(rendered)),
             unfinished=request.num_samples,
         )
-        rule: StopRuleState = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
+        rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
         job.sequences = [SequenceState(job, index, rule.for_another()) for index in range(job.num_samples)]
         self.schedule.waiting.add(job.session, job.sequences[0])
 
@@ -139,11 +125,11 @@ class LocalSampler:
                 job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
 
     def step(self, deliver: Callable[[Sequence[SampleEvent]], None] | None = None) -> list[SampleEvent]:
-        """A token of every running sequence, and a piece of the prompts that wait. `deliver` is given what comes before the piece is done.
+        """Compute a token of every running sequence, and a piece of the prompts that wait. `deliver` is given what comes before that piece.
 
-        What runs out of memory leaves no trace, and is smaller the next time. Raises errors of deciding what to compute, for which no
-        single request is responsible.
+        What runs out of memory leaves no trace, and is smaller the next time. Raises errors of deciding what to compute.
         """
+        self.deliver = deliver
         try:
             if not self.flights:
                 self.schedule.grow()
@@ -158,11 +144,7 @@ class LocalSampler:
             if deliver is not None:
                 deliver(events)
                 events = []
-            self.deliver = deliver
-            try:
-                events += self._compute_prompts(windows)
-            finally:
-                self.deliver = None
+            events += self._compute_prompts(windows)
         events += self._taken_meanwhile()
         self._rest()
         return events
@@ -172,13 +154,11 @@ class LocalSampler:
         return meanwhile
 
     def _rest(self) -> None:
-        """Hold no weights for sampling that has ended."""
         if not self.schedule.running:
             self.flights = []
             self.decoding.rest()
 
     def _decode(self) -> list[SampleEvent]:
-        """The next token of every sequence that runs."""
         events: list[SampleEvent] = []
         flights = self.flights or self._launch(events)
         return events + self._read(flights)
@@ -191,7 +171,7 @@ class LocalSampler:
                 self.deliver(self._taken_meanwhile())
 
     def _read(self, flights: list[Flight]) -> list[SampleEvent]:
-        """Take the tokens of these steps. The step after that is launched before they are read, where that helps."""
+        """Take the tokens of these steps. The next step is launched before they are read, where that helps."""
         events: list[SampleEvent] = []
         self.flights = []
         ahead = self._launch_ahead() if flights and self.runs_ahead and not self.must_settle else []
@@ -207,17 +187,9 @@ class LocalSampler:
         failed: list[list[SequenceState]] = []
         self.must_settle = False
         for group in self.decoding.groups(self.schedule.running):
-            group = _there(group)
-            if not group:
-                continue
-            try:
-                flights.append(self.decoding.launch(group))
-            except Exception as error:
-                if isinstance(error, DeviceLostError):
-                    raise
-                if not (is_out_of_memory(error) and self.schedule.retreat([])):
-                    log.warning("a decoding step failed; each sample of it is tried alone: %s", error)
-                    failed.append(group)
+            if there := _there(group):
+                with _caught(partial(self._retreat, "a decoding step", [], [there], failed)):
+                    flights.append(self.decoding.launch(there))
         self._stored(flights)
         # Outside of the handler, where the failed step holds no tensors any more.
         for group in failed:
@@ -231,14 +203,19 @@ class LocalSampler:
             return []
         flights: list[Flight] = []
         for group in self.decoding.groups([s for s in self.schedule.running if not s.job.failed]):
-            try:
+            with _caught(self._settle):
                 flights.append(self.decoding.launch(group))
-            except Exception as error:
-                if isinstance(error, DeviceLostError):
-                    raise
-                log.warning("a decoding step failed and is tried again: %s", error)
-                self.must_settle = True
         return flights
+
+    def _settle(self, error: Exception) -> None:
+        log.warning("a decoding step failed and is tried again: %s", error)
+        self.must_settle = True
+
+    def _retreat(self, what: str, windows: PromptWindows, work: list[T], alone: list[T], error: Exception) -> None:
+        """Take less from now on if memory ran out; otherwise `work` is to be tried alone."""
+        if not (is_out_of_memory(error) and self.schedule.retreat(windows)):
+            log.warning("%s failed; each sample of it is tried alone: %s", what, error)
+            alone += work
 
     def _stored(self, flights: Sequence[Flight]) -> None:
         for flight in flights:
@@ -247,62 +224,48 @@ class LocalSampler:
     def _decode_one_by_one(self, group: Sequence[SequenceState], events: list[SampleEvent]) -> None:
         """Compute the next token of each job in a step of its own, so that only jobs fail that cannot be computed."""
         for own in _by_job((sequence, sequence) for sequence in group):
-            try:
-                flight = self.decoding.launch_alone(own)
-            except Exception as error:
-                if isinstance(error, DeviceLostError):
-                    raise
-                self._fail(own[0].job, error, events)
-                continue
-            self._stored([flight])
-            events += self._append(self.decoding.collect(flight))
-            for sequence in own:
-                sequence.seat = None
+            flights: list[Flight] = []
+            with _caught(partial(self._fail, own[0].job, events)):
+                flights.append(self.decoding.launch_alone(own))
+            self._stored(flights)
+            for flight in flights:
+                events += self._append(self.decoding.collect(flight))
+                for sequence in own:
+                    sequence.seat = None
 
-    def _compute_prompts(self, windows: list[tuple[SequenceState, Window]]) -> list[SampleEvent]:
-        try:
+    def _compute_prompts(self, windows: PromptWindows) -> list[SampleEvent]:
+        alone: PromptWindows = []
+        with _caught(partial(self._retreat, "a pass", windows, windows, alone)):
             return self._pass(windows)
-        except Exception as error:
-            if isinstance(error, DeviceLostError):
-                raise
-            smaller = is_out_of_memory(error) and self.schedule.retreat(windows)
-            if not smaller:
-                log.warning("a pass failed; each sample of it is tried alone: %s", error)
         # Outside of the handler, where the failed pass holds no tensors any more.
         self._free_memory()
-        return [] if smaller else self._one_by_one(windows)
+        return self._one_by_one(alone)
 
     def _free_memory(self) -> None:
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _one_by_one(self, windows: list[tuple[SequenceState, Window]]) -> list[SampleEvent]:
+    def _one_by_one(self, windows: PromptWindows) -> list[SampleEvent]:
         """Compute each job in a pass of its own, so that only jobs fail that cannot be computed."""
         events: list[SampleEvent] = []
         for own in _by_job((sequence, (sequence, window)) for sequence, window in windows):
             if own[0][0].job.failed:  # in the middle of the pass of all; its blocks are given back
                 continue
-            try:
+            with _caught(partial(self._fail, own[0][0].job, events)):
                 events += self._pass(own)
-            except Exception as error:
-                if isinstance(error, DeviceLostError):
-                    raise
-                self._fail(own[0][0].job, error, events)
         return events
 
-    def _fail(self, job: SampleJob, error: Exception, ended: list[SampleEvent]) -> None:
-        """End a job with the error that it raised. An error that is not a TinsmithError is logged with its traceback."""
+    def _fail(self, job: SampleJob, ended: list[SampleEvent], error: Exception) -> None:
+        """End a job with the error that it raised."""
         if job.failed:
             return
-        if not isinstance(error, TinsmithError):
-            log.error("unexpected error in sample=%s", job.request_id, exc_info=error)
-            error = TinsmithError(f"internal error: {error!r}")
         job.failed = True
         if self.failed_meanwhile is None:
             self.schedule.drop(lambda sequence: sequence.job is job)
         else:
             self.failed_meanwhile.append(job)
-        ended.append(SampleFailure(job.request_id, error))
+        with failing_into(lambda failure: ended.append(SampleFailure(job.request_id, failure))):
+            raise error
 
     def cancel(self, request_id: str) -> None:
         self.schedule.drop(lambda sequence: sequence.job.request_id == request_id)
@@ -325,33 +288,15 @@ class LocalSampler:
             )
         return longest
 
-    # One pass over prompts
-
-    def _pass(self, windows: list[tuple[SequenceState, Window]]) -> list[SampleEvent]:
-        """Compute the windows and choose the tokens that follow. No sequence and no state is changed before all of that has succeeded."""
-        with self._failures_kept(), torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
-            self.cache.clean()
-            ready: list[SequenceState] = []
-            logits: list[Tensor] = []
-            plans: list[CachedPlan] = []
-            for group in shared_rows([sequence.job.weights for sequence, _ in windows]):
-                complete, behind, plan = self._compute([windows[i] for i in group])
-                ready += complete
-                logits.append(behind)
-                plans.append(plan)
-            samples = [s.job.sequences if s.starts_job else [s] for s in ready]
-            growing = [s for group in samples for s in group]
-            following = choose(_for_each(_joined(logits), [len(group) for group in samples]), choice_of(growing)) if ready else []
-            forks = self.schedule.forks(windows)
-            for plan in plans:
-                plan.commit()
-            self.schedule.computed(windows, forks)
-        drawn = zip(growing, following, strict=True)
-        return self._taken_meanwhile() + self._append((s, c.token, c.logprob, c.top if s.job.topk else None) for s, c in drawn)
+    def _pass(self, windows: PromptWindows) -> list[SampleEvent]:
+        """Compute the windows in a pass over prompts, and append the tokens that follow."""
+        with self._failures_kept():
+            drawn = self.prompts.compute(windows, self._decode_between)
+        return self._taken_meanwhile() + self._append(drawn)
 
     @contextmanager
     def _failures_kept(self) -> Iterator[None]:
-        """While the body runs no sequence loses its blocks because its job fails."""
+        """Let no sequence lose its blocks while the body runs because its job fails."""
         failed: list[SampleJob] = []
         self.failed_meanwhile = failed
         try:
@@ -361,7 +306,7 @@ class LocalSampler:
             self.schedule.drop(lambda sequence: sequence.job in failed)
 
     def _append(self, drawn: Iterable[Drawn]) -> list[SampleEvent]:
-        """Give each sequence its next token, and end complete ones. An error of one of them fails its job only."""
+        """Give each sequence its next token, and end complete ones. An error of one fails its job only."""
         events: list[SampleEvent] = []
         some_ended = False
         for sequence, token, logprob, top in drawn:
@@ -369,9 +314,9 @@ class LocalSampler:
             if job.failed:
                 continue
             if isinstance(top, Exception):
-                self._fail(job, top, events)
+                self._fail(job, events, top)
                 continue
-            try:
+            try:  # `_caught` would take as long as all the rest of it
                 sequence.append(token, logprob, top)
                 if job.stream:
                     events.append(sequence.newest())
@@ -383,61 +328,31 @@ class LocalSampler:
             except Exception as error:
                 if isinstance(error, DeviceLostError):
                     raise
-                self._fail(job, error, events)
+                self._fail(job, events, error)
         if some_ended:
             self.schedule.drop(lambda sequence: sequence.reason is not None)
         return events
 
-    def _compute(self, windows: list[tuple[SequenceState, Window]]) -> tuple[list[SequenceState], Tensor, CachedPlan]:
-        """Compute a row of windows, whose plan is returned last and not committed yet.
 
-        Returns the sequences that are computed to their end, and the logits [sequences, vocabulary] there.
-        """
-        order = packing_order([len(window) for _, window in windows], [s.job.weights for s, _ in windows])
-        windows = [windows[i] for i in order]
-        row = pack([s.part(window.start, window.end) for s, window in windows], [s.job.weights for s, _ in windows], self.base.device)
-        plan = CachedPlan(self.cache, [window for _, window in windows], self.states, self.base.deterministic)
-        hidden = self.base.hidden_states(row, plan, between=self._decode_between)
-        ready, last, start = [], [], 0
-        for sequence, window in windows:
-            if sequence.job.scores:
-                head = partial(self._head_logits, sequence.job.weights)
-                sequence.job.scores.add(window.start, hidden[start : start + len(window)], head, self.logits_chunk)
-            start += len(window)
-            if window.end == sequence.length:
-                ready.append(sequence)
-                last.append(start - 1)
-        rows = upload(np.array(last, dtype=np.int64), hidden.device)
-        return ready, self._logits(hidden[rows], [s.job.weights for s in ready]), plan
-
-    def _logits(self, hidden: Tensor, owners: Sequence[Weights | None]) -> Tensor:
-        """[sequences, vocabulary] float32, each sequence with the LM head of its owner; the owners may share a row."""
-        parts = [self._head_logits(owners[s.start], hidden[s.start : s.end]) for s in segments_of([1] * len(owners), owners)]
-        return _joined(parts) if parts else torch.empty(0, self.base.vocab_size, device=hidden.device)
-
-    def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:
-        lora = head_lora(weights if isinstance(weights, Adapter) else None)
-        return head_logits(hidden, self.base.head(weights), *lora, stable=self.base.deterministic)
+@contextmanager
+def _caught(handle: Callable[[Exception], None]) -> Iterator[None]:
+    """Give `handle` the error that the body raises, but for a lost device, which is lost to all requests."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DeviceLostError):
+            raise
+        handle(error)
 
 
 def _there(group: Sequence[SequenceState]) -> list[SequenceState]:
-    """Those that still have their blocks: what ran out of memory before may have preempted some."""
+    """Return those that still have their blocks: what ran out of memory before may have preempted some."""
     return [sequence for sequence in group if sequence.blocks]
 
 
 def _by_job(items: Iterable[tuple[SequenceState, T]]) -> list[list[T]]:
-    """The items of each job, told by their sequences."""
+    """Group items by the job of their sequences."""
     jobs: dict[int, list[T]] = {}
     for sequence, item in items:
         jobs.setdefault(id(sequence.job), []).append(item)
     return list(jobs.values())
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """The rows of all parts; a single part is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _for_each(rows: Tensor, counts: list[int]) -> Tensor:
-    """Row i repeated counts[i] times; nothing is copied if all counts are 1."""
-    return rows if len(rows) == sum(counts) else rows.repeat_interleave(torch.tensor(counts, device=rows.device), dim=0)

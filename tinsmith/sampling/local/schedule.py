@@ -2,22 +2,20 @@
 
     waiting -> filling (has its blocks; the prompt is computed, perhaps in several passes) -> running (one token a step) -> ended
 
-In each step every running sequence gets its next token, and a pass computes as many prompt tokens as its budget allows. When blocks run
-out, a sequence is preempted: it gives its blocks back and waits to be computed again, which is little work if nobody needed its blocks
-meanwhile.
+When blocks run out, a sequence is preempted: it gives its blocks back and waits to be computed again, which is little work if nobody needed
+them meanwhile. In a model with gated delta nets a sequence that is not waiting has a slot for its state too; both are taken and given back
+together.
 
-In a model with gated delta nets a sequence that is not waiting has a slot for its state too. Both are taken and given back together.
-
-Sessions take turns. A session of which nothing is computed is admitted at once: the session that holds most sequences gives up its youngest
-for it. Otherwise a client with a short sample would wait until a long one of another client has ended. A session for which there is no
-room, because its prompt takes most of the cache, is overtaken by some sequences of others and no more: then nothing else is admitted until
-it fits.
+Sessions take turns. A session of which nothing is computed is admitted at once, for which the session with most sequences gives up its
+youngest; otherwise a short sample would wait for a long one of another client. A session whose prompt finds no room is overtaken by some
+sequences of others; then nothing else is admitted until it fits.
 """
 
 import logging
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -33,19 +31,21 @@ log = logging.getLogger(__name__)
 
 
 _AGE = attrgetter("admitted")
+PromptWindows = list[tuple[SequenceState, Window]]
+"""Pieces of prompts, each with its sequence."""
 _OVERTAKES = 32
-"""Number of other sessions' sequences that are admitted before a session that was first but finds no room."""
+"""Sequences of other sessions that are admitted before a session that was first but finds no room."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fork:
-    """A sequence that is about to run beside the first one of its job, and its blocks: those of the prompt, the last one copied."""
+    """A sequence that is about to run beside the first of its job. Its blocks are those of the prompt, the last one copied."""
 
     first: SequenceState
     sequence: SequenceState
     blocks: list[int]
     slot: int
-    """Slot for its state; -1 in a model without gated delta nets."""
+    """Slot for its state; -1 without gated delta nets."""
 
 
 class Schedule:
@@ -54,23 +54,22 @@ class Schedule:
     def __init__(self, cache: KVCache, states: StateSlots | None, max_running: int, prefill_tokens: int, beside: int) -> None:
         self.cache = cache
         self.states = states
-        """None for a model without gated delta nets."""
+        """None without gated delta nets."""
         self.prefix_cache = PrefixCache(cache, states)
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
-        """Most prompt tokens in one pass. It falls when memory runs out, and so does `max_running`."""
+        """Most prompt tokens in one pass. It falls when memory runs out, as does `max_running`."""
         self.beside = beside
         """Most prompt tokens in a pass while sequences run: their next tokens wait for it."""
         self.waiting: Turns[SequenceState] = Turns()
-        """The first sequence of each job that has not started, and sequences that gave their blocks back."""
+        """The first sequence of each job that has not started, and preempted ones."""
         self.filling: list[SequenceState] = []
         self.running: list[SequenceState] = []
-        """Oldest first, as `filling`."""
         self.admissions = 0
         self.blocked: SequenceState | None = None
         """The next sequence of the first session of which nothing is computed and which found no room."""
         self.overtaken = 0
-        """Number of sequences that were admitted before it."""
+        """Sequences that were admitted before it."""
 
     def admit(self) -> None:
         """Admit what waits and fits. Running sequences may be preempted for sessions of which nothing is computed."""
@@ -90,7 +89,7 @@ class Schedule:
     def grow_ahead(self) -> bool:
         """Give every running sequence a block for the token after the one that the device computes now.
 
-        Returns False if there are too few without preempting. A sequence whose last token is being computed needs none.
+        Returns False if that needs preempting. A sequence whose last token is being computed needs none.
         """
         needing = [s for s in self.running if len(s.blocks) * BLOCK <= s.stored and not s.ends_next]
         if len(needing) > self.cache.available:
@@ -99,11 +98,8 @@ class Schedule:
             sequence.blocks += self.cache.take(1)
         return True
 
-    def prompt_windows(self) -> list[tuple[SequenceState, Window]]:
-        """Pieces of the prompts that are being computed, for one pass. A sequence gets its next token if its window reaches its end.
-
-        Sessions share a pass equally; what one does not need goes to the others.
-        """
+    def prompt_windows(self) -> PromptWindows:
+        """Choose pieces of the prompts for one pass. Sessions share it equally; what one does not need goes to the others."""
         windows = []
         sessions: dict[str, list[SequenceState]] = {}
         for sequence in self.filling:
@@ -121,7 +117,7 @@ class Schedule:
         return windows
 
     def decoded(self, sequences: Sequence[SequenceState]) -> None:
-        """The device has been told to compute the newest token of these sequences, all of whose tokens are known."""
+        """Note that the device has been told to compute the newest token of these sequences, all of whose tokens are known."""
         if self.states:
             # Saved states of sequences that run are not evicted for those of others: copies for nothing, a tenth of the time of 256 rows.
             kept = sum(sequence.newest_save in self.states.saved for sequence in self.running)
@@ -130,8 +126,8 @@ class Schedule:
                 self.prefix_cache.save_state(sequence, may_evict=kept < self.states.available and not self.waiting)
                 kept += (sequence.newest_save in self.states.saved) - before
 
-    def forks(self, windows: Sequence[tuple[SequenceState, Window]]) -> list[Fork]:
-        """The other samples of jobs whose prompt the pass completed, with their blocks, as many as fit; the rest will wait.
+    def forks(self, windows: PromptWindows) -> list[Fork]:
+        """Return the other samples of jobs whose prompt the pass completed, with their blocks, as many as fit; the rest will wait.
 
         This is the only step after a pass that can fail, and it leaves no trace if it does.
         """
@@ -140,25 +136,23 @@ class Schedule:
         starting = [s for s, window in windows if s.starts_job and window.end == s.length]
         places = self.max_running - len(self.running) - len(self.filling)  # those that start now are among the latter
         forks: list[Fork] = []
-        try:
+        with ExitStack() as undo:
             for first in starting:
                 full, rest = divmod(first.length, BLOCK)
                 for other in first.job.sequences[1:]:
                     if places <= 0 or (rest and not self.cache.available) or (self.states and not self.states.available):
                         break
                     fork = Fork(first, other, [], self.states.take(None) if self.states else -1)
+                    undo.callback(self._give_back, fork.blocks, fork.slot)
                     forks.append(fork)
                     copied = [self.cache.copy(first.blocks[full])] if rest else []
                     fork.blocks.extend([self.cache.share(block) for block in first.blocks[:full]] + copied)
                     places -= 1
-        except Exception:
-            for fork in forks:
-                self._give_back(fork.blocks, fork.slot)
-            raise
+            undo.pop_all()
         return forks
 
-    def computed(self, windows: Sequence[tuple[SequenceState, Window]], forks: Sequence[Fork]) -> None:
-        """A pass has computed pieces of prompts, and its states are committed: prompts that begin alike find blocks and saved states now.
+    def computed(self, windows: PromptWindows, forks: Sequence[Fork]) -> None:
+        """Note that a pass has computed pieces of prompts and its states are committed: prompts that begin alike find them now.
 
         A prompt that is complete runs, with its forks.
         """
@@ -182,7 +176,7 @@ class Schedule:
             insort(self.running, fork.sequence, key=_AGE)
 
     def drop(self, gone: Callable[[SequenceState], bool]) -> None:
-        """Forget sequences, wherever they are, and free their blocks: what they computed stays in the cache for others that begin alike."""
+        """Forget sequences, wherever they are, and free their blocks, which stay in the cache for others that begin alike."""
         for sequence in (*self.running, *self.filling):
             if gone(sequence):
                 self._release(sequence)
@@ -191,7 +185,7 @@ class Schedule:
         self.waiting.drop(gone)
 
     def restart(self, chosen: Callable[[SequenceState], bool]) -> list[SampleJob]:
-        """Preempt sequences whose weights are about to be replaced: they are computed again from their first token. Returns their jobs."""
+        """Preempt sequences whose weights are about to be replaced, to compute them from their first token. Returns their jobs."""
         for group in (self.filling, self.running):
             for sequence in [s for s in reversed(group) if chosen(s)]:
                 self._preempt(sequence)
@@ -201,8 +195,8 @@ class Schedule:
             sequence.admitted = 0
         return list({id(sequence.job): sequence.job for sequence in restarted}.values())
 
-    def retreat(self, windows: list[tuple[SequenceState, Window]]) -> bool:
-        """A pass of these pieces of prompts, or a step of the running sequences, ran out of memory: take half as much from now on.
+    def retreat(self, windows: PromptWindows) -> bool:
+        """Take half as much from now on: a pass of these pieces, or a step of the running sequences, ran out of memory.
 
         Returns False if it cannot be smaller.
         """
@@ -231,13 +225,12 @@ class Schedule:
             self.states.clear()
 
     def _youngest_of_largest(self) -> SequenceState:
-        """The youngest sequence of the session that holds most; of several such sessions, the youngest of all."""
+        """Return the youngest sequence of the session that holds most; of several such sessions, the youngest of all."""
         held = self._held()
         most = max(held.values())
         return next(s for s in (*reversed(self.filling), *reversed(self.running)) if held[s.job.session] == most)
 
     def _held(self) -> Counter[str]:
-        """Count the sequences with blocks of each session."""
         return Counter(s.job.session for s in (*self.running, *self.filling))
 
     def _preempt(self, sequence: SequenceState) -> None:
@@ -324,22 +317,21 @@ class Schedule:
         return True
 
     def _taken(self, sequence: SequenceState, found: list[int]) -> int:
-        """Return how many of the available blocks its tokens so far take."""
+        """Count the available blocks that its tokens so far take."""
         return blocks_for(sequence.length) - sum(1 for block in found if self.cache.users[block])
 
     def _needed(self, sequence: SequenceState, found: list[int]) -> int:
-        """Return how many available blocks it needs, with its next token and those of the prompts being computed."""
+        """Count the available blocks that it needs, with its next token and those of the prompts being computed."""
         return self._taken(sequence, found) + sum(_next_block(s) for s in (sequence, *self.filling))
 
     def _fill(self, sequence: SequenceState, found: list[int]) -> None:
         saves = self.prefix_cache.worth_saving(sequence, len(found))
         blocks = [self.cache.share(block) for block in found]
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.cache.give_back, blocks)
             blocks += self.cache.take(blocks_for(sequence.length) - len(found))
             slot = self.states.take(sequence.keys[len(found) - 1] if found else None) if self.states else -1
-        except Exception:
-            self.cache.give_back(blocks)
-            raise
+            undo.pop_all()
         self.waiting.take(sequence.job.session, sequence)
         sequence.blocks, sequence.slot, sequence.saves = blocks, slot, saves
         sequence.stored = len(found) * BLOCK
@@ -351,7 +343,7 @@ class Schedule:
 
 
 def _cost(sequence: SequenceState, end: int) -> int:
-    """The cost of computing the sequence up to `end`, in prompt tokens of which nothing is asked."""
+    """Return the cost of computing the sequence up to `end`, in prompt tokens of which nothing is asked."""
     return (end - sequence.stored) * sequence.job.cost_of_prompt_token
 
 
@@ -363,10 +355,10 @@ def _window(sequence: SequenceState, end: int) -> Window:
 
 
 def _later_blocks(sequence: SequenceState) -> int:
-    """Blocks that the sequence and its forks take as soon as they start."""
+    """Count the blocks that the sequence and its forks take as soon as they start."""
     return _next_block(sequence) + sequence.forks
 
 
 def _next_block(sequence: SequenceState) -> int:
-    """1 if its next token takes a new block."""
+    """Return 1 if its next token takes a new block."""
     return blocks_for(sequence.length + 1) - blocks_for(sequence.length)

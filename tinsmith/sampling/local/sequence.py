@@ -1,7 +1,7 @@
-"""A request and each of its samples, as the sampler keeps them while they run."""
+"""A request and its samples, as the local sampler keeps them while they run."""
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,60 +13,46 @@ from tinsmith.sampling.choose import Choice
 from tinsmith.sampling.prefix import prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleResult, TokensSampled
+from tinsmith.sampling.stopping import StopIds, StopStrings
 from tinsmith.wire.prompt_scores import PromptAnswers, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SamplingParams, VersionSpan
 
 
-class StopRuleState(Protocol):
-    """Decides token by token whether one sequence has ended."""
-
-    def stops(self, token: int) -> bool:
-        """Whether generation ends with this token."""
-        ...
-
-    def for_another(self) -> "StopRuleState":
-        """The rule for another sequence of the request."""
-        ...
-
-
 @dataclass(eq=False)
 class SampleJob:
-    """One asample request: a prompt, whose weights, and how many samples of it."""
+    """A sampling request: a prompt, whose weights, and how many samples of it."""
 
     request_id: str
     session: str
-    """The client's session: sessions take turns."""
     rendered: RenderedInput
     weights: Weights | None
-    """The snapshot to sample from; None is the bare base."""
+    """The snapshot to sample from; None is the base."""
     ref: WeightsRef
-    """The identity of these weights."""
     stream: bool
-    """Whether its tokens are wanted as they come."""
     params: SamplingParams
     num_samples: int
     seed: int
-    """Shared by all samples, whose random numbers also depend on their index."""
+    """Shared by all samples, which draw by their index too."""
     max_new: int
-    """Longest answer, in tokens."""
+    """Longest answer in tokens."""
     scores: PromptScores | None
-    """Questions about the prompt's own tokens; None if there are none."""
+    """Questions about the prompt; None if there are none."""
     topk: int
     """Likeliest tokens to report at each sampled position."""
     unfinished: int = 0
     failed: bool = False
-    """It has ended in an error: tokens of its other sequences are dropped."""
+    """It has failed: tokens of its other sequences are dropped."""
     cached_tokens: int = 0
-    """Prompt tokens that another request had computed before."""
+    """Prompt tokens that were computed before."""
     sequences: list["SequenceState"] = field(default_factory=list)
 
     @property
     def cost_of_prompt_token(self) -> int:
-        """The time to compute and score a prompt token, relative to a token of which nothing is asked."""
+        """Time of a prompt token, relative to one of which nothing is asked."""
         return 1 if self.scores is None or self.scores.complete else self.scores.cost
 
     def result(self) -> SampleResult:
-        """Reply to the client, once every sequence has ended."""
+        """Return the reply, once every sequence has ended."""
         answers = self.scores.answers if self.scores else PromptAnswers()
         return SampleResult(self.request_id, [s.sampled() for s in self.sequences], answers, len(self.rendered), self.cached_tokens)
 
@@ -78,11 +64,11 @@ class Seat:
     sequence: "SequenceState"
     row: int
     blocks: int = 0
-    """Number of the sequence's blocks that the row knows."""
+    """Blocks of the sequence that the row knows."""
 
     @property
     def taken(self) -> bool:
-        """Whether the sequence has not left it: what was computed for one that has left is dropped."""
+        """Whether the sequence has not left it. What was computed for one that has left is dropped."""
         return self.sequence.seat is self
 
 
@@ -92,37 +78,35 @@ class SequenceState:
 
     job: SampleJob
     index: int
-    stop: StopRuleState
+    stop: StopIds | StopStrings
     tokens: list[int] = field(default_factory=list)
-    """Tokens generated so far."""
     logprobs: list[float] = field(default_factory=list)
     starts: list[tuple[str, int]] = field(default_factory=list)
-    """The labels of the weights that its tokens come from, in order, and the first token of each."""
+    """Labels of the weights that its tokens come from, and the first token of each."""
     tops: list[tuple[list[int], list[float]]] = field(default_factory=list)
-    """The likeliest tokens at each position and their log-probabilities, as many as were asked for."""
+    """The likeliest tokens at each position and their log-probabilities."""
     blocks: list[int] = field(default_factory=list)
     """Its cache blocks, in order; empty while it waits."""
     slot: int = -1
     """Slot of its state, in a model with gated delta nets; -1 while it waits."""
     stored: int = 0
-    """Number of its computed tokens: their keys and values lie in `blocks`, and the state after them in `slot`. What the device has
-    been told to compute counts: whatever it is told later comes after that."""
+    """Number of its tokens that are computed, or that the device has been told to compute: keys and values lie in `blocks`, the state after
+    them in `slot`."""
     seat: Seat | None = None
-    """Its row of the batch on the device, while it runs."""
+    """Its row on the device, while it runs."""
     saves: set[int] = field(default_factory=set)
-    """After how many blocks its state is to be saved for others, beside the last full one (`prefix_cache.py`)."""
+    """Numbers of blocks behind which its state is to be saved for others, beside the last full one (`prefix_cache.py`)."""
     newest_save: bytes | None = None
-    """The key of the state that was saved at its last full block."""
+    """Key of the state that was saved at its last full block."""
     admitted: int = 0
     """Its number in the order of admission: the youngest is preempted first."""
     keys: list[bytes] = field(default_factory=list)
-    """The keys of its first full blocks, as far as they were needed."""
+    """Keys of its first full blocks, as far as they were needed."""
     reason: Literal["stop", "length"] | None = None
-    """The reason why it ended; None while it runs."""
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and answer together."""
+        """Number of tokens of prompt and answer."""
         return len(self.job.rendered) + len(self.tokens)
 
     @property
@@ -132,28 +116,27 @@ class SequenceState:
 
     @property
     def forks(self) -> int:
-        """Number of other samples that start with it, as soon as their common prompt is computed."""
+        """Number of other samples that start with it, once their prompt is computed."""
         return self.job.num_samples - 1 if self.starts_job else 0
 
     @property
     def ends_next(self) -> bool:
-        """Whether the device draws its last token now."""
         return self.stored == self.length and len(self.tokens) + 1 >= self.job.max_new
 
     @property
     def needed_from(self) -> int:
-        """The first position that has to be computed even if it is cached: at least the last one, which gives the next token."""
+        """First position that must be computed even if it is cached: at least the last, which gives the next token."""
         scores = self.job.scores
         return self.length - 1 if scores is None or scores.complete else scores.needed_from
 
     def keys_of(self, blocks: int) -> list[bytes]:
-        """The keys of its first full blocks, that many."""
+        """Return the keys of its first full blocks, that many."""
         if blocks > len(self.keys):
             self.keys = prompt_keys(weights_key(self.job.ref), self.job.rendered, self.tokens, self.keys, blocks)
         return self.keys[:blocks]
 
     def part(self, start: int, end: int) -> RenderedInput:
-        """Tokens [start, end) of prompt and answer together."""
+        """Return tokens [start, end) of prompt and answer together."""
         rendered = self.job.rendered
         prompt = len(rendered)
         if end <= prompt:
@@ -164,7 +147,7 @@ class SequenceState:
         return tail if start >= prompt else rendered.part(start, prompt).followed_by(tail)
 
     def append(self, token: int, logprob: float, top: tuple[list[int], list[float]] | None) -> None:
-        """Take the next token, its log-probability and, if they were asked for, the likeliest tokens there; it may end the sequence."""
+        """Take the next token, its log-probability and, if asked for, the likeliest tokens there; it may end the sequence."""
         job = self.job
         if not self.starts or self.starts[-1][0] != job.ref.label:
             self.starts.append((job.ref.label, len(self.tokens)))
@@ -178,7 +161,6 @@ class SequenceState:
             self.reason = "length"
 
     def newest(self) -> TokensSampled:
-        """The event of its last token."""
         return TokensSampled(self.job.request_id, self.index, self.tokens[-1:], self.logprobs[-1:], self.starts[-1][0])
 
     def sampled(self) -> SampledSequence:
@@ -193,14 +175,11 @@ class SequenceState:
 
 
 def choice_of(sequences: list[SequenceState]) -> Choice:
-    """Return how each of them chooses its next token."""
-    params = [s.job.params for s in sequences]
-    return Choice(
-        temperature=np.array([p.temperature for p in params], dtype=np.float32),
-        top_k=np.array([p.top_k for p in params], dtype=np.int64),
-        top_p=np.array([p.top_p for p in params], dtype=np.float32),
-        seed=np.array([s.job.seed for s in sequences], dtype=np.uint64),
-        sample=np.array([s.index for s in sequences], dtype=np.uint64),
-        position=np.array([len(s.tokens) for s in sequences], dtype=np.uint64),
-        topk=np.array([s.job.topk for s in sequences], dtype=np.int64),
+    """Return how each sequence chooses its next token."""
+    return Choice.for_params(
+        [s.job.params for s in sequences],
+        seed=[s.job.seed for s in sequences],
+        sample=[s.index for s in sequences],
+        position=[len(s.tokens) for s in sequences],
+        topk=[s.job.topk for s in sequences],
     )

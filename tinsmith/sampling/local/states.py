@@ -1,14 +1,16 @@
 """The states of gated delta nets: a slot for each sequence that runs, and saved states from which others that begin alike go on.
 
-A state cannot be shared or cut as keys and values can: it is what a layer remembers after exactly the tokens so far, and the next token
-replaces it. A sequence therefore owns a slot. What others may begin with is a copy, saved at the end of a full block under that block's key
-(`sampling/prefix.py`). Saved states are evicted least recently used first, when their slots are needed.
+A state cannot be shared or cut as keys and values can: it is what a layer remembers after exactly the tokens so far. So a sequence owns a
+slot, and others begin with a copy, saved at the end of a full block under that block's key (`sampling/prefix.py`). Saved states are evicted
+least recently used first.
 
 A key that is written twice does no harm, but a state that is stepped twice is wrong for good, and nothing shows it. So a pass reads the
-slots and writes none of them: what it has computed replaces the states only when all of the pass has succeeded (`StateSteps.commit`).
-Until then the slot of a sequence holds the state after its first `SequenceState.stored` tokens. A pass that fails leaves it so, and its
-windows can be tried again in any pieces. The price is memory for a second state of each sequence in a pass while the pass runs; on a GPU
-that is memory that training passes use at other times.
+slots, and what it has computed replaces the states only when all of it has succeeded (`StateSteps.commit`). Until then a slot holds the
+state after `SequenceState.stored` tokens, and a failed pass can be tried again in any pieces. The price is memory for a second state of
+each sequence in a pass.
+
+A decoding step that is not tried again steps states in place. On CUDA Triton kernels compute it (`delta_step_kernels.py`), elsewhere the
+references; which slot is a row's is read on the device, so that a CUDA graph can capture it.
 """
 
 from collections import OrderedDict
@@ -19,45 +21,43 @@ from torch import Tensor
 
 from tinsmith.models.delta_rule import convolve, gated_delta_rule
 from tinsmith.models.device import reserve_zeros
-from tinsmith.sampling.local.cache_shape import CacheShape
+from tinsmith.models.dispatch import HALF, has_triton
+from tinsmith.sampling.local.kv_cache import CacheShape
 
 
 class StateSlots:
-    """The slots of one model and the use of them: free, taken by a sequence, or saved under a key."""
+    """The slots of one model: free, taken by a sequence, or saved under a key."""
 
     def __init__(self, shape: CacheShape, slots: int) -> None:
         kind = shape.delta_net
         if kind is None:
             raise ValueError(f"a model without gated delta nets keeps no states: {shape.layers}")
         self.index = {number: index for index, number in enumerate(shape.delta_layers)}
-        """Index of a layer's states, by its number."""
+        """Index of a layer's states by its number."""
         layers = len(self.index)
         self.scratch = slots
-        """A slot more, which nobody takes: for rows of a batch that nobody has."""
+        """A slot more, for rows of a batch that nobody has."""
         self.inputs = reserve_zeros((layers, slots + 1, kind.taps - 1, kind.channels), shape.dtype, shape.device)
-        """The last inputs of the convolutions."""
         self.memory = reserve_zeros((layers, slots + 1, kind.value_heads, kind.key_dim, kind.value_dim), torch.float32, shape.device)
-        """The recurrent states."""
         self.total = slots
         self.free: list[int] = []
         self.saved: OrderedDict[bytes, int] = OrderedDict()
-        """Slots of saved states by the key of the block that they follow, least recently used first."""
+        """Slots of saved states by the key of the block before them, least recently used first."""
         self.clear()
 
     @property
     def available(self) -> int:
-        """Number of free slots."""
+        """Number of slots that `take` can give."""
         return len(self.free) + len(self.saved)
 
     def clear(self) -> None:
-        """All slots are free, and nothing is saved."""
         self.free = list(range(self.total - 1, -1, -1))
         self.saved.clear()
 
     def take(self, source: bytes | None) -> int:
-        """A slot for a sequence, with the state saved under `source`, or with that of a sequence that begins, which is zero.
+        """Take a slot with the state saved under `source`, or with zeros for a sequence that begins.
 
-        Raises KeyError when there is none: callers look at `available` first. If it fails, no slot is taken.
+        Raises KeyError when none is `available`. If it fails, no slot is taken.
         """
         if source is not None:
             self.saved.move_to_end(source)
@@ -76,16 +76,15 @@ class StateSlots:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Its sequence has ended or waits; what the slot holds means nothing any more."""
+        """Free the slot of a sequence that has ended or waits."""
         self.free.append(slot)
 
     def copy(self, source: int, target: int) -> None:
-        """Write the state of one slot over that of another."""
         self.inputs[:, target].copy_(self.inputs[:, source])
         self.memory[:, target].copy_(self.memory[:, source])
 
     def save(self, key: bytes, slot: int) -> bool:
-        """Save a copy of a state, in the place of the saved one that was used least recently if there is no free slot.
+        """Save a copy of a state, over the least recently used one if there is no free slot.
 
         Returns False if it is saved already or all slots are taken.
         """
@@ -101,14 +100,34 @@ class StateSlots:
         return True
 
     def forget(self, key: bytes) -> None:
-        """Free the slot of a saved state; it may be evicted already."""
+        """Free the slot of a saved state, which may be evicted already."""
         slot = self.saved.pop(key, None)
         if slot is not None:
             self.free.append(slot)
 
     def longest(self, keys: Sequence[bytes]) -> int:
-        """Return how many of these blocks, from the first on, lie before the last saved state among them; 0 if none is saved."""
+        """Count the first of these blocks that lie before the last saved state among them; 0 if none is saved."""
         return next((count for count in range(len(keys), 0, -1) if keys[count - 1] in self.saved), 0)
+
+
+class StatefulPlan:
+    """The part of a `PassPlan` that gated delta nets follow."""
+
+    def __init__(self, steps: "StateSteps | StepsInPlace | None") -> None:
+        self.steps = steps
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        assert self.steps, "a gated delta net needs states"
+        return self.steps.convolve(layer, x, weight)
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        assert self.steps, "a gated delta net needs states"
+        return self.steps.delta_rule(layer, query, key, value, decay, beta)
+
+    def commit(self) -> None:
+        """Let the slots hold the states after the pass, all of which has succeeded."""
+        if self.steps:
+            self.steps.commit()
 
 
 class StateSteps:
@@ -120,18 +139,16 @@ class StateSteps:
         self.slots = slots
         self.lengths = tuple(lengths)
         self.inputs: dict[int, Tensor] = {}
-        """After the pass, by layer: [windows, taps - 1, channels]."""
+        """States after the pass by layer: [windows, taps - 1, channels]."""
         self.memory: dict[int, Tensor] = {}
-        """After the pass, by layer: [windows, value_heads, key_dim, value_dim]."""
+        """States after the pass by layer: [windows, value_heads, key_dim, value_dim]."""
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """Convolve the windows of the sequences (`PassPlan.convolve`)."""
         before = self.states.inputs[self.states.index[layer]].index_select(0, self.slots)
         out, self.inputs[layer] = convolve(x, weight, self.lengths, before)
         return out
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """Apply the delta rule to the windows of the sequences (`PassPlan.delta_rule`)."""
         before = self.states.memory[self.states.index[layer]].index_select(0, self.slots)
         out, self.memory[layer] = gated_delta_rule(query, key, value, decay, beta, self.lengths, before)
         return out
@@ -141,3 +158,69 @@ class StateSteps:
         for layer, index in self.states.index.items():
             self.states.inputs[index].index_copy_(0, self.slots, self.inputs[layer])
             self.states.memory[index].index_copy_(0, self.slots, self.memory[layer])
+
+
+# One token of each row, in place
+
+
+class StepsInPlace:
+    """Steps the states of gated delta nets where they lie, for a step that is not tried again."""
+
+    def __init__(self, states: StateSlots, slots: Tensor) -> None:
+        """`slots` [rows] are those of the rows; rows that nobody has may share one."""
+        self.states = states
+        self.slots = slots
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        return convolve_step(x, weight, self.states.inputs[self.states.index[layer]], self.slots)
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        return delta_step(query, key, value, decay, beta, self.states.memory[self.states.index[layer]], self.slots)
+
+    def commit(self) -> None:
+        """The states are those after the step already."""
+
+
+def convolve_step(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> Tensor:
+    """Convolve one new input of each row, then SiLU: x [rows, channels], weight [channels, taps] -> [rows, channels].
+
+    inputs [slots, taps - 1, channels] are the last ones of every slot, in place; `slots` [rows] says which is whose.
+    """
+    if _has_kernel(x):
+        from tinsmith.sampling.local.delta_step_kernels import convolve_kernel
+
+        return convolve_kernel(x, weight, inputs, slots)
+    return convolve_step_reference(x, weight, inputs, slots)
+
+
+def convolve_step_reference(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> Tensor:
+    """Compute `convolve_step` in PyTorch."""
+    index = slots.long()
+    out, after = convolve(x, weight, (1,) * len(x), inputs.index_select(0, index))
+    inputs.index_copy_(0, index, after.to(inputs.dtype))
+    return out
+
+
+def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor) -> Tensor:
+    """Apply the gated delta rule to one token of each row: [rows, value_heads, value_dim].
+
+    query and key [rows, key_heads, key_dim], value [rows, value_heads, value_dim], decay (a logarithm) and beta [rows, value_heads]. memory
+    [slots, value_heads, key_dim, value_dim] float32 holds the states of every slot, in place; `slots` [rows] says which is whose.
+    """
+    if _has_kernel(query):
+        from tinsmith.sampling.local.delta_step_kernels import delta_kernel
+
+        return delta_kernel(query, key, value, decay, beta, memory, slots)
+    return delta_step_reference(query, key, value, decay, beta, memory, slots)
+
+
+def delta_step_reference(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor) -> Tensor:
+    """Compute `delta_step` in PyTorch."""
+    index = slots.long()
+    out, after = gated_delta_rule(query, key, value, decay, beta, (1,) * len(query), memory.index_select(0, index))
+    memory.index_copy_(0, index, after.to(memory.dtype))
+    return out
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (*HALF, torch.float32) and has_triton()

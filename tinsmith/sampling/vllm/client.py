@@ -1,6 +1,6 @@
 """The client of one base model's vLLM servers: an event loop in a thread of its own, in which all requests run side by side.
 
-A request goes to one server. If that is lost, it is sent to another, or to the same one once that is back with the weights it needs.
+A request whose server is lost is sent to another, or to the same one once that is back with the weights it needs.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import uvloop
 
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.sampler import SampleResult
-from tinsmith.sampling.vllm.instance import Instance, SleepMode
+from tinsmith.sampling.vllm.instance import SleepMode
 from tinsmith.sampling.vllm.job import Job, NewestWeights, sample, sample_in_segments
 from tinsmith.sampling.vllm.protocol import ServerFailedError, ServerLostError
 from tinsmith.sampling.vllm.publisher import Publisher
@@ -29,12 +29,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STOPS_WITHIN_S = 5.0
-"""Seconds that closing waits for the servers to end."""
 
 _ATTEMPTS = 5
-"""A request that loses so many servers is likely to be the reason."""
+"""Servers that a request may lose: one that loses so many is likely to be the reason."""
 _MAX_LEAD = 16
-"""Sequences that a server may have to compute beyond the idlest, and still get prompts that begin like earlier ones there."""
+"""Sequences that a server may have beyond the idlest, and still get prompts that begin like earlier ones there."""
 
 
 class VLLMClient:
@@ -56,24 +55,12 @@ class VLLMClient:
         """Run something in the client's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def run_job(self, job: Job) -> "Future[SampleResult]":
-        """Start a job."""
-        return self.run(self._sample(job))
-
     def publish(self, published: PublishedWeights) -> None:
         """Let samples that follow the same model go on with these weights, and prepare the servers that are ready."""
         self.run(self._publish(published))
 
-    def fall_asleep(self) -> "Future[None]":
-        """Put all servers to sleep, so that the trainer has their GPU; done when they sleep."""
-        return self.run(self.sleep_mode.fall_asleep())
-
-    def wake_up(self) -> "Future[None]":
-        """Let the servers have the GPU again."""
-        return self.run(self.sleep_mode.wake_up())
-
     def forget(self, key: str) -> None:
-        """Take the weights of this key off all servers: nothing refers to them any more."""
+        """Take weights that nothing refers to any more off all servers."""
         self.run(self.publisher.forget(self.servers.all, key))
 
     def close(self) -> None:
@@ -89,13 +76,16 @@ class VLLMClient:
         changed = asyncio.Condition()
         return Servers([Server(source, slots, hung_s, changed, self.publisher.try_probes, self.sleep_mode) for source in sources], changed)
 
-    async def _sample(self, job: Job) -> SampleResult:
+    async def sample(self, job: Job) -> SampleResult:
+        """Return the result of a job, on whatever servers it takes. For the client's loop."""
         lost, newest = "", self._newest(job)
         for _ in range(_ATTEMPTS):
             server, instance = await self.servers.pick(job.keys, _MAX_LEAD)
             server.load += job.request.num_samples
             try:
-                return await self._sample_on(instance, job, newest)
+                if newest is None:
+                    return await sample(self.publisher, instance, job)
+                return await sample_in_segments(self.publisher, instance, job, newest)
             except (ServerLostError, ServerFailedError) as error:
                 if isinstance(error, ServerFailedError) and await instance.answers():
                     raise
@@ -106,13 +96,8 @@ class VLLMClient:
                 server.load -= job.request.num_samples
         raise TinsmithError(f"{_ATTEMPTS} vLLM servers in a row were lost with this sample: {lost}")
 
-    async def _sample_on(self, instance: Instance, job: Job, newest: NewestWeights | None) -> SampleResult:
-        if newest is None:
-            return await sample(self.publisher, instance, job)
-        return await sample_in_segments(self.publisher, instance, job, newest)
-
     def _newest(self, job: Job) -> NewestWeights | None:
-        """Return the weights that the job follows, None if it needs no segments. A streamed job not inflight follows its own."""
+        """Return the weights that the job follows; None if it needs no segments. A streamed job that is not inflight follows its own."""
         model_id = job.published.ref.inflight_of
         if model_id is None:
             return None if job.tell is None else NewestWeights(job.published)

@@ -1,9 +1,8 @@
 """One generate request to one vLLM server, and the images that it needs there.
 
-vLLM processes no image itself: it gets our pixel values in MessagePack, in base64, as it writes its own `MultiModalKwargsItem`: for each
-name a tensor (dtype, shape, bytes) and how items are concatenated. They travel to a server once, however many requests with an image come
-at the same time: a request for a single token, which carries the pixels, goes ahead of the first of them, and all of them name the image
-by its hash.
+vLLM gets our pixel values in MessagePack, in base64, as it writes its own `MultiModalKwargsItem`: for each name a tensor (dtype, shape,
+bytes) and how items are concatenated. An image travels to a server once, in a request for a single token ahead of the first that needs it;
+all others name it by its hash.
 """
 
 import asyncio
@@ -23,7 +22,6 @@ from tinsmith.sampling.vllm.instance import Instance
 from tinsmith.sampling.vllm.protocol import ServerFailedError, in_new_form
 
 REQUEST_PREFIX = "generate-tokens-"
-"""vLLM's prefix of request names."""
 Slot = AbstractAsyncContextManager[Any]
 _PATH = "/inference/v1/generate"
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprobs": 0}
@@ -40,9 +38,9 @@ async def generate(
     answer: tuple[int, ...] = (),
     name: str | None = None,
 ) -> dict[str, Any]:
-    """The reply to a prompt followed by `answer`, for one sample, in a slot of its own. Raises as `Connection.post`.
+    """Return the reply to a prompt followed by `answer`, for one sample in a slot of its own. Raises as `Connection.post`.
 
-    With a `name` vLLM can be told to abort the request while the name is in `instance.running`.
+    With a `name` vLLM can be told to abort the request while `instance.running` has it.
     """
     await send_images(instance, rendered, model)
     async with instance.slots.reserve(1), _named(instance, name):
@@ -52,7 +50,7 @@ async def generate(
 async def generate_stream(
     instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...], name: str
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Stream the reply: chunks with the new tokens as they come, and last one with the usage only. They do not name the adapter."""
+    """Stream the reply: chunks with new tokens, and at last one with the usage only. They do not name the adapter."""
     await send_images(instance, rendered, model)
     async with instance.slots.reserve(1), _named(instance, name):
         known = _known(instance, rendered)
@@ -74,23 +72,18 @@ async def generate_stream(
 
 
 async def score(instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """The reply to a prompt, in a slot that samples never use: they may be waiting for it while they fill all others."""
-    await _send_images(instance, rendered, model, instance.spare_slot)
+    """Return the reply to a prompt, in a slot that samples never use: they may fill all others while they wait for it."""
+    await send_images(instance, rendered, model, instance.spare_slot)
     async with instance.spare_slot:
         return await ask(instance, rendered, params, model)
-
-
-async def send_images(instance: Instance, rendered: RenderedInput, model: str | None) -> None:
-    """Return when the server knows the prompt's images. Raises as `Connection.post` for the caller that sends them."""
-    await _send_images(instance, rendered, model, instance.slots.reserve(1))
 
 
 async def ask(
     instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...] = (), **more: str
 ) -> dict[str, Any]:
-    """The reply to a request that has its slots, and whose images were sent.
+    """Return the reply to a request that has its slots, and whose images were sent.
 
-    If the server has forgotten one, it answers with an error; then they are sent again, with the request.
+    If the server has forgotten one, it answers with an error, and they are sent again with the request.
     """
     body = _body(rendered, params, model, answer) | more
     known = _known(instance, rendered)
@@ -129,7 +122,7 @@ async def _post(instance: Instance, rendered: RenderedInput, body: dict[str, Any
 
 
 def features_of(rendered: RenderedInput, known: Collection[str]) -> dict[str, Any] | None:
-    """The images of a prompt; those whose hash is `known` to the server without pixel values. None if there are no images."""
+    """Return the images of a prompt, without pixel values where the server has `known` the hash; None if there are no images."""
     if not rendered.images:
         return None
     hashes = [image.sha256.hex() for image in rendered.images]
@@ -143,7 +136,7 @@ def features_of(rendered: RenderedInput, known: Collection[str]) -> dict[str, An
 
 
 def encode_image(image: ImageInput) -> str:
-    """One processed image, normalized and in float32."""
+    """Encode a processed image, normalized and in float32."""
     pixels = np.ascontiguousarray(image.pixel_values.numpy())  # [patches, values of a patch]
     grid = np.array(image.grid_thw, dtype=np.int64)
     item = {
@@ -161,23 +154,28 @@ def _tensor(array: "np.ndarray[Any, Any]") -> tuple[str, tuple[int, ...], msgspe
 
 
 def _known(instance: Instance, rendered: RenderedInput) -> set[str]:
-    """Hashes of the prompt's images that the server has seen, and should still have."""
+    """Return the hashes of the prompt's images that the server has seen, and should still have."""
     return {key for key in _sizes(instance, rendered) if instance.images.get(key) is not None}
 
 
 def _sizes(instance: Instance, rendered: RenderedInput) -> dict[str, int]:
-    """Hash and size in bytes of the prompt's images that are not too large for the server to remember."""
+    """Return hash and size in bytes of the prompt's images that are not too large for the server to remember."""
     sizes = {image.sha256.hex(): image.pixel_values_nbytes for image in rendered.images}
     return {key: size for key, size in sizes.items() if size <= instance.images.maxsize}
 
 
-async def _send_images(instance: Instance, rendered: RenderedInput, model: str | None, slot: Slot) -> None:
-    """Do what `send_images` says; a request that carries images runs in `slot`."""
+async def send_images(instance: Instance, rendered: RenderedInput, model: str | None, slot: Slot | None = None) -> None:
+    """Return when the server knows the prompt's images. A request that carries some runs in `slot`, or in one of the samples'.
+
+    Raises as `Connection.post` for the caller that sends them.
+    """
     sizes = _sizes(instance, rendered)
     while arriving := {instance.arriving[key] for key in sizes if key in instance.arriving}:
         await asyncio.wait(arriving)  # if one fails, the first caller that waited sends its images
     if new := sizes.keys() - _known(instance, rendered):
-        task = asyncio.create_task(_send_with_one_token(instance, rendered, model, {key: sizes[key] for key in new}, slot))
+        task = asyncio.create_task(
+            _send_with_one_token(instance, rendered, model, {key: sizes[key] for key in new}, slot or instance.slots.reserve(1))
+        )
         instance.arriving |= dict.fromkeys(new, task)
         task.add_done_callback(partial(_arrived, instance, new))
         await asyncio.shield(task)

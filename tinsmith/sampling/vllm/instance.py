@@ -1,7 +1,7 @@
-"""One instance of a vLLM server: from one start of its process to the end, what it holds, and who may use it.
+"""One instance of a vLLM server, from a start of its process to the end: what it holds, and who may use it.
 
-A server that is restarted is a new instance, which knows nothing of the weights and images that the former had. Instances that share a
-GPU with the trainer (--vllm-turn-s) sleep while it computes. Everything here belongs to one event loop.
+A restarted server is a new instance, which has none of the weights and images of the former. Instances that share a GPU with the trainer
+(--vllm-turn-s) sleep while it computes. Everything here belongs to one event loop.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -29,10 +29,10 @@ _SWITCHES_WITHIN_S = 120.0
 
 
 class SleepMode:
-    """Sleep mode of the servers of a base model (vLLM's level 1), which begin awake. For one event loop.
+    """Sleep mode of the servers of a base model (vLLM's level 1), which begin awake.
 
-    A server that sleeps has its weights and adapters in the host's memory, and no cache. Samples under way are kept, and go on when it has
-    woken, which computes their keys and values again. Whatever would write to its memory waits.
+    A server that sleeps has its weights and adapters in the host's memory, and no cache. Samples under way go on when it has woken, which
+    computes their keys and values again. Whatever would write to its memory waits.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class SleepMode:
 
     @asynccontextmanager
     async def kept_awake(self) -> AsyncIterator[None]:
-        """Run the body while the servers are awake and stay so. The body must not come here again: they may be falling asleep."""
+        """Run the body while the servers are awake and stay so. It must not come here again: they may be falling asleep."""
         await self.until_awake()
         self._kept += 1
         self._idle.clear()
@@ -67,14 +67,14 @@ class SleepMode:
                 self._idle.set()
 
     async def fall_asleep(self) -> None:
-        """Put all servers to sleep, once nothing keeps them awake. Afterwards none has more of the GPU than it needs to run at all."""
+        """Put all servers to sleep, once nothing keeps them awake."""
         self._awake.clear()
         await self._idle.wait()
         posts = [(instance, instance.connection.post("/sleep", level="1", mode="keep")) for instance in self.instances]
         await asyncio.gather(*(_obeyed(instance, post) for instance, post in posts))
 
     async def wake_up(self) -> None:
-        """Wake all servers. What they compute with any weights is compared again before it is returned."""
+        """Wake all servers. What they compute is compared again before it is returned."""
         for instance in self.instances:
             instance.wakes()  # before it does: it goes on with its samples at once, and another may need longer
         posts = [(instance, instance.connection.post("/wake_up")) for instance in self.instances]
@@ -83,9 +83,9 @@ class SleepMode:
 
 
 async def _obeyed(instance: "Instance", post: Coroutine[Any, Any, Any]) -> None:
-    """A server that cannot is ended, and returns as a new instance: it may have kept the memory, or lost what was in it.
+    """End a server that cannot switch, to get a new instance: it may have kept the memory, or lost what was in it.
 
-    Nobody who uses the server is waited for: they may be waiting until it is awake.
+    Its users are not waited for: they may be waiting until it is awake.
     """
     try:
         async with asyncio.timeout(_SWITCHES_WITHIN_S):
@@ -98,60 +98,32 @@ async def _obeyed(instance: "Instance", post: Coroutine[Any, Any, Any]) -> None:
 # Who may use an instance
 
 BASE = ""
-"""The key of the base's own weights."""
 UNKNOWN = None
-"""Key of the weights of a server while they are being replaced, and after that has failed."""
+"""Key of weights that are being replaced, or could not be."""
 
 _IMAGE_CACHE = 2**31
 """Bytes of pixel values that we expect a server to remember; vLLM's own limit is 4 GiB."""
 
 _LOOK_AGAIN_S = 2.0
-"""Seconds between two questions whether a silent engine has ended."""
+"""Seconds between two looks whether a silent engine has ended."""
 
 
-class Slots:
+class Slots(asyncio.Semaphore):
     """Slots of a server, one for each sequence that it may compute side by side."""
-
-    def __init__(self, count: int) -> None:
-        self.free = count
-        self.queue: deque[asyncio.Future[None]] = deque()
-        """Each waits for one slot, in order of arrival."""
 
     @asynccontextmanager
     async def reserve(self, at_most: int) -> AsyncIterator[int]:
-        """Hold slots while the body runs, which is told how many.
+        """Hold slots while the body runs, which is told how many: `at_most`, or fewer if fewer are free or somebody waits.
 
-        If nobody waits, that is `at_most`, or as many as are free. Otherwise it is one: several are returned together, when the longest of
-        their sequences has ended, and until then those who wait could have used the others.
+        Several are returned together, when the longest of their sequences has ended: those who wait could have used the others.
         """
-        count = await self._take(at_most)
-        try:
+        async with AsyncExitStack() as held:
+            await held.enter_async_context(self)
+            count = 1
+            while count < at_most and not self.locked():  # it is locked too while somebody waits
+                await held.enter_async_context(self)
+                count += 1
             yield count
-        finally:
-            self._give_back(count)
-
-    async def _take(self, at_most: int) -> int:
-        if self.free and not self.queue:
-            count = min(self.free, at_most)
-            self.free -= count
-            return count
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.queue.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it got a slot at the same moment
-                self._give_back(1)
-            raise
-        return 1
-
-    def _give_back(self, count: int) -> None:
-        self.free += count
-        while self.free and self.queue:
-            turn = self.queue.popleft()
-            if not turn.cancelled():
-                self.free -= 1
-                turn.set_result(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,15 +134,14 @@ class _Waiting:
 
 
 class WeightsLock:
-    """A lock that gives a server to one set of full weights at a time.
+    """A lock that gives a server to one set of full weights at a time, in order of arrival.
 
-    Requests for the weights that are there run side by side. A request for others waits until those that run have ended, replaces the
-    weights, and lets all run that wait for the same. Requests that came after it do not overtake it.
+    Requests for the weights that are there run side by side. A request for others waits until those have ended, replaces the weights, and
+    lets all run that wait for the same.
     """
 
     def __init__(self) -> None:
         self.weights: str | None = BASE
-        """Key of the weights that are there."""
         self.running = 0
         self.queue: deque[_Waiting] = deque()
 
@@ -188,7 +159,7 @@ class WeightsLock:
             self._leave()
 
     def keep(self) -> Callable[[], None]:
-        """Let the weights stay until the returned function is called. For holders who start work that may outlast them."""
+        """Let the weights stay until the returned function is called, for work that may outlast its holder."""
         assert self.running, "nobody holds the weights"
         self.running += 1
         return self._leave
@@ -242,26 +213,22 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-async def _leave_it() -> None:
-    """Do nothing: the server is not ours to end."""
-
-
 @dataclass(eq=False)
 class Instance:
     """A server from one start to its end."""
 
     connection: Connection
     slots: Slots
-    """Adapter slots for samples."""
+    """Slots for samples."""
     spare_slot: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """One more, in which new weights are compared."""
     samples_per_request: int
-    """Most samples of one prompt in one request. vLLM refuses more than it computes side by side."""
+    """Most samples of one prompt in one request."""
     started_by_us: bool
-    """True for a server that we have started: it begins with the base's weights."""
+    """True if we have started it, so that it begins with the base's weights."""
     transfer_kind: TransferKind
     transfer: Transfer | None = None
-    """The way in for full weights, once some have been sent."""
+    """The way for full weights, once some have been sent."""
     adapters: dict[str, "asyncio.Task[str]"] = field(default_factory=dict)
     """Key of the weights -> task that loads the adapter and returns its name at the server."""
     checks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
@@ -269,29 +236,26 @@ class Instance:
     weights_lock: WeightsLock = field(default_factory=WeightsLock)
     label: str | None = None
     """Name of the server's full weights in replies; None if it does not say, or was not asked yet."""
-    label_known: bool = False
-    """True when it was asked for its label."""
     number: int = field(default_factory=itertools.count().__next__)
     """Different for every instance."""
     running: set[str] = field(default_factory=set)
-    """Names of requests that have been sent with a name, by which the server can be told to abort them."""
+    """Names by which the server can be told to abort requests."""
     refusal: str | None = None
-    """The reason why it is not sampled from at all (`launch.py`)."""
-    probing: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    """The task that finds out the kinds below (`Publisher.try_probes`), under the key of the base's weights."""
+    """Reason why it is not sampled from at all (`launch.py`)."""
+    facts: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    """Tasks that find out label and refusal, and the kinds below (`Publisher.try_probes`)."""
     merged_kinds: frozenset[str] = frozenset()
-    """The kinds of layers to which it applies no adapters (`verify.py`). Adapters that train one of them are merged into the base."""
+    """Kinds of layers to which it applies no adapters (`verify.py`). Adapters that train one are merged into the base."""
     refused_kinds: frozenset[str] = frozenset()
-    """Those of them with which it computes something else than the trainer even then."""
+    """Those of them with which it differs from the trainer even then."""
     images: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_IMAGE_CACHE, getsizeof=lambda size: size))
     """Size in bytes, by hash, of the images that the server has seen."""
     arriving: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    """Hash -> task that sends the image there."""
     sleep_mode: SleepMode = field(default_factory=SleepMode)
-    """Sleep mode, which it shares with the other servers of its base model."""
+    """Sleep mode, shared with the other servers of its base model."""
     ranks: int = 1
-    """Its workers, over which the model is divided."""
-    end: Callable[[], Awaitable[None]] = _leave_it
+    """Workers over which the model is divided."""
+    end: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
     """Ends its process, if we have started it; returns when that holds no memory any more."""
 
     def wakes(self) -> None:
@@ -300,7 +264,7 @@ class Instance:
         self.checks.clear()
 
     async def answers(self) -> bool:
-        """Return whether the server says that it is alive, and its engine and all workers answer, between two steps.
+        """Return whether server, engine and all workers answer, between two steps.
 
         For a moment the server does not know that its engine ends, and for some seconds the engine does not know that a worker has ended.
         """
@@ -311,16 +275,16 @@ class Instance:
         )
 
     async def is_alive(self) -> bool:
-        """Return whether the server says that it is alive, and its engine too. It answers while the engine computes."""
+        """Return whether the server says that it and its engine are alive. It answers while the engine computes."""
         return await _succeeds(self.connection.get("/health"))
 
     async def look(self, within_s: float) -> Literal["answers", "silent", "lost"]:
         """Wait until its engine `answers` or is `lost` (it has ended, or the whole server has); `silent` after that long.
 
-        A server whose engine hangs still takes requests. A server whose engine has ended waits for its requests before it ends too, and
-        vLLM never answers some of those that were under way in the engine. Only /health tells of that.
+        A server whose engine hangs still takes requests. One whose engine has ended waits for its requests before it ends too, some of
+        which vLLM never answers; only /health tells of that.
         """
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while True:
                     async with running(_succeeds(self.connection.get("/is_paused"))) as asked:
@@ -333,8 +297,7 @@ class Instance:
                     if not await self.is_alive():
                         return "lost"
                     await asyncio.sleep(_LOOK_AGAIN_S)
-        except TimeoutError:
-            return "silent"
+        return "silent"
 
 
 @asynccontextmanager
@@ -348,9 +311,8 @@ async def running(work: Coroutine[Any, Any, T]) -> AsyncIterator["asyncio.Task[T
 
 
 async def _succeeds(request: Coroutine[Any, Any, Any]) -> bool:
-    """Return whether a request to a server is answered without an error."""
-    try:
+    """Return whether a request is answered without an error."""
+    with suppress(ServerLostError, RefusedError, ServerFailedError):
         await request
-    except (ServerLostError, RefusedError, ServerFailedError):
-        return False
-    return True
+        return True
+    return False

@@ -1,13 +1,10 @@
 """A sample request on one server: all its samples at once, or each in segments while its weights are replaced or its tokens are read.
 
-When a model has new weights (`inflight`), the server that samples loads them beside the former, and they are compared with the trainer's.
-Then vLLM is told to abort the samples from the former weights, which it answers with the tokens so far, and each goes on as a request with
-these tokens behind its prompt. So every token comes from the weights that it is said to come from, and from no keys and values of others;
-no token leaves before its weights were compared; and nothing else on the server is disturbed. Full weights go through the `WeightsLock` as
-always.
-
-vLLM could load an adapter in place instead, under the name that it has. But then it reads the files again at every step, goes on with keys
-and values of the former weights, and computes with the new ones before anybody has compared them.
+When a model has new weights (`inflight`), the server loads and compares them while it samples. Then vLLM aborts the samples from the former
+weights, answers with the tokens so far, and each goes on as a request with these behind its prompt. So every token comes from the weights
+that it is said to come from, and from no keys and values of others; no token leaves before its weights were compared; and nothing else on
+the server is disturbed. (vLLM could load an adapter in place under the name that it has. But then it reads the files again at every step,
+goes on with keys and values of the former weights, and computes with the new ones before they are compared.)
 
 Tokens that are read while they come arrive as vLLM streams them. Those that have been given out stay: if a server is lost, another goes on
 behind them. A stream has no scores of the prompt, and no log-probabilities over the whole vocabulary with top_k or top_p: then the tokens
@@ -21,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
@@ -54,16 +51,15 @@ class Draft:
     """A sample that is computed in segments, as far as it has come. It outlives the server where it began."""
 
     segments: list[SampledSequence] = field(default_factory=list)
-    """Each from one set of weights, as the continuation of those before it; none is empty."""
+    """Each from one set of weights, behind those before it; none is empty."""
     reply: dict[str, Any] | None = None
-    """vLLM's reply to the first segment, which also has the answers about the prompt."""
+    """vLLM's reply to the first segment, which also answers about the prompt."""
     ended: bool = False
     told: int = 0
-    """Number of its tokens that have been given out as events."""
+    """Number of its tokens that have been given out."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All tokens sampled so far."""
         return tuple(token for segment in self.segments for token in segment.tokens)
 
 
@@ -83,26 +79,26 @@ class Job:
     keys: list[bytes]
     """Keys of the prompt's full blocks."""
     answers: PromptAnswers
-    """The answers about the prompt that the trainer's model has given."""
+    """Answers about the prompt by the trainer's model."""
     tell: Callable[[TokensSampled], None] | None
-    """Takes tokens as they come; None if nobody wants them before the end. Called in the client's thread."""
+    """Takes tokens as they come, in the client's thread; None if they are wanted at the end only."""
     drafts: list[Draft]
-    """One for each sample; they stay empty if the job is not computed in segments."""
+    """One for each sample; without segments if the job is computed at once."""
 
 
 async def sample(publisher: Publisher, instance: Instance, job: Job) -> SampleResult:
     """Return the job's result. Raises as `Connection.post`, and TinsmithError if the server computes something else than the trainer."""
     async with publisher.using(instance, job.published) as loaded:
-        left = deque(range(job.request.num_samples))
-        replies = dict(chain.from_iterable(await in_parallel([_some(instance, job, loaded.model, left) for _ in left])))
-        sequences = list(chain.from_iterable(part for _, (part, _) in sorted(replies.items())))
+        left, found = deque(range(job.request.num_samples)), dict[int, SampledSequence]()
+        await in_parallel([_some(instance, job, loaded.model, left, found) for _ in left])
+        sequences = [found[index] for index in range(job.request.num_samples)]
         if truncates(job.request):
             sequences = await in_parallel([score_again(instance, job, loaded.model, (), sequence) for sequence in sequences])
-    return result_of(job, sequences, replies[0][1])
+    return result_of(job, sequences)
 
 
 async def in_parallel(work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order. The first error ends the others, and is raised alone: its class decides what happens next."""
+    """Return the results of all, in order. The first error ends the others, and is raised alone: its class decides what happens next."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -111,39 +107,36 @@ async def in_parallel(work: list[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def _some(
-    instance: Instance, job: Job, model: str | None, left: deque[int]
-) -> list[tuple[int, tuple[list[SampledSequence], dict[str, Any]]]]:
-    """Several of the samples that are `left`, in one request: index of the first, samples, vLLM's reply. Nothing if none is left.
-
-    It takes as many as there are free slots, so callers that come later may find none.
-    """
+async def _some(instance: Instance, job: Job, model: str | None, left: deque[int], found: dict[int, SampledSequence]) -> None:
+    """Compute several of the samples that are `left` in one request, as many as there are free slots. Later callers may find none left."""
     await send_images(instance, job.rendered, model)
     if not left:
-        return []
+        return
     most = instance.samples_per_request if job.request.params.temperature else 1  # vLLM refuses several greedy samples in one request
     async with instance.slots.reserve(min(len(left), most)) as slots:
         taken = [left.popleft() for _ in range(min(slots, len(left)))]
         if not taken:
-            return []
+            return
         params = sampling_params(job.request, job.max_tokens, job.eos, job.vocab_size, taken[0], len(taken))
         reply = await ask(instance, job.rendered, params, model)
     sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, instance.label, job.published.ref.label)
-    return [(taken[0], (sequences, reply))]
+    found.update(zip(taken, sequences, strict=True))
+    job.drafts[taken[0]].reply = reply
 
 
 async def score_again(
     instance: Instance, job: Job, model: str | None, before: tuple[int, ...], sequence: SampledSequence
 ) -> SampledSequence:
-    """A sample, or the segment of one that follows the tokens `before`, with log-probabilities over the whole vocabulary."""
+    """Score a sample, or a segment behind the tokens `before`, over the whole vocabulary."""
     topk = job.request.topk_sample_logprobs
     reply = await generate(instance, job.rendered, scoring_params(topk), model, (*before, *sequence.tokens))
     return rescored(sequence, reply["prompt_logprobs"][len(job.rendered) + len(before) :], topk)
 
 
-def result_of(job: Job, sequences: list[SampledSequence], reply: dict[str, Any]) -> SampleResult:
-    """Return what the client gets. `reply` is vLLM's to the request that asked about the prompt."""
-    answers = job.answers
+def result_of(job: Job, sequences: list[SampledSequence]) -> SampleResult:
+    """Return what the client gets. The reply to the first sample answers about the prompt."""
+    answers, reply = job.answers, job.drafts[0].reply
+    assert reply is not None, "the first sample has ended"
     if job.request.questions.logprobs or job.request.questions.topk:
         asked = prompt_answers(reply["prompt_logprobs"], job.rendered, job.request.questions)
         answers = replace(answers, logprobs=asked.logprobs, topk=asked.topk)
@@ -154,19 +147,18 @@ def result_of(job: Job, sequences: list[SampledSequence], reply: dict[str, Any])
 # In segments
 
 _AGAIN_S = 0.05
-"""Seconds until vLLM is told once more to abort a sample, which may not have begun when it was told."""
+"""Seconds until vLLM is told again to abort a sample, which may not have begun when it was told."""
 
 
 class NewestWeights:
-    """The newest weights of one model, which its inflight samples follow. For one event loop."""
+    """The newest weights of one model, which its inflight samples follow."""
 
     def __init__(self, published: PublishedWeights) -> None:
         self.published = published
         self.replaced = asyncio.Event()
-        """Set when `published` is replaced; then there is another event for the next time."""
+        """Set when `published` is replaced; there is another for the next time."""
 
     def replace(self, published: PublishedWeights) -> None:
-        """Let all samples go on with other weights."""
         self.published = published
         self.replaced.set()
         self.replaced = asyncio.Event()
@@ -175,12 +167,10 @@ class NewestWeights:
 async def sample_in_segments(publisher: Publisher, instance: Instance, job: Job, newest: NewestWeights) -> SampleResult:
     """Return the job's result; its drafts may have begun on another server. Raises as `sample`."""
     await in_parallel([_finish(publisher, instance, job, newest, index) for index in range(job.request.num_samples)])
-    reply = job.drafts[0].reply
-    assert reply is not None, "a draft that has ended has a segment"
     sequences = [joined(job, draft) for draft in job.drafts]
     for index, sequence in enumerate(sequences):
         _tell_rest(job, index, sequence)
-    return result_of(job, sequences, reply)
+    return result_of(job, sequences)
 
 
 async def _finish(publisher: Publisher, instance: Instance, job: Job, newest: NewestWeights, index: int) -> None:
@@ -191,8 +181,8 @@ async def _finish(publisher: Publisher, instance: Instance, job: Job, newest: Ne
         async with publisher.using(instance, published) as loaded:
             reply = None
             if not replaced.is_set():  # while it waited for its turn
-                prepare = partial(_prepare, publisher, instance, newest)
-                reply = await _until(instance, replaced, prepare, partial(_generate, instance, job, published, loaded, index))
+                replacement = _prepare(publisher, instance, newest, replaced)
+                reply = await _until(replacement, instance, partial(_generate, instance, job, published, loaded, index))
             if reply is not None:
                 (segment,) = sequences_of(
                     reply, 1, job.request.topk_sample_logprobs, instance.label, published.ref.label, may_be_aborted=True
@@ -217,7 +207,7 @@ def _append(job: Job, index: int, segment: SampledSequence, reply: dict[str, Any
 
 
 async def _generate(instance: Instance, job: Job, published: PublishedWeights, loaded: Loaded, index: int, name: str) -> dict[str, Any]:
-    """One segment of a sample: vLLM's reply to a request that goes on behind the tokens so far."""
+    """Compute one segment: vLLM's reply to a request that goes on behind the tokens so far."""
     draft = job.drafts[index]
     done = draft.tokens
     params = sampling_params(job.request, job.max_tokens - len(done), job.eos, job.vocab_size, index, 1, len(done))
@@ -239,7 +229,7 @@ async def _generate(instance: Instance, job: Job, published: PublishedWeights, l
 
 
 def _may_stream(instance: Instance, job: Job, draft: Draft, params: dict[str, Any]) -> bool:
-    """Return whether the next segment can be streamed, and its tokens be given out as they come. VLLM 0.26 is not asked for streams."""
+    """Return whether the next segment can be streamed. vLLM 0.26 is not asked for streams."""
     return (
         job.tell is not None
         and instance.label is not None
@@ -276,38 +266,32 @@ def _keep_told(job: Job, index: int, chunks: list[dict[str, Any]], published: Pu
     _append(job, index, segment, reply)
 
 
-async def _prepare(publisher: Publisher, instance: Instance, newest: NewestWeights) -> None:
-    """Load and compare the newest weights meanwhile. What is wrong with them is told to those who ask for them."""
+async def _prepare(publisher: Publisher, instance: Instance, newest: NewestWeights, replaced: asyncio.Event) -> None:
+    """Wait for newer weights, then load and compare them. What is wrong with them is told to those who ask for them."""
+    await replaced.wait()
     with suppress(TinsmithError):
         await publisher.prepare(instance, newest.published)
 
 
-async def _until(instance: Instance, replaced: asyncio.Event, prepare: Any, generating: Any) -> dict[str, Any] | None:
-    """The reply to a request, which the server is told to abort as soon as there are newer weights and it is ready for them.
-
-    None if the request has not been sent until then.
-    """
+async def _until(
+    replacement: Coroutine[Any, Any, None], instance: Instance, generating: Callable[[str], Coroutine[Any, Any, dict[str, Any]]]
+) -> dict[str, Any] | None:
+    """Return the reply to a request, which is aborted when the `replacement` is ready; None if it was not sent until then."""
     name = uuid.uuid4().hex
     request = asyncio.create_task(generating(name))
-    replacement = asyncio.create_task(_after(replaced, prepare))
+    ready = asyncio.create_task(replacement)
     try:
-        await asyncio.wait((request, replacement), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((request, ready), return_when=asyncio.FIRST_COMPLETED)
         while not request.done():
             if name not in instance.running:
                 return None
             await instance.connection.post("/abort_requests", {"request_ids": [REQUEST_PREFIX + name]})
             await asyncio.wait((request,), timeout=_AGAIN_S)
-        reply: dict[str, Any] = request.result()
-        return reply
+        return request.result()
     finally:
         request.cancel()
-        replacement.cancel()
+        ready.cancel()
         await asyncio.wait((request,))  # a stream that is broken off keeps what it has given out
-
-
-async def _after(event: asyncio.Event, work: Any) -> None:
-    await event.wait()
-    await work()
 
 
 def joined(job: Job, draft: Draft) -> SampledSequence:
@@ -335,12 +319,9 @@ def _stop_across(job: Job, tokens: list[int], told: int) -> int | None:
 def _spans(segments: list[SampledSequence], end: int) -> tuple[VersionSpan, ...]:
     spans: list[VersionSpan] = []
     start = 0
-    for segment in segments:
-        stop = min(end, start + len(segment.tokens))
-        name = segment.versions[0].version
-        if spans and spans[-1].version == name:
-            spans[-1] = VersionSpan(name, spans[-1].start, stop)
-        elif start < stop:
-            spans.append(VersionSpan(name, start, stop))
+    for version, same in groupby(segments, lambda segment: segment.versions[0].version):
+        stop = min(end, start + sum(len(segment.tokens) for segment in same))
+        if start < stop:
+            spans.append(VersionSpan(version, start, stop))
         start = stop
     return tuple(spans)

@@ -1,7 +1,7 @@
 """Decides how our own vLLM servers start: versions, GPUs, longest sequence, options and environment.
 
-vLLM does not start if its cache has no room for one sequence of the greatest length, so that length is what fits into its memory beside the
-weights, if that is less than the model's context.
+vLLM does not start if its cache has no room for one sequence of the greatest length. So that is what fits into its memory beside the
+weights, if it is less than the model's context.
 """
 
 import json
@@ -33,25 +33,23 @@ from tinsmith.wire.prompt_scores import MAX_TOPK
 log = logging.getLogger(__name__)
 
 MAX_LORAS = 4
-"""Adapters that a server computes side by side by default."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for --max-lora-rank."""
 
 _FOR_PASSES = 0.15
-"""Part of a server's memory that is left for activations and CUDA graphs. An estimate."""
+"""Part of a server's memory for activations and CUDA graphs. An estimate."""
 _STATES = 3
-"""States of gated delta nets for which there must be room: what a pass reads, what it writes, and one in the prefix cache."""
+"""States of gated delta nets that must fit: what a pass reads, what it writes, and one in the prefix cache."""
 _SHORTEST = 1024
-"""Tokens. A server with less room than that is not worth starting."""
+"""Tokens. A server with room for fewer is not worth starting."""
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
-"""Suffixes of numbers, as vLLM reads them."""
 _GIB = 2**30
 _LONGEST_SOCKET = 80
-"""Bytes of the longest directory name in which the path of a Unix socket still fits into the system's limit."""
+"""Most bytes of a directory's name that leave the path of a Unix socket within the system's limit."""
 
 
 def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Launch], int]:
-    """The servers to start for a base model, and how many tokens the longest sequence may have there.
+    """Return the servers to start for a base model, and the tokens of the longest sequence there.
 
     Their sockets go to `directory`, which only the user can enter. Raises ConfigError if vLLM cannot serve the configuration.
     """
@@ -66,9 +64,9 @@ def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Lau
     package = Path(tinsmith.__file__).parent
     directory.joinpath("tinsmith").symlink_to(package)
     directory.joinpath("sitecustomize.py").symlink_to(package / "sampling" / "inside_vllm" / "every_process.py")
-    found = []
+    found, safe_name = [], re.sub(r"[^\w.-]", "_", base.name)[-20:]
     for index, gpus in enumerate(places):
-        name = f"{_file_name(base.name)}-{index}"
+        name = f"{safe_name}-{index}"
         kind = transfer_kind(config.vllm.vllm_transfer, base.device, gpus, config.vllm.vllm_tensor_parallel)
         command, environment = _command(base, config, kind, longest, on_gpu=bool(gpus)), _environment(config, directory, gpus)
         found.append(Launch(command, environment, directory, name, logs / f"{name}.log", kind, config.vllm.vllm_tensor_parallel))
@@ -76,7 +74,7 @@ def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Lau
 
 
 def check_divisible(base: BaseModel, ranks: int) -> None:
-    """Raise ConfigError if a base model cannot be divided over so many GPUs of a server, or was not tested so."""
+    """Raise ConfigError if a base model cannot be divided over so many GPUs, or was not tested so."""
     if ranks == 1:
         return
     if has_delta_nets(base):
@@ -103,21 +101,14 @@ def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks
         case "auto":
             return "file" if not gpus else "ipc" if shared else "broadcast"
         case "ipc" if not shared:
-            raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {_place(gpus)}. Use auto")
+            place = f"GPU {gpus[0]}" if gpus else "no GPU"
+            raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {place}. Use auto")
         case "broadcast" if shared:
             raise ConfigError("vllm_transfer=broadcast needs a GPU of its own for each server; here one shares the trainer's. Use auto")
         case "file" | "ipc" | "broadcast":
             return wanted
         case _:
             raise ConfigError(f"vllm_transfer={wanted!r} must be auto, file, ipc or broadcast")
-
-
-def _place(gpus: Sequence[int]) -> str:
-    return f"GPU {gpus[0]}" if gpus else "no GPU"
-
-
-def _file_name(text: str) -> str:
-    return "".join(character if character.isalnum() or character in "-." else "_" for character in text)[-20:]
 
 
 def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, on_gpu: bool) -> list[str]:
@@ -176,7 +167,7 @@ def _environment(config: Config, directory: Path, gpus: Sequence[int]) -> dict[s
 
 
 def _cores_of_ranks(ranks: int) -> dict[str, str]:
-    """Lets vLLM bind each of several processes to cores of its own: it finds none by itself where the machine has a single NUMA node."""
+    """Let vLLM bind each of several processes to cores of its own: it finds none by itself on a single NUMA node."""
     if ranks == 1:
         return {}
     cores = sorted(os.sched_getaffinity(0))
@@ -188,7 +179,7 @@ def _cores_of_ranks(ranks: int) -> dict[str, str]:
 
 
 def _visible_name(gpu: int) -> str:
-    """A GPU of this process, as CUDA_VISIBLE_DEVICES names it in another."""
+    """Return a GPU of this process as CUDA_VISIBLE_DEVICES names it in another."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[gpu] if visible else str(gpu)
 
@@ -197,12 +188,11 @@ def _visible_name(gpu: int) -> str:
 
 
 def gpus_of(base_name: str, config: Config, device: torch.device, gpus: int) -> list[tuple[int, ...]]:
-    """The GPUs of each server of one base model, numbered as this process sees them; none on a CPU.
+    """Return the GPUs of each server of one base model, numbered as this process sees them; none on a CPU.
 
-    Servers of all base models are counted together, from the GPU after the configured `device` on, which is the trainer's and comes last;
-    if nothing is trained, from that one on. If they take turns with the trainer, all are on its GPU. Several workers have the GPUs from
-    `device` on, which is that of the first of them, and share none. Nor does a server that is divided over several GPUs. Raises ConfigError
-    if there are too few, or if servers would share one that has no room for both.
+    Servers of all base models are counted together, from the GPU after the trainers' on; the trainer's own comes last. Those that take
+    turns with the trainer are on its GPU. Several workers share none with a server, nor does a server of several GPUs. Raises ConfigError
+    if there are too few GPUs, or too little room on one.
     """
     names = list(base_model_sources(config))
     servers, ranks = config.vllm.vllm_servers, config.vllm.vllm_tensor_parallel
@@ -236,27 +226,26 @@ def gpus_of(base_name: str, config: Config, device: torch.device, gpus: int) -> 
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ServedSizes:
     """The memory that a base model takes at a server, in bytes."""
 
     weights: int
     cache_per_token: int
-    """Keys and values of one token in all layers."""
     state: int
-    """The states of all gated delta nets for one sequence."""
+    """The states of one sequence."""
     per_lora_rank: int
     """One rank of one adapter on all modules that LoRA can train."""
 
 
-def sizes_of(layers: Sequence[LayerKind], parameters: int, per_lora_rank: int, dtype: torch.dtype) -> Sizes:
-    """The sizes of a model with that many parameters, to which one rank of an adapter adds `per_lora_rank`."""
+def sizes_of(layers: Sequence[LayerKind], parameters: int, per_lora_rank: int, dtype: torch.dtype) -> ServedSizes:
+    """Compute the sizes of a model to which one rank of an adapter adds `per_lora_rank` parameters."""
     cache = sum(layer.bytes_per_token(dtype) for layer in layers if isinstance(layer, Attention))
     state = sum(layer.state_bytes(dtype) for layer in layers if isinstance(layer, DeltaNet))
-    return Sizes(parameters * dtype.itemsize, cache, state, per_lora_rank * dtype.itemsize)
+    return ServedSizes(parameters * dtype.itemsize, cache, state, per_lora_rank * dtype.itemsize)
 
 
-def divided(sizes: Sizes, ranks: int, heads: int) -> Sizes:
-    """Return the sizes on each of several GPUs. Each of the `heads` heads of keys and values is on one GPU at least.
+def divided(sizes: ServedSizes, ranks: int, heads: int) -> ServedSizes:
+    """Return the sizes on each of several GPUs, of which every one has a head of keys and values, of `heads` in all.
 
     Adapters count whole: one of the two matrices of each is.
     """
@@ -264,10 +253,10 @@ def divided(sizes: Sizes, ranks: int, heads: int) -> Sizes:
 
 
 def longest_sequence(base: BaseModel, config: Config, gpus: Sequence[int]) -> int:
-    """Most tokens of prompt and answer together at servers of a base model on these GPUs, none for a CPU.
+    """Compute the most tokens of prompt and answer at servers of a base model on these GPUs, none for a CPU.
 
-    If they are fewer than the model's context, the log says so. Raises ConfigError if there is too little room, or if --vllm-arg asks for
-    more than the model's context.
+    The log says if they are fewer than the model's context. Raises ConfigError if there is too little room, or if --vllm-arg asks for more
+    than the context.
     """
     options = config.vllm.vllm_args
     asked = value_of(options, "--max-model-len")
@@ -298,15 +287,15 @@ def longest_sequence(base: BaseModel, config: Config, gpus: Sequence[int]) -> in
     return longest
 
 
-def tokens_that_fit(sizes: Sizes, memory: int, config: Config) -> int:
-    """Tokens whose keys and values fit into so many bytes of a GPU, beside weights, adapters and activations."""
+def tokens_that_fit(sizes: ServedSizes, memory: int, config: Config) -> int:
+    """Compute the tokens that fit into so many bytes of a GPU, beside weights, adapters and activations."""
     adapters = int(value_of(config.vllm.vllm_args, "--max-loras") or MAX_LORAS) * lora_rank(config.models.max_lora_rank)
     left = memory * (1 - _FOR_PASSES) - sizes.weights - _STATES * sizes.state - adapters * sizes.per_lora_rank
     return int(left // sizes.cache_per_token)
 
 
 def lora_rank(largest: int) -> int:
-    """The rank of vLLM's slots for adapters whose rank is at most `largest`. Raises ConfigError if that is more than vLLM has."""
+    """Return the rank of vLLM's slots for adapters of rank up to `largest`. Raises ConfigError if vLLM has none."""
     for rank in RANKS:
         if largest <= rank:
             return rank
@@ -314,7 +303,7 @@ def lora_rank(largest: int) -> int:
 
 
 def cpu_cache_gib(config: Config) -> int:
-    """Memory of a server's cache without a GPU: vLLM takes whole GiB."""
+    """Return the memory of a server's cache without a GPU: vLLM takes whole GiB."""
     return max(1, round(config.sampling.kv_cache_gib or CPU_CACHE / _GIB))
 
 
@@ -362,5 +351,5 @@ def refusal(base: BaseModel, version: str, served_on: torch.device) -> str | Non
 
 
 def has_delta_nets(base: BaseModel) -> bool:
-    """Return whether some layers of a base model are gated delta nets."""
+    """Return whether a base model has gated delta nets."""
     return any(isinstance(layer, DeltaNet) for layer in base.layout.layers)

@@ -12,34 +12,33 @@ from tinsmith.errors import ConfigError
 DEFAULT_SHARE = 0.92
 """Share of a GPU's memory that vLLM takes by default."""
 _CLIENT_PACKAGES = ("aiohttp", "msgspec")
-"""Packages that talk to vLLM servers; the extra `vllm-client`."""
+"""Packages of the extra `vllm-client`."""
 
 _ONE_GPU = "start more servers with --vllm-servers, or divide a model over several GPUs with --vllm-tensor-parallel"
 _COUNTED = "Tinsmith must know it to give each server its GPUs: use --vllm-tensor-parallel"
 _ONE_PROCESS = "adapters are given to one process that takes requests"
+_PARALLEL = """
+    --pipeline-parallel-size -pp --data-parallel-size -dp --data-parallel-size-local -dpl --data-parallel-rank -dpn
+    --data-parallel-start-rank -dpr --data-parallel-address -dpa --data-parallel-rpc-port -dpp --data-parallel-backend -dpb
+    --data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm
+    --decode-context-parallel-size -dcp --prefill-context-parallel-size -pcp --enable-expert-parallel --device-ids
+    --nnodes -n --node-rank -r --master-addr --master-port --headless
+"""
 _REFUSED = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), _COUNTED),
-    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), _ONE_GPU),
-    **dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local", "-dpl", "--data-parallel-rank", "-dpn"), _ONE_GPU),
-    **dict.fromkeys(
-        ("--data-parallel-start-rank", "-dpr", "--data-parallel-address", "-dpa", "--data-parallel-rpc-port", "-dpp"), _ONE_GPU
-    ),
-    **dict.fromkeys(("--data-parallel-backend", "-dpb", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb"), _ONE_GPU),
-    **dict.fromkeys(("-dpe", "--data-parallel-multi-port-external-lb", "-dpm", "--decode-context-parallel-size", "-dcp"), _ONE_GPU),
-    **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "--enable-expert-parallel", "--device-ids"), _ONE_GPU),
-    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"), _ONE_GPU),
+    **dict.fromkeys(_PARALLEL.split(), _ONE_GPU),
     **dict.fromkeys(("--api-server-count", "-asc"), _ONE_PROCESS),
     "--distributed-executor-backend": "vLLM chooses it, and for several GPUs Tinsmith does",
     "--fully-sharded-loras": "what a process holds of an adapter is not compared then",
     "--config": "Tinsmith does not read that file, and must know what is in it: pass its options one by one",
 }
-"""The reason why each cannot work. A size or count of 1 is allowed, because that is what vLLM does by default."""
+"""Reasons why options cannot work. A size or count of 1 is allowed: it is what vLLM does by default."""
 _SHORTEST_PREFIX = 8
-"""Characters from which a beginning is compared too: vLLM accepts the beginning of an option's name for the whole."""
+"""Characters from which a prefix is compared too: vLLM accepts it for the whole name of an option."""
 
 
 def require_vllm(config: Config) -> None:
-    """Raise ConfigError if vLLM is to sample and a package or the Python with vLLM is missing, or an option for it cannot work."""
+    """Raise ConfigError if vLLM is to sample, and a package, the Python with vLLM, or an option cannot work."""
     if config.sampling.sampler != "vllm":
         return
     python = config.vllm.vllm_python
@@ -77,13 +76,13 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def value_of(options: Sequence[str], *names: str) -> str | None:
-    """The value of the last of these options; None if none of them is given."""
+    """Return the value of the last of these options; None if none is given."""
     values = [value for name, value in _pairs(options) if name in names]
     return values[-1] if values else None
 
 
 def share_of(options: Sequence[str]) -> float:
-    """The part of a GPU's memory that a server takes. Raises ConfigError for a value that is not a number above 0 and up to 1."""
+    """Return the part of a GPU's memory that a server takes. Raises ConfigError for a value that is not above 0 and up to 1."""
     value = value_of(options, "--gpu-memory-utilization", "--device-memory-utilization")
     try:
         share = DEFAULT_SHARE if value is None else float(value)
@@ -95,7 +94,7 @@ def share_of(options: Sequence[str]) -> float:
 
 
 def _pairs(options: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Name and value of each option, for `--name=value` as for `--name value`."""
+    """Yield name and value of each option, of `--name=value` as of `--name value`."""
     for option, following in pairwise([*options, "-"]):
         if option.startswith("-"):
             name, equals, value = option.partition("=")

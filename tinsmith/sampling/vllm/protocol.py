@@ -1,11 +1,10 @@
 """The protocol with a vLLM server: the connection, Tinker's sampling parameters as vLLM's, and replies as results.
 
-What a server refuses and what it loses are two different errors: only the second is worth sending again. Each parameter is mapped, or
-refused with the reason, because vLLM ignores parameters that it does not know. A reply that contradicts itself or the request is an error,
-never a result.
+What a server refuses and what it loses are different errors: only the second is worth sending again. Each parameter is mapped or refused,
+because vLLM ignores parameters that it does not know. A reply that contradicts itself or the request is an error, never a result.
 
-vLLM 0.26, the newest for PyTorch 2.11, answers in another form than 0.32, and does not say which weights or which adapter it computed with:
-there, that the weights have arrived, and the canary, are the checks.
+vLLM 0.26, the newest for PyTorch 2.11, answers in another form than 0.32, and does not say which weights or adapter it computed with: there
+the identity of what has arrived, and the canary, are the checks.
 """
 
 import hashlib
@@ -31,7 +30,7 @@ _LONGEST_MESSAGE = 2000
 _EVENT = b"data: "
 _LAST_EVENT = b"[DONE]"
 _READ_BUFFER = 2**22
-"""Bytes. A line that is longer is an error, and an event with the likeliest tokens is a line of some hundred kilobytes."""
+"""Bytes. A longer line is an error; an event with the likeliest tokens takes some hundred kilobytes."""
 
 
 class ServerLostError(TinsmithError):
@@ -62,12 +61,12 @@ class Connection:
         )
 
     async def get(self, path: str) -> Any:
-        """The JSON answer, None for an empty one. Raises as `post`."""
+        """Return the JSON answer, None for an empty one. Raises as `post`."""
         async with self._reply("GET", path, None, {}) as reply:
             return _json(await reply.read())
 
     async def post(self, path: str, body: Any = None, **query: str) -> Any:
-        """The JSON answer, None for an empty one. Raises ServerLostError, RefusedError or ServerFailedError.
+        """Return the JSON answer, None for an empty one. Raises ServerLostError, RefusedError or ServerFailedError.
 
         Each has a connection of its own: vLLM closes one on which it failed a moment after its answer, and the next request would be lost.
         """
@@ -75,7 +74,7 @@ class Connection:
             return _json(await reply.read())
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
-        """The JSON objects of an answer that is a stream of server-sent events, as they come. Raises as `post`."""
+        """Yield the JSON objects of an answer that is a stream of server-sent events. Raises as `post`."""
         async with self._reply("POST", path, orjson.dumps(body), {}) as reply:
             async for line in reply.content:
                 event = line.strip().removeprefix(_EVENT)
@@ -89,14 +88,13 @@ class Connection:
             raise ServerLostError(f"the vLLM server at {self.url} ended an answer before it was whole")
 
     async def close(self) -> None:
-        """Close all connections; what is under way on them is lost."""
         await self._session.close()
 
     @asynccontextmanager
     async def _reply(
         self, method: str, path: str, body: bytes | None, query: Mapping[str, str], headers: Mapping[str, str] = MappingProxyType({})
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A reply of status 2xx, to be read in the body, where a connection that breaks is a ServerLostError too."""
+        """Yield a reply of status 2xx, to be read in the body, where a connection that breaks is a ServerLostError too."""
         if self._session.closed:
             raise ServerLostError(f"the vLLM server at {self.url} went away before it was asked")
         headers = {"Content-Type": "application/json", **headers}
@@ -111,7 +109,7 @@ class Connection:
 
 
 def _json(content: bytes) -> Any:
-    """Some answers are plain texts, which say no more than the status does."""
+    """Parse JSON. Other answers are plain texts, which say no more than the status."""
     return orjson.loads(content) if content[:1] in (b"{", b"[") else None
 
 
@@ -127,14 +125,14 @@ def _message(content: bytes) -> str:
 # Tinker's sampling parameters as vLLM's
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM silently raises a smaller one to this."""
+"""vLLM silently raises a lower one to this."""
 _ONE_REPLY = 2
-"""One reply with all samples of a request, when the last has ended (`RequestOutputKind.FINAL_ONLY`). VLLM 0.32 sets this itself. Without it
-0.26 answers with the last partial output, which lacks samples that ended earlier."""
+"""One reply with all samples of a request (`RequestOutputKind.FINAL_ONLY`), which 0.32 sets itself. Without it 0.26 answers with the last
+partial output, which lacks samples that ended earlier."""
 
 
 def truncates(request: SampleRequest) -> bool:
-    """Return whether tokens are drawn from a part of the vocabulary, over which vLLM's log-probabilities are then."""
+    """Return whether tokens are drawn from a part of the vocabulary, to which vLLM's log-probabilities are then confined."""
     return request.params.temperature > 0 and (request.params.top_k > 0 or request.params.top_p < 1)
 
 
@@ -166,9 +164,9 @@ def check_parameters(request: SampleRequest) -> None:
 def sampling_params(
     request: SampleRequest, max_tokens: int, eos: Iterable[int], vocab_size: int, first: int, count: int, done: int = 0
 ) -> dict[str, Any]:
-    """VLLM's parameters for the samples [first, first + count) of a request, of whose answers `done` tokens are known already.
+    """Return vLLM's parameters for the samples [first, first + count) of a request, of whose answers `done` tokens are known already.
 
-    The request's very first sample also brings the answers about the prompt.
+    The very first sample also brings the answers about the prompt.
     """
     params, stop = request.params, request.params.stop
     greedy = params.temperature == 0
@@ -195,7 +193,7 @@ def sampling_params(
 
 
 def scoring_params(topk: int) -> dict[str, Any]:
-    """VLLM's parameters to score an answer as part of a prompt, at temperature 1 over the whole vocabulary."""
+    """Return vLLM's parameters to score an answer as part of a prompt, at temperature 1 over the whole vocabulary."""
     return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "prompt_logprobs": topk}
 
 
@@ -205,10 +203,9 @@ def likeliest(k: int, vocab_size: int) -> int:
 
 
 def vllm_seed(seed: int, done: int = 0) -> int:
-    """The seed of the first sample from its token `done` on; for the others vLLM adds 1, 2, and so on.
+    """Return the seed of the first sample from its token `done` on, to which vLLM adds 1, 2, and so on for the others.
 
-    It is hashed, because requests with neighbouring seeds would share samples, and because a sample that is continued must not draw again
-    what it drew at its beginning.
+    It is hashed: requests with neighbouring seeds would share samples, and a continued sample would draw again what it drew before.
     """
     text = seed.to_bytes(8, "little") + (done.to_bytes(8, "little") if done else b"")
     return int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
@@ -220,9 +217,9 @@ _TOKEN_ID = "token_id:"
 
 
 def in_new_form(reply: dict[str, Any]) -> dict[str, Any]:
-    """A reply of the generate endpoint in the form of vLLM 0.32, changed in place if it is one of 0.26.
+    """Return a reply of the generate endpoint in the form of vLLM 0.32, changed in place if it is one of 0.26.
 
-    Raises ServerFailedError where 0.32 answers 500, for an image that it has forgotten, say.
+    Raises ServerFailedError where 0.32 answers 500, for a forgotten image, say.
     """
     if any(choice["finish_reason"] == "error" for choice in reply["choices"]):
         raise ServerFailedError("vLLM could not compute a request; its log says why")
@@ -237,10 +234,9 @@ def in_new_form(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined_stream(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The chunks of a stream with one sample, as the reply that would have come without streaming.
+    """Join the chunks of a stream with one sample to the reply that would have come without streaming.
 
-    The last chunk carries the usage. A stream does not name the adapter, and has no scores of the prompt. Raises ServerLostError if it
-    ended before the sample did.
+    It does not name the adapter, and has no scores of the prompt. Raises ServerLostError if the stream ended before the sample.
     """
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     if not choices or choices[-1]["finish_reason"] is None:
@@ -255,9 +251,9 @@ def joined_stream(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def sequences_of(
     reply: dict[str, Any], count: int, topk: int, label: str | None, version: str, may_be_aborted: bool = False
 ) -> list[SampledSequence]:
-    """The samples of a reply from the weights that clients call `version`, with the `topk` likeliest tokens of each position.
+    """Return the samples of a reply from the weights that clients call `version`, with the `topk` likeliest tokens of each position.
 
-    `label` is what the server calls the full weights that were asked for; None checks nothing. Raises TinsmithError for other weights, and
+    `label` is the server's name of the full weights that were asked for; None checks nothing. Raises TinsmithError for other weights, and
     ServerLostError for a sample that the server aborted, unless it `may_be_aborted`.
     """
     choices = sorted(reply["choices"], key=lambda choice: choice["index"])
@@ -288,14 +284,14 @@ def _sequence(choice: dict[str, Any], topk: int, label: str | None, version: str
 
 
 def _fill(top: TopLogprobs, row: int, logprobs: dict[int, float], k: int) -> None:
-    """Write the k likeliest tokens of a position; of equally likely ones the lowest id comes first, as with the local sampler."""
+    """Write the k likeliest tokens of a position; of equally likely ones the lowest id first, as the local sampler does."""
     best = sorted(logprobs.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
     top.token_ids[row, : len(best)] = [token for token, _ in best]
     top.logprobs[row, : len(best)] = [logprob for _, logprob in best]
 
 
 def rescored(sequence: SampledSequence, scores: Sequence[dict[str, Any]], topk: int) -> SampledSequence:
-    """A sample with new log-probabilities: `scores` are vLLM's prompt_logprobs of its positions, from a request with it in the prompt."""
+    """Return a sample with new log-probabilities: `scores` are vLLM's prompt_logprobs of its positions."""
     logprobs = [entry[str(token)]["logprob"] for entry, token in zip(scores, sequence.tokens, strict=True)]
     top = None
     if topk:
@@ -310,7 +306,7 @@ def _by_token(entry: dict[str, Any]) -> dict[int, float]:
 
 
 def prompt_answers(scores: Sequence[dict[str, Any] | None], rendered: RenderedInput, questions: PromptQuestions) -> PromptAnswers:
-    """The answers about the prompt's own tokens, from vLLM's prompt_logprobs [prompt tokens], of which the first is None."""
+    """Return the answers about the prompt's own tokens, from vLLM's prompt_logprobs [prompt tokens], of which the first is None."""
     length = len(rendered)
     if len(scores) != length:
         raise TinsmithError(f"vLLM scored {len(scores)} positions of a prompt of {length} tokens")

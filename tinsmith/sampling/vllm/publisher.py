@@ -4,8 +4,8 @@
     load      the server reads them, and compares their identity with the trainer's
     verify    the server scores the canary, as the trainer has; a new server shows with probes what of an adapter it applies
 
-Adapters lie side by side on a server, each under a name of its own, over the base's weights. Full weights replace the base's: requests that
-need others wait until those that run have ended, in the order in which they came (`WeightsLock`).
+Adapters lie side by side on a server, over the base's weights. Full weights replace the base's; requests that need others wait in order
+(`WeightsLock`).
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.full import Weights
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD
 from tinsmith.models.lora import Adapter
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.sampling.inside_vllm.identity import identity
 from tinsmith.sampling.vllm.generate import score
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LABEL = "tinsmith:"
-"""The beginning of the names by which servers call full weights that we have sent them."""
+"""Prefix of the names that servers have for full weights that we sent them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class Loaded:
 
 
 def once(tasks: "MutableMapping[str, asyncio.Task[T]]", key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":
-    """The result of work that all callers with this key share. It goes on if they give up; if it fails, the next caller tries again."""
+    """Share work among all callers with this key. It goes on if they give up; if it fails, the next caller tries again."""
     task = tasks.get(key)
     if task is None:
         task = tasks[key] = asyncio.create_task(work())
@@ -92,8 +93,8 @@ class Publisher:
     async def using(self, instance: Instance, published: PublishedWeights) -> AsyncIterator[Loaded]:
         """Run the body while the server computes with these weights; the canary is compared at the same time.
 
-        Raises TinsmithError if the server refuses the weights. It also does after the body, which then must not use what it has got, if the
-        server computes something else with them than the trainer does.
+        Raises TinsmithError if the server refuses the weights. If it computes something else with them than the trainer, that is raised
+        after the body, which must then not use what it has got.
         """
         await self._learn_about(instance)
         if published.adapter is not None:
@@ -127,19 +128,17 @@ class Publisher:
             await self._load_once(instance, published.ref.key, published.adapter)
 
     async def forget(self, servers: list[Server], key: str) -> None:
-        """Take an adapter off all servers and delete its files: nothing samples from it any more.
+        """Take an adapter that nothing samples from off all servers, and delete its files.
 
-        If it is sampled from again later it gets other files, and so another name on the servers.
+        If it is sampled from again it gets other files, and so another name on the servers.
         """
         folder = self.folders.pop(key, None)
         instances = [server.instance for server in servers if server.instance is not None]
         for instance in instances:
             instance.checks.pop(key, None)
         for instance, task in [(instance, instance.adapters.pop(key)) for instance in instances if key in instance.adapters]:
-            try:
+            with failing_into(partial(log.warning, "adapter %s stays on a vLLM server: %s", key)):
                 await self._take_off(instance, await task)
-            except TinsmithError as error:
-                log.warning("adapter %s stays on a vLLM server: %s", key, error)
         if folder is not None:
             with suppress(TinsmithError):  # they could not be written
                 await asyncio.to_thread(self.files.remove, await folder)
@@ -171,7 +170,7 @@ class Publisher:
     # Write and load
 
     async def _load_once(self, instance: Instance, key: str, adapter: Adapter) -> str:
-        """The name of an adapter that is on the server now."""
+        """Return the name of an adapter that is on the server now."""
         return await once(instance.adapters, key, partial(self._load, instance, key, adapter))
 
     async def _load(self, instance: Instance, key: str, adapter: Adapter) -> str:
@@ -207,7 +206,6 @@ class Publisher:
             await self._unload(instance, name)
 
     async def _unload(self, instance: Instance, name: str) -> None:
-        """Unload an adapter from a server that is kept awake."""
         await instance.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _transfer(self, instance: Instance, weights: Weights | None) -> None:
@@ -216,32 +214,29 @@ class Publisher:
         After a failure the server holds nothing that could be sampled from, but the next attempt can begin.
         """
         tensors = await asyncio.to_thread(self.files.tensors, weights)
-        async with instance.sleep_mode.kept_awake():
-            await self._transfer_tensors(instance, tensors)
-        instance.checks.clear()  # adapters too are computed over what has just come
-
-    async def _transfer_tensors(self, instance: Instance, tensors: Tensors) -> None:
-        transfer = instance.transfer or await self._opened(instance)
-        instance.transfer = None
         post = instance.connection.post
-        await post("/pause", mode="wait", clear_cache="false")  # images stay; prefixes are reset below
-        try:
-            await self._send(instance, transfer, tensors, f"{_LABEL}{self.files.root.name}-{next(self._transfers)}")
-        except BaseException:  # it is what is told, whatever becomes of the server now
-            for path, body in (("/finish_weight_update", {}), ("/resume", None)):  # there may be nothing to finish
-                with suppress(TinsmithError):
-                    await post(path, body)
-            raise
-        instance.transfer = transfer
-        await post("/resume")
+        async with instance.sleep_mode.kept_awake():
+            transfer = instance.transfer or await self._opened(instance)
+            instance.transfer = None
+            await post("/pause", mode="wait", clear_cache="false")  # images stay; prefixes are reset below
+            try:
+                await self._send(instance, transfer, tensors)
+            except BaseException:  # it is what is told, whatever becomes of the server now
+                for path, body in (("/finish_weight_update", {}), ("/resume", None)):  # there may be nothing to finish
+                    with suppress(TinsmithError):
+                        await post(path, body)
+                raise
+            instance.transfer = transfer
+            await post("/resume")
+        instance.checks.clear()  # adapters too are computed over what has just come
 
     async def _opened(self, instance: Instance) -> Transfer:
         transfer = new_transfer(instance.transfer_kind, self.files.root, self.device, instance.ranks, self.longest_broadcast_s)
         await transfer.open(instance.connection)
         return transfer
 
-    async def _send(self, instance: Instance, transfer: Transfer, tensors: Tensors, label: str) -> None:
-        post = instance.connection.post
+    async def _send(self, instance: Instance, transfer: Transfer, tensors: Tensors) -> None:
+        post, label = instance.connection.post, f"{_LABEL}{self.files.root.name}-{next(self._transfers)}"
         await post("/start_weight_update")
         await transfer.send(instance.connection, tensors, await asyncio.to_thread(identity, tensors.items()))
         await post("/finish_weight_update", {"weight_version": label})
@@ -270,12 +265,11 @@ class Publisher:
             raise
 
     async def try_probes(self, instance: Instance) -> None:
-        """Find out whether an instance can be sampled from, and to which kinds of layers it applies adapters, unless that is known.
+        """Find out once whether an instance can be sampled from, and to which kinds of layers it applies adapters.
 
-        Raises as `Connection.post`, and TinsmithError if it computes something else than the trainer with the base's weights. Who comes
-        next tries again then.
+        Raises as `Connection.post`, and TinsmithError if it differs from the trainer with the base's weights.
         """
-        await once(instance.probing, BASE, partial(self._probe, instance))
+        await once(instance.facts, "probes", partial(self._probe, instance))
 
     async def _probe(self, instance: Instance) -> None:
         await self._learn_about(instance)
@@ -315,34 +309,28 @@ class Publisher:
     @asynccontextmanager
     async def _as_adapter(self, instance: Instance, probe: AdapterProbe) -> AsyncIterator[str]:
         key = f"probe/{probe.kind}"
-        try:
-            name = await self._load_once(instance, key, probe.adapter)
-            yield name
-            await self._take_off(instance, name)
-        finally:
-            instance.adapters.pop(key, None)
+        name = await self._load_once(instance, key, probe.adapter)
+        yield name
+        await self._take_off(instance, name)
+        del instance.adapters[key]
 
     async def _learn_about(self, instance: Instance) -> None:
         """Ask a server once what it calls its full weights, which vLLM 0.26 cannot say, and whether it can be sampled from."""
-        if instance.label_known:
-            return
-        refused = None
+        await once(instance.facts, "version", partial(self._ask_version, instance))
+
+    async def _ask_version(self, instance: Instance) -> None:
         if not instance.started_by_us and has_delta_nets(self.canary.base):
-            refused = refusal(self.canary.base, (await instance.connection.get("/version"))["version"], self.served_on)
-        label = None
+            instance.refusal = refusal(self.canary.base, (await instance.connection.get("/version"))["version"], self.served_on)
         with suppress(RefusedError):
-            label = (await instance.connection.get("/weight_info"))["weight_version"]
-        if not instance.label_known:
-            instance.label_known, instance.label, instance.refusal = True, label, refused
-            if not instance.started_by_us and (label is None or label.startswith(_LABEL)):
-                # A process before this one may have left its weights there.
-                instance.weights_lock.weights = UNKNOWN
+            instance.label = (await instance.connection.get("/weight_info"))["weight_version"]
+        if not instance.started_by_us and (instance.label is None or instance.label.startswith(_LABEL)):
+            # A process before this one may have left its weights there.
+            instance.weights_lock.weights = UNKNOWN
 
 
 async def _has_compared(instance: Instance, name: str) -> bool:
     """Return whether all workers of a server have compared an adapter (`inside_vllm/worker.py`)."""
-    try:
+    with suppress(RefusedError, ServerFailedError):  # it has no such method
         reply = await instance.connection.post("/collective_rpc", {"method": "tinsmith_checked_adapter", "args": [name]})
-    except (RefusedError, ServerFailedError):  # it has no such method
-        return False
-    return all(result["checked"] for result in reply["results"])
+        return all(result["checked"] for result in reply["results"])
+    return False

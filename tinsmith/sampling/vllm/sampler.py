@@ -1,28 +1,29 @@
 """The `Sampler` of one base model whose samples vLLM servers compute.
 
-Requests go to the client's thread, and `step` returns what has come back from it. Only what needs the trainer's own model happens in the
-sampler's thread, in `step`, one piece of work at a time: the canary of weights that are new, and answers about a prompt that vLLM cannot
-give.
+Requests go to the client's thread, and `step` returns what has come back. Only what needs the trainer's own model happens in the sampler's
+thread, in `step`, one piece at a time: the canary of new weights, and answers about a prompt that vLLM cannot give.
 """
 
 import atexit
 import logging
 import secrets
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 import numpy as np
 from torch import Tensor
 
 from tinsmith.config import Config
-from tinsmith.errors import ConfigError, DeviceLostError, TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.full import Weights
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
@@ -47,8 +48,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Pending:
-    """A request that has not ended."""
-
     request_id: str
     request: SampleRequest
     rendered: RenderedInput
@@ -56,7 +55,6 @@ class _Pending:
     stream: bool
     max_tokens: int
     future: "Future[SampleResult] | None" = None
-    """None until the client has it."""
 
     def fills(self, context: int) -> bool:
         """Return whether its prompt fills the context: vLLM refuses it, and the trainer's model answers all."""
@@ -68,7 +66,7 @@ class _Pending:
         return replace(self.request.questions, logprobs=False, topk=0, last_n=None)
 
     def taken_future(self) -> "Future[SampleResult]":
-        """The future, which it forgets: each holds the other, and so the weights, longer than they are needed."""
+        """Return the future and forget it: each holds the other, and so the weights, longer than they are needed."""
         future, self.future = self.future, None
         assert future is not None, "it was submitted"
         return future
@@ -88,22 +86,18 @@ class VLLMSampler:
         self.logits_chunk = logits_chunk
         self.wake = wake
         self.pending: dict[str, _Pending] = {}
-        """Request id -> request."""
         self.new: deque[_Pending] = deque()
-        """Requests that the client does not have yet."""
         self.published: deque[Weights] = deque()
         self.came: deque[tuple[_Pending, TokensSampled | None]] = deque()
         """Requests with their new tokens, None if they have ended. Filled by the client's thread."""
         self.canaries: dict[str, Expectation] = {}
         """Key of the weights -> the trainer's results for the canary, as long as the weights are in memory."""
-        self.copies: dict[str, set[int]] = {}
-        """The `id` of all objects in memory that hold the weights of a key."""
-        self.gone: deque[tuple[str, int]] = deque()
-        """Key and `id` of such objects that are no more. Filled by any thread."""
+        self.holders: dict[str, WeakValueDictionary[int, Weights]] = {}
+        """Key of the weights -> all objects in memory that hold them, by `id`."""
 
     @property
     def has_work(self) -> bool:
-        return bool(self.came or self.new or self.published or self.gone)
+        return bool(self.came or self.new or self.published or self._unused())
 
     @property
     def load(self) -> tuple[int, int]:
@@ -125,18 +119,19 @@ class VLLMSampler:
 
     @property
     def has_samples(self) -> bool:
-        """True while requests have not ended, so that the servers are needed."""
+        """True while requests need the servers."""
         return bool(self.pending)
 
     def fall_asleep(self) -> "Future[None]":
-        """Call `VLLMClient.fall_asleep`, and `wake` when it is done."""
-        return self._told(self.client.fall_asleep())
+        """Put all servers to sleep, so that the trainer has their GPU. `wake` is called when they sleep."""
+        return self._switch(self.client.sleep_mode.fall_asleep())
 
     def wake_up(self) -> "Future[None]":
-        """Call `VLLMClient.wake_up`, and `wake` when it is done."""
-        return self._told(self.client.wake_up())
+        """Let the servers have the GPU again. `wake` is called when they have."""
+        return self._switch(self.client.sleep_mode.wake_up())
 
-    def _told(self, future: "Future[None]") -> "Future[None]":
+    def _switch(self, work: Coroutine[Any, Any, None]) -> "Future[None]":
+        future = self.client.run(work)
         future.add_done_callback(lambda _: self.wake())
         return future
 
@@ -153,7 +148,7 @@ class VLLMSampler:
         self.published.append(weights)
 
     def step(self, deliver: Callable[[Sequence[SampleEvent]], None] | None = None) -> list[SampleEvent]:
-        """Nothing that it does takes so long that `deliver` would be given anything."""
+        """Do one piece of work, none of which takes so long that `deliver` is called."""
         self._forget_unused()
         events: list[SampleEvent] = []
         while self.came:
@@ -202,32 +197,25 @@ class VLLMSampler:
 
     def _publish(self, weights: Weights) -> None:
         """Hand weights to the client. Their faults are raised for the requests that sample from them."""
-        try:
+        with failing_into(partial(log.warning, "the canary of published weights could not be computed: %s")):
             self.client.publish(self._with_canary(weights))
-        except Exception as error:
-            if isinstance(error, DeviceLostError):
-                raise
-            log.warning("the canary of published weights could not be computed: %s", error)
 
     def _submit(self, pending: _Pending, events: list[SampleEvent]) -> None:
-        try:
+        with failing_into(partial(self._fail, pending, events)):
             if pending.fills(self.longest):
                 result = self._answered_here(pending)
                 del self.pending[pending.request_id]
                 events += [*(result.tokens_of(index) for index in range(len(result.sequences)) if pending.stream), result]
-                return
-            job = self._job(pending)
-        except Exception as error:
-            if isinstance(error, DeviceLostError):
-                raise
-            del self.pending[pending.request_id]
-            events.append(SampleFailure(pending.request_id, _of_our_family(pending.request_id, error)))
-        else:
-            pending.future = self.client.run_job(job)
-            pending.future.add_done_callback(partial(self._take, pending, None))
+            else:
+                pending.future = self.client.run(self.client.sample(self._job(pending)))
+                pending.future.add_done_callback(partial(self._take, pending, None))
+
+    def _fail(self, pending: _Pending, events: list[SampleEvent], error: TinsmithError) -> None:
+        del self.pending[pending.request_id]
+        events.append(SampleFailure(pending.request_id, error))
 
     def _job(self, pending: _Pending) -> Job:
-        published = self._with_canary(pending.weights)
+        published, asked = self._with_canary(pending.weights), pending.local_questions
         return Job(
             request_id=pending.request_id,
             request=pending.request,
@@ -238,40 +226,28 @@ class VLLMSampler:
             vocab_size=self.base.vocab_size,
             tokenizer=self.base.tokenizer,
             keys=prompt_keys(weights_key(published.ref), pending.rendered, [], [], len(pending.rendered) // BLOCK),
-            answers=self._local_answers(pending),
+            answers=self._scored(pending, asked, _seed_of(pending))[0] if asked else PromptAnswers(),
             tell=partial(self._take, pending) if pending.stream else None,
             drafts=[Draft() for _ in range(pending.request.num_samples)],
         )
 
     def _take(self, pending: _Pending, tokens: TokensSampled | None, _: object = None) -> None:
-        """New tokens of a request, or its end. Called in the client's thread."""
+        """Take new tokens of a request, or its end, in the client's thread."""
         self.came.append((pending, tokens))
         self.wake()
 
-    def _local_answers(self, pending: _Pending) -> PromptAnswers:
-        asked = pending.local_questions
-        return self._scored(pending, asked, _seed_of(pending))[0] if asked else PromptAnswers()
-
     def _scored(self, pending: _Pending, asked: PromptQuestions, seed: int) -> tuple[PromptAnswers, Tensor]:
-        """Answers of the trainer's model about a prompt, and the logits [1, vocabulary] behind it."""
+        """Score a prompt with the trainer's model: answers, and the logits [1, vocabulary] behind it."""
         scores = PromptScores(pending.rendered, asked, pending.request.params, seed)
         logits = score_prompt(self.base, pending.rendered, pending.weights, scores, self.logits_chunk)
         return scores.answers, logits
 
     def _answered_here(self, pending: _Pending) -> SampleResult:
-        """The answers about a prompt that fills the context, and the one token that comes with them."""
+        """Answer about a prompt that fills the context, with the one token that comes with that."""
         request, count, seed = pending.request, pending.request.num_samples, _seed_of(pending)
         answers, logits = self._scored(pending, request.questions, seed)
         params, topk = request.params, request.topk_sample_logprobs
-        how = Choice(
-            temperature=np.full(count, params.temperature, dtype=np.float32),
-            top_k=np.full(count, params.top_k, dtype=np.int64),
-            top_p=np.full(count, params.top_p, dtype=np.float32),
-            seed=np.full(count, seed, dtype=np.uint64),
-            sample=np.arange(count, dtype=np.uint64),
-            position=np.zeros(count, dtype=np.uint64),
-            topk=np.full(count, topk, dtype=np.int64),
-        )
+        how = Choice.for_params([params] * count, [seed] * count, range(count), [0] * count, [topk] * count)
         rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
         version = (VersionSpan(ref_of(pending.weights, self.base.name).label, 0, 1),)
         sequences = []
@@ -291,20 +267,18 @@ class VLLMSampler:
         ref = ref_of(weights, self.base.name)
         if ref.key not in self.canaries:
             self.canaries[ref.key] = self.canary.expected(weights)
-        copies = self.copies.setdefault(ref.key, set())
-        if weights is not None and id(weights) not in copies:
-            copies.add(id(weights))
-            weakref.finalize(weights, self.gone.append, (ref.key, id(weights))).atexit = False
+        if weights is not None:
+            self.holders.setdefault(ref.key, WeakValueDictionary())[id(weights)] = weights
         return PublishedWeights(weights, self.canaries[ref.key], ref)
 
     def _forget_unused(self) -> None:
         """Take weights off the servers that no object in memory holds any more. Those that left it and came back have another object."""
-        while self.gone:
-            key, copy = self.gone.popleft()
-            self.copies[key].discard(copy)
-            if not self.copies[key]:
-                del self.copies[key], self.canaries[key]
-                self.client.forget(key)
+        for key in self._unused():
+            del self.holders[key], self.canaries[key]
+            self.client.forget(key)
+
+    def _unused(self) -> list[str]:
+        return [key for key, holders in self.holders.items() if not holders]
 
 
 def _seed_of(pending: _Pending) -> int:
@@ -315,22 +289,20 @@ def _seed_of(pending: _Pending) -> int:
 def _outcome(request_id: str, future: "Future[SampleResult]") -> SampleEvent:
     if future.cancelled():
         return SampleFailure(request_id, TinsmithError("the sample was given up, because the server stops"))
-    error = future.exception()
-    return future.result() if error is None else SampleFailure(request_id, _of_our_family(request_id, error))
-
-
-def _of_our_family(request_id: str, error: BaseException) -> TinsmithError:
-    if isinstance(error, TinsmithError):
-        return error
-    log.error("unexpected error in sample=%s", request_id, exc_info=error)
-    return TinsmithError(f"internal error: {error!r}")
+    error = future.exception()  # raised here, its traceback would hold it, and with it the weights, in a circle
+    if error is None:
+        return future.result()
+    if not isinstance(error, TinsmithError):
+        log.error("unexpected error in sample=%s", request_id, exc_info=error)
+        error = TinsmithError(f"internal error: {error!r}")
+    return SampleFailure(request_id, error)
 
 
 def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake: Callable[[], None]) -> VLLMSampler:
     """Start the servers of a base model, or connect to those of --vllm-url, and return at once.
 
-    `renderer` makes the canary's prompt. `wake` is called in another thread when the sampler's `step` has something to return. Raises
-    ConfigError for a configuration that cannot work.
+    `renderer` makes the canary's prompt. `wake` is called in another thread when `step` has something to return. Raises ConfigError for a
+    configuration that cannot work.
     """
     if config.vllm.vllm_urls and len(config.base_models) > 1:
         raise ConfigError("--vllm-url names the servers of one base model; serve one, or let Tinsmith start the vLLM servers")

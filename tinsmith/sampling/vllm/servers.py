@@ -2,7 +2,7 @@
 
     starting -> ready -> (lost) -> down -> starting ...
 
-Each time that a server gets ready there is a new `Instance`, which knows nothing of the weights and images that the former had.
+Each time that a server gets ready there is a new `Instance`.
 """
 
 import asyncio
@@ -14,14 +14,15 @@ import re
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cachetools import LRUCache
 
 from tinsmith.errors import TinsmithError
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.sampling.inside_vllm import TransferKind
 from tinsmith.sampling.vllm.instance import Instance, SleepMode, Slots, running
 from tinsmith.sampling.vllm.protocol import Connection
@@ -30,17 +31,15 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _STARTS_WITHIN_S = 900.0
-"""A server that loads a large model takes minutes."""
 _LOOK_EVERY_S = 2.0
-"""Seconds between two questions whether a server's engine still runs."""
+"""Seconds between two looks whether a server's engine still runs."""
 _ANSWERS_WITHIN_S = 10.0
 """Seconds for which a server may go on refusing: saying that its engine or a worker has ended, or taking no connections. One that we did
-not start must answer within this time. Mere silence of an engine is judged by `hung_s`."""
+not start must answer within this time. Silence of an engine is judged by `hung_s`."""
 _LONGEST_DELAY_S = 30.0
 _MOST_TOGETHER = 64
-"""Most samples of one prompt in one request."""
 _LOG_TAIL = 2000
-"""Bytes from the end of the log of a server that ended, which are shown."""
+"""Bytes that are shown from the end of the log of a server that ended."""
 _ERROR_LINE = re.compile(rb"(?:^|\s)((?:\w+\.)*[A-Z]\w*(?:Error|Exception): \S.*)$", re.MULTILINE)
 """The last line of a Python traceback, also behind the prefix of vLLM's logger."""
 _MOST_ERRORS = 5
@@ -56,12 +55,10 @@ class Launch:
     sockets: Path
     """A directory that only the user can enter."""
     name: str
-    """Name of the server, which no other has."""
     log: Path
     transfer_kind: TransferKind
-    """Way of full weights to the server."""
     ranks: int = 1
-    """Its workers, over which the model is divided."""
+    """Workers over which the model is divided."""
 
 
 class Server:
@@ -73,13 +70,13 @@ class Server:
         slots: int,
         hung_s: float,
         changed: asyncio.Condition,
-        try_out: Callable[[Instance], Awaitable[None]] | None = None,
+        try_out: Callable[[Instance], Coroutine[Any, Any, None]] | None = None,
         sleep_mode: SleepMode | None = None,
     ) -> None:
         """`source` says how to start it, or is the URL of one that runs already. It gets at most `slots` samples at a time.
 
-        If it has samples to compute and its engine is silent for `hung_s` seconds, it is replaced. `changed` is notified whenever `state`
-        changes. `try_out` is awaited for each new instance before that is ready. It sleeps when `sleep_mode` says so, with others.
+        If it is needed and its engine is silent for `hung_s` seconds, it is replaced. `changed` is notified whenever `state` changes.
+        `try_out` is awaited for each new instance before that is ready. It sleeps when `sleep_mode` says so, with others.
         """
         self.try_out = try_out
         self.sleep_mode = sleep_mode or SleepMode()
@@ -97,16 +94,16 @@ class Server:
         self._starts = itertools.count()
         self._suspected = asyncio.Event()
         self._fault = ""
-        """The reason why the last instance was ended; empty if it ended by itself."""
+        """Reason why the last instance was ended; empty if it ended by itself."""
 
     def suspect(self, instance: Instance, reason: str) -> None:
-        """A request to `instance` was lost: send no more until the server is known to answer."""
+        """Send no more requests until the server is known to answer: one to `instance` was lost."""
         if self.instance is instance and self.state == "ready":
             self.state, self.reason = "starting", reason
             self._suspected.set()
 
     async def run(self) -> None:
-        """Keep it running, or connected, for ever. A server that was ready before is started again at once, and its samples wait for it."""
+        """Keep it running, or connected, for ever. A server that was ready before is started again at once."""
         delay_s = 0.0
         while True:
             await self._change("starting", "it is starting")
@@ -126,29 +123,36 @@ class Server:
 
     async def _run_instance(self) -> bool:
         """Start one instance and stay with it to its end; returns whether it was ever ready."""
-        started_by_us = isinstance(self.source, Launch)
-        kind: TransferKind = self.source.transfer_kind if isinstance(self.source, Launch) else "file"
-        ranks = self.source.ranks if isinstance(self.source, Launch) else 1
-        slots, together = Slots(self.slots), min(self.slots, _MOST_TOGETHER)
+        launch = self.source if isinstance(self.source, Launch) else None
         instance: Instance | None = None
         failing: asyncio.Task[str] | None = None
         self._fault = ""
         try:
             async with self.sleep_mode.kept_awake():  # it takes its memory while it starts
                 began = time.monotonic()
-                connection = Connection(await self._start())
                 instance = Instance(
-                    connection, slots, together, started_by_us, kind, sleep_mode=self.sleep_mode, ranks=ranks, end=self._end
+                    connection=Connection(await self._start()),
+                    slots=Slots(self.slots),
+                    samples_per_request=min(self.slots, _MOST_TOGETHER),
+                    started_by_us=launch is not None,
+                    transfer_kind=launch.transfer_kind if launch else "file",
+                    sleep_mode=self.sleep_mode,
+                    ranks=launch.ranks if launch else 1,
+                    end=self._end,
                 )
                 self.sleep_mode.instances.add(instance)
-                answers = await self._within(_STARTS_WITHIN_S if started_by_us else _ANSWERS_WITHIN_S, instance.answers)
+                answers = await self._within(_STARTS_WITHIN_S if launch else _ANSWERS_WITHIN_S, instance.answers)
             if not answers:
                 if self.process is not None and self.process.returncode is None:
                     self._fault = f"it did not answer within {_STARTS_WITHIN_S:g} s of its start"
                 return False
             failing = asyncio.create_task(self._until_it_fails(instance))
-            was_ready = await self._becomes_ready(instance, began, failing)
+            was_ready = await self._is_tried_out(instance, failing)
             if was_ready:
+                self.instance = instance
+                self._suspected.clear()
+                await self._change("ready", "")
+                log.info("the vLLM server at %s is ready, %.1f s", instance.connection.url, time.monotonic() - began)
                 await self._watch(instance, failing)
             if self.process is None or self.process.returncode is None:
                 self._fault = failing.result() if failing.done() else "a worker of it has ended, or it takes no requests any more"
@@ -187,37 +191,23 @@ class Server:
             )
         return f"unix:{socket}"
 
-    async def _becomes_ready(self, instance: Instance, began: float, failing: asyncio.Task[str]) -> bool:
-        """Try an instance out that answers, and was started at `began`; returns whether it is ready."""
-        if not await self._is_tried_out(instance, failing):
-            return False
-        self.instance = instance
-        self._suspected.clear()
-        await self._change("ready", "")
-        log.info("the vLLM server at %s is ready, %.1f s", instance.connection.url, time.monotonic() - began)
-        return True
-
     async def _is_tried_out(self, instance: Instance, failing: asyncio.Task[str]) -> bool:
-        """Try an instance out; returns whether it is still there. Other failures come again with the first sample that needs it.
+        """Try an instance out; returns whether it is still there. Failures come again with the first sample that needs it.
 
         An unexpected error is most likely the trainer's, such as a lack of memory: the server stays.
         """
         if self.try_out is None:
             return True
-        trying = asyncio.ensure_future(self.try_out(instance))
-        try:
+        failures: list[str] = []
+        async with running(self.try_out(instance)) as trying:
             await asyncio.wait((trying, failing), return_when=asyncio.FIRST_COMPLETED)
             if not trying.done():  # it may be waiting until the server is awake: it is not waited for
                 return False
-            await trying
-        except TinsmithError as error:
-            log.warning("the vLLM server at %s could not be tried out: %s", instance.connection.url, error)
+            with failing_into(lambda error: failures.append(str(error))):
+                trying.result()
+        if failures:
+            log.warning("the vLLM server at %s could not be tried out: %s", instance.connection.url, failures[0])
             return await self._answers_again(instance, failing)
-        except Exception:
-            log.exception("unexpected error while the vLLM server at %s was tried out", instance.connection.url)
-            return await self._answers_again(instance, failing)
-        finally:
-            trying.cancel()
         return not failing.done()
 
     async def _watch(self, instance: Instance, failing: asyncio.Task[str]) -> None:
@@ -254,7 +244,7 @@ class Server:
         """Return when the server has to be replaced, and why: its engine has ended, or is silent for too long while it is needed.
 
         It is needed as long as it is not ready, has samples to compute, or keeps the trainer waiting. An idle server that we did not start
-        is given up at once when it is lost, since we do not see it end: when it comes back it has lost all weights.
+        is given up at once when it is lost: when it comes back it has lost all weights.
         """
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -274,11 +264,10 @@ class Server:
 
     async def _is_alive_soon(self, instance: Instance) -> bool:
         """Return whether an idle server is alive. One of ours that says nothing may be busy, and is left alone until it is needed."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWERS_WITHIN_S):
                 return await instance.is_alive()
-        except TimeoutError:
-            return instance.started_by_us
+        return instance.started_by_us
 
     async def _within(self, limit_s: float, asked: Callable[[], Awaitable[bool]]) -> bool:
         """Ask the server again and again, as long as our process runs; returns whether a yes came in that time."""
@@ -310,13 +299,13 @@ class Server:
 
 
 def _seed(command: list[str]) -> list[str]:
-    """A seed of its own for each start: vLLM begins with 0 by default, so unseeded samples would repeat those of other servers."""
+    """Return a seed for each start: vLLM begins with 0 by default, so unseeded samples would repeat those of other servers."""
     given = any(option.partition("=")[0] == "--seed" for option in command)
     return [] if given else ["--seed", str(secrets.randbits(31))]
 
 
 def log_excerpt(content: bytes) -> str:
-    """The lines of a log that tell why a server ended: its errors, of which the first is most often the reason, and its last lines."""
+    """Return the lines of a log that tell why a server ended: its errors, of which the first is most often the reason, and its end."""
     tail = content[-_LOG_TAIL:]
     errors = list(dict.fromkeys(_ERROR_LINE.findall(content[:-_LOG_TAIL])))[:_MOST_ERRORS]
     return b"\n".join([*errors, *([b"..."] if errors else []), tail.strip()]).decode(errors="replace")
@@ -333,10 +322,10 @@ class Servers:
         """The server that computed a prompt, by the key of the prompt's last full block."""
 
     async def pick(self, keys: list[bytes], max_lead: int) -> tuple[Server, Instance]:
-        """A server that is ready, and its instance. Waits while servers are being started.
+        """Return a server that is ready, and its instance. Waits while servers are being started.
 
         It is the one that computed the beginning of the prompt, known by the `keys` of its blocks, unless that has more than `max_lead`
-        sequences more to compute than the idlest. Raises TinsmithError with the reason if none is ready and none is starting.
+        sequences more to compute than the idlest. Raises TinsmithError if none is ready and none is starting.
         """
         async with self.changed:
             await self.changed.wait_for(lambda: self._ready() or all(server.state == "down" for server in self.all))

@@ -1,19 +1,17 @@
 """Checks that vLLM computes what the trainer does: the canary for each set of new weights, probes for each new instance of a server.
 
-The canary is a prompt on whose log-probabilities vLLM and the trainer must agree before a client gets a sample. Pixel values may be
-normalized twice, a transfer may be half done: to vLLM that is no error, but it changes these log-probabilities.
+The canary is a prompt on whose log-probabilities vLLM and the trainer must agree before a client gets a sample. Pixel values that are
+normalized twice, or a transfer that is half done, are no error to vLLM, but change these.
 
-Probes are adapters that each change one kind of layer, by which a server shows what of an adapter it applies. To vLLM it is no error if it
-leaves out a part, and while an adapter has learned little that changes less than rounding does. A probe changes its layers as much as their
-own weights do. Where a server computes something else with it than the trainer, adapters that reach such layers are sent there merged into
-the base's weights.
+Probes are adapters that each change one kind of layer as much as its own weights do. If a server leaves out a part of an adapter, that is
+no error to vLLM, and changes less than rounding while the adapter has learned little. Where a server differs from the trainer with a probe,
+adapters that reach such layers are sent there merged into the base's weights.
 """
 
 import hashlib
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +42,7 @@ from tinsmith.wire.sample import SamplingParams, StopRule
 _TOKENS = 12
 """Text tokens before the image, and behind it."""
 _WITHIN_LAYERS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Mean difference in nats that is allowed for what layers round. Random tokens are unlikely, and there bfloat16 rounds coarsely."""
+"""Mean difference in nats that is allowed for rounding within layers. Random tokens are unlikely, where bfloat16 rounds coarsely."""
 _ROUNDINGS = 2
 """The trainer rounds its logits to the base's dtype, and vLLM its own."""
 _QUESTIONS = PromptQuestions(logprobs=True)
@@ -56,9 +54,8 @@ class Expectation:
     """The trainer's results for the canary with some weights."""
 
     logprobs: NDArray[np.float32]
-    """[text tokens but the first]"""
     limit: float
-    """Largest mean difference of vLLM's from them, in nats (`allowed_difference`)."""
+    """Largest mean difference of vLLM's, in nats (`allowed_difference`)."""
 
     @property
     def is_finite(self) -> bool:
@@ -67,13 +64,13 @@ class Expectation:
 
 
 def allowed_difference(logit_size: float, dtype: torch.dtype) -> float:
-    """Return the mean difference of log-probabilities that is allowed, in nats, where the largest logits have this absolute value.
+    """Return the allowed mean difference of log-probabilities in nats, where the largest logits have this absolute value.
 
         limit = (0.001 in float32, 0.1 in bfloat16) + 2 * unit * logit_size
 
-    Rounding is relative: a logit of size x is rounded by up to x * unit, which is x * 2^-8 in bfloat16 (half of `eps`), and the logarithm
-    of the sum over the vocabulary is no more exact than its largest logit is. Trainer and vLLM each round once. What is added to the
-    constant is less than a hundredth of the logits, and other weights change log-probabilities in proportion to the logits too.
+    A logit of size x is rounded by up to x * unit, which is x * 2^-8 in bfloat16 (half of `eps`), and the logarithm of the sum over the
+    vocabulary is no more exact than its largest logit. Trainer and vLLM each round once. The added part is less than a hundredth of the
+    logits, to which the effect of wrong weights is in proportion too.
     """
     return _WITHIN_LAYERS[dtype] + _ROUNDINGS * torch.finfo(dtype).eps / 2 * logit_size
 
@@ -83,19 +80,17 @@ class PublishedWeights:
     """Weights to sample from at vLLM servers, with what a server must compute with them."""
 
     weights: Weights | None
-    """None are the base's."""
     canary: Expectation
-    """The trainer's results for the canary with them."""
     ref: WeightsRef
 
     @property
     def full(self) -> FullWeights | None:
-        """The full weights that replace the base's, if these are of that kind."""
+        """Full weights that replace the base's, if they are of that kind."""
         return self.weights if isinstance(self.weights, FullWeights) else None
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter that is applied to the base's weights, if these are of that kind."""
+        """The adapter over the base's weights, if they are of that kind."""
         return self.weights if isinstance(self.weights, Adapter) else None
 
     def __str__(self) -> str:
@@ -115,22 +110,19 @@ def score_prompt(
 
     Logits [positions, vocabulary] exist for `chunk` positions at a time; `look_at` is given them.
     """
+    head, lora = base.head(weights), head_lora(weights)
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        found = head_logits(hidden, head, *lora)
+        if look_at is not None:
+            look_at(found)
+        return found
+
     with torch.no_grad(), threads_for(base, len(rendered)):
         row = pack([rendered], [weights], base.device)
         hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
-        adapter = weights if isinstance(weights, Adapter) else None
-        logits = partial(_logits, base.head(weights), adapter, look_at)
         scores.add(0, hidden, logits, chunk)
-        return head_logits(hidden[-1:], base.head(weights), *head_lora(adapter))
-
-
-def _logits(
-    head: torch.Tensor, adapter: Adapter | None, look_at: Callable[[torch.Tensor], None] | None, hidden: torch.Tensor
-) -> torch.Tensor:
-    logits = head_logits(hidden, head, *head_lora(adapter))
-    if look_at is not None:
-        look_at(logits)
-    return logits
+        return head_logits(hidden[-1:], head, *lora)
 
 
 class Canary:
@@ -148,17 +140,13 @@ class Canary:
         """Compute the canary with the trainer's model, in the trainer's thread."""
         scores = PromptScores(self.rendered, _QUESTIONS, _PARAMS, 0)
         sizes: list[torch.Tensor] = []
-        """[positions] of the largest absolute logit of each position."""
         score_prompt(self.base, self.rendered, weights, scores, len(self.rendered), lambda logits: sizes.append(logits.abs().amax(-1)))
         assert scores.answers.logprobs is not None
         limit = allowed_difference(float(torch.cat(sizes).mean()), self.base.dtype)
         return Expectation(scores.answers.logprobs[self.text], limit)
 
     def compare(self, scores: Sequence[dict[str, Any] | None], expected: Expectation, what: str) -> None:
-        """Compare vLLM's prompt_logprobs of the canary with the trainer's, for the weights `what`.
-
-        Raises TinsmithError if they differ, or if the trainer's are not all finite.
-        """
+        """Raise TinsmithError if vLLM's prompt_logprobs of the canary differ from the trainer's, or the trainer's are not all finite."""
         if not expected.is_finite:
             raise TinsmithError(
                 f"the trainer itself computes infinite or NaN log-probabilities with {what}, so vLLM cannot be compared with it; nothing "
@@ -194,40 +182,39 @@ _APPLIED = 0.5
 
 @dataclass(frozen=True, eq=False)
 class AdapterProbe:
-    """An adapter of rank 1 that changes the layers of one kind and no others."""
+    """An adapter of rank 1 that changes the layers of one kind only."""
 
     kind: str
     """Such as `linear_attn.in_proj_qkv.q`: the names of its targets without the number of the layer."""
     adapter: Adapter
     expected: Expectation
-    """The trainer's results for the canary with it."""
+    """The trainer's results with it."""
     bare: Expectation
     """The same with the base's weights alone."""
 
     @property
     def change(self) -> float:
-        """Mean difference of the two, in nats."""
         return float(np.abs(self.expected.logprobs - self.bare.logprobs).mean())
 
     @property
     def allowed(self) -> float:
-        """A server applies it if its log-probabilities differ from those expected by no more than this on average, in nats."""
+        """Largest mean difference from the expected, in nats, of a server that applies it."""
         return max(_APPLIED * self.change, self.expected.limit)
 
     def is_shown_by(self, difference: float) -> bool:
-        """Return whether a server applies it whose mean difference from the expected is this. What is not finite shows nothing."""
+        """Return whether a server that differs by so much on average applies it. What is not finite shows nothing."""
         return self.expected.is_finite and self.bare.is_finite and difference <= self.allowed
 
 
 def kind_of(target: str) -> str:
-    """The kind of a target of LoRA: its name without the number of its layer."""
+    """Return the kind of a target of LoRA: its name without the number of its layer."""
     parts = [part for part in target.split(".") if not part.isdecimal()]
     return ".".join(parts[1:] or parts)
 
 
 @torch.no_grad()
 def make_probes(canary: Canary, files: WeightFiles) -> list[AdapterProbe]:
-    """A probe for each kind of layer that LoRA can train. To be called in the trainer's thread."""
+    """Make a probe for each kind of layer that LoRA can train, in the trainer's thread."""
     bare = canary.expected(None)
     kinds: dict[str, list[str]] = {}
     for name in canary.base.layout.targets:
@@ -240,7 +227,7 @@ def make_probes(canary: Canary, files: WeightFiles) -> list[AdapterProbe]:
 
 
 def _adapter(files: WeightFiles, names: list[str]) -> Adapter:
-    """An adapter that changes these targets. It has the others of their group too, as every adapter that is trained."""
+    """Make an adapter that changes these targets. It has the others of their group too, as every trained adapter."""
     base = files.base
     group = base.layout.targets[names[0]].group
     shape = LoraShape(1, seed=0, **{f"train_{each}": each == group for each in GROUPS})

@@ -1,8 +1,7 @@
 """Weights on their way to vLLM servers: adapters as PEFT directories, full weights through a transfer into the running server.
 
 Files lie in memory where the system has a file system for that. Every adapter has a directory of its own, because vLLM caches what it
-computes under an adapter's name and path and never expects other weights there. `inside_vllm/receivers.py` has the other ends of the
-transfers.
+computes under an adapter's name and path. `inside_vllm/receivers.py` has the other ends of the transfers.
 """
 
 import asyncio
@@ -39,14 +38,14 @@ from tinsmith.sampling.vllm.protocol import Connection, ServerFailedError
 from tinsmith.training.peft_format import write_adapter
 
 PREFIX = "tinsmith-weights-"
-"""Beginning of the names of directories of weights."""
+"""Prefix of directories of weights."""
 _MEMORY = Path("/dev/shm")
 LONGEST_BROADCAST_S = 240.0
-"""Seconds that trainer and server may take to connect, where one is usual, and that a broadcast may take. After five
-minutes of a broadcast NCCL would end the trainer (`transfer_group.py`)."""
+"""Seconds that trainer and server may take to connect, where one is usual, and that a broadcast may take. After five minutes NCCL would end
+the trainer (`transfer_group.py`)."""
 
 Tensors = Mapping[str, Tensor]
-"""Tensors by their names in the model's checkpoint. They must not change before `Transfer.send` has returned."""
+"""Tensors by their names in the checkpoint. They must not change before `Transfer.send` has returned."""
 
 
 class WeightFiles:
@@ -72,7 +71,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def identity(self, adapter: Adapter) -> str:
-        """The identity of an adapter as vLLM's layers hold it: in the dtype of the base, with B multiplied by the scale."""
+        """Compute the identity of an adapter as vLLM's layers hold it: in the dtype of the base, with B multiplied by the scale."""
         whole = Identity()
         for name, pair in adapter.working.items():
             module = self._name_at_server(name)
@@ -88,7 +87,7 @@ class WeightFiles:
         return f"{self.base.layout.language_model}.{layer}.{DELTA_NET_PARTS[part]}"
 
     def base_weight(self, target: str) -> Tensor:
-        """The part of the base's weights that a target of LoRA changes, [out_features, in_features]."""
+        """Return the part of the base's weights that a target of LoRA changes, [out_features, in_features]."""
         return self._part(self.parameters[self._parameter(target)], target)
 
     def _part(self, weight: Tensor, target: str) -> Tensor:
@@ -96,12 +95,12 @@ class WeightFiles:
         return weight[start:end]
 
     def _parameter(self, target: str) -> str:
-        """The name among full weights of the weight that a target of LoRA is, or is a part of."""
+        """Return the name among full weights of the weight that a target of LoRA changes, wholly or in part."""
         return self.base.head_name if target == LM_HEAD else f"{self.base.layout.targets[target].module}.weight"
 
     @torch.no_grad()
     def merged(self, adapter: Adapter) -> dict[str, Tensor]:
-        """The base's weights that an adapter changes, changed, by their names among full weights. They are copies.
+        """Merge an adapter into copies of the base's weights that it changes, by their names among full weights.
 
         Raises UserError if the adapter has a part on an output projection that is the embedding too.
         """
@@ -117,19 +116,17 @@ class WeightFiles:
         return changed
 
     def tensors(self, weights: Weights | None) -> dict[str, Tensor]:
-        """All that full-parameter training can change, by checkpoint name: from `weights`, and from the base what they lack.
+        """Return all that full-parameter training can change, by checkpoint name: from `weights`, and from the base what they lack.
 
-        They are not copied, but for the weights into which an adapter is merged. Raises UserError as `merged`.
+        Only weights into which an adapter is merged are copied. Raises UserError as `merged`.
         """
         own = self.merged(weights) if isinstance(weights, Adapter) else weights.working if weights is not None else {}
         return {self.base.layout.parameter_name(name): own.get(name, parameter) for name, parameter in self.parameters.items()}
 
     def remove(self, directory: Path) -> None:
-        """Delete the files of an adapter."""
         shutil.rmtree(directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Delete everything."""
         self._own.close()
 
 
@@ -147,7 +144,7 @@ class Transfer(Protocol):
 
 
 class FileTransfer:
-    """Through a safetensors file. Works everywhere, and copies most; meanwhile the file takes the memory of a whole model."""
+    """Through a safetensors file. Works everywhere, and takes the memory of a whole model meanwhile."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -156,16 +153,14 @@ class FileTransfer:
         pass
 
     async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
-        file = self.directory / f"{uuid.uuid4().hex}.safetensors"
-        try:
+        with tempfile.TemporaryDirectory(dir=self.directory, ignore_cleanup_errors=True) as folder:
+            file = Path(folder) / "weights.safetensors"
             await asyncio.to_thread(_write, tensors, file)
             await server.post("/update_weights", {"update_info": {"path": str(file), "identity": identity}})
-        finally:
-            file.unlink(missing_ok=True)
 
 
 class IpcTransfer:
-    """The server reads the trainer's own memory, on the GPU that both use. It copies the weights once."""
+    """The server copies from the trainer's own memory, on the GPU that both use."""
 
     async def open(self, server: Connection) -> None:
         pass
@@ -179,7 +174,7 @@ class IpcTransfer:
 
 
 class BroadcastTransfer:
-    """Sends weights from the trainer's GPU to all of the server's at the same time, tensor by tensor (`transfer_group.py`)."""
+    """From the trainer's GPU to all of the server's at the same time, tensor by tensor (`transfer_group.py`)."""
 
     def __init__(self, directory: Path, device: torch.device, ranks: int = 1, longest_s: float = LONGEST_BROADCAST_S) -> None:
         """Trainer and workers, `ranks` of them, find each other through a file in `directory`, which only the user can enter.
@@ -230,7 +225,7 @@ class BroadcastTransfer:
 
 
 def new_transfer(kind: TransferKind, directory: Path, device: torch.device, ranks: int, longest_broadcast_s: float) -> Transfer:
-    """A way into one server of `ranks` workers, which can read `directory`. The trainer's tensors are on `device`."""
+    """Make a way into one server of `ranks` workers, which can read `directory`. The trainer's tensors are on `device`."""
     match kind:
         case "file":
             return FileTransfer(directory)
