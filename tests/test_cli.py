@@ -165,6 +165,30 @@ def test_what_can_be_said_at_once_imports_nothing_slow(arguments: list[str], cod
         assert done.stderr == missing
 
 
+UP_TO_TORCH = """
+import os, sys
+from tinsmith.cli import main
+class Torch:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            os._exit(9)
+sys.meta_path.insert(0, Torch)
+main()
+"""
+
+
+def test_doctor_tells_of_damaged_files_before_it_imports_torch(tmp_path: Path) -> None:
+    """That takes seconds, up to fifteen."""
+    (tmp_path / "config.json").write_text("{")
+    command = [REAL_PYTHON, "-c", UP_TO_TORCH, "doctor", "--base-model", f"a={tmp_path}", "--base-model", f"b={tmp_path}"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (ran.returncode, ran.stderr) == (9, "")
+    damaged = f"{tmp_path / 'config.json'} "
+    assert [line.partition(damaged)[0] for line in ran.stdout.splitlines()] == ["a: ", "b: "]
+
+
 WITHOUT = """
 import sys
 sys.modules |= dict.fromkeys(["tinker", "tensorboardX"])

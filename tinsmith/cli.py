@@ -108,9 +108,14 @@ def doctor(config: Path | None, **options: Any) -> None:
     from tinsmith.commands.serve import configuration_of
 
     configuration = configuration_of(config, options)
+    from tinsmith.models.files import problems
+
+    for name, source in (base_model_sources(configuration) if configuration.base_models else {}).items():
+        for problem in problems(source, whole=True):
+            typer.echo(f"{name}: {problem}")
     from rich.console import Console
 
-    from tinsmith.commands.doctor import run_doctor
+    from tinsmith.commands.doctor import run_doctor  # which takes seconds
 
     raise typer.Exit(run_doctor(configuration, Console(highlight=False)))
 
