@@ -4,10 +4,13 @@ Invariant: No process imports what lies in the working directory.
 Also: `tests/test_architecture.py`, `tests/distributed/test_ray.py`.
 """
 
+import inspect
 import os
 import re
+import signal
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from tests.running import tinsmith, tinsmith_here
 from tinsmith import __version__
 from tinsmith.cli import app
 from tinsmith.config import settings
+from tinsmith.errors import ConfigError
 from tinsmith.server.engine_process import ENGINE
 
 
@@ -237,6 +241,39 @@ def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> N
     made = tinsmith_here("tiny-model", "qwen3", str(file / "below"))
     assert (made.returncode, made.stderr) == (2, f"tinsmith: {file / 'below'}: Not a directory\n")
     assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["export", "tinker://a/weights/b", "new"], ["import", "adapter", "name", "--base-model", "org/model"], ["backup", "new"]]
+)
+def test_what_writes_a_directory_ends_in_order(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it is told to before it has found that there are no data. What is half written is deleted: tests/commands/test_exchange.py."""
+    monkeypatch.chdir(tmp_path)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert isinstance(CliRunner().invoke(app, arguments).exception, ConfigError)
+        for number in before:
+            handler = signal.getsignal(number)
+            assert callable(handler)
+            with pytest.raises(SystemExit, match=str(128 + number)):
+                handler(number, None)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_every_path_may_begin_with_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves `~/` as it is behind a `=` and in a variable."""
+    monkeypatch.setenv("HOME", "/home/her")
+    read = {}
+    for command in app.registered_commands:
+        assert command.callback is not None
+        for parameter in inspect.signature(command.callback).parameters.values():
+            kind, *infos = typing.get_args(parameter.annotation)
+            if kind in (Path, Path | None):
+                read[command.callback.__name__, parameter.name] = infos[0].parser("~/x/") if infos[0].parser else None
+    assert len(read) > 12
+    assert set(read.values()) == {Path("/home/her/x")}, read
 
 
 @pytest.mark.parametrize("command", ["backup", "gc", "recover"])
