@@ -179,7 +179,8 @@ def test_a_path_means_the_same_wherever_it_is_given(tmp_path: Path, monkeypatch:
     assert config.models.compile_cache == f"{tmp_path}/compiled"
     assert config.vllm.vllm_dir == f"{tmp_path}/weights"
     assert base_model_sources(config) == {str(model): str(model)}
-    for spec in (f"m={model}", "m=~/lr=1e-4,bs=8/a model"):
+    (tmp_path / "link").symlink_to(model)
+    for spec in (f"m={model}", "m=~/lr=1e-4,bs=8/a model", f"m={model}/", "m=~/link", "m=~/link/"):
         assert base_model_sources(load(options={"base_models": [spec]})) == {"m": str(model)}
 
 
