@@ -247,7 +247,7 @@ def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> N
     "arguments", [["export", "tinker://a/weights/b", "new"], ["import", "adapter", "name", "--base-model", "org/model"], ["backup", "new"]]
 )
 def test_what_writes_a_directory_ends_in_order(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if it is told to before it has found that there are no data. What is half written is deleted: tests/commands/test_exchange.py."""
+    """From its first moment on. That what is half written is deleted: tests/commands/test_exchange.py."""
     monkeypatch.chdir(tmp_path)
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
