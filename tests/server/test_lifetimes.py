@@ -79,6 +79,30 @@ async def test_a_clock_that_is_set_ends_no_session(tmp_path: Path, monkeypatch: 
         assert await ended_now(server) == [session_id]
 
 
+async def test_a_round_does_all_that_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, second_round = list[str](), asyncio.Event()
+
+    def noting(name: str) -> Callable[..., object]:
+        def note(*_: object) -> object:
+            if name in done:
+                second_round.set()
+            done.append(name)
+            return [] if name == "open_sessions" else 0
+
+        return note
+
+    due = ["open_sessions", "drop_results", "give_back_space", "forget_ended", "sweep", "check"]
+    async with served(tmp_path, session_idle_s=0.04) as server:
+        for name in due:
+            monkeypatch.setattr(
+                "tinsmith.server.lifetimes.sweep" if name == "sweep" else f"tinsmith.store.store.Store.{name}", noting(name)
+            )
+        rounds = asyncio.create_task(keep_up(server.hub.lifetimes, server.end_session))
+        await second_round.wait()
+        rounds.cancel()
+    assert done[: len(due)] == due
+
+
 @pytest.mark.parametrize("which_fails", ["unloading", "ending"])
 async def test_a_session_that_cannot_be_ended_or_unloaded_keeps_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which_fails: str

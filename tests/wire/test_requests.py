@@ -18,6 +18,8 @@ from tinker.types.save_weights_for_sampler_request import SaveWeightsForSamplerR
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest as SdkHeartbeat
 
 from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.wire import catalog_requests as catalog
+from tinsmith.wire import sample
 from tinsmith.wire import service_requests as service
 from tinsmith.wire import training_requests as training
 from tinsmith.wire.json_body import parse_json
@@ -134,13 +136,13 @@ def test_of_a_body_that_is_wrong_in_many_places_not_all_are_described(wrong: byt
     assert cause.error_count() in (1, 1001)
 
 
-@pytest.mark.parametrize("module", [service, training])
-def test_no_request_takes_an_id_longer_than_any_that_was_given(module: ModuleType) -> None:
+@pytest.mark.parametrize(("module", "count"), [(service, 6), (training, 5), (sample, 1), (catalog, 3)])
+def test_no_request_takes_an_id_longer_than_any_that_was_given(module: ModuleType, count: int) -> None:
     """It is refused before anything is looked up or remembered."""
     models = [found for found in vars(module).values() if isinstance(found, type) and issubclass(found, BaseModel)]
-    names = {"model_id", "request_id", "sampling_session_id", "session_id"}
+    names = {"model_id", "request_id", "sampling_session_id", "session_id", "last_session_id"}
     ids = [(model, name) for model in models for name in names & model.model_fields.keys()]
-    assert len(ids) >= 3
+    assert len(ids) >= count
     for model, name in ids:
         with pytest.raises(ValidationError) as caught:
             model.model_validate({name: "x" * 301})

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
-from tinsmith.wire.json_body import CountFromZero, StrictModel
+from tinsmith.wire.json_body import CountFromZero, Id, StrictModel
 from tinsmith.wire.training_requests import TtlSeconds
 
 _Limit = Annotated[int, Field(ge=1, le=1000)]
@@ -66,7 +66,7 @@ class CopyWeightsRequest(StrictModel):
     """POST copy_weights: into a run of a session, or into a new session of a project."""
 
     source_path: str
-    session_id: str | None = None
+    session_id: Id | None = None
     model_seq_id: CountFromZero | None = None
     destination_project_id: _Text | None = None
     ttl_seconds: TtlSeconds | None = None
@@ -117,13 +117,13 @@ class SearchCursor(StrictModel):
 
     # Not strict: a JSON text is how a time comes.
     last_created_at: Annotated[AwareDatetime, Field(strict=False)]
-    last_session_id: str
+    last_session_id: Id
 
 
 class SearchSessionsRequest(StrictModel):
     """POST sessions/search."""
 
-    session_id: str | None = None
+    session_id: Id | None = None
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict, max_length=100)
     display_name: Annotated[str, Field(min_length=1, max_length=500)] | None = None
