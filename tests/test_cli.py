@@ -4,10 +4,13 @@ Invariant: No process imports what lies in the working directory.
 Also: `tests/test_architecture.py`, `tests/distributed/test_ray.py`.
 """
 
+import inspect
 import os
 import re
+import signal
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from tests.running import tinsmith, tinsmith_here
 from tinsmith import __version__
 from tinsmith.cli import app
 from tinsmith.config import settings
+from tinsmith.errors import ConfigError
 from tinsmith.server.engine_process import ENGINE
 
 
@@ -165,6 +169,50 @@ def test_what_can_be_said_at_once_imports_nothing_slow(arguments: list[str], cod
         assert done.stderr == missing
 
 
+UP_TO_TORCH = """
+import os, sys
+from tinsmith.cli import main
+class Torch:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            os._exit(9)
+sys.meta_path.insert(0, Torch)
+main()
+"""
+
+
+def test_doctor_tells_of_damaged_files_before_it_imports_torch(tmp_path: Path) -> None:
+    """That takes seconds, up to fifteen."""
+    (tmp_path / "config.json").write_text("{")
+    command = [REAL_PYTHON, "-c", UP_TO_TORCH, "doctor", "--base-model", f"a={tmp_path}", "--base-model", f"b={tmp_path}"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (ran.returncode, ran.stderr) == (9, "")
+    damaged = f"{tmp_path / 'config.json'} "
+    assert [line.partition(damaged)[0] for line in ran.stdout.splitlines()] == ["a: ", "b: "]
+
+
+WITHOUT = """
+import sys
+sys.modules |= dict.fromkeys(["tinker", "tensorboardX"])
+from tinsmith.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["rl", "eval"])
+def test_rl_without_its_packages_says_how_to_install_them(command: str, tmp_path: Path) -> None:
+    """Before it asks for the server."""
+    file = tmp_path / "run.yaml"
+    file.write_text("server: {url: 'http://127.0.0.1:9', api_key: tml-x}\nenv: {name: arithmetic}\nmodel: {base_model: tiny}\n")
+    here = str(Path(__file__).parent.parent)
+    ran = subprocess.run(
+        [REAL_PYTHON, "-c", WITHOUT, command, str(file)], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": here}
+    )
+    assert (ran.returncode, ran.stderr) == (2, f"tinsmith: {command} needs tensorboardX and tinker: pip install -e '{here}[rl]'\n")
+
+
 @pytest.mark.parametrize("safe", [True, False])
 def test_a_process_of_a_server_runs_nothing_that_lies_in_the_working_directory(safe: bool, tmp_path: Path) -> None:
     """It ends for lack of arguments, and would end by each of these files. That all are started like this: tests/test_architecture.py."""
@@ -187,11 +235,45 @@ def test_a_stand_in_for_python_imports_from_where_python_does(safe: list[str], t
 def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    made = tinsmith_here("tiny-model", "qwen3", str(file))
-    assert (made.returncode, made.stderr) == (2, f"tinsmith: {file}: File exists\n")
-    exported = tinsmith_here("export", "tinker://a/weights/b", str(file))
-    assert (exported.returncode, exported.stderr) == (2, f"tinsmith: {file} is not an empty directory; name a new one\n")
+    for command in (("tiny-model", "qwen3"), ("export", "tinker://a/weights/b")):
+        ran = tinsmith_here(*command, str(file))
+        assert (ran.returncode, ran.stderr) == (2, f"tinsmith: {file} is not an empty directory; name a new one\n")
+    made = tinsmith_here("tiny-model", "qwen3", str(file / "below"))
+    assert (made.returncode, made.stderr) == (2, f"tinsmith: {file / 'below'}: Not a directory\n")
     assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["export", "tinker://a/weights/b", "new"], ["import", "adapter", "name", "--base-model", "org/model"], ["backup", "new"]]
+)
+def test_what_writes_a_directory_ends_in_order(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its first moment on. That what is half written is deleted: tests/commands/test_exchange.py."""
+    monkeypatch.chdir(tmp_path)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert isinstance(CliRunner().invoke(app, arguments).exception, ConfigError)
+        for number in before:
+            handler = signal.getsignal(number)
+            assert callable(handler)
+            with pytest.raises(SystemExit, match=str(128 + number)):
+                handler(number, None)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_every_path_may_begin_with_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves `~/` as it is behind a `=` and in a variable."""
+    monkeypatch.setenv("HOME", "/home/her")
+    read = {}
+    for command in app.registered_commands:
+        assert command.callback is not None
+        for parameter in inspect.signature(command.callback).parameters.values():
+            kind, *infos = typing.get_args(parameter.annotation)
+            if kind in (Path, Path | None):
+                read[command.callback.__name__, parameter.name] = infos[0].parser("~/x/") if infos[0].parser else None
+    assert len(read) > 12
+    assert set(read.values()) == {Path("/home/her/x")}, read
 
 
 @pytest.mark.parametrize("command", ["backup", "gc", "recover"])

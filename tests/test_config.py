@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tinsmith.config import Config, base_model_sources, from_tree, load, settings, to_tree
+from tinsmith.config_values import read_yaml
 from tinsmith.errors import ConfigError
 
 
@@ -129,11 +130,21 @@ def test_a_wrong_file_is_refused_with_the_reason(tmp_path: Path, text: str, comp
 
 @pytest.mark.parametrize(
     ("text", "key", "lines"),
-    [("server: {port: 1}\nsampling: {}\nserver: {host: x}\n", "server", (3, 1)), ("server:\n  port: 1\n  port: 2\n", "port", (3, 2))],
+    [
+        ("server: {port: 1}\nsampling: {}\nserver: {host: x}\n", "server", (3, 1)),
+        ("server:\n  port: 1\n  port: 2\n", "port", (3, 2)),
+        ("server: {port: 1, port: 2}\n", "port", (1, 1)),
+    ],
 )
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path, text: str, key: str, lines: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match=f"line {lines[0]} has the key '{key}' of line {lines[1]} again"):
         load(yaml_file(tmp_path, text))
+
+
+def test_a_merged_key_may_be_given_again(tmp_path: Path) -> None:
+    """Here in a section that PyYAML merges into another before it reads it."""
+    text = "a: {b: {c: &c {<<: {port: 1, host: x},\n  port: 2}}}\nserver: {<<: *c, host: y}\n"
+    assert read_yaml(yaml_file(tmp_path, text))["server"] == {"port": 2, "host": "y"}
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00", b"server: {port: 9000\n"])
@@ -168,7 +179,8 @@ def test_a_path_means_the_same_wherever_it_is_given(tmp_path: Path, monkeypatch:
     assert config.models.compile_cache == f"{tmp_path}/compiled"
     assert config.vllm.vllm_dir == f"{tmp_path}/weights"
     assert base_model_sources(config) == {str(model): str(model)}
-    for spec in (f"m={model}", "m=~/lr=1e-4,bs=8/a model"):
+    (tmp_path / "link").symlink_to(model)
+    for spec in (f"m={model}", "m=~/lr=1e-4,bs=8/a model", f"m={model}/", "m=~/link", "m=~/link/"):
         assert base_model_sources(load(options={"base_models": [spec]})) == {"m": str(model)}
 
 

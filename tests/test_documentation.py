@@ -209,6 +209,13 @@ def test_the_page_of_the_architecture_names_the_rooms_in_their_order() -> None:
     assert [RANKS[room] for room in named] == sorted(RANKS.values())
 
 
+def test_pages_install_from_where_this_version_is_and_begin_with_what_says_most() -> None:
+    """No package index has it. The SDK alone says nothing for minutes."""
+    assert [page.name for page in PAGES if re.search(r"pip install\b.*\btinsmith\b *(\[|['\"`\n])", page.read_text(encoding="utf-8"))] == []
+    _, _, section = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## My script hangs\n")
+    assert section.startswith("\n```\ntinsmith ping ")
+
+
 def test_no_page_is_longer_than_can_be_read() -> None:
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
     assert {page.name: words[page] for page, most in MOST_WORDS.items() if words[page] > most} == {}

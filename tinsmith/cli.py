@@ -108,9 +108,14 @@ def doctor(config: Path | None, **options: Any) -> None:
     from tinsmith.commands.serve import configuration_of
 
     configuration = configuration_of(config, options)
+    from tinsmith.models.files import problems
+
+    for name, source in (base_model_sources(configuration) if configuration.base_models else {}).items():
+        for problem in problems(source, whole=True):
+            typer.echo(f"{name}: {problem}")
     from rich.console import Console
 
-    from tinsmith.commands.doctor import run_doctor
+    from tinsmith.commands.doctor import run_doctor  # which takes seconds
 
     raise typer.Exit(run_doctor(configuration, Console(highlight=False)))
 
@@ -273,9 +278,10 @@ def rl(
     Started again with the same file, it resumes from its last checkpoint.
     """
     from tinsmith.rl.config import begin_another, load
-    from tinsmith.rl.reach import require_server
+    from tinsmith.rl.reach import require_packages, require_server
 
     configuration = load(config)
+    require_packages("rl")
     if new:
         begin_another(configuration)
     require_server(configuration.server)  # before the next import, which takes seconds
@@ -293,9 +299,10 @@ def evaluate(config: _RlConfig) -> None:
     from rich.console import Console
 
     from tinsmith.rl.config import load
-    from tinsmith.rl.reach import require_server
+    from tinsmith.rl.reach import require_packages, require_server
 
     configuration = load(config)
+    require_packages("eval")
     require_server(configuration.server)
     from tinsmith.rl.evaluation import run_evaluation
 

@@ -84,13 +84,17 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
     class Loader(yaml.SafeLoader):
         """PyYAML silently keeps the last of several equal keys."""
 
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            places: dict[Any, int] = {}
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # before `<<` merges others into it
+            node = super().compose_mapping_node(anchor)
+            places: dict[str, int] = {}
             for key_node, _ in node.value:
-                line, key = key_node.start_mark.line + 1, getattr(key_node, "value", None)
-                if isinstance(key_node, yaml.ScalarNode) and places.setdefault(key, line) != line:
-                    raise yaml.YAMLError(f"line {line} has the key {key!r} of line {places[key]} again; merge what stands below the two")
-            return super().construct_mapping(node, deep)
+                if isinstance(key_node, yaml.ScalarNode):
+                    line, key = key_node.start_mark.line + 1, key_node.value
+                    if key in places:
+                        again = f"line {line} has the key {key!r} of line {places[key]} again"
+                        raise yaml.YAMLError(f"{again}; merge what stands below the two")
+                    places[key] = line
+            return node
 
     def why_not(error: Exception) -> str:
         reason = " ".join(str(error).split())  # a YAML error spans several lines

@@ -46,14 +46,14 @@ def test_the_embedding_has_as_many_rows_as_asked_for_and_the_tokenizer_not_more(
     assert len(AutoTokenizer.from_pretrained(tmp_path)) <= min(vocab, len(train_tokenizer(100_000)))
 
 
-def test_sizes_that_no_model_can_have_and_the_directory_of_a_model_are_refused(tmp_path: Path) -> None:
+def test_sizes_that_no_model_can_have_and_a_directory_that_is_not_empty_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vocab=281 is too small: 256 bytes and the special tokens need at least 282"):
         write_tiny_model("qwen3", tmp_path, vocab=281)
     with pytest.raises(ConfigError, match="hidden=4 must be at least 8 and layers=2 at least 1"):
         write_tiny_model("qwen3", tmp_path, hidden=4)
-    for name in ("config.json", "other.safetensors"):
+    for name in ("config.json", "other.safetensors", "tokenizer.json", "other.gguf"):
         (tmp_path / name).write_text("mine")
-        with pytest.raises(ConfigError, match="holds a model, which may be in use; name a new directory"):
+        with pytest.raises(ConfigError, match="is not an empty directory; name a new one"):
             write_tiny_model("qwen3", tmp_path)
         assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
         (tmp_path / name).unlink()

@@ -203,16 +203,18 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 def test_two_runs_do_not_work_in_one_directory_and_one_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
     config, console = run_of(tmp_path, 4), Console(record=True, width=40, file=StringIO())
-    precious = tmp_path / "precious"
-    precious.touch()
-    (tmp_path / "run.lock").symlink_to(precious)
-    with pytest.raises(OSError, match=r"run\.lock"):
-        train(config, console)
-    (tmp_path / "run.lock").unlink()
     with locked(tmp_path):
         assert refused(config) == f"output: directory='{tmp_path}': a run is at work in it; end that, or name another directory"
     assert train(config, console).step == 4
     assert console.export_text() == f"the run in {tmp_path} has done its 4 steps; raise training: steps to go on\n"
+
+
+def test_what_a_link_in_the_place_of_the_lock_leads_to_is_neither_locked_nor_made(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=f"symbolic links: '{tmp_path / 'run' / 'run.lock'}'"), locked(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "precious").exists()
 
 
 def test_what_a_run_without_a_checkpoint_left_is_moved_aside_or_refused(tmp_path: Path) -> None:

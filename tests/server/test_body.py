@@ -160,18 +160,22 @@ async def test_no_route_parses_a_large_body_where_all_requests_are_served(server
     for model in (StrictModel, TolerantModel):
         monkeypatch.setattr(model, "model_validate_json", classmethod(note))
     huge = b'{"retrieved_request_ids": [' + b'"",' * 1_000_000 + b'""]}'
-    compressed = zstandard.compress(huge)
-    assert len(compressed) < 1000
+    assert len(zstandard.compress(huge)) < 1000
     modules = [import_module(found.name) for found in pkgutil.iter_modules(routes.__path__, f"{routes.__name__}.")]
     every = [route for module in modules for route in module.router.routes if isinstance(route, APIRoute)]
-    taking = [(method, route.path) for route in every for method in {"POST", "PUT"} & (route.methods or set())]
-    assert Counter(method for method, _ in taking)["PUT"] == 2
+    taking = [
+        (method, re.sub(r"\{[^}]*\}", "x", f"/api/v1{route.path}"))
+        for route in every
+        for method in ("POST", "PUT")
+        if method in (route.methods or ())
+    ]
+    assert Counter(method for method, _ in taking).keys() == {"POST", "PUT"}
     assert len(taking) > 17
     for method, path in taking:
-        path = re.sub(r"\{[^}]*\}", "x", path.replace("{segment}", "weights"))
-        for content, headers in ((huge, JSON), (huge, PROTOBUF), (compressed, JSON | ZSTD), (compressed, PROTOBUF | ZSTD)):
-            reply = await server.client.request(method, f"/api/v1{path}", content=content, headers=headers)
-            assert reply.status_code < 500, (path, reply.text)
+        for media_type in (JSON, PROTOBUF):
+            for content, encoding in ((zstandard.compress(huge), ZSTD), (huge, {})):
+                reply = await server.client.request(method, path, content=content, headers=media_type | encoding)
+                assert reply.status_code < 500, (method, path, reply.text)
     assert max(parsed, default=0) <= 128 * 1024
 
 

@@ -79,6 +79,30 @@ async def test_a_clock_that_is_set_ends_no_session(tmp_path: Path, monkeypatch: 
         assert await ended_now(server) == [session_id]
 
 
+async def test_a_round_does_all_that_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, second_round = list[str](), asyncio.Event()
+
+    def noting(name: str) -> Callable[..., object]:
+        def note(*_: object) -> object:
+            if name in done:
+                second_round.set()
+            done.append(name)
+            return [] if name == "open_sessions" else 0
+
+        return note
+
+    due = ["open_sessions", "drop_results", "give_back_space", "forget_ended", "sweep", "check"]
+    async with served(tmp_path, session_idle_s=0.04) as server:
+        for name in due:
+            monkeypatch.setattr(
+                "tinsmith.server.lifetimes.sweep" if name == "sweep" else f"tinsmith.store.store.Store.{name}", noting(name)
+            )
+        rounds = asyncio.create_task(keep_up(server.hub.lifetimes, server.end_session))
+        await second_round.wait()
+        rounds.cancel()
+    assert done[: len(due)] == due
+
+
 @pytest.mark.parametrize("which_fails", ["unloading", "ending"])
 async def test_a_session_that_cannot_be_ended_or_unloaded_keeps_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which_fails: str
@@ -107,26 +131,6 @@ async def test_a_session_that_cannot_be_ended_or_unloaded_keeps_up_no_other(
         await ready.wait()
         rounds.cancel()
         assert told == set(finished)
-
-
-async def test_a_round_checks_the_database_and_gives_back_its_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, done, rounds = asyncio.get_running_loop(), asyncio.Event(), list[str]()
-    open_sessions = Store.open_sessions
-
-    def begin(store: Store) -> list[str]:
-        rounds.append("round")
-        if rounds.count("round") == 2:
-            loop.call_soon_threadsafe(done.set)
-        return open_sessions(store)
-
-    async with served(tmp_path, session_idle_s=0.2) as server:
-        monkeypatch.setattr(Store, "open_sessions", begin)
-        monkeypatch.setattr(Store, "give_back_space", lambda _: rounds.append("space"))
-        monkeypatch.setattr(Store, "check", lambda _: rounds.append("check"))
-        keeping_up = asyncio.create_task(keep_up(server.hub.lifetimes, server.heartbeat))
-        await done.wait()
-        keeping_up.cancel()
-    assert rounds[:3] == ["round", "space", "check"]
 
 
 async def test_an_engine_is_told_of_the_sessions_that_ended_before_it_was_ready(server: Served) -> None:

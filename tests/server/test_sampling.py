@@ -109,6 +109,19 @@ async def test_a_base_model_is_sampled_under_its_name_with_any_suffix(server: Se
     await server.refusal("join_sampling_session", {"sampling_session_id": "x:sample:0"}, 404)
 
 
+async def test_a_sampling_session_seq_id_belongs_to_one_session(server: Served) -> None:
+    """Else a client would sample from other weights than it asked for."""
+    path = "tinker://m/sampler_weights/x"
+    server.save(path)
+    sampler = await server.new_sampler()
+    session_id = sampler.partition(":")[0]
+    for asked in ({"base_model": "tiny:long"}, {"model_path": path}):
+        body = {"session_id": session_id, "sampling_session_seq_id": 3} | asked
+        assert f"{sampler} exists already for other weights" in await server.refusal("create_sampling_session", body)
+        await server.answer("create_sampling_session", body | {"sampling_session_seq_id": 4 + len(asked.get("model_path", ""))})
+    assert await server.shown(f"samplers/{sampler}") == {"sampler_id": sampler, "base_model": "tiny"}
+
+
 @contextmanager
 def full_disk(file: Path, room: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -83,17 +83,6 @@ async def test_a_model_seq_id_belongs_to_one_model(server: Served) -> None:
     assert (failed["category"], "session is finished" in failed["error"]) == ("user", True)
 
 
-async def test_a_sampling_session_seq_id_belongs_to_one_set_of_weights(server: Served) -> None:
-    session_id = await server.new_session()
-    sampler = await server.new_sampler(session_id=session_id)
-    assert await server.new_sampler(session_id=session_id) == sampler
-    saved = server.save(f"tinker://{await server.new_run()}/sampler_weights/a")
-    body = {"session_id": session_id, "sampling_session_seq_id": 3, "model_path": saved.tinker_path}
-    assert f"{sampler} exists already for other weights" in await server.refusal("create_sampling_session", body)
-    other = await server.answer("create_sampling_session", body | {"sampling_session_seq_id": 4})
-    assert other["sampling_session_id"] != sampler
-
-
 async def test_zeros_that_came_as_kilobytes_are_stored_as_kilobytes(server: Served) -> None:
     """Tokens beyond every context not at all. What is stored counts as what it is for whoever unpacks it."""
     model_id = await server.new_model()

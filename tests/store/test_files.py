@@ -75,6 +75,24 @@ def test_places_are_found_under_another_root_and_from_another_directory(tmp_path
     assert [moved.sizes(place) for place in places] == [{"a": 10, "b": 0}] * 3
 
 
+@pytest.mark.parametrize("name", ["a::b", "a?b", "a#b", "a%20b", "a=b c", "ü&~", "a[b]*"])
+@pytest.mark.parametrize("as_root", [False, True])
+def test_a_directory_of_any_name_has_its_files(name: str, as_root: bool, tmp_path: Path) -> None:
+    """To fsspec `a::b` is a chain of file systems, of which it took the first: every checkpoint was `a`, and to remove one deleted that."""
+    neighbor = tmp_path / "a" / "of others"
+    neighbor.parent.mkdir()
+    neighbor.write_text("theirs")
+    files = CheckpointFiles(tmp_path / "data", str(tmp_path / name)) if as_root else CheckpointFiles(tmp_path / name)
+    place, other = write(files), write(files)
+    assert (tmp_path / name / ("" if as_root else "checkpoints") / place.rpartition("/")[2] / "a").read_bytes() == FILES["a"]
+    assert files.sizes(place) == {"a": 10, "b": 0}
+    assert b"".join(files.read(place, "a", range(10))) == FILES["a"]
+    assert sorted(files.finished_places()) == sorted([place, other])
+    files.remove(place)
+    assert (files.sizes(place), files.sizes(other)) == ({}, {"a": 10, "b": 0})
+    assert neighbor.read_text() == "theirs"
+
+
 @pytest.mark.parametrize(
     ("root", "why"),
     [
@@ -82,6 +100,7 @@ def test_places_are_found_under_another_root_and_from_another_directory(tmp_path
         ("/dev/null/x", "cannot be used: "),
         # Not taken for a directory of that name in the working directory.
         ("s3://", "names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX$"),
+        ("memory://a::b", "cannot be used: .*: fsspec takes '::' in a URL for a chain of stores; choose a URL without it$"),
         ("gs:///", "names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX$"),
     ],
 )

@@ -31,7 +31,7 @@ from tinsmith.wire.paths import parse_path
 DESCRIPTION = {"tags": ["a"], "user_metadata": {"k": 1}, "sdk_version": "0", "project_id": None, "display_name": "run"}
 
 
-@pytest.mark.parametrize("name", ["a?b", "a#b", "a%20b", "a=b c", "ü&~"])
+@pytest.mark.parametrize("name", ["a::b", "a?b", "a#b", "a%20b", "a=b c", "ü&~"])
 def test_a_directory_of_any_name_has_its_database(name: str, tmp_path: Path) -> None:
     """To SQLAlchemy `a?b` as text of a URL was the file `a`, in the directory above."""
     with_name = tmp_path / name

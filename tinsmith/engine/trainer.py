@@ -94,9 +94,9 @@ class Trainer:
     def wait_s(self) -> float:
         """Seconds until a `turn` has something to do that no message announces."""
         waits = [self.backoff.wait_s] if self.models.wait_for_database else []
-        busy = self._busy
-        later = {model_id: state.save_again_at for model_id, state in self.models.items() if model_id not in busy}
-        waits += [max(0.0, due_at - time.monotonic()) for due_at in later.values() if due_at is not None]
+        later = [state for state in self.models.values() if state.save_again_at is not None]
+        busy = self._busy if later else set()
+        waits += [max(0.0, state.save_again_at - time.monotonic()) for state in later if state.save_again_at and state.model_id not in busy]
         return min(waits, default=float("inf"))
 
     @property
@@ -115,9 +115,9 @@ class Trainer:
         return self._begun.union(model_id for model_id, state in self.models.items() if state.is_put_off or state.saving is not None)
 
     def to_unload(self) -> list[ModelState]:
-        now, busy = time.monotonic(), self._busy
-        ending = [state for model_id, state in self.models.items() if state.ending is not None and model_id not in busy]
-        return [state for state in ending if state.save_again_at is None or state.save_again_at <= now]
+        ending = [state for state in self.models.values() if state.ending is not None]
+        now, busy = time.monotonic(), self._busy if ending else set()
+        return [state for state in ending if state.model_id not in busy and (state.save_again_at is None or state.save_again_at <= now)]
 
     def add(self, command: Command) -> None:
         self.models.setdefault(command.model_id, ModelState(command.model_id))

@@ -27,6 +27,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from tinsmith.config_values import require_empty
 from tinsmith.errors import ConfigError
 
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -77,10 +78,9 @@ def write_tiny_model(
     """Write a random model of `hidden` width, `layers` decoder layers (None: `DEFAULT_LAYERS`) and `vocab` embedding rows.
 
     Raises ConfigError: a kind that is not known, sizes that no model can have, a vocabulary too small for the tokenizer, a directory that
-    holds a model.
+    is not empty.
     """
-    if (directory / "config.json").exists() or next(directory.glob("*.safetensors"), None):
-        raise ConfigError(f"{directory} holds a model, which may be in use; name a new directory, or delete it first")
+    require_empty(directory)
     if kind not in DEFAULT_LAYERS:
         raise ConfigError(f"kind={kind!r} must be one of {', '.join(DEFAULT_LAYERS)}")
     layers = DEFAULT_LAYERS[kind] if layers is None else layers

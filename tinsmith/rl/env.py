@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, TypedDict, cast
 import numpy as np
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.config import config_error
 
 
 class ChatMessage(TypedDict):
@@ -205,6 +204,8 @@ def make(name: str, **options: Any) -> Env:
     """A new environment. Raises ConfigError for an unknown name, and for options that the environment does not take."""
     factory = find(name)
     signature = _signature(factory)
-    with config_error(f"env={name!r} does not take these options {options!r}", TypeError, remedy=f"it takes {signature}"):
+    try:
         signature.bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"env={name!r} does not take these options {options!r}: {error}; it takes {signature}") from error
     return factory(**options)

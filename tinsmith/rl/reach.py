@@ -1,8 +1,9 @@
-"""Whether the server can be reached. Problems are reported within seconds, before any slow import.
+"""Whether the packages are there and the server can be reached. Problems are reported within seconds, before any slow import.
 
 Without this check the SDK would repeat an unanswered request for minutes, silently.
 """
 
+import importlib.util
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from urllib.error import HTTPError
 
+from tinsmith.config_values import installer
 from tinsmith.errors import ConfigError
 from tinsmith.http_client import HEALTH, keep_from_proxy, one_line, open_url, why_unanswered, without_user
 from tinsmith.rl.config import ServerSection
@@ -23,6 +25,13 @@ _PAUSE_S = 0.5
 """Between two requests to a server that is not ready."""
 _STORED_KEYS = Path("~/.tinker/credentials.json")
 """The file in which `tinker auth login` of the SDK stores keys."""
+
+
+def require_packages(command: str) -> None:
+    """Raise ConfigError if a package is missing that a command of this room needs beside those of a server."""
+    absent = [package for package in ("tensorboardX", "tinker") if importlib.util.find_spec(package) is None]
+    if absent:
+        raise ConfigError(f"{command} needs {' and '.join(absent)}: {installer('rl')}")
 
 
 def require_server(server: ServerSection) -> None:

@@ -7,8 +7,8 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.calls import EnvError, environment_code
 from tinsmith.rl.chat import ChatTemplate, Conversation, TemplateError
 from tinsmith.rl.config import RlConfig, config_error
@@ -191,9 +191,14 @@ class EnvRollouts:
             return record.trajectory()
 
 
-def _blaming_the_environment() -> AbstractContextManager[None]:
+@contextmanager
+def _blaming_the_environment() -> Iterator[None]:
     """Blame the environment for messages that cannot be shown to the model, but not for a template that changes them."""
-    return environment_code(TemplateError, MemoryError)
+    with environment_code(TemplateError, MemoryError):
+        try:
+            yield
+        except UserError as error:  # says all there is to say
+            raise EnvError(str(error)) from error
 
 
 @dataclass

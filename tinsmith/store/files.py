@@ -272,8 +272,13 @@ class CheckpointFiles:
 
     def _resolve(self, place: str) -> tuple[AbstractFileSystem, str]:
         """The file system of a place, and its path there."""
+        shown = self.shown(place)
+        if "://" not in shown:  # fsspec would cut a path at `::`, and remove what is in front of it
+            return LocalFileSystem(), shown
+        if "::" in shown:
+            raise TinsmithError(f"{shown}: fsspec takes '::' in a URL for a chain of stores; choose a URL without it")
         # Listings are not cached, because other processes write as well.
-        system, path = url_to_fs(self.shown(place), use_listings_cache=False)
+        system, path = url_to_fs(shown, use_listings_cache=False)
         return system, path
 
 

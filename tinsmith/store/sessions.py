@@ -34,6 +34,9 @@ _SAMPLING = select(*[sampling_sessions.c[name] for name in SamplingSession.__dat
 _INSERT_MODEL = insert(models).on_conflict_do_nothing()
 _INSERT_SAMPLING = insert(sampling_sessions).on_conflict_do_nothing()
 _LIVING = models.c.status.in_(("creating", "ready"))
+_ENDED_BY_CLIENT = select(sessions.c.session_id).where(sessions.c.finish_reason.in_(CLIENT_REASONS))
+_FINISH_WITH_CLIENT = update(models).where(_LIVING, models.c.session_id.in_(_ENDED_BY_CLIENT)).values(status="finished")
+"""A model may have been added when its client had just ended the session."""
 _OWNER = select(models.c.status, sessions.c.finish_reason).join_from(models, sessions).where(models.c.model_id == bindparam("key"))
 _NEWEST = (
     select(checkpoints.c.tinker_path)
@@ -162,11 +165,13 @@ def end_creation(connection: Connection, model_id: str, succeeded: bool) -> None
 
 def lose_all_models(connection: Connection) -> None:
     """Note that all living models have ended with the engine."""
+    connection.execute(_FINISH_WITH_CLIENT)
     connection.execute(update(models).where(_LIVING).values(status="lost"))
 
 
 def lose_model(connection: Connection, model_id: str) -> None:
     """Note that a living model has ended with its worker."""
+    connection.execute(_FINISH_WITH_CLIENT.where(models.c.model_id == model_id))
     connection.execute(update(models).where(models.c.model_id == model_id, _LIVING).values(status="lost"))
 
 

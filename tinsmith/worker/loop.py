@@ -197,6 +197,7 @@ class Worker:
         if self.turns.look(wanted=bool(self.due)) and self.due:
             self.due.popleft()()
             self.turns.has_trained()
+            self.status.done += 1
         self._sample_until(2 * time.monotonic() - started)
         self._try_devices()
         self.snapshots.drop_idle()

@@ -114,11 +114,14 @@ class Spill:
 
     def settle(self) -> None:
         """Wait until all is on the disk. Raises what went wrong, which is tried again."""
-        error = None if self._writing is None else self._writing.exception()
-        if error is not None:
+        if self._writing is None:
+            return
+        try:
+            self._writing.result()
+        except Exception:
             if self._leaving is not None:
                 self._start(self._leaving)
-            raise error
+            raise
 
     def _start(self, leaving: _Leaving) -> None:
         self._leaving = leaving

@@ -26,11 +26,15 @@ class WorkerStatusReporter:
     def __init__(self, samples: Samples, send: Callable[[Message], None]) -> None:
         self.samples = samples
         self.send = send
-        self.reported: WorkerStatus | None = None
-        """The last report, without the memory: that always changes a little."""
+        self.done = 0
+        """Passes and calls that the device has done."""
+        self.reported: object = None
+        """Facts of the last report. Those of the memory are not among them: they always change a little."""
         self.due = 0.0
         self.summed_up = (time.monotonic(), 0, 0)
         """Monotonic time of the last summary, and the numbers of samples and tokens then."""
+        self.graphs: dict[str, int] = {}
+        """Numbers of graphs that were already logged."""
 
     def report(self) -> None:
         """Report and log what is due; call it whenever the worker has done something, and at least every few seconds."""
@@ -41,16 +45,26 @@ class WorkerStatusReporter:
         if now - self.summed_up[0] >= SUMMARY_S:
             self.sum_up()
         running, waiting = self.samples.load()
-        graphs = {"compiled": compilations(), "captured": captures()}
-        status = WorkerStatus(running, waiting, self.samples.sampled_tokens, {}, graphs)
-        if status != self.reported:
-            self.reported = status
+        status = WorkerStatus(running, waiting, self.samples.sampled_tokens, {}, graphs_made())
+        facts = self.done, self.samples.finished, status
+        if facts != self.reported:
+            self.reported = facts
             self.send(dataclasses.replace(status, memory=memory_held()))
 
     def sum_up(self) -> None:
-        """Log how much was sampled since the last summary."""
+        """Log how much was sampled, and which graphs were made, since the last summary; nothing if there was nothing."""
         since, samples, tokens = self.summed_up
         self.summed_up = (time.monotonic(), self.samples.finished, self.samples.sampled_tokens)
         new, new_tokens, seconds = self.samples.finished - samples, self.samples.sampled_tokens - tokens, self.summed_up[0] - since
         if new:
             log.info("samples: %d finished, %d tokens in %.0f s (%.0f tokens/s)", new, new_tokens, seconds, new_tokens / seconds)
+        made = graphs_made()
+        more = {kind: count - self.graphs.get(kind, 0) for kind, count in made.items()}
+        self.graphs = made
+        if any(more.values()):
+            log.info("graphs of operations: %s", ", ".join(f"{count} {kind}, {more[kind]} of them new" for kind, count in made.items()))
+
+
+def graphs_made() -> dict[str, int]:
+    """Return the number of graphs captured by this process, by kind."""
+    return {"compiled": compilations(), "captured": captures()}
