@@ -164,7 +164,7 @@ async def test_no_route_parses_a_large_body_where_all_requests_are_served(server
     modules = [import_module(found.name) for found in pkgutil.iter_modules(routes.__path__, f"{routes.__name__}.")]
     every = [route for module in modules for route in module.router.routes if isinstance(route, APIRoute)]
     taking = [
-        (method, re.sub(r"\{[^}]*\}", "x", f"/api/v1{route.path}"))
+        (method, re.sub(r"\{[^}]*\}", "x", f"/api/v1{route.path}".replace("{segment}", "weights")))
         for route in every
         for method in ("POST", "PUT")
         if method in (route.methods or ())
