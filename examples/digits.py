@@ -161,7 +161,7 @@ def progress_bar() -> Progress:
 def running_server(model_dir: Path, output: Path) -> Iterator[str]:
     """`tinsmith serve` on a free port, for as long as the block runs; yields its URL."""
     log = output / "server.log"
-    command = [sys.executable, "-m", "tinsmith.cli", "serve", "--base-model", f"{MODEL}={model_dir}"]
+    command = [sys.executable, "-P", "-m", "tinsmith.cli", "serve", "--base-model", f"{MODEL}={model_dir}"]
     with log.open("w") as file:
         server = subprocess.Popen([*command, "--port", "0", "--data-dir", str(output / "data")], stdout=file, stderr=file)
     try:

@@ -19,9 +19,9 @@ from tinsmith.models.base import BaseModel
 
 PACKAGE = Path(__file__).parent.parent / "tinsmith"
 
-RUNS_A_MODULE = re.compile(r'.*"-m", "tinsmith.*')
-IN_ANY_DIRECTORY = ('sys.executable, "-P", "-m"', "vllm_python or sys.executable")
-"""How programs are started that import nothing of the working directory. vLLM's have it in their environment."""
+STARTS_PYTHON = re.compile(r'.*(?:"-m", "tinsmith|"-c"|get_context\(|ProcessPoolExecutor\(|multiprocessing\.Process\().*')
+IN_ANY_DIRECTORY = ('sys.executable, "-P", "-m"', "vllm_python or sys.executable", '{"PYTHONSAFEPATH": "1"}', "_set_safe_path")
+"""How programs are started that import nothing of the working directory. vLLM's and multiprocessing's have it in their environment."""
 
 RANKS = {
     "errors": 0,
@@ -210,6 +210,7 @@ for module in {modules}:
 
 
 def test_no_program_imports_from_the_working_directory() -> None:
-    started = [line for file in PACKAGE.rglob("*.py") for line in RUNS_A_MODULE.findall(file.read_text())]
-    assert len(started) == 7
+    files = [file for directory in (PACKAGE, PACKAGE.parent / "examples") for file in directory.rglob("*.py")]
+    started = [line for file in files for line in STARTS_PYTHON.findall(file.read_text())]
+    assert len(started) == 10
     assert [line for line in started if not any(safe in line for safe in IN_ANY_DIRECTORY)] == []

@@ -129,10 +129,12 @@ def test_a_session_that_samples_counts_for_ten_minutes_also_after_its_end(here: 
     assert trainer.sampling == {}
 
 
-def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(device: Device) -> None:
+def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     """At first one pass takes what it takes, as after a change. Nothing lies ahead of what others come that would keep them waiting."""
     device.train("m", [400] * 6)
     assert [took for _, took in device.computed()] == [4.0, *4 * [2.0]]
+    told = "a sequence of 400 tokens has kept the device for 2 s (tiny): none is cut, so all others wait for one as long"
+    assert caplog.messages == [told]  # once for a length
     device.train("m", [100] * 20)
     taken = [took for _, took in device.computed()]
     assert (max(taken) <= PASS_S, sum(taken) == pytest.approx(4.0), len(taken) <= 10) == (True, True, True)

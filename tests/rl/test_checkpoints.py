@@ -62,11 +62,19 @@ def test_a_run_that_keeps_all_has_the_weights_that_earned_the_best_reward(server
         assert logprobs(state.best_weights) == pytest.approx(logprobs(state.kept[2 * state.best_step - 1]), abs=1e-5)
 
 
-def test_where_every_episode_failed_there_is_no_best_and_no_reward(server_url: str, tmp_path: Path) -> None:
+def test_a_run_saves_by_time_too(server_url: str, tmp_path: Path) -> None:
+    state = run(server_url, tmp_path, 2, keep=0, save_every=0, save_after_s=1e-6)
+    assert [Path(path).name for path in state.kept] == ["step-000001", "step-000001", "step-000002", "step-000002"]
+
+
+def test_where_every_episode_failed_there_is_no_best_and_no_reward(
+    server_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     absent = chatty(server_url, tmp_path, env={"name": "tests.rl.moody:Absent", "max_failed_share": 1.0}, training={"steps": 1})
     assert train(absent, QUIET).best_reward is None
     (line,) = logged(tmp_path)
     assert (line["stop/env_error"], "reward" in line) == (1.0, False)
+    assert "in 1 batches no episode gave a reward, and nothing was learnt" in caplog.text
 
 
 def test_a_run_keeps_its_newest_checkpoints_and_its_best(server_url: str, tmp_path: Path, on_server: Named) -> None:

@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tinker
 from rich.console import Console
+from tinker.lib.public_interfaces.sampling_client import _load_tokenizer_from_model_info
+from typer.testing import CliRunner
 
+from tinsmith.cli import app
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import begin_another, from_tree, load, to_tree
 from tinsmith.rl.env import Prompt, find, make
 from tinsmith.rl.evaluation import run_evaluation
+from tinsmith.rl.policy import tokenizer_of
 from tinsmith.rl.workers import make_workers
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "rl"
@@ -47,6 +52,18 @@ class {name}(Env):
 
 register("registered-{name}", {name})
 """
+
+
+def test_a_run_of_the_command_line_resumes_or_with_new_begins_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tinsmith.rl.reach.require_server", lambda _: None)
+    monkeypatch.setattr("tinsmith.rl.trainer.train", lambda config: trained.append(config.output.directory))
+    (tmp_path / "maze.yaml").write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
+    (tmp_path / "rl-output" / "maze").mkdir(parents=True)
+    for options in ([], ["--new"]):
+        assert CliRunner().invoke(app, ["rl", "maze.yaml", *options]).exit_code == 0
+    assert trained == ["rl-output/maze", "rl-output/maze-2"]
 
 
 def test_an_environment_may_lie_in_the_working_directory_or_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +127,24 @@ def test_what_cannot_work_is_refused(change: dict[str, Any], message: str) -> No
 
 
 def test_a_base_model_whose_name_leads_to_no_tokenizer_needs_one(server_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    """The Hub is not asked: it would be asked again and again."""
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda source, **_: pytest.fail(f"asked for {source}"))
     config = from_tree({**SMALLEST, "server": {"url": server_url, "api_key": "tml-test"}})
-    with pytest.raises(ConfigError, match="model: tokenizer is empty, and the one that the server names cannot be loaded"):
+    named = "the one that the server names cannot be loaded: 'tiny' is no directory on this machine"
+    with pytest.raises(ConfigError, match=f"model: tokenizer is empty, and {named}"):
         run_evaluation(config, Console(quiet=True))
+
+
+@pytest.mark.parametrize(("base_model", "source"), [("org/model", ""), ("org/model/variant:high", ""), ("tiny", "org/model")])
+def test_a_tokenizer_of_the_hub_is_told_before_it_is_asked_for(
+    base_model: str, source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def asked(tokenizer: str, **_: object) -> None:
+        assert (tokenizer, caplog.messages) == ("org/model", ["getting the tokenizer of 'org/model' from the Hugging Face Hub"])
+        raise OSError("there is none")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", asked)
+    monkeypatch.setattr(tinker.SamplingClient, "get_base_model", lambda _: base_model)
+    monkeypatch.setattr(tinker.SamplingClient, "get_tokenizer", lambda _: _load_tokenizer_from_model_info(base_model))
+    with pytest.raises(ConfigError, match="cannot be loaded: there is none; give the directory or the Hub id of the model's tokenizer"):
+        tokenizer_of(source, object.__new__(tinker.SamplingClient))

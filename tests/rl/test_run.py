@@ -22,8 +22,8 @@ from tinsmith.rl.trainer import train
 QUIET = Console(quiet=True)
 ALWAYS_LOGGED = [
     *("reward", "response_tokens", "turns", "truncated", "entropy", "kl_sampler_trainer", "zero_variance_groups"),
-    *("tokens/sampled", "tokens/sequence", "seconds/wait", "seconds/learn", "seconds/publish", "seconds/step", "staleness"),
-    *("stop/done", "stop/length", "stop/context", "stop/max_turns", "stop/empty", "stop/env_error", "stop/env_timeout"),
+    *("tokens/sampled", "tokens/sequence", "seconds/wait", "seconds/learn", "seconds/publish", "seconds/step", "seconds/left"),
+    *("staleness", "stop/done", "stop/length", "stop/context", "stop/max_turns", "stop/empty", "stop/env_error", "stop/env_timeout"),
 ]
 EVALUATED = {"evaluation": {"every": 4, "prompts": 4}}
 
@@ -69,10 +69,12 @@ def told(directory: Path, step: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunState]:
-    """A run of four steps."""
+    """A run of four steps, which shows all that it does."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    config = config_of(server_url, directory, **EVALUATED, output={"trackers": ["tensorboard"]})
-    return directory, train(config, Console(file=(directory / "console").open("w"), width=80))
+    config = config_of(server_url, directory, **EVALUATED, output={"trackers": ["tensorboard", "console"]})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tinsmith.rl.trainer.SHOWN_EVERY_S", 0.0)
+        return directory, train(config, Console(file=(directory / "console").open("w"), width=80))
 
 
 def test_a_run_logs_and_writes_what_it_did(undisturbed: tuple[Path, RunState]) -> None:
@@ -87,9 +89,11 @@ def test_a_run_logs_and_writes_what_it_did(undisturbed: tuple[Path, RunState]) -
     assert (state.step, state.next_group, state.weights.partition(":")[0]) == (4, 8, "tinker")
     assert (directory / "trajectories" / "step-000004.html").read_text().count('<img src="data:image/png;base64,') >= 6
     assert list((directory / "tensorboard").iterdir())
-    first_line = (directory / "console").read_text().splitlines()[0]
+    first_line, *shown = (directory / "console").read_text().splitlines()
     assert first_line.startswith("color_square: steps 1 to 4, with 2 x 3 episodes in each; 1000 prompts, 4 others evaluated; metrics in ")
     assert state.weights.rpartition("/weights/")[0] in first_line
+    assert {f"step {step} of 4: {played} of 2 groups played" for step in (1, 2, 3, 4) for played in (1, 2)} <= set(shown)
+    assert [line["seconds/left"] > 0 for line in lines[1:]] == [True, True, True, False]
     assert "tml-test" not in (directory / "config.json").read_text()
     for trajectory in told(directory, 4):
         (sample,) = trajectory["samples"]

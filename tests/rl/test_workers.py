@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import shutil
 import subprocess
 import threading
+from multiprocessing import resource_tracker, spawn
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -139,6 +142,66 @@ def test_processes_are_replaced_when_they_die(plain: ChatTemplate) -> None:
     processes = [trajectory.notes.get("process") for trajectory in made]
     assert processes[0] == processes[1] != os.getpid()
     assert processes[3] not in (None, processes[0])
+
+
+def test_a_process_that_cannot_start_fails_its_episode_and_another_takes_its_place(
+    plain: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resource_tracker.ensure_running()  # which would be started as this program, too
+    monkeypatch.setattr(spawn, "_python_exe", os.fsencode(shutil.which("false") or ""))
+    made = play("process", plain, ["good", "good", "good"], count=1)
+    assert [(each.stop_reason, "the environment's process ended" in each.error) for each in made] == [("env_error", True)] * 3
+
+
+def test_an_episode_that_is_cancelled_while_its_environment_is_made_gives_its_process_back() -> None:
+    async def cancel_then_open() -> None:
+        workers = ProcessWorkers(1, timeout_s=LONG_S)
+        opening = asyncio.create_task(workers.open("tests.rl.moody:Moody", {}))
+        await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert (opening.cancelled(), workers.free.qsize()) == (True, 1)
+        session = await workers.open("tests.rl.moody:Moody", {})
+        assert await session.call("metrics") == {}
+        workers.shutdown()
+
+    asyncio.run(cancel_then_open())
+
+
+GAME = """
+import os
+class Game:
+    def metrics(self): return {"PYTHONSAFEPATH": float("PYTHONSAFEPATH" in os.environ)}
+"""
+
+IN_ITS_DIRECTORY = """
+import asyncio
+from tinsmith.rl.workers import make_workers
+
+async def run():
+    workers = make_workers("process", 1, 600.0)
+    session = await workers.open("game:Game", {})
+    print(await session.call("metrics"))
+    workers.shutdown()
+
+if __name__ == "__main__":
+    asyncio.run(run())
+"""
+
+
+def test_a_process_imports_the_environment_of_the_working_directory_and_runs_nothing_else_there(tmp_path: Path) -> None:
+    """Not even what has the name of a module that Python's own processes import. Programs of the environment start as they always do."""
+    (tmp_path / "game.py").write_text(GAME)
+    for name in ("socket", "tempfile", "signal"):
+        (tmp_path / f"{name}.py").write_text(f"import os\nprint({name!r}, flush=True)\nos._exit(9)\n")
+    program = tmp_path / "bin" / "program.py"
+    program.parent.mkdir()
+    program.write_text(IN_ITS_DIRECTORY)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    command = [REAL_PYTHON, str(program)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=LONG_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{'PYTHONSAFEPATH': 0.0}\n", "")
 
 
 def test_a_process_that_hangs_is_killed(plain: ChatTemplate) -> None:

@@ -78,7 +78,11 @@ def test_strings_that_overlap_are_found_where_the_first_of_them_is_complete() ->
                 break
 
 
-def test_sequences_of_a_request_share_nothing_that_changes(text_base: BaseModel) -> None:
+def test_sequences_of_a_request_share_what_is_large_and_nothing_that_changes(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is large is made once, too, and not at every token."""
+    built: list[StringMatcher] = []
+    build = StringMatcher._build
+    monkeypatch.setattr(StringMatcher, "_build", lambda matcher: (built.append(matcher), build(matcher)))
     tokenizer = text_base.tokenizer
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abcd"]
     one = StopStrings([], ("abc",), tokenizer)
@@ -86,3 +90,7 @@ def test_sequences_of_a_request_share_nothing_that_changes(text_base: BaseModel)
     assert [one.stops(token) for token in letters[:2]] == [False, False]
     assert [another.stops(token) for token in letters[2:]] == [False, False]
     assert one.stops(letters[2])
+    assert another.ids is one.ids
+    plain = StopIds([7])
+    assert plain.for_another().ids is plain.ids
+    assert built == [one.strings] == [another.strings]

@@ -4,6 +4,8 @@ A `Policy` answers prompts: token ids and images in, token ids and logprobs out.
 another library can be a policy, too. The functions below open the models of a Tinker server, as the configuration names them.
 """
 
+import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 import tinker
+from huggingface_hub import try_to_load_from_cache
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -20,6 +23,8 @@ from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import ModelSection, ServerSection, config_error
 from tinsmith.rl.reach import require_server
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -188,19 +193,41 @@ def context_limit(server: ServerSection, base_model: str) -> int:
 
 def tokenizer_of(source: str, client: tinker.TrainingClient | tinker.SamplingClient) -> PreTrainedTokenizerBase:
     """The tokenizer in a directory or of a Hub id, or for "" the one that the server names. Raises ConfigError if it cannot be loaded."""
+    which = f"tokenizer={source!r}" if source else "tokenizer is empty, and the one that the server names"
+    remedy = "give the directory or the Hub id of the model's tokenizer"
     try:
+        named = source or _named_by_server(client)
+        if not Path(named).is_dir() and not isinstance(try_to_load_from_cache(named, "tokenizer_config.json"), str):
+            log.warning("getting the tokenizer of %r from the Hugging Face Hub", named)
         tokenizer: PreTrainedTokenizerBase = (
             AutoTokenizer.from_pretrained(source, trust_remote_code=False) if source else client.get_tokenizer()
         )
     except (tinker.TinkerError, MemoryError):  # of the connection, for example
         raise
     except Exception as error:  # of any kind: that is what the tokenizers library raises for a file that it cannot use
-        which = f"tokenizer={source!r}" if source else "tokenizer is empty, and the one that the server names"
         reason = " ".join(str(error).split()) or repr(error)
-        raise ConfigError(
-            f"model: {which} cannot be loaded: {reason}; give the directory or the Hub id of the model's tokenizer"
-        ) from error
+        raise ConfigError(f"model: {which} cannot be loaded: {reason}; {remedy}") from error
     return tokenizer
+
+
+def _named_by_server(client: tinker.TrainingClient | tinker.SamplingClient) -> str:
+    """The directory or Hub id of which the SDK loads the tokenizer: the server's word, else it follows from the base model's name.
+
+    Raises ConfigError for a name that leads to neither: the SDK would ask the Hub for it, for more than a minute.
+    """
+    if isinstance(client, tinker.SamplingClient):
+        name = client.get_base_model()
+    else:
+        data = client.get_info().model_data
+        if data.tokenizer_id:
+            return str(data.tokenizer_id)
+        name = str(data.model_name)
+    name = name.partition(":")[0]
+    if name.count("/") == 2:  # ORGANISATION/MODEL/VARIANT
+        name = name.rpartition("/")[0]
+    if not Path(name).is_dir() and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise ConfigError(f"{name!r} is no directory on this machine, and a Hub id looks like ORGANISATION/MODEL")
+    return name
 
 
 def chat_template(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:

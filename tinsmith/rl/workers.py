@@ -12,9 +12,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,10 +128,13 @@ class _EnvProcess:
 
     async def run(self, timeout_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in the process. Raises EnvError, EnvTimeoutError."""
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-            self._pid = await asyncio.wrap_future(self._pool.submit(os.getpid))
         try:
+            if self._pool is None:
+                with _safe_path() as before:
+                    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _set_safe_path, (before,))
+                    pid = pool.submit(os.getpid)
+                self._pid = await asyncio.wrap_future(pid)
+                self._pool = pool  # only now: who is cancelled before leaves no process without its id
             return await _within(timeout_s, self._pool.submit(function, *arguments))
         except EnvTimeoutError:
             os.kill(self._pid, signal.SIGKILL)
@@ -182,7 +186,7 @@ class ProcessWorkers:
         process = await self.free.get()
         try:
             await process.run(OPEN_S, _open_in_process, factory, dict(options))
-        except TinsmithError:
+        except BaseException:  # also of an episode that is cancelled
             self.free.put_nowait(process)
             raise
         return ProcessSession(self, process)
@@ -190,6 +194,31 @@ class ProcessWorkers:
     def shutdown(self) -> None:
         for process in self._processes:
             process.shutdown()
+
+
+_SAFE_PATH = "PYTHONSAFEPATH"
+
+
+@contextmanager
+def _safe_path() -> Iterator[str | None]:
+    """Let the Python processes that are started in the body import nothing of the working directory while they start.
+
+    Then they take over this process's path of imports, in which it comes last. Yields what the variable is outside of the body: programs
+    that an environment starts are to see that.
+    """
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield before
+    finally:
+        _set_safe_path(before)
+
+
+def _set_safe_path(value: str | None) -> None:
+    if value is None:
+        del os.environ[_SAFE_PATH]
+    else:
+        os.environ[_SAFE_PATH] = value
 
 
 _of_this_process: dict[str, Any] = {}

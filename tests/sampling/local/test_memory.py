@@ -12,7 +12,6 @@ from transformers import AutoConfig
 from tests.bases import load
 from tinsmith.config import SamplingConfig
 from tinsmith.errors import ConfigError
-from tinsmith.models.device import reserve_zeros
 from tinsmith.models.layers import Attention, layers_of
 from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes
 from tinsmith.sampling.local.sampler import LocalSampler
@@ -64,7 +63,10 @@ def test_the_cache_takes_the_memory_that_it_was_given_and_on_a_cpu_only_as_it_is
     assert sampler.states.total == int(0.002 * GIB) // (3 * (4 * 16 * 16 * 4 + 3 * 128 * 4)) == 127
     assert sampler.capacity() == f"{sampler.cache.total * 16:,} tokens and 127 states of sequences, of which 112 run at once"
     before = psutil.Process().memory_info().rss
-    reserved = reserve_zeros((2**28,), torch.float32, CPU)  # a gigabyte
-    reserved[-1] = 1
-    assert reserved[-2:].tolist() == [0, 1]
-    assert psutil.Process().memory_info().rss - before < 2**29
+    large = LocalSampler(sampler.base, SamplingConfig(kv_cache_gib=1.0), 16)
+    assert large.states is not None
+    for reserved in (large.cache.keys, large.cache.values, large.states.inputs, large.states.memory):
+        last = reserved.view(-1)[-2:]
+        last[1] = 1
+        assert last.tolist() == [0, 1]
+    assert psutil.Process().memory_info().rss - before < GIB / 16
