@@ -82,7 +82,12 @@ def test_sequences_of_a_request_share_what_is_large_and_nothing_that_changes(tex
     """What is large is made once, too, and not at every token."""
     built: list[StringMatcher] = []
     build = StringMatcher._build
-    monkeypatch.setattr(StringMatcher, "_build", lambda matcher: (built.append(matcher), build(matcher)))
+
+    def counted(matcher: StringMatcher) -> None:
+        built.append(matcher)
+        build(matcher)
+
+    monkeypatch.setattr(StringMatcher, "_build", counted)
     tokenizer = text_base.tokenizer
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abcd"]
     one = StopStrings([], ("abc",), tokenizer)

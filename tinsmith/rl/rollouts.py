@@ -197,6 +197,8 @@ def _blaming_the_environment() -> Iterator[None]:
     with environment_code(TemplateError, MemoryError):
         try:
             yield
+        except TemplateError:
+            raise
         except UserError as error:  # says all there is to say
             raise EnvError(str(error)) from error
 

@@ -4,7 +4,10 @@ Invariant: A sample that cannot be computed, scored, decoded or written fails al
 Also: `tests/worker/test_samples.py`.
 """
 
+import gc
+import logging
 import resource
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +55,30 @@ def split(sampler: LocalSampler) -> tuple[dict[str, Any], dict[str, str]]:
 
 def without(expected: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: tokens for name, tokens in expected.items() if name not in names}
+
+
+@pytest.mark.parametrize("fault", [torch.OutOfMemoryError, RuntimeError])
+def test_a_pass_that_failed_holds_no_tensors(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]) -> None:
+    """Its errors are not kept in a circle with their tracebacks, until garbage is collected: the next attempt needs the memory."""
+    sampler, held = neighbours(text_base), []
+
+    def full(*arguments: Any, **options: Any) -> None:
+        activations = torch.zeros(1000)
+        held.append(weakref.ref(activations))
+        raise fault("injected")
+
+    logging.disable()  # pytest would keep what is logged
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(text_base, "hidden_states", full)
+            while not sampler.step():
+                pass
+        assert len(held) > 1
+        assert [memory for memory in held if memory() is not None] == []
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
 
 
 def test_a_stop_rule_that_raises_fails_its_request_alone(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:

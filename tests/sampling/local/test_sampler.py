@@ -272,7 +272,12 @@ def test_stop_rules(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> No
     sampler = sampler_of(text_base)
     built: list[tuple[str, ...]] = []
     build = StringMatcher._build
-    monkeypatch.setattr(StringMatcher, "_build", lambda matcher: (built.append(matcher.strings), build(matcher)))
+
+    def counted(matcher: StringMatcher) -> None:
+        built.append(matcher.strings)
+        build(matcher)
+
+    monkeypatch.setattr(StringMatcher, "_build", counted)
     for rule, tokens, reason in (
         (StopRule(True, (), ()), at_seventh, "stop"),
         (NO_STOP, path, "length"),

@@ -262,6 +262,10 @@ async def test_sequences_that_wait_get_a_slot_each_in_turn_and_who_gives_up_take
     await asyncio.gather(first, last)
     async with slots.reserve(5) as count:
         assert count == 4
+        waited = asyncio.create_task(hold("waited"))
+        await asyncio.sleep(0)
+    await waited
+    assert begun[-1] == ("waited", 1)  # though all were given back at once
 
 
 class Story:

@@ -14,11 +14,10 @@ from typing import TypeVar
 import torch
 
 from tinsmith.config import SamplingConfig
-from tinsmith.errors import DeviceLostError, UserError
+from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE
 from tinsmith.models.full import Weights
-from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.local.decoding import Decoding, Drawn, Flight
@@ -256,16 +255,18 @@ class LocalSampler:
         return events
 
     def _fail(self, job: SampleJob, ended: list[SampleEvent], error: Exception) -> None:
-        """End a job with the error that it raised."""
+        """End a job with the error that it raised; it is not raised again, which would keep the tensors of the failed pass."""
         if job.failed:
             return
+        if not isinstance(error, TinsmithError):
+            log.error("unexpected error in sample=%s", job.request_id, exc_info=error)
+            error = TinsmithError(f"internal error: {error!r}")
         job.failed = True
         if self.failed_meanwhile is None:
             self.schedule.drop(lambda sequence: sequence.job is job)
         else:
             self.failed_meanwhile.append(job)
-        with failing_into(lambda failure: ended.append(SampleFailure(job.request_id, failure))):
-            raise error
+        ended.append(SampleFailure(job.request_id, error))
 
     def cancel(self, request_id: str) -> None:
         self.schedule.drop(lambda sequence: sequence.job.request_id == request_id)

@@ -115,12 +115,14 @@ class Slots(asyncio.Semaphore):
     async def reserve(self, at_most: int) -> AsyncIterator[int]:
         """Hold slots while the body runs, which is told how many: `at_most`, or fewer if fewer are free or somebody waits.
 
-        Several are returned together, when the longest of their sequences has ended: those who wait could have used the others.
+        Several are returned together, when the longest of their sequences has ended: those who wait could have used the others. One who
+        has waited gets one, for meanwhile others may have taken what it wanted more for.
         """
         async with AsyncExitStack() as held:
+            waits = self.locked()
             await held.enter_async_context(self)
             count = 1
-            while count < at_most and not self.locked():  # it is locked too while somebody waits
+            while count < at_most and not waits and not self.locked():  # it is locked too while somebody waits
                 await held.enter_async_context(self)
                 count += 1
             yield count
