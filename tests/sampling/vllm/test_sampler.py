@@ -329,6 +329,7 @@ def test_newer_weights_give_the_tokens_that_follow(bench: Bench, stub: Stub) -> 
 
 
 def test_no_token_of_wrong_weights_is_given_out(bench: Bench, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are they followed by the next sample of their model, whoever still has the error."""
     expected = bench.sampler.canary.expected
 
     def shifted(weights: Any) -> Any:
@@ -336,8 +337,9 @@ def test_no_token_of_wrong_weights_is_given_out(bench: Bench, stub: Stub, monkey
         return replace(right, logprobs=right.logprobs - 0.01)
 
     monkeypatch.setattr(bench.sampler.canary, "expected", shifted)
-    bench.add(stream=True)
+    bench.add(weights=random_adapter(bench.base, ref=new_ref("m/0", "m")), stream=True)
     (failure,) = bench.to_the_end()
     assert isinstance(failure, SampleFailure)
     assert "other log-probabilities than the trainer" in str(failure.error)
     assert stub.bodies == []
+    assert bench.sampler.client.newest == {}

@@ -7,11 +7,10 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import uvloop
 
@@ -42,7 +41,7 @@ class VLLMClient:
     def __init__(self, sources: list[Launch | str], slots: int, hung_s: float, publisher: Publisher) -> None:
         """Each source is a server to start, or the URL of one that runs. See `Server` for `slots` and `hung_s`."""
         self.publisher = publisher
-        self.newest: WeakValueDictionary[str, NewestWeights] = WeakValueDictionary()
+        self.newest: dict[str, NewestWeights] = {}
         """Model id -> newest weights, for models with inflight samples under way."""
         self.sleep_mode = SleepMode()
         self.loop = uvloop.new_event_loop()
@@ -78,7 +77,11 @@ class VLLMClient:
 
     async def sample(self, job: Job) -> SampleResult:
         """Return the result of a job, on whatever servers it takes. For the client's loop."""
-        lost, newest = "", self._newest(job)
+        with self._newest(job) as newest:
+            return await self._sample(job, newest)
+
+    async def _sample(self, job: Job, newest: NewestWeights | None) -> SampleResult:
+        lost = ""
         for _ in range(_ATTEMPTS):
             server, instance = await self.servers.pick(job.keys, _MAX_LEAD)
             server.load += job.request.num_samples
@@ -96,15 +99,24 @@ class VLLMClient:
                 server.load -= job.request.num_samples
         raise TinsmithError(f"{_ATTEMPTS} vLLM servers in a row were lost with this sample: {lost}")
 
-    def _newest(self, job: Job) -> NewestWeights | None:
-        """Return the weights that the job follows; None if it needs no segments. A streamed job that is not inflight follows its own."""
+    @contextmanager
+    def _newest(self, job: Job) -> Iterator[NewestWeights | None]:
+        """Hold the weights that the job follows; None if it needs no segments. A streamed job that is not inflight follows its own.
+
+        They are forgotten with the last job, and not when its error is: what failed would be followed by the next.
+        """
         model_id = job.published.ref.inflight_of
         if model_id is None:
-            return None if job.tell is None else NewestWeights(job.published)
-        newest = self.newest.get(model_id)
-        if newest is None:
-            newest = self.newest[model_id] = NewestWeights(job.published)
-        return newest
+            yield None if job.tell is None else NewestWeights(job.published)
+            return
+        newest = self.newest.setdefault(model_id, NewestWeights(job.published))
+        newest.followers += 1
+        try:
+            yield newest
+        finally:
+            newest.followers -= 1
+            if not newest.followers:
+                del self.newest[model_id]
 
     async def _publish(self, published: PublishedWeights) -> None:
         instances = [server.instance for server in self.servers.all if server.state == "ready" and server.instance is not None]

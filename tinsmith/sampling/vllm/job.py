@@ -155,6 +155,8 @@ class NewestWeights:
 
     def __init__(self, published: PublishedWeights) -> None:
         self.published = published
+        self.followers = 0
+        """Number of jobs that follow them."""
         self.replaced = asyncio.Event()
         """Set when `published` is replaced; there is another for the next time."""
 
