@@ -42,7 +42,7 @@ def random_adapter(layout: Layout, rank: int, dtype: torch.dtype = torch.float32
 def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tuple[int, int]]) -> None:
     """Some rows have no columns. Matrices of NaN that no row of a tile needs are not read, and a row of NaN reaches no other."""
     pytest.importorskip("triton")
-    from tinsmith.models.lora_kernels import add_adapters
+    from tinsmith.kernels.lora import add_adapters
 
     generator = torch.Generator().manual_seed(count)
     width, out = 96, targets[-1][1] + 2

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.dispatch import overlapping, with_plain_rows
-from tinsmith.models.lora import LORA_ALPHA
+from tinsmith.kernels.dispatch import overlapping, with_plain_rows
 
 CHUNK = 32
 """Columns that a program computes at a time; buffers have a multiple of it."""
@@ -31,11 +30,11 @@ PARTS = 2
 ENOUGH = 128
 
 
-def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, tiles: Tensor, widest: int) -> None:
+def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, tiles: Tensor, widest: int, alpha: float) -> None:
     """Add to y [rows, out] what the adapters of the rows make of x [rows, in].
 
     `columns` [rows, 2] are those of each row, a [targets, columns, in], b [out, columns]; `tiles` come from `output_tiles`, and have at
-    most `widest` outputs. Nothing is read on the host.
+    most `widest` outputs. The scale is `alpha` by the rank, the number of a row's columns. Nothing is read on the host.
     """
     rows, inputs = x.shape
     width = a.shape[1]
@@ -81,7 +80,7 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         columns.stride(0),
         width,
         len(a),
-        ALPHA=LORA_ALPHA,
+        ALPHA=alpha,
         SPLITS=splits,
         ROWS=row_tile,
         CHUNK=CHUNK,
