@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.bases import DEVICE
-from tinsmith.kernels.dispatch import WithKernel
+from tinsmith import kernels
+from tinsmith.kernels.dispatch import SERVED, WithKernel
 from tinsmith.models import fused
 from tinsmith.training import logprobs
 
@@ -125,7 +127,10 @@ def assert_same(name: str, arguments: Arguments, dtype: torch.dtype) -> None:
     """The kernel and its function come to the same."""
     pytest.importorskip("triton")
     function = FUNCTIONS[name]
-    (ours, theirs), kernel = (arguments(Drawn(dtype)) for _ in range(2)), getattr(importlib.import_module(function.kernels), name)
+    (ours, theirs), kernel = (
+        (arguments(Drawn(dtype)) for _ in range(2)),
+        getattr(importlib.import_module(f"tinsmith.kernels.{function.kernels}"), name),
+    )
     bound = 4 * torch.finfo(dtype).eps
     found, expected = (kernel(*ours), *ours), (function.function(*theirs), *theirs)
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound + 300 * torch.finfo(torch.float32).eps, equal_nan=True)
@@ -136,3 +141,9 @@ FUNCTIONS = {name: found for room in (fused, logprobs) for name, found in vars(r
 
 def test_every_kernel_is_tried() -> None:
     assert {name for cases in CASES for name, _ in cases} == set(FUNCTIONS)
+
+
+def test_the_table_names_all_modules_of_kernels() -> None:
+    """But for the two that `kernels/delta_rule.py` is made of."""
+    modules = {path.stem for path in Path(kernels.__file__).parent.glob("*.py") if "\nimport triton\n" in path.read_text()}
+    assert modules - {"delta_forward", "delta_backward"} | {"delta_rule"} == set(SERVED)

@@ -16,7 +16,7 @@ from torch.nn.functional import conv1d, logsigmoid, silu
 
 from tinsmith.kernels.compiled import compile_ahead
 from tinsmith.kernels.delta_chunks import chunks_of, delta_rule_in_chunks
-from tinsmith.kernels.dispatch import has_triton
+from tinsmith.kernels.dispatch import SERVED, has_triton, on_kernels
 
 Convolution = Callable[[Tensor, Tensor, tuple[int, ...], Tensor | None], Tensor]
 """`convolution` of `kernels/convolution.py`."""
@@ -46,14 +46,14 @@ class DeltaKernels:
 
 def kernels_for(x: Tensor) -> DeltaKernels | None:
     """The kernels, if they serve tensors like `x`."""
-    return _load(x.device)[0] if x.is_cuda and x.dtype == torch.bfloat16 else None
+    return _load(x.device)[0] if on_kernels("delta_rule", x) else None
 
 
 def announce(device: torch.device, dtype: torch.dtype) -> None:
     """Log once what computes the gated delta nets of a model."""
     if device.type != "cuda":
         return
-    if dtype != torch.bfloat16:
+    if dtype not in SERVED["delta_rule"]:
         log.info("gated delta nets run on our PyTorch code: the kernels serve bfloat16, not %s", dtype)
         return
     kernels, wrong = _load(device)

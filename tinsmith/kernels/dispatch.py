@@ -1,10 +1,10 @@
-"""Decides where our Triton kernels run: on a GPU in half precision, if Triton is installed. Elsewhere PyTorch computes the same."""
+"""The table of what our Triton kernels serve, and the only place that asks whether they do. Elsewhere PyTorch computes the same."""
 
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,27 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 HALF = (torch.bfloat16, torch.float16)
+
+Kernels = Literal[
+    "adamw", "choose", "convolution", "delta_rule", "delta_step", "gates", "logits", "lora", "one_row", "paged_attention", "rows"
+]
+SERVED: dict[Kernels, tuple[torch.dtype, ...]] = {
+    # Training and sampling
+    "rows": HALF,  # norms, rotary positions, SwiGLU; in PyTorch: models/fused.py
+    "gates": HALF,  # gates of attention and of gated delta nets; models/fused.py
+    "convolution": (torch.bfloat16,),  # of gated delta nets; models/delta_rule.py
+    "delta_rule": (torch.bfloat16,),  # kernels/delta_chunks.py; kernels/delta_nets.py first tries both kernels of delta nets
+    # Training
+    "logits": HALF,  # softmax over the vocabulary; training/logprobs.py
+    "adamw": HALF,  # a step of full weights in this precision; kernels/adamw_formula.py
+    # Sampling
+    "paged_attention": HALF,  # attention to blocks of a cache, see `on_paged_kernel`; sampling/local/cached_attention.py
+    "lora": HALF,  # each row with its own adapter; models/batched_lora.py
+    "one_row": HALF,  # multiplication of a single row; models/joined_linear.py
+    "delta_step": (*HALF, torch.float32),  # one token of each row through a delta net; sampling/local/states.py
+    "choose": (torch.float32, torch.int32),  # the next token, from its logits or their order; sampling/choose.py
+}
+"""The modules of kernels, and the numbers that they compute on CUDA. Attention over packed rows is PyTorch's own: `half_on_gpu`."""
 
 OLDEST_CUDA = 13
 """Oldest CUDA version of PyTorch's build whose drivers can capture overlapping kernels in graphs; before CUDA 12.3 they cannot."""
@@ -28,18 +49,18 @@ def has_triton() -> bool:
 
 
 def half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether numbers are in half precision on a GPU, which is what PyTorch's attention kernels and ours compute."""
+    """Whether numbers are in half precision on a GPU, which PyTorch's variable-length attention needs."""
     return device.type == "cuda" and dtype in HALF
 
 
-def on_kernels(x: Tensor) -> bool:
-    """Whether our kernels compute tensors like x."""
-    return x.is_cuda and x.dtype in HALF and has_triton()
+def on_kernels(kernels: Kernels, x: Tensor) -> bool:
+    """Whether these kernels compute tensors like x."""
+    return x.is_cuda and x.dtype in SERVED[kernels] and has_triton()
 
 
 def on_paged_kernel(x: Tensor) -> bool:
     """Whether `kernels/paged_attention.py` attends with queries or keys [..., head_dim] like x."""
-    return x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and on_kernels(x)
+    return x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and on_kernels("paged_attention", x)
 
 
 def with_plain_rows(x: Tensor) -> Tensor:
@@ -50,7 +71,7 @@ def with_plain_rows(x: Tensor) -> Tensor:
 class WithKernel(Generic[P, R]):
     """A function whose first argument is a tensor, and the function of its name in a module of kernels."""
 
-    def __init__(self, function: Callable[P, R], kernels: str) -> None:
+    def __init__(self, function: Callable[P, R], kernels: Kernels) -> None:
         self.function = function
         self.kernels = kernels
         self.__doc__ = function.__doc__
@@ -58,16 +79,16 @@ class WithKernel(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0]
-        if not (isinstance(first, Tensor) and on_kernels(first)):
+        if not (isinstance(first, Tensor) and on_kernels(self.kernels, first)):
             return self.function(*args, **kwargs)
         if self._kernel is None:
-            self._kernel = getattr(import_module(self.kernels), self.function.__name__)
+            self._kernel = getattr(import_module(f"tinsmith.kernels.{self.kernels}"), self.function.__name__)
         result: R = self._kernel(*args, **kwargs)
         return result
 
 
-def with_kernel(kernels: str) -> Callable[[Callable[P, R]], WithKernel[P, R]]:
-    """Decorator: run the function of this name in the module `kernels`, which is imported when it is first needed, where kernels run."""
+def with_kernel(kernels: Kernels) -> Callable[[Callable[P, R]], WithKernel[P, R]]:
+    """Decorator: where these kernels serve, run their function of this name; their module is imported when it is first needed."""
     return lambda function: WithKernel(function, kernels)
 
 

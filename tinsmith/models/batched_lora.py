@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import UserError
-from tinsmith.kernels.dispatch import half_on_gpu, has_triton, on_kernels
+from tinsmith.kernels.dispatch import on_kernels
 from tinsmith.models.fused import Before, Normed
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
@@ -145,7 +145,7 @@ class RowAdapters:
     def __init__(self, batched: BatchedAdapters, columns: Tensor) -> None:
         self.matrices = batched.matrices
         self.columns = columns
-        self._uses_kernels = half_on_gpu(columns.device, batched.dtype) and has_triton()
+        self._uses_kernels = any(on_kernels("lora", each.a) for each in self.matrices.values())
         if not self._uses_kernels and self.matrices:
             column = torch.arange(batched.columns, device=columns.device)
             start, end = columns.unsqueeze(-1).unbind(1)  # [rows, 1] each
@@ -186,7 +186,7 @@ def output_tiles(targets: Sequence[tuple[int, int]], device: torch.device) -> Te
 
 def is_one_row(x: Tensor) -> bool:
     """Whether the kernel serves x [rows, in]."""
-    return len(x) == 1 and on_kernels(x)
+    return len(x) == 1 and on_kernels("one_row", x)
 
 
 def multiply(linear: JoinedLinear, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tinsmith.kernels.device import upload
-from tinsmith.kernels.dispatch import has_triton
+from tinsmith.kernels.dispatch import on_kernels
 from tinsmith.wire.sample import SamplingParams
 
 COLDEST = float(np.finfo(np.float32).tiny)
@@ -104,7 +104,7 @@ def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[
     The log-probability is that of `Chosen.logprob`. top_k and top_p are obeyed only if `truncates`. Nothing is read on the host, so that a
     CUDA graph can capture it.
     """
-    if logits.is_cuda and has_triton():
+    if on_kernels("choose", logits):
         from tinsmith.kernels.choose import LARGEST, choose_kernel
 
         if logits.shape[1] <= LARGEST:
@@ -243,7 +243,7 @@ def order_preserving(numbers: Tensor) -> Tensor:
 
 def _last_kept(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
     """Find the largest number [n] int32 for which the keys from it on weigh `least` [n] or more; without weights each weighs 1."""
-    if keys.is_cuda and has_triton():
+    if on_kernels("choose", keys):
         from tinsmith.kernels.choose import last_kept_kernel
 
         return last_kept_kernel(keys, weights, least)

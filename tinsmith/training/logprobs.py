@@ -202,7 +202,7 @@ class _Distribution:
         return self.logits
 
 
-@with_kernel("tinsmith.kernels.logits")
+@with_kernel("logits")
 def logit_norms(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, and the logarithm of the sum of all exp(logit - largest): [rows, 1] each, in float32."""
     wide = logits.float()
@@ -210,7 +210,7 @@ def logit_norms(logits: Tensor) -> tuple[Tensor, Tensor]:
     return peak, (wide - peak).exp().sum(-1, keepdim=True).log()
 
 
-@with_kernel("tinsmith.kernels.logits")
+@with_kernel("logits")
 def become_gradient(logits: Tensor, peak: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> None:
     """Replace logits [rows, vocabulary] by grad · (onehot(target) - softmax), and by 0 where grad is 0; all else is [rows, 1]."""
     chosen = torch.arange(logits.shape[1], device=logits.device) == target  # [rows, vocabulary]

@@ -210,7 +210,7 @@ def _steps_in_kernels(weights: Weights) -> bool:
     """Whether `kernels/adamw.py` updates these weights."""
     if not isinstance(weights, FullWeights) or isinstance(weights.masters, SplitMasters):
         return False
-    return on_kernels(weights.leaves()[0])
+    return on_kernels("adamw", weights.leaves()[0])
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.kernels.device import reserve_zeros
-from tinsmith.kernels.dispatch import HALF, has_triton
+from tinsmith.kernels.dispatch import on_kernels
 from tinsmith.memory.cache_sizes import CacheShape
 from tinsmith.models.delta_rule import convolve, gated_delta_rule
 
@@ -186,7 +186,7 @@ def convolve_step(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> T
 
     inputs [slots, taps - 1, channels] are the last ones of every slot, in place; `slots` [rows] says which is whose.
     """
-    if _has_kernel(x):
+    if on_kernels("delta_step", x):
         from tinsmith.kernels.delta_step import convolve_kernel
 
         return convolve_kernel(x, weight, inputs, slots)
@@ -207,7 +207,7 @@ def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     query and key [rows, key_heads, key_dim], value [rows, value_heads, value_dim], decay (a logarithm) and beta [rows, value_heads]. memory
     [slots, value_heads, key_dim, value_dim] float32 holds the states of every slot, in place; `slots` [rows] says which is whose.
     """
-    if _has_kernel(query):
+    if on_kernels("delta_step", query):
         from tinsmith.kernels.delta_step import delta_kernel
 
         return delta_kernel(query, key, value, decay, beta, memory, slots)
@@ -220,7 +220,3 @@ def delta_step_reference(query: Tensor, key: Tensor, value: Tensor, decay: Tenso
     out, after = gated_delta_rule(query, key, value, decay, beta, (1,) * len(query), memory.index_select(0, index))
     memory.index_copy_(0, index, after.to(memory.dtype))
     return out
-
-
-def _has_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (*HALF, torch.float32) and has_triton()
