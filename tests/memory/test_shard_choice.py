@@ -107,7 +107,7 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch, count: int, gib: float) -> None:
     gpus = [Gpu(index, "a GPU", int(gib * GIB), int(gib * GIB), (9, 0)) for index in range(count)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     monkeypatch.setattr("tinsmith.models.machine.look_around", lambda: Machine(8, 2**40, 2**40, gpus, ""))
-    monkeypatch.setattr("tinsmith.models.usable_gpus.usable_gpus", lambda: count)
+    monkeypatch.setattr("tinsmith.models.machine.usable_gpus", lambda: count)
     monkeypatch.setattr("tinsmith.memory.sizing.pick_device", lambda wanted: torch.device("cuda", 0))
 
 
@@ -150,7 +150,7 @@ def test_the_estimate_is_for_the_workers_that_start(monkeypatch: pytest.MonkeyPa
 def test_gpus_that_pytorch_cannot_use_hold_no_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The server counts those that the system shows; the engine starts workers on those that can be used."""
     gpus_here(monkeypatch, 4, 25)
-    monkeypatch.setattr("tinsmith.models.usable_gpus.usable_gpus", lambda: 1)
+    monkeypatch.setattr("tinsmith.models.machine.usable_gpus", lambda: 1)
     config = of_8b(tmp_path, 2, sampler="none")
     assert worker_count(config, usable=1) == 1
     assert choose(estimated(config), config) == "none"

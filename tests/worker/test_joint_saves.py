@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tests.bases import datum, load, random_tokens, renderer
 from tests.worker.test_background import delivered
 from tinsmith.config import TrainingConfig
-from tinsmith.models.flat_row import FlatRow
+from tinsmith.training.parallel.flat_row import FlatRow
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place, writer_of
 from tinsmith.protocol.shapes import AdamSettings, LoraShape

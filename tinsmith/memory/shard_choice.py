@@ -85,8 +85,7 @@ def estimated(config: Config) -> list[Fit]:
     """Estimate what fits into this machine's GPUs, with as many workers as the engine will start."""
     from tinsmith.memory.plan import place_here, plan_modes  # these import torch
     from tinsmith.memory.sizing import beside_weights, size_of
-    from tinsmith.models.machine import look_around
-    from tinsmith.models.usable_gpus import usable_gpus
+    from tinsmith.models.machine import look_around, usable_gpus
 
     workers = worker_count(config, usable=usable_gpus())
     bases = {name: size_of(source, config.models) for name, source in base_model_sources(config).items()}

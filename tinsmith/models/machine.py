@@ -1,9 +1,14 @@
-"""The resources of this machine: processors, memory, CUDA devices, and supported versions of libraries."""
+"""The resources of this machine: processors, memory, CUDA devices, and supported versions of libraries.
+
+The engine, which has no torch, runs `python -m tinsmith.models.machine`, which prints how many GPUs PyTorch can use: what CUDA starts in a
+process is not to be there when that starts others.
+"""
 
 import os
 import resource
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -50,6 +55,24 @@ def look_around() -> Machine:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     total, available = _memory()
     return Machine(cpus, total, available, gpus, "" if gpus else why_no_gpu())
+
+
+def usable_gpus() -> int:
+    """Count the GPUs that this PyTorch can use: none if it is built without CUDA, or for a newer driver.
+
+    PyTorch counts what the driver lists. CUDA may show fewer, of cards that are divided for example.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    return len(list(takewhile(_is_shown, range(torch.cuda.device_count()))))
+
+
+def _is_shown(number: int) -> bool:
+    try:
+        torch.cuda.get_device_properties(number)
+    except (RuntimeError, AssertionError):
+        return False
+    return True
 
 
 def is_supported(library: str) -> bool:
@@ -143,3 +166,7 @@ def _memory() -> tuple[int, int]:
     if addresses != resource.RLIM_INFINITY:
         available = min(available, addresses - psutil.Process().memory_info().vms)
     return total, available
+
+
+if __name__ == "__main__":
+    print(usable_gpus())

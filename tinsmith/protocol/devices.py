@@ -149,7 +149,7 @@ def visible_gpus() -> int:
 
 def usable_gpus() -> int:
     """Count the GPUs that PyTorch can use. Takes seconds. Raises ConfigError if that fails."""
-    command = [sys.executable, "-P", "-m", "tinsmith.models.usable_gpus"]
+    command = [sys.executable, "-P", "-m", "tinsmith.models.machine"]
     try:
         ran = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=COUNTING_S)
         return int(ran.stdout)

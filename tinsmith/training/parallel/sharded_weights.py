@@ -20,7 +20,7 @@ from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Decoder, Layer
-from tinsmith.models.flat_row import FlatRow
+from tinsmith.training.parallel.flat_row import FlatRow
 from tinsmith.models.full import FullBytes, FullWeights, sharded_full_bytes
 from tinsmith.models.streamed_decoder import parameters_of
 from tinsmith.protocol.shapes import LoraShape
