@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from tinsmith.config import ModelsConfig, TrainingConfig
+from tinsmith.memory.budget import full_bytes
 from tinsmith.models.base import BaseModel, load_base_model
-from tinsmith.models.full import FullState, full_bytes
+from tinsmith.models.full import FullState
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.rendering.rendered import RenderedInput

@@ -199,8 +199,8 @@ MUTATIONS = (
     Mutation(
         "alpha / rank is applied twice",
         "tinsmith/models/lora.py",
-        "return LORA_ALPHA / self.shape.rank",
-        "return (LORA_ALPHA / self.shape.rank) ** 2",
+        "self.scale = LORA_ALPHA / self.shape.rank",
+        "self.scale = (LORA_ALPHA / self.shape.rank) ** 2",
         (PEFT,),
     ),
     Mutation(
@@ -336,8 +336,8 @@ MUTATIONS = (
     Mutation(
         "a snapshot follows the weights that are trained on",
         "tinsmith/models/lora.py",
-        "frozen._hold(self.flat.clone(), ref)",
-        "frozen._hold(self.flat, ref)",
+        "replace(self, flat=self.flat.clone(), ref=ref)",
+        "replace(self, ref=ref)",
         (f"{OPTIMIZER}::test_a_snapshot_does_not_follow",),
     ),
     Mutation(

@@ -39,8 +39,9 @@ from tests.distributed.members import Member, in_processes
 from tests.extent import EVERYTHING, amount, slow
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError
+from tinsmith.memory.budget import sharded_full_bytes
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import Weights, sharded_full_bytes
+from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces

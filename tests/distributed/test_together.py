@@ -19,7 +19,7 @@ from tinsmith.distributed.joint_work import JointWork
 from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError, WorkersLostError
 from tinsmith.memory.plan import make_plan
 from tinsmith.models.full import new_compact_weights, new_full_weights
-from tinsmith.models.lora import Adapter, LoraPair
+from tinsmith.models.lora import Adapter, LoraPair, adapter_of
 from tinsmith.models.machine import Machine
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
@@ -53,7 +53,7 @@ def fresh(kind: str, dtype: torch.dtype) -> Optimizer:
 
     if kind == "lora":
         pairs = {name: LoraPair(random(2, 50), random(40, 2)) for name in ("up", "down")}
-        return ModelOptimizer(Adapter(LoraShape(2, 0), pairs, dtype, device=here()))
+        return ModelOptimizer(adapter_of(LoraShape(2, 0), pairs, dtype, device=here()))
     masters = {"embed.weight": random(17, 15), "norm.weight": random(30)}
     if kind == "compact":
         return CompactOptimizer(new_compact_weights(LoraShape(0, 0), masters, dtype, here(), "compact"), "compact")

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.bases import DEVICE, new_ref, random_adapter
 from tinsmith.models.base import BaseModel
 from tinsmith.models.layout import read_layout
-from tinsmith.models.lora import Adapter, new_adapter
+from tinsmith.models.lora import adapter_of, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
 FAMILIES = ["qwen3", "phi3", "gpt_neox", "qwen3_vl", "qwen3_5"]
@@ -56,7 +57,7 @@ def test_a_target_is_found_in_the_rows_of_its_projection(family_base: Callable[[
 def test_what_passes_read_follows_the_masters_and_a_snapshot_does_not(text_base: BaseModel, dtype: torch.dtype) -> None:
     """All matrices are views of one buffer, in which those of a projection lie together; a checkpoint may hold them in any order."""
     drawn = random_adapter(text_base)
-    adapter = Adapter(drawn.shape, dict(reversed(drawn.masters.items())), dtype, device=torch.device(DEVICE))
+    adapter = adapter_of(drawn.shape, dict(reversed(drawn.masters.items())), dtype, device=torch.device(DEVICE))
     frozen = adapter.snapshot(new_ref())
     stacks = {name: adapter.stacked(projection) for name, projection in text_base.layout.projections.items()}
     before = [leaf.detach().clone() for leaf in (*frozen.tensors(), *frozen.leaves())]
@@ -88,12 +89,11 @@ def test_one_seed_gives_the_numbers_that_it_always_gave(text_base: BaseModel) ->
 def test_an_adapter_is_the_same_on_another_device(text_base: BaseModel, dtype: torch.dtype) -> None:
     """Under its identity: it is one snapshot, wherever it lies."""
     trained = random_adapter(text_base)
-    taken = Adapter(trained.shape, trained.masters, dtype, device=torch.device(DEVICE)).snapshot(new_ref())
-    there = taken.on(torch.device("cpu", 0))
+    taken = adapter_of(trained.shape, trained.masters, dtype, device=torch.device(DEVICE)).snapshot(new_ref())
+    there = replace(taken, flat=taken.flat.to(torch.device("cpu", 0)))
     assert there is not taken
     assert (there.ref, there.scale, there.shape) == (taken.ref, taken.scale, taken.shape)
     for name, pair in taken.working.items():
         for one, other in zip(pair, there.working[name], strict=True):
             assert (other.device.type, other.dtype) == ("cpu", dtype)
             assert torch.equal(one.cpu(), other)
-    assert taken.on(taken.flat.device) is taken

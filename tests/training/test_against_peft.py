@@ -35,8 +35,9 @@ from tests.bases import (
 from tests.extent import amount, families
 from tests.training.test_backend import assert_same, compute, gradients
 from tinsmith.config import TrainingConfig
+from tinsmith.memory.budget import full_bytes, snapshot_bytes
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import FullWeights, snapshot_bytes, training_bytes
+from tinsmith.models.full import FullWeights
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
@@ -264,7 +265,11 @@ def test_in_half_precision_masters_stay_exact_and_passes_read_copies(family_dir:
     base = load(family_dir("llama"), dtype="bfloat16")
     backend, exact = full_backend(base, "a"), full_backend(load(family_dir("llama")), "a")
     model, count = backend.optimizers["a"], full(backend, "a").parameter_count
-    assert (training_bytes(count, base.dtype), full(backend, "a").nbytes, model.unclaimed) == (20 * count, 6 * count, 14 * count)
+    assert (full_bytes(count, base.dtype, "float32").device, full(backend, "a").nbytes, model.unclaimed) == (
+        20 * count,
+        6 * count,
+        14 * count,
+    )
     for each in (backend, exact):
         step_all(each, [datum("a", examples(base)[0])])
     steps = sum(value.nbytes for name, value in model.moments().items() if name.endswith(".step"))

@@ -21,9 +21,9 @@ from tests.training.test_backend import compute
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.kernels.adamw_formula import Factors
+from tinsmith.memory.budget import full_bytes
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import FullState, full_bytes
-from tinsmith.models.split_masters import join, split
+from tinsmith.models.full import FullState, join, split
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.bases import DEVICE
 from tests.extent import amount
 from tinsmith.models.layout import LM_HEAD
-from tinsmith.models.lora import Adapter, LoraPair, Segment
+from tinsmith.models.lora import Adapter, LoraPair, Segment, adapter_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.logprobs import target_logprobs
 
@@ -23,7 +23,7 @@ def head_adapter(seed: int, dtype: torch.dtype = torch.float32) -> Adapter:
     generator = torch.Generator("cpu").manual_seed(seed)
     a, b = (torch.randn(shape, generator=generator, device="cpu") for shape in ((RANK, HIDDEN), (VOCABULARY, RANK)))
     pair = LoraPair(a, b * 0.1)
-    return Adapter(LoraShape(RANK, 0), {LM_HEAD: pair}, dtype, device=torch.device(DEVICE))
+    return adapter_of(LoraShape(RANK, 0), {LM_HEAD: pair}, dtype, device=torch.device(DEVICE))
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from tests.bases import DEVICE, new_ref
 from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.kernels.adamw_formula import Factors
 from tinsmith.models.full import FullState, FullWeights, Weights, new_compact_weights, new_full_weights
-from tinsmith.models.lora import Adapter, LoraPair
+from tinsmith.models.lora import LoraPair, adapter_of
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training import optimizer as module
 from tinsmith.training.compact import CompactOptimizer, Optimizer
@@ -59,7 +59,7 @@ def weights_for(way: str) -> Weights:
         masters = {name: drawn(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}
         return FullWeights(LoraShape(0, 0), masters, WAYS[way])
     pairs = {"up": LoraPair(drawn(2, 5, seed=0), drawn(4, 2, seed=1) * 0), "down": LoraPair(drawn(2, 5, seed=2), drawn(4, 2, seed=3))}
-    return Adapter(LoraShape(2, 0), pairs, WAYS[way], device=torch.device(DEVICE))
+    return adapter_of(LoraShape(2, 0), pairs, WAYS[way], device=torch.device(DEVICE))
 
 
 def gradients(weights: Weights, seed: int) -> list[Tensor]:
@@ -194,7 +194,7 @@ def test_gradients_of_which_some_are_float32_already_count_as_they_are(make: Cal
 def test_the_norm_of_many_numbers_is_exact() -> None:
     """On a CPU, float32 loses four digits if it adds up as many squares one after the other."""
     wide = {"up": LoraPair(torch.zeros(8, 500_000), torch.zeros(4, 8))}
-    optimizer = ModelOptimizer(Adapter(LoraShape(8, 0), wide, torch.float32, device=torch.device(DEVICE)))
+    optimizer = ModelOptimizer(adapter_of(LoraShape(8, 0), wide, torch.float32, device=torch.device(DEVICE)))
     found = [gradient.abs() for gradient in gradients(optimizer.weights, 0)]
     accumulate(optimizer, found)
     expected = torch.cat([gradient.double().flatten() for gradient in found]).norm().item()

@@ -23,10 +23,10 @@ from tests.training.test_against_peft import SETTINGS, full_backend, step_all
 from tests.training.test_backend import assert_same, backend_with, compute, gradients
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import TinsmithError
+from tinsmith.memory.budget import full_bytes
 from tinsmith.memory.pass_memory import KEEP_ALL, PassMemory, Recomputation
 from tinsmith.memory.retries import PATIENCE, MemoryRetries
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import training_bytes
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
@@ -304,7 +304,7 @@ def test_models_that_do_not_fit_beside_the_others_are_refused_with_both_numbers(
         assert said == pytest.approx(needed / 2**30, rel=0.1)
         assert 0 < free < said
 
-    needed = training_bytes(first.weights.parameter_count, text_base.dtype)
+    needed = full_bytes(first.weights.parameter_count, text_base.dtype, "float32").device
     for make in (
         lambda: backend.create_model("second", LoraShape(0, 0)),
         lambda: backend.restore("second", read_state(tmp_path / "saved", text_base)),

@@ -35,7 +35,7 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights
 from tinsmith.models.layout import read_layout
-from tinsmith.models.lora import Adapter
+from tinsmith.models.lora import Adapter, adapter_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import LocalBackend
@@ -116,7 +116,7 @@ def test_peft_loads_an_adapter_to_the_same_logprobs(family_base: Bases, family_d
     """It comes from the file of a checkpoint, which holds k before q. Parts of a fused layer leave as one adapter of a higher rank."""
     base, source = family_base(family), family_dir(family)
     adapter = random_adapter(base, rank=RANK, seed=1)
-    write_peft(Adapter(adapter.shape, dict(sorted(adapter.masters.items())), adapter.dtype), base.layout, str(source), tmp_path)
+    write_peft(adapter_of(adapter.shape, dict(sorted(adapter.masters.items())), adapter.dtype), base.layout, str(source), tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     fused = {"in_proj_qkv": 3} if family == "qwen3_5" else {}
     assert (config["r"], config["rank_pattern"]) == (RANK, {name: parts * RANK for name, parts in fused.items()})

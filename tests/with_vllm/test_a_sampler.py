@@ -28,7 +28,7 @@ from tests.with_vllm.serving import process_of, vllm_pids, wait_for_vllm
 from tinsmith.config import load as load_config
 from tinsmith.models.base import BaseModel
 from tinsmith.models.layout import LM_HEAD
-from tinsmith.models.lora import Adapter, LoraPair
+from tinsmith.models.lora import LoraPair, adapter_of
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
@@ -207,7 +207,7 @@ def test_an_adapter_of_other_weights_is_never_sampled(bench: Bench, monkeypatch:
     given = random_adapter(bench.base, seed=1)
     small = {name: LoraPair(pair.a, 1e-6 * pair.b) for name, pair in given.masters.items()}
     fewer = {name: pair for name, pair in small.items() if name != LM_HEAD or what == "one value"}
-    right, wrong = Adapter(given.shape, small, given.dtype, new_ref()), Adapter(given.shape, fewer, given.dtype, new_ref())
+    right, wrong = adapter_of(given.shape, small, given.dtype, new_ref()), adapter_of(given.shape, fewer, given.dtype, new_ref())
     if what == "one value":
         next(iter(wrong.masters.values())).b[3, 2] += 1e-6
         assert not torch.equal(wrong.flat, right.flat)

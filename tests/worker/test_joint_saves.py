@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from tests.bases import datum, load, random_tokens, renderer
 from tests.worker.test_background import delivered
 from tinsmith.config import TrainingConfig
-from tinsmith.training.parallel.flat_row import FlatRow
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place, writer_of
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
@@ -25,6 +24,7 @@ from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.pieces import FilePiece, write_pieces
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import SavedState, write_state
+from tinsmith.training.parallel.flat_row import FlatRow
 from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.training.update_check import ENTRIES
 from tinsmith.worker import joint_saves

@@ -43,6 +43,14 @@ def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def placed(tensor: Tensor, where: torch.device) -> Tensor:
+    """The tensor on that device; in host memory where a GPU can read and write it beside its work, which takes one transfer."""
+    if where == tensor.device or where.type != "cpu":
+        return tensor.to(where)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor)
+
+
 def move_weights(network: Any, device: torch.device) -> None:
     """Move a network to a device, by several threads: one alone waits for each page of a file."""
     if device.type == "cuda":

@@ -1,12 +1,13 @@
 """Divides a device's memory between the local sampler's cache and training, for `tinsmith plan` and for a server."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tinsmith.config import Config, TrainingConfig
 from tinsmith.memory.pass_memory import KEEP_ALL, PassMemory
-from tinsmith.models.full import FullBytes, FullState, snapshot_bytes
+from tinsmith.models.full import FullState
 from tinsmith.models.layout import Layout
 from tinsmith.protocol.shapes import LoraShape
 
@@ -19,6 +20,60 @@ PLANNED_ADAPTERS = 4
 """LoRA models for which an automatic cache leaves room unless it is set; of models with all parameters it is one."""
 FREE_SHARE = 0.95
 """Share of the free memory that passes are planned into; the rest is lost between tensors."""
+
+MOMENT_BLOCK = 256
+"""Moments that share a scale in a compact state."""
+
+
+@dataclass(frozen=True)
+class FullBytes:
+    """Bytes that full-parameter training takes, without the activations of a pass."""
+
+    weights: int
+    """The weights that passes read."""
+    masters: int
+    """The part of the float32 masters that the weights do not hold."""
+    moments: int
+    """Moments of AdamW."""
+    gradients: int
+    """Those that are accumulated."""
+    pass_gradients: int
+    """Those of one pass, while they are added. The first pass after a step needs none with a compact state."""
+    host: int
+    """Bytes in host memory."""
+
+    @property
+    def device(self) -> int:
+        """All of it that lies on the device."""
+        return self.weights + self.masters + self.moments + self.gradients + self.pass_gradients
+
+
+def full_bytes(parameters: int, dtype: torch.dtype, state: FullState) -> FullBytes:
+    """Return the bytes that training so many parameters on a base in `dtype` takes at most."""
+    size = dtype.itemsize
+    if state == "float32":
+        return FullBytes(parameters * size, 0 if size == 4 else parameters * 4, parameters * 8, parameters * 4, parameters * size, 0)
+    masters, moments = (0 if size == 4 else parameters * 2), 2 * parameters + 2 * 4 * parameters // MOMENT_BLOCK
+    if state == "compact":
+        return FullBytes(parameters * size, masters, moments, parameters * size, parameters * size, 0)
+    return FullBytes(parameters * size, 0, 0, parameters * size, parameters * size, masters + moments)
+
+
+def sharded_full_bytes(layers: Sequence[int], around: int, dtype: torch.dtype, workers: int) -> FullBytes:
+    """Return the bytes of each worker for sharded parameters: of each layer, and `around` the layers.
+
+    The latter, and their gradients of a pass, are whole on each worker, as are those of the layer whose backward is computed.
+    """
+    size = dtype.itemsize
+    part = -(-(sum(layers) + around) // workers)
+    masters = 0 if size == 4 else part * 4
+    pass_gradients = part * 4 + around * size + max(layers) * (size + 4)
+    return FullBytes((part + around) * size, masters, part * 8, part * 4, pass_gradients, 0)
+
+
+def snapshot_bytes(parameters: int, dtype: torch.dtype) -> int:
+    """Memory of a frozen copy of that many parameters."""
+    return parameters * dtype.itemsize
 
 
 @dataclass(frozen=True)

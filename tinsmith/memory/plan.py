@@ -13,6 +13,7 @@ from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
 from tinsmith.memory.budget import (
     Budget,
+    FullBytes,
     ModelBytes,
     computes_together,
     divide_memory,
@@ -24,7 +25,7 @@ from tinsmith.memory.budget import (
 from tinsmith.memory.cache_sizes import BLOCK, CacheShape, CacheSizes
 from tinsmith.memory.pass_memory import PassMemory, Recomputation
 from tinsmith.memory.sizing import Sizes, beside_weights, size_of
-from tinsmith.models.full import FullBytes, FullState
+from tinsmith.models.full import FullState
 from tinsmith.models.layout import Group
 from tinsmith.models.machine import Machine, look_around
 from tinsmith.models.read_decoder import KNOWN_TYPES

@@ -25,7 +25,7 @@ from tinsmith.models.fused import Before, Normed
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
 from tinsmith.models.lora import LORA_ALPHA, Adapter
-from tinsmith.models.packed_lora import project_behind
+from tinsmith.models.packed_lora import Adapters
 
 FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""
@@ -139,7 +139,7 @@ class BatchedAdapters:
         torch._foreach_copy_(targets, sources)
 
 
-class RowAdapters:
+class RowAdapters(Adapters):
     """The `Adapters` of the rows of one step; the same object serves all layers."""
 
     def __init__(self, batched: BatchedAdapters, columns: Tensor) -> None:
@@ -165,9 +165,6 @@ class RowAdapters:
         else:
             self._add(y, x, matrices)
         return y
-
-    def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        return project_behind(self, linear, before, *inputs)
 
     def _add(self, y: Tensor, x: Tensor, matrices: Matrices) -> None:
         reduced = (x @ matrices.a.flatten(0, 1).t()).unflatten(1, matrices.a.shape[:2])  # [rows, targets, columns]
@@ -198,7 +195,7 @@ def multiply(linear: JoinedLinear, x: Tensor) -> Tensor:
     return one_row.multiply(x, linear.weight, linear.bias)
 
 
-class OneRow:
+class OneRow(Adapters):
     """The `Adapters` of a row that has none, where `is_one_row`; without gradients."""
 
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
@@ -206,7 +203,7 @@ class OneRow:
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         if not isinstance(before, Normed):
-            return project_behind(self, linear, before, *inputs)
+            return super().project(linear, before, *inputs)
         from tinsmith.kernels import one_row
 
         x, delta, factor = inputs

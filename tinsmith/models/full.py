@@ -1,9 +1,12 @@
 """Full-parameter training ("rank 0"): a model with its own copy of the language model's weights; the vision tower stays shared.
 
-A pass computes with them in the place of the base's parameters of the same names.
+A pass computes with them in the place of the base's parameters of the same names. In a compact state float32 masters share their upper 16
+bits with the bfloat16 working weights, so that both together take 4 bytes a number and not 6. With w the bits of a float32 number and b
+those of the bfloat16 number next to it, w = b · 2^16 + r, with r from -32,768 to 32,767: r, the rest, fits into an int16. Of two that are
+equally near, b is the one away from zero. Nothing is lost.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,14 +14,65 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tinsmith.kernels.device import placed
 from tinsmith.models.layout import HEAD_WEIGHT
 from tinsmith.models.lora import Adapter
-from tinsmith.models.split_masters import SplitMasters, split_masters
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 
 if TYPE_CHECKING:
     from tinsmith.models.decoder import Decoder  # which imports this module
+
+
+def split(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 numbers -> the nearest bfloat16 ones, and what is left, in int16. The numbers must be finite, and below 3.38e38."""
+    bits = wide.contiguous().view(torch.int32)
+    rest = ((bits + 0x8000) & 0xFFFF) - 0x8000
+    return ((bits - rest) >> 16).to(torch.int16).view(torch.bfloat16), rest.to(torch.int16)
+
+
+def join(near: Tensor, rest: Tensor) -> Tensor:
+    """The inverse of `split`."""
+    bits = (near.contiguous().view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+class SplitMasters(Mapping[str, Tensor]):
+    """The masters of full weights by name. Each is put together when it is asked for, and is a copy then."""
+
+    def __init__(self, working: Mapping[str, Tensor], rests: Mapping[str, Tensor]) -> None:
+        """`working` in bfloat16 and `rests` in int16, of the same shapes; both change with training. Rests may lie in host memory."""
+        self.working = working
+        self.rests = rests
+
+    def __getitem__(self, name: str) -> Tensor:
+        near, rest = self.working[name].detach(), self.rests[name]
+        if rest.device != near.device:
+            torch.cuda.synchronize(near.device)  # the copy of a step to the host may be on its way
+        return join(near, rest.to(near.device))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.working)
+
+    def __len__(self) -> int:
+        return len(self.working)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the rests hold on the device of the working weights, in bytes."""
+        pairs = ((rest, self.working[name]) for name, rest in self.rests.items())
+        return sum(rest.nbytes for rest, near in pairs if rest.device == near.device)
+
+
+def split_masters(masters: Mapping[str, Tensor], device: torch.device, rests_on: torch.device) -> SplitMasters:
+    """Masters of any precision and place, taken apart: working weights that can be trained on `device`, and rests on `rests_on`."""
+    working: dict[str, Tensor] = {}
+    rests: dict[str, Tensor] = {}
+    for name, master in masters.items():
+        near, rest = split(master.detach().to(device, torch.float32).contiguous())  # as gradients lie
+        working[name] = near.requires_grad_()
+        rests[name] = placed(rest, rests_on)
+    return SplitMasters(working, rests)
 
 
 @dataclass
@@ -110,8 +164,6 @@ Weights = Adapter | FullWeights
 """The trainable weights of one model, or a frozen copy."""
 
 
-MOMENT_BLOCK = 256
-"""Moments that share a scale in a compact state."""
 FullState = Literal["float32", "compact", "compact-host"]
 """State of full-parameter training: all in float32; compact (`training/compact.py`); or compact with a part in host memory."""
 
@@ -138,63 +190,3 @@ def new_compact_weights(
 def state_device(device: torch.device, state: FullState) -> torch.device:
     """Return the device of moments and rests of masters."""
     return torch.device("cpu") if state == "compact-host" else device
-
-
-@dataclass(frozen=True)
-class FullBytes:
-    """Bytes that full-parameter training takes, without the activations of a pass."""
-
-    weights: int
-    """The weights that passes read."""
-    masters: int
-    """The part of the float32 masters that the weights do not hold."""
-    moments: int
-    """Moments of AdamW."""
-    gradients: int
-    """Those that are accumulated."""
-    pass_gradients: int
-    """Those of one pass, while they are added. The first pass after a step needs none with a compact state."""
-    host: int
-    """Bytes in host memory."""
-
-    @property
-    def device(self) -> int:
-        """All of it that lies on the device."""
-        return self.weights + self.masters + self.moments + self.gradients + self.pass_gradients
-
-
-def full_bytes(parameters: int, dtype: torch.dtype, state: FullState) -> FullBytes:
-    """Return the bytes that training so many parameters on a base in `dtype` takes at most."""
-    size = dtype.itemsize
-    if state == "float32":
-        return FullBytes(parameters * size, 0 if size == 4 else parameters * 4, parameters * 8, parameters * 4, parameters * size, 0)
-    masters, moments = (0 if size == 4 else parameters * 2), 2 * parameters + 2 * 4 * parameters // MOMENT_BLOCK
-    if state == "compact":
-        return FullBytes(parameters * size, masters, moments, parameters * size, parameters * size, 0)
-    return FullBytes(parameters * size, 0, 0, parameters * size, parameters * size, masters + moments)
-
-
-def sharded_full_bytes(layers: Sequence[int], around: int, dtype: torch.dtype, workers: int) -> FullBytes:
-    """Return the bytes of each worker for sharded parameters: of each layer, and `around` the layers.
-
-    The latter, and their gradients of a pass, are whole on each worker, as are those of the layer whose backward is computed.
-    """
-    size = dtype.itemsize
-    part = -(-(sum(layers) + around) // workers)
-    masters = 0 if size == 4 else part * 4
-    pass_gradients = part * 4 + around * size + max(layers) * (size + 4)
-    return FullBytes((part + around) * size, masters, part * 8, part * 4, pass_gradients, 0)
-
-
-def snapshot_bytes(parameters: int, dtype: torch.dtype) -> int:
-    """Memory of a frozen copy of that many parameters."""
-    return parameters * dtype.itemsize
-
-
-def training_bytes(parameters: int, dtype: torch.dtype) -> int:
-    """Memory that training that many parameters takes at most, beside the activations of a pass.
-
-    In float32 masters, accumulated gradients and two moments; in `dtype` a pass's gradients, and the working copy unless it is float32.
-    """
-    working = 0 if dtype == torch.float32 else dtype.itemsize
-    return parameters * (4 * 4 + working + dtype.itemsize)

@@ -6,8 +6,7 @@ masked by multiplication, so a NaN in one model cannot reach another.
 
 import math
 from collections.abc import Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -82,6 +81,7 @@ class AdapterForm:
         return {name: LoraPair(a, b) for name, a, b in zip(self.names, tensors[::2], tensors[1::2], strict=True)}
 
 
+@dataclass(eq=False, repr=False)
 class Adapter:
     """One set of LoRA matrices, in training or frozen: float32 `masters`, and the `working` copies in the base's dtype that passes read.
 
@@ -91,64 +91,34 @@ class Adapter:
 
     shape: LoraShape
     dtype: torch.dtype
-    ref: WeightsRef | None
-    """The identity of weights that are sampled; None for weights that train."""
+    form: AdapterForm
     flat: Tensor
     """[parameter_count] the masters, in the order of `form`."""
-    flat_working: Tensor
+    ref: WeightsRef | None = None
+    """The identity of weights that are sampled; None for weights that train."""
+    flat_working: Tensor = field(init=False)
     """[parameter_count] the working copies, in the same order."""
+    scale: float = field(init=False)
+    """Factor of B·A."""
+    _stacks: dict[str, StackedMatrices | None] = field(init=False, default_factory=dict)
 
-    def __init__(
-        self,
-        shape: LoraShape,
-        masters: Mapping[str, LoraPair],
-        dtype: torch.dtype,
-        ref: WeightsRef | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        """Copies the matrices, to `device` if one is given."""
-        self.shape, self.dtype = shape, dtype
-        given = [tensor for pair in masters.values() for tensor in pair]
-        self.form = AdapterForm(tuple(masters), tuple(tensor.shape for tensor in given))
-        self._hold(torch.cat([given[place].detach().flatten() for place in self.form.order]).to(device), ref)
+    def __post_init__(self) -> None:
+        self.flat_working = self.flat.to(self.dtype)
+        self.scale = LORA_ALPHA / self.shape.rank
 
-    def _hold(self, flat: Tensor, ref: WeightsRef | None) -> None:
-        self.ref = ref
-        self.flat = flat
-        self.flat_working = flat.to(self.dtype)
-        # Views are made when they are first asked for: of a snapshot hardly any are.
-        self._masters: dict[str, LoraPair] | None = None
-        self._working: dict[str, LoraPair] | None = None
-        self._stacks: dict[str, StackedMatrices | None] = {}
-
-    @property
+    @cached_property
     def masters(self) -> dict[str, LoraPair]:
         """The float32 matrices of each module: views of `flat`."""
-        if self._masters is None:
-            self._masters = self.form.pairs(self.flat)
-        return self._masters
+        return self.form.pairs(self.flat)
 
-    @property
+    @cached_property
     def working(self) -> dict[str, LoraPair]:
         """The matrices of each module in the base's dtype, of which gradients are taken: views of `flat_working`."""
-        if self._working is None:
-            self._working = self.form.pairs(self.flat_working)
-            for pair in self._working.values():
-                pair.a.requires_grad_()
-                pair.b.requires_grad_()
-        return self._working
-
-    def working_on_host(self) -> dict[str, LoraPair]:
-        """Copy the working matrices to the host in one transfer."""
-        if self.flat_working.device.type == "cpu":
-            return self.form.pairs(self.flat_working)
-        held = torch.empty(self.flat_working.shape, dtype=self.dtype, pin_memory=True)
-        return self.form.pairs(held.copy_(self.flat_working))
-
-    @property
-    def scale(self) -> float:
-        """Factor of B·A."""
-        return LORA_ALPHA / self.shape.rank
+        pairs = self.form.pairs(self.flat_working)
+        for pair in pairs.values():
+            pair.a.requires_grad_()
+            pair.b.requires_grad_()
+        return pairs
 
     def stacked(self, projection: Projection) -> StackedMatrices | None:
         """Its working matrices for a projection, as views that are made once; None if it covers nothing of it."""
@@ -164,23 +134,7 @@ class Adapter:
 
     def snapshot(self, ref: WeightsRef) -> "Adapter":
         """A frozen copy that later training does not change. `ref` becomes its identity."""
-        frozen = copy(self)
-        frozen._hold(self.flat.clone(), ref)
-        return frozen
-
-    def stand_in(self) -> "Adapter":
-        """An adapter of the same form with working copies alone, whose numbers are to be overwritten."""
-        other = copy(self)
-        other._hold(self.flat_working.detach().clone(), None)
-        return other
-
-    def on(self, device: torch.device) -> "Adapter":
-        """The same numbers under the same identity on a device; itself, if it is there."""
-        if self.flat.device == device:
-            return self
-        there = copy(self)
-        there._hold(self.flat.to(device), self.ref)
-        return there
+        return replace(self, flat=self.flat.clone(), ref=ref)
 
     def tensors(self) -> list[Tensor]:
         """All masters in a fixed order: a and b of each module."""
@@ -252,6 +206,19 @@ def _order_in_memory(names: tuple[str, ...]) -> list[int]:
     return [places[name] + part for group in side_by_side(names) for part in (0, 1) for name in group]
 
 
+def adapter_of(
+    shape: LoraShape,
+    masters: Mapping[str, LoraPair],
+    dtype: torch.dtype,
+    ref: WeightsRef | None = None,
+    device: torch.device | None = None,
+) -> Adapter:
+    """An adapter of copies of these matrices by module, on `device` if one is given."""
+    given = [tensor for pair in masters.values() for tensor in pair]
+    form = AdapterForm(tuple(masters), tuple(tensor.shape for tensor in given))
+    return Adapter(shape, dtype, form, torch.cat([given[place].detach().flatten() for place in form.order]).to(device), ref)
+
+
 def new_adapter(shape: LoraShape, layout: Layout, device: torch.device, dtype: torch.dtype) -> Adapter:
     """A fresh adapter on a base of this layout: A uniform as torch.nn.Linear's default, B zero.
 
@@ -263,7 +230,7 @@ def new_adapter(shape: LoraShape, layout: Layout, device: torch.device, dtype: t
         bound = 1 / math.sqrt(target.in_features)
         a = torch.empty(shape.rank, target.in_features).uniform_(-bound, bound, generator=generator)
         masters[name] = LoraPair(a, torch.zeros(target.out_features, shape.rank))
-    return Adapter(shape, masters, dtype, device=device)
+    return adapter_of(shape, masters, dtype, device=device)
 
 
 @dataclass(frozen=True)

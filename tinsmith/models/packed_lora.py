@@ -9,9 +9,10 @@ The backward is written by hand. What adapters add is added in place, and the A'
 layer with LoRA reads and writes its row hardly more often than one without.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,25 +22,20 @@ from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.lora import Adapter, Segment, StackedMatrices, TargetGroup
 
 
-class Adapters(Protocol):
+class Adapters(ABC):
     """Adds LoRA to the linear layers of a pass."""
 
+    @abstractmethod
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """The layer with the adapters of the tokens: x [tokens, in] -> [tokens, out]."""
-        ...
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        """The layer behind `before`: [tokens, out], and the other results of `before`."""
-        ...
+        """The layer behind `before`: [tokens, out], and the other results of `before`. Without gradients, unless a class says otherwise."""
+        h, others, _ = before.forward(*inputs)
+        return self.apply(linear, h), *others
 
 
-def project_behind(adapters: Adapters, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """`Adapters.project` one after the other, without gradients."""
-    h, others, _ = before.forward(*inputs)
-    return adapters.apply(linear, h), *others
-
-
-class SegmentAdapters:
+class SegmentAdapters(Adapters):
     """The adapters of the segments of a packed row; differentiable in inputs, adapters, and weights that require gradients."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -55,7 +51,7 @@ class SegmentAdapters:
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         if not torch.is_grad_enabled():
-            return project_behind(self, linear, before, *inputs)
+            return super().project(linear, before, *inputs)
         parts = parts_of(linear, self.segments)
         weights = chain.from_iterable((piece.weight, piece.bias) for piece in linear.pieces)
         compute: Any = _Projected.apply

@@ -34,7 +34,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.families import positions
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.models.layout import LM_HEAD
-from tinsmith.models.lora import Adapter, Segment, new_adapter
+from tinsmith.models.lora import Adapter, Segment, adapter_of, new_adapter
 from tinsmith.models.network import ATTENTION, use_attention
 from tinsmith.models.pass_plan import PackedPlan, PassPlan
 from tinsmith.protocol.shapes import LoraShape
@@ -302,7 +302,7 @@ def _without_heads(probes: Sequence[Probe]) -> list[Probe]:
 def _without_head(adapter: Adapter | None) -> Adapter | None:
     if adapter is None:
         return None
-    return Adapter(adapter.shape, {name: pair for name, pair in adapter.masters.items() if name != LM_HEAD}, adapter.dtype)
+    return adapter_of(adapter.shape, {name: pair for name, pair in adapter.masters.items() if name != LM_HEAD}, adapter.dtype)
 
 
 def _head_settings(base: BaseModel) -> str:

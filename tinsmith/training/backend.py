@@ -17,11 +17,11 @@ import torch
 from tinsmith.config import TrainingConfig
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, EngineUnavailableError, GivenUpError, NotFoundError, TinsmithError, UserError
-from tinsmith.memory.budget import full_state
+from tinsmith.memory.budget import full_bytes, full_state, snapshot_bytes
 from tinsmith.memory.pass_memory import KEEP_ALL, Recomputation, pass_memory_of
 from tinsmith.memory.retries import MemoryRetries, is_out_of_memory
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import FullWeights, Weights, full_bytes, new_compact_weights, new_full_weights, snapshot_bytes
+from tinsmith.models.full import FullWeights, Weights, new_compact_weights, new_full_weights
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.machine import free_memory, require_memory
 from tinsmith.models.threads import threads_for, threads_for_step

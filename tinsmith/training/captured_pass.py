@@ -8,7 +8,7 @@ its positions; where its sequences begin; and the matrices of its adapter. Embed
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +61,7 @@ class Frame:
 
     def __init__(self, base: BaseModel, adapter: Adapter) -> None:
         tokens, hidden = TOKENS[-1], base.text_config.hidden_size
-        self.adapter = adapter.stand_in()
+        self.adapter = replace(adapter, flat=adapter.flat_working.detach().clone(), ref=None)  # what it holds is overwritten
         self.gradient = torch.zeros_like(self.adapter.flat_working)  # [parameter_count]
         self.embeddings = torch.zeros(tokens, hidden, dtype=base.dtype, device=base.device)
         self.d_hidden = torch.zeros_like(self.embeddings)  # [tokens, hidden]

@@ -24,7 +24,7 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.fingerprint import check_fingerprint
 from tinsmith.models.full import FullWeights, Weights
-from tinsmith.models.lora import Adapter, LoraPair
+from tinsmith.models.lora import Adapter, LoraPair, adapter_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.store.files import ABOUT_FILE
@@ -254,7 +254,7 @@ def _adapter(
 ) -> Adapter:
     names = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
     pairs = {name: LoraPair(tensors[f"{name}.a"].float(), tensors[f"{name}.b"].float()) for name in names}
-    return Adapter(shape, pairs, dtype, ref, device)
+    return adapter_of(shape, pairs, dtype, ref, device)
 
 
 def has_moments(directory: Path) -> bool:

@@ -1,6 +1,6 @@
 """Full-parameter training in little memory: AdamW whose moments take 8 bits a number, with gradients in the precision of the base.
 
-In bfloat16 a parameter takes 2 bytes for the weight that passes read, 2 for the rest of its float32 master (`models/split_masters.py`), 2
+In bfloat16 a parameter takes 2 bytes for the weight that passes read, 2 for the rest of its float32 master (`models/full.py`), 2
 for both moments (`eight_bit.py`) and 2 for its gradient: 8 in place of 18. Gradients of further passes are added to those of the first and
 rounded up or down by chance: rounded to the nearest, small ones would all be lost beside a large sum; by chance they are right in the mean.
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tinsmith.kernels.adamw_formula import Factors
-from tinsmith.models.full import FullState, FullWeights, full_bytes, state_device
-from tinsmith.models.split_masters import SplitMasters, join, split
+from tinsmith.memory.budget import full_bytes
+from tinsmith.models.full import FullState, FullWeights, SplitMasters, join, split, state_device
 from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, chances, decode, encode
 from tinsmith.training.optimizer import STEP_FAILED, ModelOptimizer, apart, fatal, require_finite_norm

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinsmith.models.full import MOMENT_BLOCK
+from tinsmith.memory.budget import MOMENT_BLOCK
 
 BLOCK = MOMENT_BLOCK
 """Numbers that share a scale."""

@@ -22,8 +22,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.kernels.adamw_formula import Factors
 from tinsmith.kernels.dispatch import on_kernels
-from tinsmith.models.full import FullWeights, Weights, training_bytes
-from tinsmith.models.split_masters import SplitMasters
+from tinsmith.memory.budget import full_bytes
+from tinsmith.models.full import FullWeights, SplitMasters, Weights
 from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.update_check import ENTRIES, Bounds, clip_scale, configure, require_finite_step
 
@@ -87,7 +87,7 @@ class ModelOptimizer:
         """Bytes that the model will take when it is trained, beyond what it holds now."""
         moments: list[Tensor] = [tensor for state in self.adamw.state.values() for tensor in state.values()]
         held = sum(tensor.nbytes for tensor in (*(self.totals or []), *moments))
-        return training_bytes(self.weights.parameter_count, self.weights.dtype) - self.weights.nbytes - held
+        return full_bytes(self.weights.parameter_count, self.weights.dtype, "float32").device - self.weights.nbytes - held
 
     def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
         """Return a function that adds the gradients of one pass, which belong to the optimizer from now on.

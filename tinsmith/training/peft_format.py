@@ -34,7 +34,7 @@ from tinsmith.models.families import load_network
 from tinsmith.models.files import holds_all_weights, local_directory, read_header, safetensors_files
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.layout import GROUPS, LM_HEAD, Layout, LoraTarget
-from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, new_adapter
+from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, adapter_of, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.peft_config import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, require_peft
 
@@ -247,7 +247,7 @@ def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapt
     groups = {base.targets[name].group for name in pairs}
     shape = LoraShape(rank, seed=0, **{f"train_{group}": group in groups for group in GROUPS})
     adapter = new_adapter(shape, base, torch.device("cpu"), torch.float32)
-    return Adapter(shape, adapter.masters | pairs, torch.float32)
+    return adapter_of(shape, adapter.masters | pairs, torch.float32)
 
 
 def _adapters(tensors: Mapping[str, Tensor], config: PeftConfig, base: Layout) -> list[_Found]:

@@ -6,6 +6,7 @@ training and sampling. A model goes on as soon as the engine has heard that its 
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,9 @@ class Models:
             return
         followed = message.model_id if message.inflight else None
         weights = backend.snapshot(message.model_id, WeightsRef(message.base_model, message.request_id, message.request_id, followed))
-        if isinstance(weights, Adapter):
-            weights = weights.on(self.snapshots.bases[message.base_model].device)
+        device = self.snapshots.bases[message.base_model].device
+        if isinstance(weights, Adapter) and weights.flat.device != device:
+            weights = replace(weights, flat=weights.flat.to(device))
         weights_id = ids.inflight_id(message.model_id) if message.inflight else message.request_id
         self.snapshots.publish(message.base_model, weights_id, weights)
 

@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from tinsmith.errors import NotFoundError, TinsmithError
+from tinsmith.memory.budget import snapshot_bytes
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import Weights, snapshot_bytes
+from tinsmith.models.full import Weights
 from tinsmith.models.machine import require_memory
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.sampling.sampler import ref_of

@@ -22,9 +22,10 @@ from tinsmith.config import TrainingConfig
 from tinsmith.distributed.joint_work import failing_together, refuse_together
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
+from tinsmith.memory.budget import snapshot_bytes
 from tinsmith.memory.pass_memory import Recomputation, pass_memory_of
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import FullState, FullWeights, Weights, snapshot_bytes
+from tinsmith.models.full import FullState, FullWeights, Weights
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend, PassError, PassResult

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import UserError
+from tinsmith.memory.budget import FullBytes, sharded_full_bytes
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Decoder, Layer
-from tinsmith.training.parallel.flat_row import FlatRow
-from tinsmith.models.full import FullBytes, FullWeights, sharded_full_bytes
+from tinsmith.models.full import FullWeights
 from tinsmith.models.streamed_decoder import parameters_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
+from tinsmith.training.parallel.flat_row import FlatRow
 from tinsmith.training.parallel.sharded_layers import ShardedDecoder, ShardedLayers
 
 

@@ -10,10 +10,10 @@ from math import prod
 
 from torch import Size, Tensor
 
-from tinsmith.training.parallel.flat_row import FlatRow
 from tinsmith.store.files import ABOUT_FILE
 from tinsmith.store.pieces import FilePiece
 from tinsmith.training.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, About
+from tinsmith.training.parallel.flat_row import FlatRow
 from tinsmith.training.update_check import ENTRIES
 
 _ALIGNED = 8
