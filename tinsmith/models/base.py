@@ -146,16 +146,11 @@ class BaseModel:
         return owner.working.get(self.head_name, self.lm_head) if isinstance(owner, FullWeights) else self.lm_head
 
     def hidden_states(
-        self,
-        row: PackedRow,
-        plan: PassPlan,
-        recompute: int = 0,
-        between: Callable[[], None] | None = None,
-        look: Callable[[], None] | None = None,
+        self, row: PackedRow, plan: PassPlan, recompute: int = 0, before_layer: Callable[[int], None] | None = None
     ) -> Tensor:
         """Final hidden states [tokens, hidden] of a packed row, after the last norm.
 
-        `recompute`, `between` and `look` are as in `Decoder.forward`; transformers' modules are computed without a break.
+        `recompute` and `before_layer` are as in `Decoder.forward`; transformers' modules are computed without a break.
         """
         embedding = self.language_model.get_input_embeddings()
         embeddings = self._call(row, embedding, f"{self.embedding_name}.", row.token_ids)
@@ -169,7 +164,7 @@ class BaseModel:
         decoder = self.decoder if row.full is None else row.full.decoder_of(self.decoder)
         if self.deterministic and not torch.is_grad_enabled():
             return stable_hidden_states(decoder, embeddings, row.positions, plan, row.segments, deepstack)
-        return decoder.forward(embeddings, row.positions, plan, SegmentAdapters(row.segments), deepstack, recompute, between, look)
+        return decoder.forward(embeddings, row.positions, plan, SegmentAdapters(row.segments), deepstack, recompute, before_layer)
 
     def _through_modules(self, row: PackedRow, plan: PassPlan, embeddings: Tensor, deepstack: Deepstack | None, recompute: int) -> Tensor:
         positions = row.positions if not self.family.mrope else row.positions.unsqueeze(1)

@@ -28,9 +28,6 @@ from tinsmith.models.packed_lora import Adapters
 from tinsmith.models.pass_plan import PassPlan
 from tinsmith.models.recompute import recomputed
 
-PARTS = 4
-"""The layers of a pass are computed in so many parts, if something is to be done between them."""
-
 SWIGLU = SwiGLU()
 SIGMOID_GATED = SigmoidGated()
 
@@ -241,29 +238,26 @@ class Decoder:
         adapters: Adapters,
         deepstack: Deepstack | None = None,
         recompute: int = 0,
-        between: Callable[[], None] | None = None,
-        look: Callable[[], None] | None = None,
+        before_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm, of embeddings [tokens, hidden] and positions [1 or 3, tokens].
 
-        The first `recompute` layers keep only their input for the backward, which computes them again. `between` is called between parts
-        of the layers, and `look` before each layer, in the backward too: it may raise to end the pass.
+        The first `recompute` layers keep only their input for the backward, which computes them again. `before_layer` is called with the
+        number of each layer, in the backward too: it may raise to end the pass, or give the device other work.
 
         Without gradients nothing waits for the device or depends on what lies in the tensors: a pass can be captured as a CUDA graph.
         """
         shared = Pass(plan, adapters, *self.rope.angles(positions), deepstack)
         x, delta = embeddings, None
         for index, layer in enumerate(self.layers):
-            if look:
-                look()
+            if before_layer:
+                before_layer(index)
             if index < recompute and torch.is_grad_enabled():
                 x = recomputed(layer.total, x, shared=shared)
             else:
                 x, delta = layer(x, delta, shared)
-            if look and x.requires_grad:
-                x.register_hook(lambda _: look())
-            if between and (index + 1) % -(-len(self.layers) // PARTS) == 0 and index + 1 < len(self.layers):
-                between()
+            if before_layer and x.requires_grad:
+                x.register_hook(lambda _, index=index: before_layer(index))
         return self.finish(x, delta)
 
     def finish(self, x: Tensor, delta: Tensor | None) -> Tensor:

@@ -80,10 +80,9 @@ class StreamedDecoder(Decoder):
         adapters: Adapters,
         deepstack: Deepstack | None = None,
         recompute: int = 0,
-        between: Callable[[], None] | None = None,
-        look: Callable[[], None] | None = None,
+        before_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Compute `Decoder.forward` and recompute all layers, because none stays. Calls neither `between` nor `look`."""
+        """Compute `Decoder.forward` and recompute all layers, because none stays. Never calls `before_layer`."""
         shared = Pass(plan, adapters, *self.rope.angles(positions), deepstack)
         leaves = _leaves_by_layer(adapters, self.source.count)
         x = embeddings

@@ -78,7 +78,7 @@ def _forward(
     if hidden is None:
         plan = PackedPlan(row.lengths, base.device, base.dtype)
         with kept_in_host_memory(len(row.token_ids)) if recomputation.offload else nullcontext():
-            hidden = base.hidden_states(row, plan, recomputation.recompute, look=look)
+            hidden = base.hidden_states(row, plan, recomputation.recompute, None if look is None else lambda layer: look())
     return hidden, exact
 
 

@@ -19,6 +19,9 @@ from tinsmith.sampling.local.schedule import PromptWindows, Schedule
 from tinsmith.sampling.local.sequence import SequenceState, choice_of
 from tinsmith.training.logprobs import head_logits, head_lora
 
+PARTS = 4
+"""The layers of a pass are computed in so many parts, between which running sequences take steps."""
+
 
 class PromptPasses:
     """Computes the passes over prompts of one sampler."""
@@ -30,7 +33,7 @@ class PromptPasses:
         self.logits_chunk = logits_chunk
 
     def compute(self, windows: PromptWindows, between: Callable[[], None]) -> list[Drawn]:
-        """Compute the windows and choose the tokens that follow; `between` is called between layers.
+        """Compute the windows and choose the tokens that follow; `between` is called between parts of the layers.
 
         No sequence and no state changes before all of that has succeeded.
         """
@@ -62,7 +65,8 @@ class PromptPasses:
         windows = [windows[i] for i in order]
         row = pack([s.part(window.start, window.end) for s, window in windows], [s.job.weights for s, _ in windows], self.base.device)
         plan = CachedPlan(self.schedule.cache, [window for _, window in windows], self.schedule.states, self.base.deterministic)
-        hidden = self.base.hidden_states(row, plan, between=between)
+        part = -(-len(self.base.layout.layers) // PARTS)  # layers
+        hidden = self.base.hidden_states(row, plan, before_layer=lambda layer: between() if layer and layer % part == 0 else None)
         ready, last, start = [], [], 0
         for sequence, window in windows:
             if sequence.job.scores:
