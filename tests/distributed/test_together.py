@@ -305,13 +305,13 @@ def test_each_trains_as_long_a_sequence_as_the_plan_says(member: Member) -> None
         patch.setattr("tinsmith.worker.device_memory.free_memory", lambda device: FREE_BYTES + member.rank * 2**20)
         patch.setattr("tinsmith.memory.plan.look_around", partial(Machine, 2, 2**40, FREE_BYTES + 2 * weights, [], "there is none"))
         memory, planned = DeviceMemory({"tiny": base}, LIMITED, member.group), make_plan(config, 32, None)
-        own = memory.longest_trained("tiny"), max(memory.longest_trained("tiny"), memory.longest_together("tiny", 2))
+        own = memory.longest_trained("tiny"), memory.longest_together("tiny")
     longest = planned.longest_sequence
     assert 0 < longest.tokens < 1024
     assert longest.tokens < longest.together
     assert (planned.modes[0].longest_sequence, planned.modes[0].longest_together) == own == (longest.tokens, longest.together)
     assert planned.cache is not None
-    assert memory.budgets["tiny"].cache == planned.cache.bytes
+    assert memory.plans["tiny"].budget.cache == planned.cache.bytes
 
 
 @in_processes(2)

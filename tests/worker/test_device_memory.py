@@ -6,6 +6,7 @@ Also: `tests/distributed/test_together.py`, `tests/commands/test_plan.py`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +15,9 @@ import pytest
 from tests.bases import load
 from tests.models.published import SERVED
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
-from tinsmith.memory.budget import CPU_CACHE, ModelBytes, divide_memory, longest_trained
+from tinsmith.memory.budget import CPU_CACHE, ModelBytes, divide_memory
 from tinsmith.memory.cache_sizes import BLOCK
-from tinsmith.memory.plan import DevicePlace, make_plan, plan_modes
+from tinsmith.memory.plan import BasePlan, DevicePlace, make_plan, plan_modes
 from tinsmith.memory.sizing import beside_weights, size_of
 from tinsmith.models.base import BaseModel
 from tinsmith.models.machine import Machine
@@ -66,7 +67,7 @@ def test_plan_and_server_agree_on_what_two_base_models_leave_each_other(
     for family, other in (families, families[::-1]):
         place = DevicePlace("", on_gpu=False, free=25 * MIB + weights, total=2**40, host_free=25 * MIB)
         beside, alone = (plan_modes(sizes[family], place, config, 32, 1, others)[0] for others in ([sizes[other]], []))
-        assert beside.cache_bytes == memory.budgets[family].cache
+        assert beside.cache_bytes == memory.plans[family].budget.cache
         assert 0 < beside.longest_sequence == memory.longest_trained(family) < alone.longest_sequence
 
 
@@ -85,7 +86,7 @@ def test_a_server_that_only_samples_plans_nothing_for_training(text_base: BaseMo
     assert caches["none"] > caches["any"]
     memory = DeviceMemory({"tiny": text_base}, Config(training=TrainingConfig(train="none")))
     assert memory.longest_trained("tiny") == 0
-    assert memory.budgets["tiny"].cache == CPU_CACHE
+    assert memory.plans["tiny"].budget.cache == CPU_CACHE
 
 
 def test_what_a_model_keeps_in_host_memory_is_not_planned_for_inputs_too(tmp_path: Path) -> None:
@@ -95,7 +96,10 @@ def test_what_a_model_keeps_in_host_memory_is_not_planned_for_inputs_too(tmp_pat
     model, config = sizes.model(0, "compact-host"), Config(training=TrainingConfig(planned_rank=0, full_state="compact-host"))
     assert model.host == sizes.full("compact-host").host > 2**34
     budget = divide_memory(beside_weights(80 * 2**30, [sizes]), 1, model, sizes.passes, config, on_gpu=True)
-    without, little, much = (
-        longest_trained(budget, sizes.passes, config, 2**20, host, on_gpu=True) for host in (0, model.host + 2**34, model.host + 2**35)
-    )
-    assert longest_trained(budget, sizes.passes, config, 2**20, model.host, on_gpu=True) == without < little < much
+    sizes = replace(sizes, max_context=2**20)
+
+    def longest(host: int) -> int:
+        place = DevicePlace("", on_gpu=True, free=80 * 2**30, total=80 * 2**30, host_free=host)
+        return BasePlan(sizes, place, config, 1, model, sizes.passes, budget).longest
+
+    assert longest(model.host) == longest(0) < longest(model.host + 2**34) < longest(model.host + 2**35)

@@ -160,23 +160,6 @@ def _what_is_left_to_sampling(free: int, passes: PassMemory, config: Config) -> 
     return max(int(free - snapshots - prompts / FREE_SHARE), free // 16, SMALLEST_CACHE)
 
 
-def longest_trained(budget: Budget, passes: PassMemory, config: Config, max_context: int, host_free: int, on_gpu: bool) -> int:
-    """The longest sequence, in tokens, that trains beside everything else, with half of the free host memory; 0 if none does."""
-    waiting = max(0, host_free - budget.host) // 2 if on_gpu else 0
-    return passes.longest(config.training.logits_chunk, budget.passes, waiting, max_context)
-
-
 def computes_together(config: Config, workers: int) -> bool:
     """Whether so many workers compute a sequence together that is too long for one of them."""
     return workers > 1 and config.training.trains and not config.shards_weights and not config.models.deterministic
-
-
-def longest_together(
-    budget: Budget, slices: PassMemory, workers: int, config: Config, max_context: int, host_free: int, on_gpu: bool
-) -> int:
-    """The longest sequence that `workers` workers of one host train together, each a slice of it that takes what `slices` says.
-
-    `host_free` is the part of one of them. What a worker has of the other slices is little.
-    """
-    of_each = longest_trained(budget, slices, config, -(-max_context // workers), host_free, on_gpu)
-    return min(workers * of_each, max_context)

@@ -1,7 +1,7 @@
 """The memory that base models, training and sampling take of a device, before any weight is read.
 
 `plan_base` is the budget of one base model on a worker, `plan_modes` the ways in which several GPUs may train it, and `make_plan` all that
-`tinsmith plan` prints. A worker divides its memory with the same functions (`memory/budget.py`) once it has loaded the weights.
+`tinsmith plan` prints. A worker makes the same plan with `plan_beside` once it has loaded the weights.
 """
 
 import dataclasses
@@ -18,8 +18,6 @@ from tinsmith.memory.budget import (
     computes_together,
     divide_memory,
     full_state,
-    longest_together,
-    longest_trained,
     reserve_of,
 )
 from tinsmith.memory.cache_sizes import BLOCK, CacheShape, CacheSizes
@@ -103,26 +101,37 @@ class BasePlan:
 
     @property
     def longest(self) -> int:
-        """The longest sequence that trains on one worker, in tokens; 0 if none does."""
-        return longest_trained(self.budget, self.passes, self.config, self.sizes.max_context, self.place.host_free, self.place.on_gpu)
+        """The longest sequence that trains on one worker beside everything else, in tokens; 0 if none does."""
+        return self._longest(self.passes, self.sizes.max_context)
 
     @property
     def together(self) -> int:
-        """The longest sequence that all workers compute together, or `longest` where they never do."""
+        """The longest sequence that all workers compute together, each a slice of it, or `longest` where they never do.
+
+        What a worker has of the other slices is little.
+        """
         if not computes_together(self.config, self.workers):
             return self.longest
-        slices, place = self.sizes.passes_of_slices(self.workers), self.place
-        sliced = longest_together(self.budget, slices, self.workers, self.config, self.sizes.max_context, place.host_free, place.on_gpu)
-        return max(self.longest, sliced)
+        most = self.sizes.max_context
+        of_each = self._longest(self.sizes.passes_of_slices(self.workers), -(-most // self.workers))
+        return max(self.longest, min(self.workers * of_each, most))
+
+    def _longest(self, passes: PassMemory, most: int) -> int:
+        """The longest sequence of at most `most` tokens, of which half of the free host memory may hold inputs of layers."""
+        waiting = max(0, self.place.host_free - self.budget.host) // 2 if self.place.on_gpu else 0
+        return passes.longest(self.config.training.logits_chunk, self.budget.passes, waiting, most)
 
 
 def plan_base(sizes: Sizes, others: Sequence[Sizes], place: DevicePlace, config: Config, workers: int) -> BasePlan:
-    """The budget of a base model beside the `others` of each worker, for the planned rank and kind of state."""
+    """The plan of a base model beside the `others` of each worker, before their weights are loaded."""
     bases = (sizes, *others)
-    model = sizes.model(config.training.planned_rank, full_state(config.training))
-    left = beside_weights(place.free - place.reserve, bases)
-    budget = divide_memory(left, len(bases), model, sizes.passes, config, place.on_gpu)
-    return BasePlan(sizes, place, config, workers, model, sizes.passes, budget)
+    return plan_beside(beside_weights(place.free - place.reserve, bases), sizes, len(bases), place, config, workers)
+
+
+def plan_beside(left: int, sizes: Sizes, bases: int, place: DevicePlace, config: Config, workers: int) -> BasePlan:
+    """The plan of one of `bases` base models, whose weights leave `left` bytes of a device, for the planned rank and kind of state."""
+    model, passes = sizes.model(config.training.planned_rank, full_state(config.training)), sizes.passes
+    return BasePlan(sizes, place, config, workers, model, passes, divide_memory(left, bases, model, passes, config, place.on_gpu))
 
 
 # ---- Ways to train on several GPUs

@@ -9,11 +9,12 @@ import torch
 from tinsmith.config import ModelsConfig
 from tinsmith.memory.budget import FullBytes, ModelBytes, full_bytes, model_bytes, sharded_full_bytes
 from tinsmith.memory.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
-from tinsmith.models.base import pick_device, pick_dtype
+from tinsmith.models.base import BaseModel, pick_device, pick_dtype
 from tinsmith.models.families import context_length, empty_network, family_of, read_config
 from tinsmith.models.full import FullState
 from tinsmith.models.layout import Layout, layout_of
 from tinsmith.models.network import layers_of
+from tinsmith.protocol.shapes import LoraShape
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,23 @@ class Sizes:
 def beside_weights(free: int, bases: Iterable[Sizes]) -> int:
     """Return the bytes that the weights of all base models leave of `free`; negative if they do not fit."""
     return free - sum(sizes.weight_bytes for sizes in bases)
+
+
+def sizes_of(base: BaseModel, parts: int) -> Sizes:
+    """Sizes of a loaded base model, whose layers are sharded over `parts` workers."""
+    trained = {name: tensor.numel() for name, tensor in base.full_targets(LoraShape(0, seed=0)).items()}
+    layers = [f"layers.{index}." for index in range(len(base.layout.layers))]
+    return Sizes(
+        text_config=base.text_config,
+        device=base.device,
+        dtype=base.dtype,
+        parameters=sum(parameter.numel() for parameter in base.network.parameters()),
+        language_parameters=sum(trained.values()),
+        max_context=base.max_context,
+        layout=base.layout,
+        layer_parameters=tuple(sum(count for name, count in trained.items() if name.startswith(layer)) for layer in layers),
+        parts=parts,
+    )
 
 
 def size_of(source: str, config: ModelsConfig) -> Sizes:

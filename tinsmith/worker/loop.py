@@ -293,10 +293,10 @@ class Worker:
         alone = self.memory.longest_trained(base.name)
         if group is None or not computes_together(self.config, group.count):
             return TrainingBase(backend, renderer, alone)
-        together = self.memory.longest_together(base.name, group.count)
+        together = self.memory.longest_together(base.name)
         configured = self.config.training.sequence_parallel_from
         longest_alone = max(min(alone, configured - 1) if configured else alone, SHORTEST_SLICE * group.count - 1)
-        return TrainingBase(backend, renderer, max(alone, together), longest_alone, group.count)
+        return TrainingBase(backend, renderer, together, longest_alone, group.count)
 
     def _give_back_memory(self) -> None:
         for base in self.bases.values():
@@ -319,7 +319,7 @@ class Worker:
             name: LocalSampler(base, self.config.sampling, chunk, self.memory.cache_sizes(name)) for name, base in self.bases.items()
         }
         for name, sampler in samplers.items():
-            size = size_text(self.memory.budgets[name].cache)
+            size = size_text(self.memory.plans[name].budget.cache)
             log.info("%s: the cache of %s (--kv-cache-gib) holds %s", name, size, sampler.capacity())
         return {name: SamplingBase(sampler, renderers[name]) for name, sampler in samplers.items()}
 
