@@ -32,7 +32,7 @@ def require_device(device: torch.device) -> None:
         torch.ones(1, device=device).add_(1).item()  # `item` waits for the result: errors of a GPU come late
     except torch.OutOfMemoryError:
         return
-    except Exception as error:
+    except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise DeviceLostError(f"{device} computes nothing any more, and only a new process can use it: {first_line}") from error
 

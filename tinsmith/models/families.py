@@ -5,10 +5,12 @@ A text model needs no entry here: whatever `AutoModelForCausalLM` loads is taken
 
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -87,9 +89,7 @@ def load_network(source: str, family: Family, dtype: Any) -> Any:
             ignore_mismatched_sizes=True,  # they are refused below, by name
             trust_remote_code=False,
         )
-    except MemoryError:
-        raise
-    except Exception as error:  # of any kind: damaged weights, a decoder that transformers does not have
+    except (*_UNREADABLE, RuntimeError, ImportError, EOFError, PickleError, SafetensorError) as error:
         require_usable([source], whole=False)
         remedy = "download config.json and weights of the same model again" if local else "try again, or name a directory that has it"
         raise ConfigError(f"{source}: transformers cannot load it as a decoder: {_reason(error)}; {remedy}") from error

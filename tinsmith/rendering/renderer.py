@@ -68,8 +68,8 @@ class ImageCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._held: LRUCache[Key, ImageInput] = LRUCache(max_bytes, getsizeof=lambda image: image.pixels.nbytes)
-        self._making: dict[Key, Future[ImageInput]] = {}
-        """Images that a thread is processing now."""
+        self._making: dict[Key, Future[ImageInput | None]] = {}
+        """Images that a thread is processing now; None will come of those that fail."""
         self._lock = threading.Lock()
         """Held for look-ups only, never while an image is decoded."""
 
@@ -95,25 +95,20 @@ class ImageCache:
                     mine = self._making[key] = Future()
             if others is None:
                 return self._make(key, make, mine)
-            if others.exception() is None:
-                return others.result()
+            if (made := others.result()) is not None:
+                return made
 
-    def _make(self, key: Key, make: Callable[[], ImageInput], made: Future[ImageInput]) -> ImageInput:
+    def _make(self, key: Key, make: Callable[[], ImageInput], made: Future[ImageInput | None]) -> ImageInput:
+        image = None
         try:
             image = make()
-        except BaseException as error:
-            self._end(key, None)
-            made.set_exception(error)
-            raise
-        self._end(key, image)
-        made.set_result(image)
-        return image
-
-    def _end(self, key: Key, image: ImageInput | None) -> None:
-        with self._lock:
-            del self._making[key]
-            if image is not None and image.pixels.nbytes <= self._held.maxsize:
-                self._held[key] = image
+            return image
+        finally:
+            with self._lock:
+                del self._making[key]
+                if image is not None and image.pixels.nbytes <= self._held.maxsize:
+                    self._held[key] = image
+            made.set_result(image)
 
 
 class Renderer:
@@ -139,7 +134,7 @@ class Renderer:
         that differs from `expected_tokens`, a sequence longer than the context, or too many pixels.
         """
         self._check_tokens(chunks)
-        measured, lengths, new = [], [], dict[tuple[bytes, str], _NewImage]()
+        measured, lengths, new = [], [], dict[Key, _NewImage]()
         for index, chunk in enumerate(chunks):
             count = len(chunk.tokens) if isinstance(chunk, TextChunk) else 0
             if isinstance(chunk, ImageChunk):
@@ -186,7 +181,7 @@ class Renderer:
         if length > self.base.max_context:
             raise UserError(f"the model input holds {length} tokens, the context window of {self.base.name} is {self.base.max_context}")
 
-    def _measure_image(self, index: int, chunk: ImageChunk, new: dict[tuple[bytes, str], _NewImage]) -> tuple[ImageChunk, int]:
+    def _measure_image(self, index: int, chunk: ImageChunk, new: dict[Key, _NewImage]) -> tuple[ImageChunk, int]:
         """Return the image and its tokens; one that is still to be decoded comes with its bytes, and is noted in `new`."""
         key = chunk.sha256, chunk.format  # the same bytes under a wrong label are refused, whether they are known or not
         known = self.cache.get(key)
