@@ -37,55 +37,21 @@ def choose_kernel(
     left = left if left is None else left.contiguous()
     temperature, seed, sample, position = (numbers.contiguous() for numbers in (temperature, seed, sample, position))
     chunks = triton.cdiv(vocabulary, CHUNK)
-    padded = triton.next_power_of_2(chunks)
     device = logits.device
     parts = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)  # the highest logit of a chunk, and the sum of exponentials
     places = torch.empty(rows, chunks, dtype=torch.int32, device=device)  # where the highest is
     nodes = torch.empty(rows, chunks * (256 + 16 + 1), dtype=torch.float64, device=device)  # levels 1, 2 and 3 of the tree
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+    sizes = (rows, logits.stride(0), vocabulary, coldest)
+    tree = {"CHUNKS": chunks, "PADDED": triton.next_power_of_2(chunks), "TRUNCATES": left is not None}
     scan: Any = _scan
-    scan[(chunks, rows)](logits, temperature, parts, places, rows, logits.stride(0), vocabulary, coldest, CHUNK=CHUNK, num_warps=8)
+    scan[(chunks, rows)](logits, temperature, parts, places, *sizes, CHUNK=CHUNK, num_warps=8)
     grow: Any = _grow
-    grow[(chunks, rows)](
-        logits,
-        left,
-        temperature,
-        parts,
-        nodes,
-        rows,
-        logits.stride(0),
-        vocabulary,
-        coldest,
-        CHUNK=CHUNK,
-        CHUNKS=chunks,
-        PADDED=padded,
-        TRUNCATES=left is not None,
-        num_warps=8,
-    )
+    grow[(chunks, rows)](logits, left, temperature, parts, nodes, *sizes, CHUNK=CHUNK, **tree, num_warps=8)
     walk: Any = _walk
-    walk[(rows,)](
-        logits,
-        left,
-        temperature,
-        seed,
-        sample,
-        position,
-        parts,
-        places,
-        nodes,
-        tokens,
-        logprobs,
-        rows,
-        logits.stride(0),
-        vocabulary,
-        coldest,
-        CHUNKS=chunks,
-        PADDED=padded,
-        DRAWS=draws,
-        TRUNCATES=left is not None,
-        num_warps=1,
-    )
+    choice = (temperature, seed, sample, position)
+    walk[(rows,)](logits, left, *choice, parts, places, nodes, tokens, logprobs, *sizes, DRAWS=draws, **tree, num_warps=1)
     return tokens, logprobs
 
 
@@ -273,21 +239,10 @@ def last_kept_kernel(keys: Tensor, weights: Tensor | None, least: Tensor) -> Ten
     parts = torch.empty(rows, chunks, 2**BITS, dtype=torch.int64, device=keys.device)
     count: Any = _count
     descend: Any = _descend
+    weighed = (keys, 0) if weights is None else (weights, weights.stride(0))
     for shift in range(32 - BITS, -1, -BITS):
-        count[(chunks, rows)](
-            keys,
-            keys if weights is None else weights,
-            found,
-            parts,
-            vocabulary,
-            keys.stride(0),
-            0 if weights is None else weights.stride(0),
-            SHIFT=shift,
-            BITS=BITS,
-            CHUNK=CHUNK,
-            WEIGHTED=weights is not None,
-            num_warps=8,
-        )
+        inputs = (keys, weighed[0], found, parts, vocabulary, keys.stride(0), weighed[1])
+        count[(chunks, rows)](*inputs, SHIFT=shift, BITS=BITS, CHUNK=CHUNK, WEIGHTED=weights is not None, num_warps=8)
         descend[(rows,)](parts, found, above, least, chunks, SHIFT=shift, BITS=BITS, PADDED=triton.next_power_of_2(chunks), num_warps=1)
     return found.to(torch.int32)
 

@@ -21,23 +21,10 @@ def convolve_kernel(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) ->
     rows, channels = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
-    taps = weight.shape[1]
     kernel: Any = _convolve
-    kernel[(triton.cdiv(channels, CHANNELS), rows)](
-        x,
-        weight,
-        inputs,
-        slots,
-        out,
-        x.stride(0),
-        slots.stride(0),
-        weight.stride(0),
-        weight.stride(1),
-        WIDTH=channels,
-        TAPS=taps,
-        CHANNELS=CHANNELS,
-        num_warps=4,
-    )
+    strides = (x.stride(0), slots.stride(0), *weight.stride())
+    options = {"WIDTH": channels, "TAPS": weight.shape[1], "CHANNELS": CHANNELS, "num_warps": 4}
+    kernel[(triton.cdiv(channels, CHANNELS), rows)](x, weight, inputs, slots, out, *strides, **options)
     return out
 
 
@@ -51,20 +38,8 @@ def delta_kernel(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta:
     columns = min(COLUMNS, triton.next_power_of_2(value_dim))
     kernel: Any = _delta
     kernel[(triton.cdiv(value_dim, columns), value_heads, rows)](
-        query,
-        key,
-        value,
-        decay,
-        beta,
-        memory,
-        slots,
-        out,
-        query.stride(0),
-        key.stride(0),
-        value.stride(0),
-        decay.stride(0),
-        beta.stride(0),
-        slots.stride(0),
+        *(query, key, value, decay, beta, memory, slots, out),
+        *(x.stride(0) for x in (query, key, value, decay, beta, slots)),
         key_dim**-0.5,
         GROUPS=value_heads // key_heads,
         KEY_DIM=key_dim,

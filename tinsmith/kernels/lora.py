@@ -44,51 +44,24 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
     splits = triton.cdiv(inputs, share)
     row_tiles = triton.cdiv(rows, row_tile)
     reduced = torch.empty(splits, rows, len(a) * width, dtype=torch.float32, device=x.device)
+    overlaps = overlapping(x.device, rows)
     reduce: Any = _reduce
     reduce[(len(a) * width // CHUNK, row_tiles, splits)](
-        x,
-        a,
-        columns,
-        reduced,
-        rows,
-        x.stride(0),
-        columns.stride(0),
-        inputs,
-        width,
-        len(a),
-        share,
-        ROWS=row_tile,
-        CHUNK=CHUNK,
-        STEP=STEP,
-        num_warps=4,
-        num_stages=3,
-        **overlapping(x.device, rows),
+        *(x, a, columns, reduced, rows, x.stride(0), columns.stride(0), inputs, width, len(a), share),
+        **{"ROWS": row_tile, "CHUNK": CHUNK, "STEP": STEP, "num_warps": 4, "num_stages": 3, **overlaps},
     )
     expand: Any = _expand
     row_tile = min(MOST_EXPANDED, row_tile)
     row_tiles = triton.cdiv(rows, row_tile)
     # Programs for whole tiles read less of what is reduced, but only many rows and outputs make enough of them.
     parts = 1 if len(tiles) * row_tiles >= ENOUGH else PARTS
+    sizes = {"ALPHA": alpha, "SPLITS": splits, "ROWS": row_tile, "CHUNK": CHUNK, "OUTPUTS": widest // parts, "PARTS": parts}
     expand[(len(tiles) * parts, row_tiles)](
-        y,
-        b,
-        columns,
-        reduced,
-        tiles,
-        rows,
-        y.stride(0),
-        columns.stride(0),
-        width,
-        len(a),
-        ALPHA=alpha,
-        SPLITS=splits,
-        ROWS=row_tile,
-        CHUNK=CHUNK,
-        OUTPUTS=widest // parts,
-        PARTS=parts,
+        *(y, b, columns, reduced, tiles, rows, y.stride(0), columns.stride(0), width, len(a)),
+        **sizes,
         num_warps=4,
         num_stages=2,
-        **overlapping(x.device, rows),
+        **overlaps,
     )
 
 

@@ -60,25 +60,15 @@ def _launched(
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     step = STEP // 2 if outputs >= WIDE and inputs % STEP else STEP
     launch: Any = _multiply
+    kind = {"NORMS": norms, "ADDS": adds, "ZERO_CENTRED": zero_centred, "HAS_BIAS": bias is not None}
     launch[(triton.cdiv(outputs, OUTPUTS),)](
-        x,
-        delta,
-        factor,
-        total,
-        weight,
-        weight if bias is None else bias,
-        out,
-        outputs,
-        eps,
+        *(x, delta, factor, total, weight, weight if bias is None else bias, out, outputs, eps),
         INPUTS=inputs,
         PADDED=triton.next_power_of_2(inputs),
-        NORMS=norms,
-        ADDS=adds,
-        ZERO_CENTRED=zero_centred,
-        HAS_BIAS=bias is not None,
         OUTPUTS=OUTPUTS,
         STEP=step,
         EVEN=outputs % OUTPUTS == 0,
+        **kind,
         num_warps=OUTPUTS * step // (32 * NUMBERS),
         **overlapping(x.device, 1),
     )

@@ -57,56 +57,24 @@ def paged_kernel(
     merged = splits > 1
     parts = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=query.device) if merged else out
     weights = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device) if merged else out
-    seen = 0 if window is None else window
+    shape = {"HEAD_DIM": head_dim, "HEAD_PADDED": padded, "BLOCK": block, "TILE": tile, "WINDOW": window or 0}
+    shape |= overlapping(query.device, rows)
     attend: Any = _attend
     attend[(kv_heads, rows, splits)](
-        query,
-        key,
-        value,
-        keys,
-        values,
-        table,
-        lengths,
-        out,
-        parts,
-        weights,
-        scale * math.log2(math.e),
-        query.stride(0),
-        key.stride(0),
-        value.stride(0),
-        table.stride(0),
-        splits,
+        *(query, key, value, keys, values, table, lengths, out, parts, weights, scale * math.log2(math.e)),
+        *(query.stride(0), key.stride(0), value.stride(0), table.stride(0), splits),
+        **shape,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         GROUP_PADDED=max(GROUP_ROWS, triton.next_power_of_2(heads // kv_heads)),
-        HEAD_DIM=head_dim,
-        HEAD_PADDED=padded,
-        BLOCK=block,
-        TILE=tile,
-        WINDOW=seen,
         STORES=newest is not None,
         num_warps=warps,
         num_stages=stages,
-        **overlapping(query.device, rows),
     )
     if merged:
         merge: Any = _merge
-        merge[(heads, rows)](
-            lengths,
-            out,
-            parts,
-            weights,
-            splits,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            HEAD_PADDED=padded,
-            BLOCK=block,
-            TILE=tile,
-            SPLITS_PADDED=FEW_SPLITS if splits <= FEW_SPLITS else MOST_SPLITS,
-            WINDOW=seen,
-            num_warps=4,
-            **overlapping(query.device, rows),
-        )
+        padded_splits = FEW_SPLITS if splits <= FEW_SPLITS else MOST_SPLITS
+        merge[(heads, rows)](lengths, out, parts, weights, splits, HEADS=heads, SPLITS_PADDED=padded_splits, num_warps=4, **shape)
     return out
 
 
