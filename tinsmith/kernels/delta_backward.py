@@ -1,7 +1,5 @@
 """The backward kernels of the gated delta rule, and what launches them; `kernels/delta_rule.py` says what they compute."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -38,21 +36,15 @@ def retreated(
     local = heads.exact(CHUNK, value_dim)
     inputs = (*heads.queries_and_keys, *placed(d_out))
     chunks, sequences = heads.cuts.chunks, heads.cuts.sequences
-    launch: Any = _return
-    launch[(heads.heads, len(chunks))](*(*inputs, chunks, factors, local, heads.heads, heads.scale), **heads.shape, **ALONE)
+    sizes = (heads.heads, heads.scale)
+    heads.launch(_return, (heads.heads, len(chunks)), *inputs, chunks, factors, local, *sizes, **ALONE)
     d_states, solved = heads.pairs(key_dim, value_dim), heads.pairs(CHUNK, value_dim)
     ends, starts = (d_states if given is None else given for given in (d_after, d_before))
-    launch = _retreat
     columns = min(RETREAT_COLUMNS, value_dim)
-    launch[(value_dim // columns, heads.heads, len(sequences))](
-        *(*inputs, inverses, factors, local, ends, sequences, d_states, solved, *placed(d_value), starts, heads.heads, heads.scale),
-        **heads.shape,
-        ENDS=d_after is None,
-        KEEPS=d_before is not None,
-        COLUMNS=columns,
-        num_warps=4,
-        num_stages=3,
-    )
+    grid = (value_dim // columns, heads.heads, len(sequences))
+    found = (d_states, solved, *placed(d_value), starts)
+    options = {"ENDS": d_after is None, "KEEPS": d_before is not None, "COLUMNS": columns, "num_warps": 4, "num_stages": 3}
+    heads.launch(_retreat, grid, *inputs, inverses, factors, local, ends, sequences, *found, *sizes, **options)
     return d_states, solved
 
 
@@ -75,27 +67,12 @@ def write_gradients(
     sums, ends = heads.exact(2 * (1 + parts), CHUNK), heads.exact(parts)
     rows = heads.value.new_empty(len(chunks), key_heads, 2, CHUNK, key_dim, dtype=torch.float32)
     inputs, outs, sizes = heads.queries_and_keys, placed(d_out), (heads.heads, heads.scale)
-    launch: Any = _inside
-    launch[(heads.heads, len(chunks))](
-        *(*inputs, *placed(heads.value), *outs, chunks, factors, updates, solved, matrices, sums, *sizes),
-        **heads.shape,
-        PARTS=parts,
-        **ALONE,
-    )
-    launch = _across
-    launch[(parts, key_heads, len(chunks))](
-        *(*inputs, *outs, chunks, factors, states, updates, d_states, solved, matrices, sums, ends, rows, *sizes),
-        **heads.shape,
-        COLUMNS=columns,
-        **ALONE,
-    )
-    launch = _finish
-    launch[(key_heads, len(chunks))](
-        *(*inputs, chunks, sums, ends, rows, d_query, *placed(d_key), *(d_decay, d_beta, *d_decay.stride()), heads.heads),
-        **heads.shape,
-        PARTS=parts,
-        **ALONE,
-    )
+    inner = (*placed(heads.value), *outs, chunks, factors, updates, solved, matrices, sums)
+    heads.launch(_inside, (heads.heads, len(chunks)), *inputs, *inner, *sizes, PARTS=parts, **ALONE)
+    outer = (*outs, chunks, factors, states, updates, d_states, solved, matrices, sums, ends, rows)
+    heads.launch(_across, (parts, key_heads, len(chunks)), *inputs, *outer, *sizes, COLUMNS=columns, **ALONE)
+    gradients = (d_query, *placed(d_key), d_decay, d_beta, *d_decay.stride())
+    heads.launch(_finish, (key_heads, len(chunks)), *inputs, chunks, sums, ends, rows, *gradients, heads.heads, PARTS=parts, **ALONE)
 
 
 @triton.jit

@@ -47,11 +47,10 @@ class SomeHeads:
     """[sequences, value_heads, key_dim, value_dim] float32"""
     cuts: Cuts
 
-    @property
-    def shape(self) -> dict[str, int]:
-        """The constants that every kernel is compiled for."""
-        key_heads, value_heads = self.key.shape[1], self.value.shape[1]
-        return {"GROUPS": value_heads // key_heads, "K": self.key.shape[2], "V": self.value.shape[2], "C": CHUNK}
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Launch a kernel with the constants that all are compiled for."""
+        groups, key_dim, value_dim = self.heads // self.key.shape[1], self.key.shape[2], self.value.shape[2]
+        kernel[grid](*arguments, GROUPS=groups, K=key_dim, V=value_dim, C=CHUNK, **options)
 
     @property
     def heads(self) -> int:
@@ -85,9 +84,8 @@ def placed(x: Tensor) -> tuple[Any, ...]:
 def prepared(heads: SomeHeads) -> tuple[Tensor, Tensor]:
     """T in two parts [chunks, heads, 2, C, C], and t, β, 1 / |k| and 1 / |q| [chunks, heads, 4, C]."""
     inverses, factors, chunks = heads.pairs(CHUNK, CHUNK), heads.exact(4, CHUNK), heads.cuts.chunks
-    launch: Any = _prepare
     gates = (*placed(heads.decay), *placed(heads.beta))
-    launch[(len(chunks), heads.heads)](*(*heads.queries_and_keys, *gates, chunks, inverses, factors, heads.heads), **heads.shape, **ALONE)
+    heads.launch(_prepare, (len(chunks), heads.heads), *heads.queries_and_keys, *gates, chunks, inverses, factors, heads.heads, **ALONE)
     return inverses, factors
 
 
@@ -96,29 +94,20 @@ def advanced(heads: SomeHeads, inverses: Tensor, factors: Tensor, after: Tensor 
     key_dim, value_dim = heads.key.shape[2], heads.value.shape[2]
     states, updates = heads.pairs(key_dim, value_dim), heads.pairs(CHUNK, value_dim)
     before, ends = (states if given is None else given for given in (heads.before, after))
-    launch: Any = _advance
-    options = _along(heads)
+    options: dict[str, Any] = {"BEGINS": heads.before is None, "KEEPS": after is not None, **_along(heads)}
     sequences = heads.cuts.sequences
-    launch[(value_dim // options["COLUMNS"], heads.heads, len(sequences))](
-        *(*placed(heads.key), *placed(heads.value), inverses, factors, before, sequences, states, updates, ends, heads.heads),
-        **heads.shape,
-        BEGINS=heads.before is None,
-        KEEPS=after is not None,
-        **options,
-    )
+    inputs = (*placed(heads.key), *placed(heads.value), inverses, factors, before, sequences)
+    grid = (value_dim // options["COLUMNS"], heads.heads, len(sequences))
+    heads.launch(_advance, grid, *inputs, states, updates, ends, heads.heads, **options)
     return states, updates
 
 
 def put_out(heads: SomeHeads, factors: Tensor, states: Tensor, updates: Tensor, out: Tensor) -> None:
     """Write the outputs [tokens, heads, V]."""
-    launch: Any = _output
     columns, chunks = min(OUTPUT_COLUMNS, heads.value.shape[2]), heads.cuts.chunks
-    launch[(heads.value.shape[2] // columns, heads.heads, len(chunks))](
-        *(*heads.queries_and_keys, chunks, factors, states, updates, *placed(out), heads.heads, heads.scale),
-        **heads.shape,
-        COLUMNS=columns,
-        **ALONE,
-    )
+    inputs, sizes = (*heads.queries_and_keys, chunks, factors, states, updates), (heads.heads, heads.scale)
+    grid = (heads.value.shape[2] // columns, heads.heads, len(chunks))
+    heads.launch(_output, grid, *inputs, *placed(out), *sizes, COLUMNS=columns, **ALONE)
 
 
 def _along(heads: SomeHeads) -> dict[str, int]:
