@@ -8,8 +8,6 @@ import torch
 from tinsmith.config import Config, TrainingConfig
 from tinsmith.memory.pass_memory import KEEP_ALL, PassMemory
 from tinsmith.models.full import FullState
-from tinsmith.models.layout import Layout
-from tinsmith.protocol.shapes import LoraShape
 
 GIB = 2**30
 CPU_CACHE = 2 * GIB
@@ -86,15 +84,6 @@ class ModelBytes:
     """Bytes of a frozen copy that is sampled."""
     host: int = 0
     """Bytes of it that wait in host memory (compact-host)."""
-
-
-def model_bytes(layout: Layout, dtype: torch.dtype, rank: int, full_parameters: int, full: FullBytes) -> ModelBytes:
-    """Return the bytes of one trained model; for rank 0, of one with `full_parameters` parameters that takes `full`."""
-    if rank == 0:
-        return ModelBytes(full.device, snapshot_bytes(full_parameters, dtype), full.host)
-    numbers = layout.lora_parameters(LoraShape(rank, seed=0))
-    frozen = numbers * (4 if dtype == torch.float32 else 4 + dtype.itemsize)  # float32 masters, and copies of them that passes read
-    return ModelBytes(frozen + numbers * 3 * 4, frozen)
 
 
 @dataclass(frozen=True)

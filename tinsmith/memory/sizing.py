@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tinsmith.config import ModelsConfig
-from tinsmith.memory.budget import FullBytes, ModelBytes, full_bytes, model_bytes, sharded_full_bytes
+from tinsmith.memory.budget import FullBytes, ModelBytes, full_bytes, sharded_full_bytes, snapshot_bytes
 from tinsmith.memory.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
 from tinsmith.models.base import BaseModel, pick_device, pick_dtype
 from tinsmith.models.families import context_length, empty_network, family_of, read_config
@@ -46,7 +46,12 @@ class Sizes:
 
     def model(self, rank: int, state: FullState = "float32") -> ModelBytes:
         """Return the bytes of one trained model of that LoRA rank, or, for rank 0, with such a state of all parameters."""
-        return model_bytes(self.layout, self.dtype, rank, self.language_parameters, self.full(state))
+        if rank == 0:
+            full = self.full(state)
+            return ModelBytes(full.device, snapshot_bytes(self.language_parameters, self.dtype), full.host)
+        numbers = self.layout.lora_parameters(LoraShape(rank, seed=0))
+        frozen = numbers * (4 if self.dtype == torch.float32 else 4 + self.dtype.itemsize)  # float32 masters, and copies that passes read
+        return ModelBytes(frozen + numbers * 3 * 4, frozen)
 
     def full(self, state: FullState) -> FullBytes:
         """Return the bytes of training all parameters; with sharded layers those of one worker, in float32."""
