@@ -43,7 +43,7 @@ def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def placed(tensor: Tensor, where: torch.device) -> Tensor:
+def on_device(tensor: Tensor, where: torch.device) -> Tensor:
     """The tensor on that device; in host memory where a GPU can read and write it beside its work, which takes one transfer."""
     if where == tensor.device or where.type != "cpu":
         return tensor.to(where)

@@ -13,7 +13,7 @@ from tinsmith.models.base import BaseModel, pick_device, pick_dtype
 from tinsmith.models.families import context_length, empty_network, family_of, read_config
 from tinsmith.models.full import FullState
 from tinsmith.models.layout import Layout, layout_of
-from tinsmith.models.network import layers_of
+from tinsmith.models.network import layer_modules
 from tinsmith.protocol.shapes import LoraShape
 
 
@@ -100,7 +100,7 @@ def size_of(source: str, config: ModelsConfig) -> Sizes:
     network = empty_network(source, family, model_config)
     trained = {*family.language_model(network).parameters(), *network.get_output_embeddings().parameters()}  # a tied head is there already
     text_config = model_config.get_text_config()
-    _, layers = layers_of(family.language_model(network))
+    _, layers = layer_modules(family.language_model(network))
     return Sizes(
         text_config=text_config,
         device=device,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tinsmith.kernels.device import placed
+from tinsmith.kernels.device import on_device
 from tinsmith.models.layout import HEAD_WEIGHT
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
@@ -71,7 +71,7 @@ def split_masters(masters: Mapping[str, Tensor], device: torch.device, rests_on:
     for name, master in masters.items():
         near, rest = split(master.detach().to(device, torch.float32).contiguous())  # as gradients lie
         working[name] = near.requires_grad_()
-        rests[name] = placed(rest, rests_on)
+        rests[name] = on_device(rest, rests_on)
     return SplitMasters(working, rests)
 
 

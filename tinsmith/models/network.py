@@ -274,7 +274,7 @@ def attach_lora(model: nn.Module, targets: Mapping[str, LoraTarget], active: Act
 
 def recompute_layers(language_model: nn.Module, active: ActivePass) -> None:
     """Let a pass have its first layers recomputed (`models/recompute.py`)."""
-    prefix, layers = layers_of(language_model)
+    prefix, layers = layer_modules(language_model)
     for index, layer in enumerate(layers):
         own: Any = layer
         own.forward = partial(_forward_layer, own, own.forward, index, f"{prefix}.{index}.", active)
@@ -298,7 +298,7 @@ def _forward_layer(
     return recomputed(compute, hidden, **keywords)
 
 
-def layers_of(language_model: Any) -> tuple[str, Sequence[nn.Module]]:
+def layer_modules(language_model: Any) -> tuple[str, Sequence[nn.Module]]:
     """The decoder layers of a transformers language model and the name of their list; none if it has no list of that length."""
     for name, module in language_model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == language_model.config.num_hidden_layers:

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from tinsmith.distributed.meeting import LOOPBACK, set_communication_variables
 from tinsmith.errors import TinsmithError, UserError
-from tinsmith.kernels.device import placed
+from tinsmith.kernels.device import on_device
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD
@@ -65,7 +65,7 @@ class WeightFiles:
     def write(self, adapter: Adapter) -> Path:
         """Write an adapter to a new directory, which is returned: in the base's dtype, to which vLLM would round it anyway."""
         directory = self.root / str(next(self._count))
-        pairs = adapter.form.pairs(placed(adapter.flat_working, torch.device("cpu")))
+        pairs = adapter.form.pairs(on_device(adapter.flat_working, torch.device("cpu")))
         names = {name: self._name_at_server(name) for name in pairs}
         write_adapter(pairs, adapter.shape.rank, names, list(names.values()), self.base.tokenizer_id, directory)
         return directory
