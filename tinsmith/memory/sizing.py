@@ -75,7 +75,7 @@ def beside_weights(free: int, bases: Iterable[Sizes]) -> int:
     return free - sum(sizes.weight_bytes for sizes in bases)
 
 
-def sizes_of(base: BaseModel, parts: int) -> Sizes:
+def loaded_sizes(base: BaseModel, parts: int) -> Sizes:
     """Sizes of a loaded base model, whose layers are sharded over `parts` workers."""
     trained = {name: tensor.numel() for name, tensor in base.full_targets(LoraShape(0, seed=0)).items()}
     layers = [f"layers.{index}." for index in range(len(base.layout.layers))]

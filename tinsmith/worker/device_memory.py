@@ -9,7 +9,7 @@ from tinsmith.config import Config
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.memory.cache_sizes import CacheSizes
 from tinsmith.memory.plan import DevicePlace, plan_beside
-from tinsmith.memory.sizing import sizes_of
+from tinsmith.memory.sizing import loaded_sizes
 from tinsmith.models.base import BaseModel
 from tinsmith.models.machine import free_memory
 
@@ -28,7 +28,7 @@ class DeviceMemory:
         total = torch.cuda.mem_get_info(device)[1] if on_gpu else 0
         place = DevicePlace(str(device), on_gpu, free_memory(device) if on_gpu else self.host, total, self.host)
         left, workers = place.free - place.reserve, group.count if group else 1
-        sizes = {name: sizes_of(base, workers if config.shards_weights else 1) for name, base in bases.items()}
+        sizes = {name: loaded_sizes(base, workers if config.shards_weights else 1) for name, base in bases.items()}
         self.plans = {name: plan_beside(left, own, len(bases), place, config, workers) for name, own in sizes.items()}
 
     def cache_sizes(self, name: str) -> CacheSizes:
