@@ -145,8 +145,9 @@ class RowAdapters(Adapters):
     def __init__(self, batched: BatchedAdapters, columns: Tensor) -> None:
         self.matrices = batched.matrices
         self.columns = columns
-        self._uses_kernels = any(on_kernels("lora", each.a) for each in self.matrices.values())
-        if not self._uses_kernels and self.matrices:
+        some = next(iter(self.matrices.values()), None)
+        self._uses_kernels = some is not None and on_kernels("lora", some.a)
+        if some is not None and not self._uses_kernels:
             column = torch.arange(batched.columns, device=columns.device)
             start, end = columns.unsqueeze(-1).unbind(1)  # [rows, 1] each
             self._own = (column >= start) & (column < end)  # [rows, columns]
