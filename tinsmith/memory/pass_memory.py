@@ -4,6 +4,7 @@ The memory is largest at one of two moments: when the forward has ended and the 
 layers is computed again, when the others wait with their inputs alone. A test holds the estimate to the bytes that passes really take.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,30 +89,16 @@ class PassMemory:
 
     def recomputation_for(self, tokens: int, logits_chunk: int, free: int) -> Recomputation | None:
         """The least recomputation with which a pass fits into `free` bytes; None if it never fits."""
-        low, high = 0, self.smallest.recompute  # what more layers take is never more
-        if self.bytes(tokens, logits_chunk, self.smallest) > free:
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            if self.bytes(tokens, logits_chunk, Recomputation(middle)) <= free:
-                high = middle
-            else:
-                low = middle + 1
-        return Recomputation(low)
+        choices = [Recomputation(layers) for layers in range(self.smallest.recompute + 1)]  # more layers never take more
+        first = bisect_left(choices, True, key=lambda choice: self.bytes(tokens, logits_chunk, choice) <= free)
+        return choices[first] if first < len(choices) else None
 
     def longest(self, logits_chunk: int, free: int, host_free: int, limit: int) -> int:
         """The most tokens, up to `limit`, of which a pass fits somehow.
 
         Inputs of recomputed layers may take `host_free` bytes of host memory: 0 where the device computes in host memory itself.
         """
-        low, high = 0, limit
-        while low < high:
-            tokens = (low + high + 1) // 2
-            if self._fits(tokens, logits_chunk, free, host_free):
-                low = tokens
-            else:
-                high = tokens - 1
-        return low
+        return bisect_left(range(1, limit + 1), True, key=lambda tokens: not self._fits(tokens, logits_chunk, free, host_free))
 
     def _fits(self, tokens: int, logits_chunk: int, free: int, host_free: int) -> bool:
         if self.bytes(tokens, logits_chunk, self.smallest) <= free:
