@@ -156,7 +156,7 @@ class RowAdapters(Adapters):
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """The layer with each row's adapter: x [rows, in] -> [rows, out]."""
         y = multiply(linear, x)
-        matrices = self.matrices.get(linear.name)
+        matrices = self.matrices.get(linear.projection.name)
         if matrices is None:
             return y
         if self._uses_kernels:

@@ -36,16 +36,6 @@ class JoinedLinear:
     """All rows, in order: one piece of a base model, one for each module of full weights."""
 
     @property
-    def name(self) -> str:
-        """Name of its projection."""
-        return self.projection.name
-
-    @property
-    def targets(self) -> Mapping[str, tuple[int, int]]:
-        """Rows [start, end) of each target that adapters may cover, by name."""
-        return self.projection.targets
-
-    @property
     def weight(self) -> Tensor:
         """[out, in], of a base model."""
         return self._only_piece.weight
@@ -56,21 +46,16 @@ class JoinedLinear:
         return self._only_piece.bias
 
     @property
-    def out_features(self) -> int:
-        """Width of the output."""
-        return self.projection.out_features
-
-    @property
     def _only_piece(self) -> WeightPiece:
         if len(self.pieces) != 1:
-            raise ValueError(f"the weights of {self.name} lie in {len(self.pieces)} tensors; use `multiply`")
+            raise ValueError(f"the weights of {self.projection.name} lie in {len(self.pieces)} tensors; use `multiply`")
         return self.pieces[0]
 
     def multiply(self, x: Tensor) -> Tensor:
         """The layer without adapters and gradients: x [tokens, in] -> [tokens, out]."""
         if len(self.pieces) == 1:
             return linear(x, self.weight, self.bias)
-        y = x.new_empty(len(x), self.out_features)
+        y = x.new_empty(len(x), self.projection.out_features)
         for (start, end), weight, bias in self.pieces:
             if bias is None:
                 torch.mm(x, weight.t(), out=y[:, start:end])

@@ -208,7 +208,7 @@ class _Projected(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         dy, *d_others = grads
         if dy is None:  # nothing uses the layer's output
-            dy = torch.zeros(_rows(kept), linear.out_features, dtype=linear.pieces[0].weight.dtype, device=linear.pieces[0].weight.device)
+            dy = linear.pieces[0].weight.new_zeros(_rows(kept), linear.projection.out_features)
         dh = _times_weights(dy, linear)
         reduced_gradients = [part.reduce_gradient(dy) for part in parts]
         for part, du in zip(parts, reduced_gradients, strict=True):
