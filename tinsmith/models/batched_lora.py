@@ -196,18 +196,18 @@ def multiply(linear: JoinedLinear, x: Tensor) -> Tensor:
     return one_row.multiply(x, linear.weight, linear.bias)
 
 
-class OneRow(Adapters):
-    """The `Adapters` of a row that has none, where `is_one_row`; without gradients."""
+class BareRows(Adapters):
+    """The `Adapters` of rows that have none; without gradients."""
 
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         return multiply(linear, x)
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        if not isinstance(before, Normed):
+        x, *others = inputs
+        if not isinstance(before, Normed) or x is None or not is_one_row(x):
             return super().project(linear, before, *inputs)
         from tinsmith.kernels import one_row
 
-        x, delta, factor = inputs
-        assert x is not None
+        delta, factor = others
         assert factor is not None
         return one_row.multiply_norm(x, delta, factor, linear.weight, linear.bias, before.eps, before.zero_centred)

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from tinsmith.kernels.dispatch import on_paged_kernel
 from tinsmith.models.base import BaseModel, PackedRow
-from tinsmith.models.batched_lora import BatchedAdapters, OneRow, is_one_row
+from tinsmith.models.batched_lora import BareRows, BatchedAdapters
 from tinsmith.models.decoder import Decoder
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import LM_HEAD
-from tinsmith.models.packed_lora import Adapters, SegmentAdapters
 from tinsmith.models.stable_attention import stable_attention
 from tinsmith.rendering.packing import segments_of
 from tinsmith.sampling.choose import DeviceChoice, choose_next
@@ -160,11 +159,7 @@ class DecodeStep:
     def _logits(self, decoder: Decoder, state: Tensor, positions: Tensor, plan: DecodePlan, has_adapters: bool) -> Tensor:
         """Compute the logits of rows of the base and of adapters that have columns."""
         embeddings = self.base.language_model.get_input_embeddings()(state[:, TOKEN])
-        adapters: Adapters = SegmentAdapters(())
-        if has_adapters:
-            adapters = self.adapters.for_rows(state[:, COLUMNS : COLUMNS + 2])
-        elif is_one_row(embeddings):
-            adapters = OneRow()
+        adapters = self.adapters.for_rows(state[:, COLUMNS : COLUMNS + 2]) if has_adapters else BareRows()
         hidden = decoder.forward(embeddings, positions, plan, adapters)
         return adapters.apply(self.head, hidden).float()
 
