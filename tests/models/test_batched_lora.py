@@ -17,7 +17,7 @@ from tests.counted_memory import CountedMemory
 from tinsmith.errors import UserError
 from tinsmith.models.batched_lora import FEWEST, OUTPUTS, BatchedAdapters, output_tiles
 from tinsmith.models.layout import Layout, read_layout
-from tinsmith.models.lora import Adapter, new_adapter
+from tinsmith.models.lora import LORA_ALPHA, Adapter, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -58,7 +58,7 @@ def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tupl
             own = x[row].double() @ a[number, start:end].double().t() @ b[first:last, start:end].double().t()
             expected[row, first:last] += own * 32 / max(end - start, 1)
     x[-1, 0] = math.nan
-    add_adapters(y, x, columns, a, b, output_tiles(targets, torch.device(DEVICE)), OUTPUTS)
+    add_adapters(y, x, columns, a, b, output_tiles(targets, torch.device(DEVICE)), OUTPUTS, LORA_ALPHA)
     torch.testing.assert_close(y[:-1].double(), expected[:-1], atol=5 * BOUND, rtol=BOUND)
 
 

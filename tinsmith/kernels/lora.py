@@ -18,8 +18,8 @@ CHUNK = 32
 """Columns that a program computes at a time; buffers have a multiple of it."""
 MOST_ROWS = 64
 """Rows of a program of the first kernel, at most."""
-MOST_EXPANDED = 32
-"""Rows of a program of the second, at most: with more it waits longer for what is reduced."""
+MOST_EXPANDED = 16
+"""Rows of a program of the second, at most: with more it waits longer for what is reduced, and for what it adds to."""
 STEP = 128
 """Inputs that the first kernel multiplies at a time."""
 SHARE = 512
@@ -147,6 +147,9 @@ def _expand(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     start, end, first, last = _columns_of(columns, row, rows, columns_stride)
     if first < last:
+        inside = (row < rows)[:, None] & (output < last_output)[None, :]
+        own_y = y + row[:, None].to(tl.int64) * y_stride + output[None, :]
+        before = tl.load(own_y, mask=inside, other=0.0)
         sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
         for chunk in range(first // CHUNK * CHUNK, last, CHUNK):
             column = chunk + tl.arange(0, CHUNK)
@@ -159,7 +162,4 @@ def _expand(
             matrix = tl.load(b + output[:, None].to(tl.int64) * width + column[None, :], mask=(output < last_output)[:, None], other=0.0)
             sums = tl.dot(u.to(b.dtype.element_ty), tl.trans(matrix), acc=sums)
         scale = ALPHA / tl.maximum(end - start, 1).to(tl.float32)
-        inside = (row < rows)[:, None] & (output < last_output)[None, :]
-        place = y + row[:, None].to(tl.int64) * y_stride + output[None, :]
-        before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, (before + sums * scale[:, None]).to(y.dtype.element_ty), mask=inside)
+        tl.store(own_y, (before.to(tl.float32) + sums * scale[:, None]).to(y.dtype.element_ty), mask=inside)
