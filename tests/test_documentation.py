@@ -84,7 +84,7 @@ def methods(class_: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctio
 
 
 def is_protocol(class_: ast.ClassDef) -> bool:
-    return any("Protocol" in ast.unparse(base) for base in class_.bases)
+    return any(ast.unparse(base).startswith(("Protocol", "ABC")) for base in class_.bases)
 
 
 def test_a_public_method_without_docstring_is_short_or_declared_by_a_protocol() -> None:
