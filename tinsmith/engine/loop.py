@@ -42,7 +42,6 @@ from tinsmith.protocol.serving import (
     Wake,
 )
 from tinsmith.protocol.work import WorkerReady
-from tinsmith.store import ids
 from tinsmith.store.database import BUSY_S
 from tinsmith.store.files import KEPT_DIR, CheckpointFiles
 from tinsmith.store.records import Outcome
@@ -140,7 +139,7 @@ class Engine:
                 self.reads_all |= not message.models
             case Sample() | CancelSample() | ForgetCheckpoint():
                 if isinstance(message, Sample):
-                    self.trainer.sampled(ids.session_of(message.request_id))
+                    self.trainer.sampled(message.session_id)
                 self.workers.send(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
             case EndSession():
                 self.workers.send(message)
