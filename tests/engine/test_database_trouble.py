@@ -98,7 +98,7 @@ def test_a_step_that_was_applied_is_reported_as_applied_once_the_database_takes_
     here.optim("a", 5, learning_rate=-1.0)
     engine, optimizer = here.engine, here.backend().optimizers[MODEL]
     with here.locked():  # nothing is left but to record outcomes
-        here.until(lambda: not (engine.unread or engine.trainer.forward.passes) and is_idle(engine.trainer) and here.process.is_resting)
+        here.until(lambda: not (engine.log_reader.unread or engine.trainer.forward.passes) and is_idle(engine.trainer) and here.process.is_resting)
         assert [outcome.request_id for outcome in engine.recorder.waiting] == requests
         assert here.told[told:] == []
         assert [here.store.status(request) for request in requests] == ["queued"] * 5
@@ -144,7 +144,8 @@ def test_operations_and_images_that_cannot_be_read_now_are_read_later(here: Here
     with unreadable(here):
         here.turn()
         assert here.engine.reading.is_failing
-    here.engine._read_log()
+    here.engine.log_reader.read()
+    here.engine.reading.succeeded()
     with unreadable(here):
         here.turn()  # the operations cannot be read
         assert here.engine.trainer.models.put_off == {MODEL}

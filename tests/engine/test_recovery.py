@@ -192,7 +192,7 @@ def test_without_copies_what_was_stepped_is_lost_and_named_with_the_newest_check
         failed = here.outcome(model, seq)
         assert (failed.category, str(failed.error).startswith(reason), goes_on in str(failed.error)) == ("server", True, True)
         assert f"s:train:{model}/{seq}" in here.told
-    assert (models(here), here.engine.filed) == (["c"], {})
+    assert (models(here), here.engine.log_reader.filed) == (["c"], {})
     here.process.is_stuck = False
     here.new_worker()
     here.settle()

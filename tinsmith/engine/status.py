@@ -1,0 +1,43 @@
+"""Tells the server what engine and workers do, for `tinsmith status`."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from tinsmith.engine.trainer import Trainer
+from tinsmith.engine.worker_group import WorkerGroup
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Status
+
+STATUS_S = 1.0
+"""Least time between two reports."""
+
+
+class StatusReporter:
+    """Sends a `Status` when it is time and something has changed."""
+
+    def __init__(self, trainer: Trainer, workers: WorkerGroup, send: Callable[[Message], None]) -> None:
+        self.trainer = trainer
+        self.workers = workers
+        self.send = send
+        self.reported: Status | None = None
+        self.due_at = 0.0
+
+    def report(self) -> None:
+        if (now := time.monotonic()) < self.due_at:
+            return
+        self.due_at = now + STATUS_S
+        trainer = self.trainer
+        models = [
+            {
+                "model_id": model_id,
+                "base_model": model.base_model,
+                "queued": trainer.queued(model_id),
+                "trained_tokens": trainer.models[model_id].trained_tokens,
+            }
+            for model_id, model in trainer.operations.models.items()
+        ]
+        status = replace(self.workers.status, models=models, trained_tokens=trainer.trained_tokens)
+        if status != self.reported:
+            self.reported = status
+            self.send(status)
