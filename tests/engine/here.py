@@ -13,7 +13,7 @@ import orjson
 from tinsmith.config import Config, SamplingConfig
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.records import Records
-from tinsmith.engine.trainer import Trainer
+from tinsmith.engine.scheduler import OperationScheduler
 from tinsmith.errors import DeviceLostError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.facts import ModelFacts
@@ -158,11 +158,11 @@ class WorkerHere:
         return reason
 
 
-def is_idle(trainer: Trainer) -> bool:
+def is_idle(scheduler: OperationScheduler) -> bool:
     """Whether nothing is being computed, and nothing will be before a new command comes."""
-    begun = trainer.forward.operations or trainer.forward.complete or any(state.begun for state in trainer.models.values())
-    waits = trainer.models.put_off or trainer.crash_recovery.waiting or trainer.queue.ready()
-    return not (begun or waits or trainer.to_unload())
+    begun = scheduler.forward.operations or scheduler.forward.complete or any(state.begun for state in scheduler.models.values())
+    waits = scheduler.models.put_off or scheduler.crash_recovery.waiting or scheduler.queue.ready()
+    return not (begun or waits or scheduler.to_unload())
 
 
 class Here:
@@ -252,7 +252,7 @@ class Here:
     def is_at_rest(self) -> bool:
         engine = self.engine
         waiting = engine.log_reader.unread or engine.log_reader.ended_sessions or engine.recorder.waiting or engine.has_lost
-        return not waiting and not engine.trainer.forward.passes and is_idle(engine.trainer) and self.process.is_resting
+        return not waiting and not engine.scheduler.forward.passes and is_idle(engine.scheduler) and self.process.is_resting
 
     def until(self, seen: Callable[[], object]) -> None:
         """Go through the loop until that is true."""

@@ -9,12 +9,18 @@ the workers for a second time is lost: it may be what ends them. One after the o
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 
+from tinsmith.engine.command_queue import CommandQueue
+from tinsmith.engine.forward_work import ForwardWork
+from tinsmith.engine.model_state import ModelState, ModelStates
 from tinsmith.engine.operations import Operations
+from tinsmith.engine.outcomes import Outcomes
 from tinsmith.errors import TinsmithError
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import DeleteModel
+from tinsmith.store.records import Command
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +31,23 @@ MOST_ENDS = 2
 class CrashRecovery:
     """The models that have no worker."""
 
-    def __init__(self, operations: Operations, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        models: ModelStates,
+        operations: Operations,
+        queue: CommandQueue,
+        forward: ForwardWork,
+        outcomes: Outcomes,
+        forget: Callable[[str], None],
+        send: Callable[[Message], None],
+    ) -> None:
+        """`forget` lets nothing be left of a lost model; `send` tells the workers."""
+        self.models = models
         self.operations = operations
+        self.queue = queue
+        self.forward = forward
+        self.outcomes = outcomes
+        self.forget = forget
         self.send = send
         self.waiting: dict[str, int] = {}
         """Models that are to come back, and how many times workers have ended while each did."""
@@ -39,6 +60,58 @@ class CrashRecovery:
         """Base model and id of lost models, of which kept copies are to be deleted."""
 
     def workers_ended(self, reason: str) -> None:
+        """Take in that the workers are gone, and all models with them: these come back, or `take_lost` says that they do not.
+
+        What had begun and was not recorded is run again. What was under way for the second time fails with `reason`: it may be what ends
+        workers, and would do so again and again.
+        """
+        self._take_back_complete()
+        self.outcomes.computed(self.forward.take_complete())
+        self._wait_or_lose(reason)
+        begun = [(each.command, each.is_at_worker) for queue in self.forward.operations.values() for each in queue]
+        for state in self.models.values():
+            begun += self._cut_short(state, reason)
+        self.forward.forget_all()
+        again: defaultdict[str, list[Command]] = defaultdict(list)
+        for command, is_under_way in begun:
+            if is_under_way and command.request_id in self.outcomes.suspects:
+                self.outcomes.fail(command, TinsmithError(f"{reason} while the operation was run, for the second time"))
+            elif command.model_id not in self.lost:
+                again[command.model_id].append(command)
+                self.outcomes.suspects |= {command.request_id} if is_under_way else set()
+        for model_id, commands in again.items():
+            self.queue.models[model_id].rewind(sorted(commands, key=lambda command: command.seq_id))
+
+    def _cut_short(self, state: ModelState, reason: str) -> list[tuple[Command, bool]]:
+        """The workers have ended: returns operations of a model that can begin anew, and whether each was under way.
+
+        A model comes back as its last step has left it. If that is the state that a save has copied, the same is saved again; if not,
+        nothing is left of what was to be saved. A save that only waits for its row goes on.
+        """
+        running, state.running, state.save_again_at, state.is_put_off, state.next_is_save = state.running, None, None, False, False
+        begun = [] if running is None or running.command is None else [(running.command, running.in_call is not None)]
+        saving, model = state.saving, self.operations.models.get(state.model_id)
+        if saving is None or saving.in_call is None:
+            return begun
+        state.saving = None
+        assert saving.command is not None
+        if model is not None and model.state == saving.copied_state:
+            begun.append((saving.command, True))
+        elif model is not None:
+            what = "while the save was written; its model has gone on since, and what was to be saved is gone: save again"
+            self.outcomes.fail(saving.command, TinsmithError(f"{reason} {what}"))
+        return begun
+
+    def _take_back_complete(self) -> None:
+        """Run again what is computed and not recorded, where that keeps the model's open step whole. Recorded, it would lose gradients."""
+        for operation in reversed(self.forward.take_complete()):
+            model = self.operations.models.get(operation.command.model_id)
+            if model is None or model.origin is None or model.has_gradients or model.spoiled:
+                self.forward.complete.insert(0, operation)
+            else:
+                self.forward.operations.add_first(operation)
+
+    def _wait_or_lose(self, reason: str) -> None:
         """Let all loaded models wait for new workers, or be lost."""
         self.reason = reason
         if self.under_way is not None:
@@ -85,7 +158,10 @@ class CrashRecovery:
         return True
 
     def take_lost(self) -> dict[str, str]:
+        """Forget the models that ended with their workers; returns why each did. They are still queued in the log."""
         lost, self.lost = self.lost, {}
+        for model_id in lost:
+            self.forget(model_id)
         return lost
 
     def _lose(self, model_id: str, reason: str) -> None:

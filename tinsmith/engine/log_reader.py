@@ -1,6 +1,6 @@
 """Reads new commands from the log, and gives them to the scheduler."""
 
-from tinsmith.engine.trainer import Trainer
+from tinsmith.engine.scheduler import OperationScheduler
 from tinsmith.protocol.serving import EndSession, Wake
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
@@ -12,9 +12,9 @@ READ_AT_ONCE = 1000
 class LogReader:
     """What is new in the log, and sessions that end once all that is there before is filed."""
 
-    def __init__(self, store: Store, trainer: Trainer) -> None:
+    def __init__(self, store: Store, scheduler: OperationScheduler) -> None:
         self.store = store
-        self.trainer = trainer
+        self.scheduler = scheduler
         self.filed: dict[str, set[int]] = {}
         """seq_ids of the commands that are read and not recorded, by model."""
         self.unread: set[str] = set()
@@ -40,7 +40,7 @@ class LogReader:
             self._read_model(model_id)
             self.unread.discard(model_id)
         for message in self.ended_sessions:
-            self.trainer.end_session(message.session_id, message.save)
+            self.scheduler.end_session(message.session_id, message.save)
         self.ended_sessions.clear()
 
     def _read_model(self, model_id: str) -> None:
@@ -50,7 +50,7 @@ class LogReader:
             commands = self.store.queued(model_id, filed, READ_AT_ONCE)
             for command in commands:
                 self.filed.setdefault(model_id, set()).add(command.seq_id)
-                self.trainer.add(command)
+                self.scheduler.add(command)
             more = len(commands) == READ_AT_ONCE
 
     def recorded(self, outcome: Outcome) -> None:

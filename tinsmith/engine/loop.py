@@ -17,9 +17,9 @@ from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.engine.log_reader import LogReader
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.recorder import Backoff, Recorder
+from tinsmith.engine.scheduler import OperationScheduler
 from tinsmith.engine.status import StatusReporter
 from tinsmith.engine.stopping import Stopping
-from tinsmith.engine.trainer import Trainer
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.protocol.heartbeat import Heartbeat
@@ -74,9 +74,9 @@ class Engine:
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         operations = Operations(config, CheckpointRows(self.store, files), lambda: self.workers.models, workers.send)
         self.recorder = Recorder(self.store, self._recorded, config.training.max_unrecorded_mib * 2**20)
-        self.trainer = Trainer(config, workers.count, operations, self.recorder.record, workers.send)
-        self.log_reader = LogReader(self.store, self.trainer)
-        self.status = StatusReporter(self.trainer, workers, link.send)
+        self.scheduler = OperationScheduler(config, workers.count, operations, self.recorder.record, workers.send)
+        self.log_reader = LogReader(self.store, self.scheduler)
+        self.status = StatusReporter(self.scheduler, workers, link.send)
         self.lost: dict[str, str] = {}
         """Models that ended with a worker, and why, until that is in the log."""
         self.returning: dict[str, str] = {}
@@ -126,7 +126,7 @@ class Engine:
                 self.log_reader.wake(message)
             case Sample() | CancelSample() | ForgetCheckpoint():
                 if isinstance(message, Sample):
-                    self.trainer.sampled(message.session_id)
+                    self.scheduler.sessions.sampled(message.session_id)
                 self.workers.send(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
             case EndSession():
                 self.workers.send(message)
@@ -142,7 +142,7 @@ class Engine:
             case WorkerReady():
                 self._tell_ready()
             case _:
-                self.trainer.take(message)
+                self.scheduler.take(message)
 
     def _tell_ready(self) -> None:
         if self.workers.is_ready and not self.has_lost:
@@ -157,9 +157,9 @@ class Engine:
         if self.log_reader.has_news and not self.has_lost and self.reading.wait_s == 0:
             with self._tried_later("new operations wait"):
                 self.log_reader.read()  # what is lost fails with its model in the log and is not to be filed
-        self.trainer.fail_overdue()
+        self.scheduler.fail_overdue()
         if self._may_train:
-            self.trainer.turn()
+            self.scheduler.turn()
         self.status.report()
 
     @property
@@ -175,8 +175,8 @@ class Engine:
         waits = [IDLE_S, self.workers.wait_s]
         waits += [self.recorder.backoff.wait_s] if self.recorder.waiting else []
         waits += [self.reading.wait_s] if self.reading.is_failing and not (self.has_lost and self.recorder.waiting) else []
-        waits += [self.trainer.wait_s] if self._may_train else []
-        deadline = self.trainer.overdue_at
+        waits += [self.scheduler.wait_s] if self._may_train else []
+        deadline = self.scheduler.overdue_at
         waits += [] if deadline is None else [max(0.0, deadline - time.monotonic())]
         return min(waits)
 
@@ -201,14 +201,14 @@ class Engine:
         if not self.workers.models:
             raise ConfigError(f"{reason} before it could take work; its output above says why")
         log.error("%s; another is started in %.0f s", reason, self.workers.wait_s)
-        self.trainer.workers_ended(reason)
-        self.lost |= self.trainer.take_lost()
-        self.returning |= dict.fromkeys(self.trainer.crash_recovery.waiting, reason)
+        self.scheduler.crash_recovery.workers_ended(reason)
+        self.lost |= self.scheduler.crash_recovery.take_lost()
+        self.returning |= dict.fromkeys(self.scheduler.crash_recovery.waiting, reason)
         self.link.send(Recovering(reason))
 
     def _record_lost(self) -> None:
         """Write down what ended with a worker, after the outcomes that it had brought about; later, if the database takes nothing."""
-        self.lost |= self.trainer.take_lost()
+        self.lost |= self.scheduler.crash_recovery.take_lost()
         if not self.has_lost or self.recorder.waiting or self.reading.wait_s > 0:
             return
         with self._tried_later("what the worker had waits"):
@@ -226,15 +226,15 @@ class Engine:
         """
         deadline = time.monotonic() + BUSY_S
         told = None
-        stopping = Stopping(self.trainer)
-        while (self.workers.is_ready and not self.trainer.is_stopped) or (self.recorder.waiting and time.monotonic() < deadline):
+        stopping = Stopping(self.scheduler)
+        while (self.workers.is_ready and not self.scheduler.is_stopped) or (self.recorder.waiting and time.monotonic() < deadline):
             if self.workers.is_ready:
                 stopping.turn(give_up=time.monotonic() >= deadline)
-            saving = self.trainer.models.saving
-            if saving != told or self.recorder.waiting or self.trainer.models.wait_for_database:
+            saving = self.scheduler.models.saving
+            if saving != told or self.recorder.waiting or self.scheduler.models.wait_for_database:
                 told = saving
                 self.link.send(Saving())
             self.receive(min(self.patience(), DATABASE_BUSY_S))
             self.recorder.flush()
-        for model_id in self.trainer.crash_recovery.waiting:
+        for model_id in self.scheduler.crash_recovery.waiting:
             log.error("model %s could not be saved and is lost: its worker had just ended", model_id)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from tinsmith.engine.trainer import Trainer
+from tinsmith.engine.scheduler import OperationScheduler
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Status
@@ -16,8 +16,8 @@ STATUS_S = 1.0
 class StatusReporter:
     """Sends a `Status` when it is time and something has changed."""
 
-    def __init__(self, trainer: Trainer, workers: WorkerGroup, send: Callable[[Message], None]) -> None:
-        self.trainer = trainer
+    def __init__(self, scheduler: OperationScheduler, workers: WorkerGroup, send: Callable[[Message], None]) -> None:
+        self.scheduler = scheduler
         self.workers = workers
         self.send = send
         self.reported: Status | None = None
@@ -27,17 +27,17 @@ class StatusReporter:
         if (now := time.monotonic()) < self.due_at:
             return
         self.due_at = now + STATUS_S
-        trainer = self.trainer
+        scheduler = self.scheduler
         models = [
             {
                 "model_id": model_id,
                 "base_model": model.base_model,
-                "queued": trainer.queued(model_id),
-                "trained_tokens": trainer.models[model_id].trained_tokens,
+                "queued": scheduler.queued(model_id),
+                "trained_tokens": scheduler.models[model_id].trained_tokens,
             }
-            for model_id, model in trainer.operations.models.items()
+            for model_id, model in scheduler.operations.models.items()
         ]
-        status = replace(self.workers.status, models=models, trained_tokens=trainer.trained_tokens)
+        status = replace(self.workers.status, models=models, trained_tokens=scheduler.outcomes.trained_tokens)
         if status != self.reported:
             self.reported = status
             self.send(status)
