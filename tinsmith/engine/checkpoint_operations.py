@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from pydantic import BaseModel
 
@@ -27,22 +27,15 @@ from tinsmith.wire.training_requests import (
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class CheckpointOperations:
     """Saves models as checkpoints, and loads checkpoints as models."""
 
-    def __init__(
-        self,
-        config: Config,
-        rows: CheckpointRows,
-        models: LoadedModels,
-        facts: Callable[[], Mapping[str, ModelFacts]],
-        next_number: Callable[[], int],
-    ) -> None:
-        self.config = config
-        self.rows = rows
-        self.models = models
-        self.facts = facts
-        self.next_number = next_number
+    config: Config
+    rows: CheckpointRows
+    models: LoadedModels
+    facts: Callable[[], Mapping[str, ModelFacts]]
+    next_number: Callable[[], int]
 
     def save(self, request: SaveWeightsRequest) -> Steps[Ended]:
         model = self.models.require(request.model_id)

@@ -11,6 +11,7 @@ the workers for a second time is lost: it may be what ends them. One after the o
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.forward_work import ForwardWork
@@ -28,36 +29,29 @@ MOST_ENDS = 2
 """A model is lost when workers have ended so many times while they brought it back."""
 
 
+@dataclass(eq=False)
 class CrashRecovery:
-    """The models that have no worker."""
+    """The models that have no worker.
 
-    def __init__(
-        self,
-        models: ModelStates,
-        operations: Operations,
-        queue: CommandQueue,
-        forward: ForwardWork,
-        outcomes: Outcomes,
-        forget: Callable[[str], None],
-        send: Callable[[Message], None],
-    ) -> None:
-        """`forget` lets nothing be left of a lost model; `send` tells the workers."""
-        self.models = models
-        self.operations = operations
-        self.queue = queue
-        self.forward = forward
-        self.outcomes = outcomes
-        self.forget = forget
-        self.send = send
-        self.waiting: dict[str, int] = {}
-        """Models that are to come back, and how many times workers have ended while each did."""
-        self.lost: dict[str, str] = {}
-        """Models that do not come back, and why, until `take_lost`."""
-        self.reason = ""
-        self.under_way: tuple[str, int] | None = None
-        """The model that is being brought back, and the number of the call."""
-        self._to_delete: list[tuple[str, str]] = []
-        """Base model and id of lost models, of which kept copies are to be deleted."""
+    `forget` lets nothing be left of a lost model; `send` tells the workers.
+    """
+
+    models: ModelStates
+    operations: Operations
+    queue: CommandQueue
+    forward: ForwardWork
+    outcomes: Outcomes
+    forget: Callable[[str], None]
+    send: Callable[[Message], None]
+    waiting: dict[str, int] = field(default_factory=dict)
+    """Models that are to come back, and how many times workers have ended while each did."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Models that do not come back, and why, until `take_lost`."""
+    reason: str = ""
+    under_way: tuple[str, int] | None = None
+    """The model that is being brought back, and the number of the call."""
+    _to_delete: list[tuple[str, str]] = field(default_factory=list)
+    """Base model and id of lost models, of which kept copies are to be deleted."""
 
     def workers_ended(self, reason: str) -> None:
         """Take in that the workers are gone, and all models with them: these come back, or `take_lost` says that they do not.

@@ -1,5 +1,7 @@
 """Reads new commands from the log, and gives them to the scheduler."""
 
+from dataclasses import dataclass, field
+
 from tinsmith.engine.scheduler import OperationScheduler
 from tinsmith.protocol.serving import EndSession, Wake
 from tinsmith.store.records import Outcome
@@ -9,18 +11,18 @@ READ_AT_ONCE = 1000
 """Commands taken from the log in one read."""
 
 
+@dataclass(eq=False)
 class LogReader:
     """What is new in the log, and sessions that end once all that is there before is filed."""
 
-    def __init__(self, store: Store, scheduler: OperationScheduler) -> None:
-        self.store = store
-        self.scheduler = scheduler
-        self.filed: dict[str, set[int]] = {}
-        """seq_ids of the commands that are read and not recorded, by model."""
-        self.unread: set[str] = set()
-        self.reads_all = True
-        """Whether other models than `unread` may have new commands too."""
-        self.ended_sessions: list[EndSession] = []
+    store: Store
+    scheduler: OperationScheduler
+    filed: dict[str, set[int]] = field(default_factory=dict)
+    """seq_ids of the commands that are read and not recorded, by model."""
+    unread: set[str] = field(default_factory=set)
+    reads_all: bool = True
+    """Whether other models than `unread` may have new commands too."""
+    ended_sessions: list[EndSession] = field(default_factory=list)
 
     @property
     def has_news(self) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import orjson
@@ -19,16 +20,16 @@ from tinsmith.wire.forward_backward import encode_output
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Outcomes:
     """Tells how operations have ended. `record` takes it and does not fail (`Recorder.record`)."""
 
-    def __init__(self, models: ModelStates, loaded: LoadedModels, record: Callable[[list[Outcome]], None]) -> None:
-        self.models = models
-        self.loaded = loaded
-        self.record = record
-        self.trained_tokens = 0
-        self.suspects: set[str] = set()
-        """Operations that were under way when workers ended, and are computed again."""
+    models: ModelStates
+    loaded: LoadedModels
+    record: Callable[[list[Outcome]], None]
+    trained_tokens: int = 0
+    suspects: set[str] = field(default_factory=set)
+    """Operations that were under way when workers ended, and are computed again."""
 
     def computed(self, operations: Sequence[ForwardOperation]) -> None:
         """Record forward work; what cannot be written fails."""

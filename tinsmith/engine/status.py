@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tinsmith.engine.scheduler import OperationScheduler
 from tinsmith.engine.worker_group import WorkerGroup
@@ -13,15 +13,15 @@ STATUS_S = 1.0
 """Least time between two reports."""
 
 
+@dataclass(eq=False)
 class StatusReporter:
     """Sends a `Status` when it is time and something has changed."""
 
-    def __init__(self, scheduler: OperationScheduler, workers: WorkerGroup, send: Callable[[Message], None]) -> None:
-        self.scheduler = scheduler
-        self.workers = workers
-        self.send = send
-        self.reported: Status | None = None
-        self.due_at = 0.0
+    scheduler: OperationScheduler
+    workers: WorkerGroup
+    send: Callable[[Message], None]
+    reported: Status | None = None
+    due_at: float = 0.0
 
     def report(self) -> None:
         if (now := time.monotonic()) < self.due_at:

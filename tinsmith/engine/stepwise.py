@@ -6,6 +6,7 @@ Where an operation needs what the database cannot give now, its model waits and 
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from tinsmith.engine.checkpoint_operations import writes_files
@@ -27,28 +28,19 @@ SAVE_AGAIN_S = 60.0
 """Seconds between two attempts to save a model whose session has ended: each writes until the disk is full."""
 
 
+@dataclass(eq=False)
 class StepwiseOperations:
     """The operations that are under way and are no forward work. `send` tells the workers."""
 
-    def __init__(
-        self,
-        models: ModelStates,
-        operations: Operations,
-        queue: CommandQueue,
-        outcomes: Outcomes,
-        unloading: Unloading,
-        waits: DatabaseWaits,
-        send: Callable[[Message], None],
-    ) -> None:
-        self.models = models
-        self.operations = operations
-        self.queue = queue
-        self.outcomes = outcomes
-        self.unloading = unloading
-        self.waits = waits
-        self.send = send
-        self.stops = False
-        """Whether the server stops, so that nothing is tried again."""
+    models: ModelStates
+    operations: Operations
+    queue: CommandQueue
+    outcomes: Outcomes
+    unloading: Unloading
+    waits: DatabaseWaits
+    send: Callable[[Message], None]
+    stops: bool = False
+    """Whether the server stops, so that nothing is tried again."""
 
     def begin(self, command: Command) -> None:
         """Begin a command. Raises StoreUnavailableError if it could not."""

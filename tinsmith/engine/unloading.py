@@ -1,6 +1,7 @@
 """The end of models: their sessions end, what they have not finished is cancelled, and they are unloaded."""
 
 from contextlib import suppress
+from dataclasses import dataclass
 
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.forward_work import ForwardWork
@@ -13,15 +14,15 @@ CANCELLED = GivenUpError("it was cancelled: its session ended before the operati
 """Error of a cancelled operation. Its client is told more when the model has been unloaded."""
 
 
+@dataclass(eq=False)
 class Unloading:
     """Lets go of models."""
 
-    def __init__(self, models: ModelStates, operations: Operations, queue: CommandQueue, forward: ForwardWork, outcomes: Outcomes) -> None:
-        self.models = models
-        self.operations = operations
-        self.queue = queue
-        self.forward = forward
-        self.outcomes = outcomes
+    models: ModelStates
+    operations: Operations
+    queue: CommandQueue
+    forward: ForwardWork
+    outcomes: Outcomes
 
     def end_session(self, session_id: str, save: bool) -> None:
         """Cancel what the session's models have not finished and unload them; with `save` keep them as checkpoints."""

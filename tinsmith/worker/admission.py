@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tinsmith.errors import TinsmithError
@@ -51,27 +51,22 @@ class _Measured:
         return _Rendered(self.message, self.request, self.renderer.render_measured(self.prompt))
 
 
+@dataclass(eq=False)
 class Admission:
-    """Renders samples whose turn has come, and gives them to their samplers."""
+    """Renders samples whose turn has come, and gives them to their samplers.
 
-    def __init__(
-        self,
-        snapshots: Snapshots,
-        rendering: Background,
-        images: Background,
-        disk: Background,
-        fail: Callable[[Sample, TinsmithError], None],
-    ) -> None:
-        """`fail` is told of a sample that has ended on the way."""
-        self.snapshots = snapshots
-        self.rendering = rendering
-        self.images = images
-        self.disk = disk
-        self.fail = fail
-        self.rendering_bytes: Counter[str] = Counter()
-        """Bytes of bodies that threads parse and render now, by session."""
-        self.needing: dict[Key, list[_Rendered]] = {}
-        """Samples that wait for weights that are being read."""
+    `fail` is told of a sample that has ended on the way.
+    """
+
+    snapshots: Snapshots
+    rendering: Background
+    images: Background
+    disk: Background
+    fail: Callable[[Sample, TinsmithError], None]
+    rendering_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of bodies that threads parse and render now, by session."""
+    needing: dict[Key, list[_Rendered]] = field(default_factory=dict)
+    """Samples that wait for weights that are being read."""
 
     def has_room(self, session: str) -> bool:
         """Whether threads may render more of a session."""

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,16 +24,16 @@ from tinsmith.worker.sampling_base import Started
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class SampleResults:
     """Sends the results of samples. `disk` runs what records them."""
 
-    def __init__(self, recorded: SequenceRecords, disk: Background, send: Callable[[Message], None]) -> None:
-        self.recorded = recorded
-        self.disk = disk
-        self.send = send
-        self.sampled_tokens = 0
-        """Tokens of all finished requests."""
-        self.finished = 0
+    recorded: SequenceRecords
+    disk: Background
+    send: Callable[[Message], None]
+    sampled_tokens: int = 0
+    """Tokens of all finished requests."""
+    finished: int = 0
 
     def fail(self, message: Sample, error: TinsmithError) -> None:
         self.send(SampleFailed(message.request_id, message.run, str(error), error.category, isinstance(error, NotFoundError)))
