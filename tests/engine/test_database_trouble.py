@@ -75,7 +75,7 @@ def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: He
         assert str(here.error("a", 1)).startswith(UNSAVED)
         for _ in range(2):
             assert SAVE_AGAIN_S - 30 < scheduler.wait_s <= SAVE_AGAIN_S  # not again and again
-            assert list(scheduler.operations.models) == [MODEL]
+            assert list(scheduler.models.loaded) == [MODEL]
             passed += SAVE_AGAIN_S + 1
             here.process.is_stuck = True
             here.turn()
@@ -84,7 +84,7 @@ def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: He
             here.settle()
     passed += SAVE_AGAIN_S + 1
     here.settle()
-    assert (scheduler.operations.models, has_saved(here)) == ({}, True)
+    assert (scheduler.models.loaded, has_saved(here)) == ({}, True)
 
 
 def test_a_step_that_was_applied_is_reported_as_applied_once_the_database_takes_it(here: Here) -> None:
@@ -186,9 +186,9 @@ def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_la
         assert here.engine.scheduler.models[MODEL].ending is None
     with here.locked():
         here.until(lambda: here.engine.scheduler.models.put_off)
-        assert MODEL in here.engine.scheduler.operations.models
+        assert MODEL in here.engine.scheduler.models.loaded
     here.settle()
-    assert (here.engine.scheduler.operations.models, has_saved(here)) == ({}, True)
+    assert (here.engine.scheduler.models.loaded, has_saved(here)) == ({}, True)
     assert f"go on from its newest checkpoint, tinker://{MODEL}/weights/session-end, with" in str(here.error("a", 1))
 
 
@@ -230,7 +230,7 @@ def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(here: Here,
     with here.locked() as lock:
         here.until(lambda: here.engine.recorder.waiting)
         if left != "model":
-            here.engine.scheduler.operations.models.clear()
+            here.engine.scheduler.models[MODEL].loaded = None
             here.process.is_ready = left == "worker"
 
         def hear(said: list[Message]) -> None:

@@ -80,7 +80,7 @@ def another(here: Here, *names: str, rank: int = 4) -> None:
 
 def models(here: Here) -> list[str]:
     """Those that are loaded."""
-    return [model_id.removeprefix("s:train:") for model_id in here.engine.scheduler.operations.models]
+    return [model_id.removeprefix("s:train:") for model_id in here.engine.scheduler.models.loaded]
 
 
 def copies(here: Here) -> list[int]:

@@ -178,7 +178,7 @@ def test_a_save_that_a_step_has_overtaken_does_not_hold_the_state_of_its_model(h
         disk.released.set()
         here.settle()
         assert results(here, 3)
-        assert here.engine.scheduler.operations.models[MODEL].origin is None
+        assert here.engine.scheduler.models.loaded[MODEL].origin is None
     die(here)
     disk.released.set()
     here.optim("a", 6)
@@ -186,7 +186,7 @@ def test_a_save_that_a_step_has_overtaken_does_not_hold_the_state_of_its_model(h
     lost = f"newest checkpoint, tinker://{MODEL}/weights/kept" if is_written else "it has no checkpoint to go on from"
     assert lost in str(here.error("a", 6))
     assert is_written or str(here.error("a", 3)).startswith(f"{REASON}, and there is no copy")
-    assert (here.engine.scheduler.models, here.engine.scheduler.operations.models) == ({}, {})
+    assert here.engine.scheduler.models == {}
 
 
 @uncopied
@@ -221,7 +221,7 @@ def test_a_step_that_runs_when_the_save_ends_counts_once_it_is_finished(here: He
     if heard:
         here.process.wire.sent.append(stepped)
         here.until(lambda: f"{MODEL}/4" in here.told)
-        assert here.engine.scheduler.operations.models[MODEL].origin is None
+        assert here.engine.scheduler.models.loaded[MODEL].origin is None
         return
     here.process.is_stuck = True
     die(here)
@@ -298,7 +298,7 @@ def test_a_model_goes_on_while_the_row_of_its_save_waits_and_nothing_is_written_
         here.until(lambda: here.engine.scheduler.models[MODEL].waits_for_row)
         assert here.engine.scheduler.wait_s < LONG_S
         here.process.is_stuck = False
-        here.until(lambda: here.engine.scheduler.operations.models[MODEL].state == 2 and attempts >= 3)
+        here.until(lambda: here.engine.scheduler.models.loaded[MODEL].state == 2 and attempts >= 3)
         assert here.engine.scheduler.models.put_off == set()
         assert f"{MODEL}/3" not in {outcome.request_id for outcome in here.engine.recorder.waiting}  # it has neither failed nor succeeded
         assert here.store.status(f"{MODEL}/3") == "queued"
@@ -373,7 +373,7 @@ def test_an_engine_that_is_stopped_does_not_wait_for_ever_for_a_row(
         disk.released.set()
         here.until(lambda: here.engine.scheduler.models[MODEL].waits_for_row)
         if is_lost:
-            here.engine.scheduler.operations.models.pop(MODEL)  # as when it could not come back after its workers had ended
+            here.engine.scheduler.models[MODEL].loaded = None  # as when it could not come back after its workers had ended
         here.engine._end()
     assert here.engine.scheduler.is_stopped
     assert here.store.status(f"{MODEL}/3") == "queued"  # which the next server calls failed

@@ -8,7 +8,8 @@ from pydantic import BaseModel
 
 from tinsmith.config import Config
 from tinsmith.engine.checkpoints import CheckpointRows
-from tinsmith.engine.loaded_models import LoadedModel, LoadedModels, Saved
+from tinsmith.engine.loaded_model import LoadedModel, Saved
+from tinsmith.engine.model_state import ModelStates
 from tinsmith.engine.running import Ended, Steps, until_stored
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.facts import ModelFacts, find_base
@@ -33,7 +34,7 @@ class CheckpointOperations:
 
     config: Config
     rows: CheckpointRows
-    models: LoadedModels
+    models: ModelStates
     facts: Callable[[], Mapping[str, ModelFacts]]
     next_number: Callable[[], int]
 
@@ -81,10 +82,11 @@ class CheckpointOperations:
 
     def keep(self, model_id: str) -> Steps[Ended]:
         """Save a model that the server is going to unload, if it was ever created."""
-        if model_id not in self.models:
+        model = self.models.find(model_id)
+        if model is None:
             return Ended({})
         ttl_s = self.config.training.ended_model_ttl_s
-        saved = yield from self._written(self.models[model_id], CheckpointPath(model_id, "training", SESSION_END), ttl_s)
+        saved = yield from self._written(model, CheckpointPath(model_id, "training", SESSION_END), ttl_s)
         yield from until_stored(lambda: self.rows.store.unload_model(model_id))
         log.info(
             "model %s is kept as %s for %.3g days; go on with create_training_client_from_state_with_optimizer(%r)",
@@ -102,7 +104,7 @@ class CheckpointOperations:
         require_rank(shape.rank, self.config.models.max_lora_rank)
         yield from self._restored(base_model, model_id, checkpoint, request.optimizer)
         origin = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
-        self.models[model_id] = LoadedModel(model_id, base_model, shape, origin=origin)
+        self.models[model_id].loaded = LoadedModel(model_id, base_model, shape, origin=origin)
         result = {"path": request.path, "model_id": model_id, "type": "load_weights"}
         return Ended(result, {"directory": checkpoint.directory})
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.model_state import ModelState, ModelStates
-from tinsmith.engine.operations import Operations
 from tinsmith.engine.outcomes import Outcomes
 from tinsmith.errors import TinsmithError
 from tinsmith.protocol.messages import Message
@@ -37,10 +36,10 @@ class CrashRecovery:
     """
 
     models: ModelStates
-    operations: Operations
     queue: CommandQueue
     forward: ForwardWork
     outcomes: Outcomes
+    next_number: Callable[[], int]
     forget: Callable[[str], None]
     send: Callable[[Message], None]
     waiting: dict[str, int] = field(default_factory=dict)
@@ -84,7 +83,7 @@ class CrashRecovery:
         """
         running, state.running, state.save_again_at, state.is_put_off, state.next_is_save = state.running, None, None, False, False
         begun = [] if running is None or running.command is None else [(running.command, running.in_call is not None)]
-        saving, model = state.saving, self.operations.models.get(state.model_id)
+        saving, model = state.saving, state.loaded
         if saving is None or saving.in_call is None:
             return begun
         state.saving = None
@@ -99,7 +98,7 @@ class CrashRecovery:
     def _take_back_complete(self) -> None:
         """Run again what is computed and not recorded, where that keeps the model's open step whole. Recorded, it would lose gradients."""
         for operation in reversed(self.forward.take_complete()):
-            model = self.operations.models.get(operation.command.model_id)
+            model = self.models.find(operation.command.model_id)
             if model is None or model.origin is None or model.has_gradients or model.spoiled:
                 self.forward.complete.insert(0, operation)
             else:
@@ -113,7 +112,7 @@ class CrashRecovery:
             self.waiting[model_id] += 1
             if self.waiting[model_id] == MOST_ENDS:
                 self._lose(model_id, f"{reason} while the model was brought back, for the second time")
-        for model_id, model in list(self.operations.models.items()):
+        for model_id, model in self.models.loaded.items():
             if model.origin is None:
                 where = "--kept-copies-gib, --kept-copies-share" if model.shape.rank else "of all weights only save_state makes one"
                 self._lose(model_id, f"{reason}, and there is no copy of what the last step left ({where})")
@@ -133,9 +132,9 @@ class CrashRecovery:
         if self.under_way is not None or not self.waiting:
             return
         model_id = min(self.waiting, key=lambda each: self.waiting[each])
-        model = self.operations.models[model_id]
+        model = self.models.require(model_id)
         assert model.origin is not None
-        number = self.operations.next_number()
+        number = self.next_number()
         self.under_way = model_id, number
         self.send(model.origin.call(number, model.base_model, model_id))
 
@@ -162,5 +161,5 @@ class CrashRecovery:
         log.error("model %s is lost: %s", model_id, reason)
         self.waiting.pop(model_id, None)
         self.lost[model_id] = reason
-        model = self.operations.models.pop(model_id)
+        model, self.models[model_id].loaded = self.models.require(model_id), None
         self._to_delete.append((model.base_model, model_id))

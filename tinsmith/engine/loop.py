@@ -15,6 +15,7 @@ from pathlib import Path
 from tinsmith.config import Config
 from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.engine.log_reader import LogReader
+from tinsmith.engine.model_state import ModelStates
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.recorder import Backoff, Recorder
 from tinsmith.engine.scheduler import OperationScheduler
@@ -72,7 +73,8 @@ class Engine:
         self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
         shutil.rmtree(Path(config.data_dir) / KEPT_DIR, ignore_errors=True)  # of models that ended with the engine before
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
-        operations = Operations(config, CheckpointRows(self.store, files), lambda: self.workers.models, workers.send)
+        models = ModelStates(workers.send)
+        operations = Operations(config, CheckpointRows(self.store, files), lambda: self.workers.models, models)
         self.recorder = Recorder(self.store, self._recorded, config.training.max_unrecorded_mib * 2**20)
         self.scheduler = OperationScheduler(config, workers.count, operations, self.recorder.record, workers.send)
         self.log_reader = LogReader(self.store, self.scheduler)

@@ -1,20 +1,27 @@
-"""What is under way for one model.
+"""The state of one model: what its workers hold, and what is under way for it.
 
-What its workers hold is in `LoadedModels`, its commands wait in `CommandQueue`, and what is computed of its forward work in `ForwardWork`.
+Its commands wait in `CommandQueue`, and what is computed of its forward work in `ForwardWork`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tinsmith.engine.loaded_model import LoadedModel
 from tinsmith.engine.running import Running
-from tinsmith.store.records import Command
+from tinsmith.errors import NotFoundError
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.work import ClearGradients, DeleteModel
+from tinsmith.store.records import REJECTED, Command
 
 
 @dataclass(eq=False)
 class ModelState:
-    """What is under way for a model, from its first command until it is unloaded or lost."""
+    """A model, from its first command until it is unloaded or lost."""
 
     model_id: str
+    loaded: LoadedModel | None = None
+    """What the workers hold, from the end of create_model until it is unloaded or lost."""
     running: Running | None = None
     """The operation that runs and is no forward work."""
     saving: Running | None = None
@@ -51,7 +58,47 @@ class ModelState:
 
 
 class ModelStates(dict[str, ModelState]):
-    """Those of all models, by id."""
+    """Those of all models, by id. `send` tells the workers."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    @property
+    def loaded(self) -> dict[str, LoadedModel]:
+        return {model_id: state.loaded for model_id, state in self.items() if state.loaded is not None}
+
+    def find(self, model_id: str) -> LoadedModel | None:
+        return self[model_id].loaded if model_id in self else None
+
+    def require(self, model_id: str) -> LoadedModel:
+        model = self.find(model_id)
+        if model is None:
+            raise NotFoundError(f"model {model_id} is not loaded: its create_model failed, or its session is over; create a model")
+        return model
+
+    def spoil_step(self, model_id: str, reason: str) -> None:
+        """Let the next optim_step be refused: the gradients are not what the client asked for."""
+        if (model := self.find(model_id)) is not None:
+            model.spoiled = reason
+
+    def after_failure(self, command: Command, reason: str) -> None:
+        """Leave the model in a known state: a failed optim_step ends its step and drops the gradients, a failed contribution spoils it."""
+        model = self.find(command.model_id)
+        if model is None:
+            return
+        if command.kind == "optim_step":
+            model.spoiled = None
+            model.stepped_seq = command.seq_id
+            self._send(ClearGradients(model.base_model, command.model_id))
+        elif command.kind in ("forward_backward", REJECTED):
+            model.spoiled = f"seq_id {command.seq_id}: {reason}"
+
+    def unload(self, state: ModelState) -> None:
+        """Free a model, if it was ever created, and its snapshots."""
+        model, state.loaded = state.loaded, None
+        if model is not None:
+            self._send(DeleteModel(model.base_model, state.model_id))
 
     @property
     def put_off(self) -> set[str]:

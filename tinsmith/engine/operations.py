@@ -12,11 +12,11 @@ from pydantic import BaseModel
 from tinsmith.config import Config
 from tinsmith.engine.checkpoint_operations import CheckpointOperations, require_rank
 from tinsmith.engine.checkpoints import CheckpointRows
-from tinsmith.engine.loaded_models import Fresh, LoadedModel, LoadedModels, Saved
+from tinsmith.engine.loaded_model import Fresh, LoadedModel, Saved
+from tinsmith.engine.model_state import ModelStates
 from tinsmith.engine.running import Ended, Steps
 from tinsmith.errors import UserError
 from tinsmith.protocol.facts import ModelFacts, find_base
-from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.work import CreateModel, OptimStep, TakeSnapshot
 from tinsmith.store import ids
@@ -39,17 +39,15 @@ log = logging.getLogger(__name__)
 
 
 class Operations:
-    """Starts operations. `send` tells the workers; `facts` are those of the base models that they serve."""
+    """Starts operations. `facts` are those of the base models that the workers serve."""
 
-    def __init__(
-        self, config: Config, rows: CheckpointRows, facts: Callable[[], Mapping[str, ModelFacts]], send: Callable[[Message], None]
-    ) -> None:
+    def __init__(self, config: Config, rows: CheckpointRows, facts: Callable[[], Mapping[str, ModelFacts]], models: ModelStates) -> None:
         self.config = config
         self.store = rows.store
         self.facts = facts
-        self.models = LoadedModels(send)
+        self.models = models
         self.next_number = itertools.count(1).__next__
-        self.checkpoints = CheckpointOperations(config, rows, self.models, facts, self.next_number)
+        self.checkpoints = CheckpointOperations(config, rows, models, facts, self.next_number)
 
     def read(self, command: Command) -> BaseModel:
         """Parse the request of a command. Raises TinsmithError."""
@@ -86,7 +84,7 @@ class Operations:
         seed = _seed_of(model_id) if lora.seed is None else lora.seed
         shape = LoraShape(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
         found = yield CreateModel(self.next_number(), base_model, model_id, asdict(shape))
-        self.models[model_id] = LoadedModel(model_id, base_model, shape, origin=Fresh(shape))
+        self.models[model_id].loaded = LoadedModel(model_id, base_model, shape, origin=Fresh(shape))
         return Ended({"model_id": model_id, "type": "create_model"}, {"seed": seed} | found)
 
     def _optim_step(self, command: Command, adam: AdamParams) -> Steps[Ended]:

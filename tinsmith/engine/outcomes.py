@@ -8,7 +8,6 @@ from functools import partial
 
 import orjson
 
-from tinsmith.engine.loaded_models import LoadedModels
 from tinsmith.engine.model_state import ModelStates
 from tinsmith.engine.passes import ForwardOperation
 from tinsmith.engine.running import Ended, Running
@@ -25,7 +24,6 @@ class Outcomes:
     """Tells how operations have ended. `record` takes it and does not fail (`Recorder.record`)."""
 
     models: ModelStates
-    loaded: LoadedModels
     record: Callable[[list[Outcome]], None]
     trained_tokens: int = 0
     suspects: set[str] = field(default_factory=set)
@@ -41,10 +39,11 @@ class Outcomes:
         self.suspects -= {operation.command.request_id for operation in encoded}
         for operation in encoded:
             if operation.backward:
-                self.loaded.added(operation.command)
                 self.trained_tokens += operation.tokens
                 if (state := self.models.get(operation.command.model_id)) is not None:
                     state.trained_tokens += operation.tokens
+                    if state.loaded is not None:
+                        state.loaded.added_seq = operation.command.seq_id
             _log_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
 
     def ended(self, command: Command, running: Running, ended: Ended) -> None:
@@ -62,7 +61,7 @@ class Outcomes:
             return
         self.suspects.discard(command.request_id)
         if touches_step:
-            self.loaded.after_failure(command, str(error))
+            self.models.after_failure(command, str(error))
         self.record([Outcome(command.request_id, None, None, str(error), error.category)])
         log.warning("failed model=%s seq_id=%d kind=%s: %s", command.model_id, command.seq_id, command.kind, error)
 

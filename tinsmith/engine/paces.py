@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -92,9 +92,9 @@ class Paces:
 class ActiveSessions:
     """Sessions that train or sample, and may wait for each other."""
 
-    def __init__(self, models: Collection[str]) -> None:
-        """`models` are the ids of those that are loaded."""
-        self._models = models
+    def __init__(self, loaded: Callable[[], Iterable[str]]) -> None:
+        """`loaded` returns the ids of loaded models."""
+        self._loaded = loaded
         self.sampling: dict[str, float] = {}
         """Sessions that sample, and when they last did (monotonic time), longest ago first."""
 
@@ -108,4 +108,4 @@ class ActiveSessions:
     def are_several(self) -> bool:
         while self.sampling and next(iter(self.sampling.values())) < time.monotonic() - SAMPLING_S:
             del self.sampling[next(iter(self.sampling))]
-        return len({*self.sampling, *map(ids.session_of, self._models)}) > 1
+        return len({*self.sampling, *map(ids.session_of, self._loaded())}) > 1

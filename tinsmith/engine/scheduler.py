@@ -13,7 +13,7 @@ from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.crash_recovery import CrashRecovery
 from tinsmith.engine.database_waits import DatabaseWaits
 from tinsmith.engine.forward_work import ForwardWork
-from tinsmith.engine.model_state import ModelState, ModelStates
+from tinsmith.engine.model_state import ModelState
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.outcomes import Outcomes
 from tinsmith.engine.paces import ActiveSessions, Paces
@@ -40,9 +40,9 @@ class OperationScheduler:
         """A pass is divided among `workers`."""
         self.operations = operations
         self.queue = CommandQueue(config.training.held_operation_s)
-        self.models = ModelStates()
-        self.sessions = ActiveSessions(operations.models)
-        self.outcomes = Outcomes(self.models, operations.models, record)
+        self.models = operations.models
+        self.sessions = ActiveSessions(lambda: self.models.loaded)
+        self.outcomes = Outcomes(self.models, record)
         self.waits = DatabaseWaits(self.models, self.queue)
         cuts_passes = not config.shards_weights  # every pass gathers the layers: in small ones that would take most of the time
         paces = Paces(config.training.tokens_per_pass * workers, workers, lambda: self.sessions.are_several() and cuts_passes)
@@ -50,9 +50,11 @@ class OperationScheduler:
             *(paces, config.images.max_image_pixels, operations.next_number, send),
             *(self.outcomes.fail, self.waits.put_back, self.waits.put_off),
         )
-        self.unloading = Unloading(self.models, operations, self.queue, self.forward, self.outcomes)
+        self.unloading = Unloading(self.models, operations.store, self.queue, self.forward, self.outcomes)
         self.stepwise = StepwiseOperations(self.models, operations, self.queue, self.outcomes, self.unloading, self.waits, send)
-        self.crash_recovery = CrashRecovery(self.models, operations, self.queue, self.forward, self.outcomes, self.unloading.forget, send)
+        self.crash_recovery = CrashRecovery(
+            *(self.models, self.queue, self.forward, self.outcomes, operations.next_number, self.unloading.forget, send)
+        )
 
     def queued(self, model_id: str) -> int:
         """Return the number of a model's unfinished operations."""
@@ -111,7 +113,7 @@ class OperationScheduler:
         self.forward.send_passes(self.models.put_off)
         self.outcomes.computed(self.forward.take_complete())
         for state in self.to_unload():
-            if state.ending == "save" and state.model_id in self.operations.models:
+            if state.ending == "save" and state.loaded is not None:
                 self.stepwise.begin_saving(state)
             else:
                 self.unloading.unload(state)
@@ -122,7 +124,7 @@ class OperationScheduler:
     def is_stopped(self) -> bool:
         """Whether nothing is being computed or saved, and no model is left to be saved."""
         begun = any(state.begun for state in self.models.values())
-        return not (begun or self.forward.passes or self.forward.complete or self.operations.models)
+        return not (begun or self.forward.passes or self.forward.complete or self.models.loaded)
 
     def _advance(self, model_id: str) -> None:
         """Take this model's commands in order: forward work until a pass is full, others only when nothing is before them."""
@@ -143,7 +145,7 @@ class OperationScheduler:
         """Let the workers check and measure a forward command. Raises StoreUnavailableError if it cannot be read now."""
         with failing_into(partial(self.outcomes.fail, command), StoreUnavailableError):
             payload = self.operations.store.payload(command)
-            model = self.operations.models.require(command.model_id)
+            model = self.models.require(command.model_id)
             self.forward.add(command, model.base_model, payload)
 
     def take(self, message: Message) -> None:
@@ -167,4 +169,4 @@ class OperationScheduler:
             waited = f"seq_id {missing} never came; this operation, seq_id {command.seq_id}, waited {self.queue.held_s:g} s for it"
             self.outcomes.fail(command, UserError(waited))
             if command.kind != "optim_step":  # what is missing may belong to the step that is open now; an optim_step has ended it
-                self.operations.models.spoil_step(command.model_id, waited)
+                self.models.spoil_step(command.model_id, waited)

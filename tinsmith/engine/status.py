@@ -35,7 +35,7 @@ class StatusReporter:
                 "queued": scheduler.queued(model_id),
                 "trained_tokens": scheduler.models[model_id].trained_tokens,
             }
-            for model_id, model in scheduler.operations.models.items()
+            for model_id, model in scheduler.models.loaded.items()
         ]
         status = replace(self.workers.status, models=models, trained_tokens=scheduler.outcomes.trained_tokens)
         if status != self.reported:

@@ -69,7 +69,7 @@ class StepwiseOperations:
         """Let a model go on whose save has its copy. One that the server is going to unload has nothing to go on with."""
         running = self.models.in_call(number)
         if running is not None and running.command is not None:
-            running.copied_state = self.operations.models[running.model_id].state
+            running.copied_state = self.models.require(running.model_id).state
             state = self.models[running.model_id]
             state.running, state.saving = None, running
 

@@ -47,14 +47,15 @@ class Stopping:
                 scheduler.stepwise.begin_saving(state)
 
     def _end_all(self) -> None:
-        for model_id in self.scheduler.operations.models:
-            self.scheduler.models[model_id].ending = self.scheduler.models[model_id].ending or "save"
+        for state in self.scheduler.models.values():
+            if state.loaded is not None:
+                state.ending = state.ending or "save"
 
     def _lose_unrecorded(self, state: ModelState) -> None:
         """Give up what a model has that waits for the database, and the model, unless it is lost already."""
         if state.waits_for_row:
             state.forget_save()
-        if state.model_id in self.scheduler.operations.models:
+        if state.loaded is not None:
             self._lose(state)
 
     def _lose(self, state: ModelState) -> None:

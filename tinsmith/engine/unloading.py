@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.model_state import ModelState, ModelStates
-from tinsmith.engine.operations import Operations
 from tinsmith.engine.outcomes import Outcomes
 from tinsmith.errors import GivenUpError, TinsmithError, UserError
+from tinsmith.store.store import Store
 
 CANCELLED = GivenUpError("it was cancelled: its session ended before the operation was run")
 """Error of a cancelled operation. Its client is told more when the model has been unloaded."""
@@ -19,7 +19,7 @@ class Unloading:
     """Lets go of models."""
 
     models: ModelStates
-    operations: Operations
+    store: Store
     queue: CommandQueue
     forward: ForwardWork
     outcomes: Outcomes
@@ -35,7 +35,7 @@ class Unloading:
         """Unload a model as it is, and fail its operations that are not run any more."""
         state.ending = None
         self.fail_cancelled(state)
-        self.operations.models.unload(state.model_id)
+        self.models.unload(state)
         self.forget(state.model_id)
 
     def fail_cancelled(self, state: ModelState, error: TinsmithError | None = None) -> None:
@@ -50,7 +50,7 @@ class Unloading:
         """Describe the end of an unloaded model, and name the checkpoint to go on from."""
         refusal = None
         with suppress(TinsmithError):  # the database cannot be read, or does not know the session any more
-            refusal = self.operations.store.refusal(model_id)
+            refusal = self.store.refusal(model_id)
         return UserError(str(CANCELLED) if refusal is None else f"it was cancelled, because {refusal}")
 
     def forget(self, model_id: str) -> None:

@@ -47,9 +47,7 @@ class KeptCopies:
     threads: Background
     place: Place
     reserved: dict[str, int] = field(default_factory=dict)
-    """Bytes on the disk for the copies of each model that this worker writes: two, because the former stays while the next is
-        written.
-        """
+    """Bytes on the disk for the copies of each model that this worker writes: two, as the former stays while the next is written."""
     paid_off_at: dict[str, float] = field(default_factory=dict)
     """Monotonic time at which the last copy of each model will have taken no more than its share."""
 

@@ -1,13 +1,9 @@
-"""The models that workers hold: what has happened to each, and from where new workers can restore it."""
+"""A model that workers hold: what has happened to it, and from where new workers can restore it."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from tinsmith.errors import NotFoundError
-from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.work import ClearGradients, CreateModel, DeleteModel, LoadModel
-from tinsmith.store.records import REJECTED, Command
+from tinsmith.protocol.work import CreateModel, LoadModel
 
 
 @dataclass(frozen=True)
@@ -63,44 +59,3 @@ class LoadedModel:
     def has_gradients(self) -> bool:
         """Whether finished operations have added gradients since the last step."""
         return self.added_seq > self.stepped_seq
-
-
-class LoadedModels(dict[str, LoadedModel]):
-    """All of them, by id. `send` tells the workers."""
-
-    def __init__(self, send: Callable[[Message], None]) -> None:
-        super().__init__()
-        self._send = send
-
-    def require(self, model_id: str) -> LoadedModel:
-        if model_id not in self:
-            raise NotFoundError(f"model {model_id} is not loaded: its create_model failed, or its session is over; create a model")
-        return self[model_id]
-
-    def added(self, command: Command) -> None:
-        """Note that a finished operation has added gradients."""
-        if command.model_id in self:
-            self[command.model_id].added_seq = command.seq_id
-
-    def spoil_step(self, model_id: str, reason: str) -> None:
-        """Let the next optim_step be refused: the gradients are not what the client asked for."""
-        if model_id in self:
-            self[model_id].spoiled = reason
-
-    def after_failure(self, command: Command, reason: str) -> None:
-        """Leave the model in a known state: a failed optim_step ends its step and drops the gradients, a failed contribution spoils it."""
-        model = self.get(command.model_id)
-        if model is None:
-            return
-        if command.kind == "optim_step":
-            model.spoiled = None
-            model.stepped_seq = command.seq_id
-            self._send(ClearGradients(model.base_model, command.model_id))
-        elif command.kind in ("forward_backward", REJECTED):
-            self.spoil_step(command.model_id, f"seq_id {command.seq_id}: {reason}")
-
-    def unload(self, model_id: str) -> None:
-        """Free a model, if it was ever created, and its snapshots."""
-        model = self.pop(model_id, None)
-        if model is not None:
-            self._send(DeleteModel(model.base_model, model_id))
