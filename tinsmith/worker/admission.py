@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tinsmith.errors import TinsmithError
-from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.boundary import failing_into, result_or_error
 from tinsmith.protocol.serving import Sample
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Measured, Renderer
@@ -143,13 +143,11 @@ class Admission:
 
     def _read_ended(self, base: SamplingBase, key: Key, ended: "Future[Snapshot]") -> None:
         needing = self.needing.pop(key)
-        failures: list[TinsmithError] = []
-        with failing_into(failures.append):
-            self.snapshots.hold(key, ended.result)
+        failure = result_or_error(partial(self.snapshots.hold, key, ended.result))
         for rendered in needing:
             with self._failing(base, rendered.message):
-                if failures:
-                    raise failures[0]
+                if failure is not None:
+                    raise failure
                 self._begin(base, rendered)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tinsmith.errors import TinsmithError
 from tinsmith.models.lora import Adapter
-from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.boundary import failing_into, result_or_error
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
@@ -129,10 +129,7 @@ class Models:
 
     def _refusal(self, base_model: str, shape: LoraShape) -> TinsmithError | None:
         """Return why a model of this shape could not be sampled."""
-        refusals: list[TinsmithError] = []
-        with failing_into(refusals.append):
-            self.check(base_model, shape)
-        return refusals[0] if refusals else None
+        return result_or_error(partial(self.check, base_model, shape))
 
     def _take_snapshot(self, backend: LocalBackend, message: TakeSnapshot) -> None:
         """Publish a snapshot, or give the worker that does so what it needs of this one."""

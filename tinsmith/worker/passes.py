@@ -15,7 +15,7 @@ import numpy as np
 
 from tinsmith.errors import GivenUpError, TinsmithError, UserError
 from tinsmith.models.device import Stopwatch
-from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.boundary import failing_into, result_or_error
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of
 from tinsmith.rendering.renderer import Renderer
@@ -240,10 +240,7 @@ class Passes:
 
 def _render(piece: Piece, datum: CheckedDatum) -> Rendered:
     """Decode the images of a datum."""
-    failures: list[TinsmithError] = []
-    with failing_into(failures.append):
-        return piece, datum.work()
-    return piece, failures[0]
+    return piece, result_or_error(datum.work)
 
 
 Outcome = tuple[dict[Piece, DatumResult], dict[Piece, TinsmithError]]
