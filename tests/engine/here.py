@@ -161,7 +161,7 @@ class WorkerHere:
 def is_idle(scheduler: OperationScheduler) -> bool:
     """Whether nothing is being computed, and nothing will be before a new command comes."""
     begun = scheduler.forward.operations or scheduler.forward.complete or any(state.begun for state in scheduler.models.values())
-    waits = scheduler.models.put_off or scheduler.crash_recovery.waiting or scheduler.queue.ready()
+    waits = scheduler.models.put_off or scheduler.crash_recovery.waiting or any(state.queue.head() for state in scheduler.models.values())
     return not (begun or waits or scheduler.to_unload())
 
 

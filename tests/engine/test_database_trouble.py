@@ -118,7 +118,7 @@ def test_training_stops_when_too_much_waits_for_the_database_and_goes_on_afterwa
     here.forward("a", 3, [4])
     with here.locked():
         here.until(lambda: here.engine.recorder.is_full)
-        here.engine.scheduler.queue.models[MODEL].next_seq = 3  # the next operation is ready
+        here.engine.scheduler.models[MODEL].queue.next_seq = 3  # the next operation is ready
         for _ in range(5):
             here.turn()
         assert len(here.process.passes) == 1

@@ -464,7 +464,7 @@ def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doo
     assert [str(here.error("a", seq)).startswith(REASON) for seq in (3, 4)] == [True, True]
     assert (here.error("b", 0), here.engine.patience() > 0) == (None, True)
     assert here.backend().optimizers.keys() == {"s:train:b", "s:train:c"}
-    assert "s:train:a" not in here.engine.scheduler.queue.models  # nothing of it is left to be called overdue
+    assert "s:train:a" not in here.engine.scheduler.models  # nothing of it is left to be called overdue
     told = [message for message in here.said if isinstance(message, Done | Ready)]
     order = [message.request_id if isinstance(message, Done) else "ready" for message in told]
     assert (sorted(order), order.index(names[0]) < order.index("ready")) == (sorted([*names, "ready"]), True)

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.model_state import ModelState, ModelStates
 from tinsmith.engine.outcomes import Outcomes
@@ -36,7 +35,6 @@ class CrashRecovery:
     """
 
     models: ModelStates
-    queue: CommandQueue
     forward: ForwardWork
     outcomes: Outcomes
     next_number: Callable[[], int]
@@ -73,7 +71,7 @@ class CrashRecovery:
                 again[command.model_id].append(command)
                 self.outcomes.suspects |= {command.request_id} if is_under_way else set()
         for model_id, commands in again.items():
-            self.queue.models[model_id].rewind(sorted(commands, key=lambda command: command.seq_id))
+            self.models[model_id].queue.rewind(sorted(commands, key=lambda command: command.seq_id))
 
     def _cut_short(self, state: ModelState, reason: str) -> list[tuple[Command, bool]]:
         """The workers have ended: returns operations of a model that can begin anew, and whether each was under way.

@@ -42,7 +42,7 @@ class LogReader:
             self._read_model(model_id)
             self.unread.discard(model_id)
         for message in self.ended_sessions:
-            self.scheduler.end_session(message.session_id, message.save)
+            self.scheduler.unloading.end_session(message.session_id, message.save)
         self.ended_sessions.clear()
 
     def _read_model(self, model_id: str) -> None:

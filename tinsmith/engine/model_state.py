@@ -1,12 +1,10 @@
-"""The state of one model: what its workers hold, and what is under way for it.
-
-Its commands wait in `CommandQueue`, and what is computed of its forward work in `ForwardWork`.
-"""
+"""The state of one model: its commands that wait, what its workers hold, and what is under way for it but for `ForwardWork`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.loaded_model import LoadedModel
 from tinsmith.engine.running import Running
 from tinsmith.errors import NotFoundError
@@ -20,6 +18,7 @@ class ModelState:
     """A model, from its first command until it is unloaded or lost."""
 
     model_id: str
+    queue: CommandQueue = field(default_factory=CommandQueue)
     loaded: LoadedModel | None = None
     """What the workers hold, from the end of create_model until it is unloaded or lost."""
     running: Running | None = None

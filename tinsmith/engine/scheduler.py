@@ -9,15 +9,13 @@ from collections.abc import Callable
 from functools import partial
 
 from tinsmith.config import Config
-from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.crash_recovery import CrashRecovery
-from tinsmith.engine.database_waits import DatabaseWaits
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.model_state import ModelState
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.outcomes import Outcomes
 from tinsmith.engine.paces import ActiveSessions, Paces
-from tinsmith.engine.stepwise import StepwiseOperations
+from tinsmith.engine.stepwise import DatabaseWaits, StepwiseOperations
 from tinsmith.engine.unloading import Unloading
 from tinsmith.errors import StoreUnavailableError, UserError
 from tinsmith.protocol.boundary import failing_into
@@ -39,27 +37,28 @@ class OperationScheduler:
     ) -> None:
         """A pass is divided among `workers`."""
         self.operations = operations
-        self.queue = CommandQueue(config.training.held_operation_s)
+        self.held_s = config.training.held_operation_s
         self.models = operations.models
         self.sessions = ActiveSessions(lambda: self.models.loaded)
         self.outcomes = Outcomes(self.models, record)
-        self.waits = DatabaseWaits(self.models, self.queue)
+        self.waits = DatabaseWaits(self.models)
         cuts_passes = not config.shards_weights  # every pass gathers the layers: in small ones that would take most of the time
         paces = Paces(config.training.tokens_per_pass * workers, workers, lambda: self.sessions.are_several() and cuts_passes)
         self.forward = ForwardWork(
             *(paces, config.images.max_image_pixels, operations.next_number, send),
             *(self.outcomes.fail, self.waits.put_back, self.waits.put_off),
         )
-        self.unloading = Unloading(self.models, operations.store, self.queue, self.forward, self.outcomes)
-        self.stepwise = StepwiseOperations(self.models, operations, self.queue, self.outcomes, self.unloading, self.waits, send)
+        self.unloading = Unloading(self.models, self.sessions, operations.store, self.forward, self.outcomes)
+        self.stepwise = StepwiseOperations(self.models, operations, self.outcomes, self.unloading, self.waits, send)
         self.crash_recovery = CrashRecovery(
-            *(self.models, self.queue, self.forward, self.outcomes, operations.next_number, self.unloading.forget, send)
+            *(self.models, self.forward, self.outcomes, operations.next_number, self.unloading.forget, send)
         )
 
     def queued(self, model_id: str) -> int:
         """Return the number of a model's unfinished operations."""
-        begun = [each for each in self.models[model_id].begun if each.command is not None]
-        return len(self.forward.operations.get(model_id, ())) + len(begun) + len(self.queue.models[model_id].held)
+        state = self.models[model_id]
+        begun = [each for each in state.begun if each.command is not None]
+        return len(self.forward.operations.get(model_id, ())) + len(begun) + len(state.queue.held)
 
     @property
     def wait_s(self) -> float:
@@ -73,12 +72,19 @@ class OperationScheduler:
     @property
     def overdue_at(self) -> float | None:
         """Monotonic time at which `fail_overdue` is due; None if nothing waits for its predecessor alone."""
-        return self.queue.next_deadline(self._begun)
+        times = [since for state in self._not_begun if (since := state.queue.waiting_since()) is not None]
+        return min(times) + self.held_s if times else None
 
     @property
     def _begun(self) -> set[str]:
         """Models with operations that have begun and not ended, and those that are to come back."""
         return {*self.forward.operations, *self.crash_recovery.waiting, *self.models.running}
+
+    @property
+    def _not_begun(self) -> list[ModelState]:
+        """Models that have begun nothing: what comes before a gap in their queues has ended."""
+        begun = self._begun
+        return [state for model_id, state in self.models.items() if model_id not in begun]
 
     @property
     def _busy(self) -> set[str]:
@@ -91,15 +97,9 @@ class OperationScheduler:
         return [state for state in ending if state.model_id not in busy and (state.save_again_at is None or state.save_again_at <= now)]
 
     def add(self, command: Command) -> None:
-        self.models.setdefault(command.model_id, ModelState(command.model_id))
-        if not self.queue.add(command):
+        if not self.models.setdefault(command.model_id, ModelState(command.model_id)).queue.add(command):
             late = UserError(f"seq_id {command.seq_id} came after the operations behind it had been given up")
             self.outcomes.fail(command, late, touches_step=False)
-
-    def end_session(self, session_id: str, save: bool) -> None:
-        """Cancel what the session's models have not finished and unload them; with `save` keep them as checkpoints."""
-        self.sessions.ended(session_id)
-        self.unloading.end_session(session_id, save)
 
     def turn(self) -> None:
         """Send the worker what is due, then record what it has computed."""
@@ -107,9 +107,9 @@ class OperationScheduler:
         tries_again = self.models.wait_for_database and self.waits.backoff.wait_s == 0
         if tries_again:
             self.stepwise.try_again()
-        for model_id in self.queue.ready():
-            if not self.models[model_id].is_put_off and model_id not in self.crash_recovery.waiting:
-                self._advance(model_id)
+        for state in [state for state in self.models.values() if state.queue.head() is not None]:
+            if not state.is_put_off and state.model_id not in self.crash_recovery.waiting:
+                self._advance(state)
         self.forward.send_passes(self.models.put_off)
         self.outcomes.computed(self.forward.take_complete())
         for state in self.to_unload():
@@ -126,9 +126,9 @@ class OperationScheduler:
         begun = any(state.begun for state in self.models.values())
         return not (begun or self.forward.passes or self.forward.complete or self.models.loaded)
 
-    def _advance(self, model_id: str) -> None:
+    def _advance(self, state: ModelState) -> None:
         """Take this model's commands in order: forward work until a pass is full, others only when nothing is before them."""
-        queue, state = self.queue.models[model_id], self.models[model_id]
+        queue, model_id = state.queue, state.model_id
         while (command := queue.head()) is not None and state.running is None and not state.next_is_save:
             is_forward = command.kind == "forward_backward"
             if self.forward.has_enough(model_id) if is_forward else model_id in self.forward.operations:
@@ -165,8 +165,9 @@ class OperationScheduler:
 
         An optim_step among them clears the gradients, so passes of its model that are under way must have ended.
         """
-        for command, missing in self.queue.overdue(time.monotonic(), self._begun):
-            waited = f"seq_id {missing} never came; this operation, seq_id {command.seq_id}, waited {self.queue.held_s:g} s for it"
+        before = time.monotonic() - self.held_s
+        for command, missing in [overdue for state in self._not_begun for overdue in state.queue.overdue(before)]:
+            waited = f"seq_id {missing} never came; this operation, seq_id {command.seq_id}, waited {self.held_s:g} s for it"
             self.outcomes.fail(command, UserError(waited))
             if command.kind != "optim_step":  # what is missing may belong to the step that is open now; an optim_step has ended it
                 self.models.spoil_step(command.model_id, waited)

@@ -6,15 +6,14 @@ Where an operation needs what the database cannot give now, its model waits and 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from tinsmith.engine.checkpoint_operations import writes_files
-from tinsmith.engine.command_queue import CommandQueue
-from tinsmith.engine.database_waits import DatabaseWaits
 from tinsmith.engine.model_state import ModelState, ModelStates
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.outcomes import Outcomes
+from tinsmith.engine.recorder import Backoff
 from tinsmith.engine.running import Ended, Running
 from tinsmith.engine.unloading import Unloading
 from tinsmith.errors import StoreUnavailableError, TinsmithError
@@ -29,12 +28,34 @@ SAVE_AGAIN_S = 60.0
 
 
 @dataclass(eq=False)
+class DatabaseWaits:
+    """Puts models off until the database is tried again, for all of them together and at growing intervals."""
+
+    models: ModelStates
+    backoff: Backoff = field(default_factory=Backoff)
+
+    def put_off(self, model_id: str, error: StoreUnavailableError) -> None:
+        log.warning("model %s waits for the database: %s", model_id, error)
+        self.models[model_id].is_put_off = True
+        self.try_later()
+
+    def put_back(self, commands: list[Command], error: StoreUnavailableError) -> None:
+        """Put commands of one model, which follow each other, back into the queue."""
+        for command in reversed(commands):
+            self.models[command.model_id].queue.put_back(command)
+        self.put_off(commands[0].model_id, error)
+
+    def try_later(self) -> None:
+        if self.backoff.wait_s == 0:  # several models that are tried together are one attempt
+            self.backoff.failed()
+
+
+@dataclass(eq=False)
 class StepwiseOperations:
     """The operations that are under way and are no forward work. `send` tells the workers."""
 
     models: ModelStates
     operations: Operations
-    queue: CommandQueue
     outcomes: Outcomes
     unloading: Unloading
     waits: DatabaseWaits
@@ -48,7 +69,7 @@ class StepwiseOperations:
         with failing_into(partial(self.outcomes.fail, command), StoreUnavailableError):
             request = self.operations.read(command)
             if writes_files(request) and state.saving is not None:
-                self.queue.models[command.model_id].put_back(command)
+                state.queue.put_back(command)
                 state.next_is_save = True
                 return
             state.running = Running(command.model_id, self.operations.start(command, request), command)

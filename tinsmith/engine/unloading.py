@@ -3,10 +3,10 @@
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.model_state import ModelState, ModelStates
 from tinsmith.engine.outcomes import Outcomes
+from tinsmith.engine.paces import ActiveSessions
 from tinsmith.errors import GivenUpError, TinsmithError, UserError
 from tinsmith.store.store import Store
 
@@ -19,16 +19,17 @@ class Unloading:
     """Lets go of models."""
 
     models: ModelStates
+    sessions: ActiveSessions
     store: Store
-    queue: CommandQueue
     forward: ForwardWork
     outcomes: Outcomes
 
     def end_session(self, session_id: str, save: bool) -> None:
         """Cancel what the session's models have not finished and unload them; with `save` keep them as checkpoints."""
+        self.sessions.ended(session_id)
         for model_id, state in self.models.items():
             if model_id.startswith(f"{session_id}:train:"):
-                state.cancelled += (*self.forward.cancel(model_id, CANCELLED), *self.queue.cancel(model_id))
+                state.cancelled += (*self.forward.cancel(model_id, CANCELLED), *state.queue.cancel())
                 state.ending = "save" if save else "drop"
 
     def unload(self, state: ModelState) -> None:
@@ -40,7 +41,7 @@ class Unloading:
 
     def fail_cancelled(self, state: ModelState, error: TinsmithError | None = None) -> None:
         """Fail what is not run any more of a model; by default with what became of the model."""
-        cancelled, state.cancelled = state.cancelled + self.queue.cancel(state.model_id), []
+        cancelled, state.cancelled = state.cancelled + state.queue.cancel(), []
         if cancelled:
             error = error or self._why_cancelled(state.model_id)
             for command in cancelled:
@@ -56,6 +57,5 @@ class Unloading:
     def forget(self, model_id: str) -> None:
         """Let nothing be left of a model that is gone."""
         self.models.pop(model_id, None)
-        self.queue.drop(model_id)
         self.forward.order.served.pop(model_id, None)
         self.outcomes.forget(model_id)
