@@ -145,7 +145,7 @@ def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(de
 
 def test_of_several_workers_each_has_its_share_of_a_pass_that_is_cut(device: Device) -> None:
     """Sequences that take longer by themselves go one to each worker; of short ones each gets about a second's work."""
-    device.forward.paces.workers, device.forward.paces.full["tiny"] = 4, 4000
+    device.forward.order.paces.workers, device.forward.order.paces.full["tiny"] = 4, 4000
     for length, count, passes in ((400, 24, [6.0, 2.0, 2.0, 2.0, 2.0]), (100, 80, [0.4, 0.8, 1.0, 1.0, 0.8])):
         device.train("m", [length] * count)
         assert [took for _, took in device.computed(4000)] == pytest.approx(passes)

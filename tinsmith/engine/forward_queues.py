@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from tinsmith.engine.paces import PASS_S, Paces
 from tinsmith.engine.passes import ForwardOperation, Piece, next_pass
@@ -49,17 +50,17 @@ class ForwardQueues(dict[str, deque[ForwardOperation]]):
         return complete
 
 
+@dataclass(eq=False)
 class PassOrder:
     """Chooses the next pass: models, and base models, take turns."""
 
-    def __init__(self, paces: Paces, max_pixels: int) -> None:
-        """A pass decodes at most `max_pixels` pixels of images."""
-        self.paces = paces
-        self.max_pixels = max_pixels
-        self.served: dict[str, int] = {}
-        """Number of the last pass of each model."""
-        self.served_bases: dict[str, int] = {}
-        """Number of the last pass on a base model."""
+    paces: Paces
+    max_pixels: int
+    """Most pixels of images that a pass decodes."""
+    served: dict[str, int] = field(default_factory=dict)
+    """Number of the last pass of each model."""
+    served_bases: dict[str, int] = field(default_factory=dict)
+    """Number of the last pass on a base model."""
 
     def given(self, number: int, pieces: list[Piece]) -> None:
         """Note that the worker has been given a pass."""

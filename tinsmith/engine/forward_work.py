@@ -2,12 +2,12 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
 from tinsmith.engine.forward_queues import ForwardQueues, PassOrder
-from tinsmith.engine.paces import Paces
 from tinsmith.engine.passes import DatumOutput, ForwardOperation, Piece
 from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError
 from tinsmith.protocol.messages import Message
@@ -21,6 +21,7 @@ PASSES_AHEAD = 2
 """Most passes that a worker has: the one that it computes, and the next. As many besides of models with images to decode."""
 
 
+@dataclass(eq=False)
 class ForwardWork:
     """The forward work of all models that was taken from their queues.
 
@@ -28,30 +29,18 @@ class ForwardWork:
     operations that cannot be prepared before the database can be read; `put_off` of a model whose images cannot be read now.
     """
 
-    def __init__(
-        self,
-        paces: Paces,
-        max_pixels: int,
-        next_number: Callable[[], int],
-        send: Callable[[Message], None],
-        fail: Callable[[Command, TinsmithError, bool], None],
-        put_back: Callable[[list[Command], StoreUnavailableError], None],
-        put_off: Callable[[str, StoreUnavailableError], None],
-    ) -> None:
-        """A pass decodes at most `max_pixels` pixels of images."""
-        self.paces = paces
-        self.order = PassOrder(paces, max_pixels)
-        self.next_number = next_number
-        self.send = send
-        self.fail = fail
-        self.put_back = put_back
-        self.put_off = put_off
-        self.operations = ForwardQueues()
-        self.passes: dict[int, list[Piece]] = {}
-        """Datums of each pass that the worker has, by the number of the pass."""
-        self.of_images: set[int] = set()
-        """Numbers of the passes of models that have images to decode."""
-        self.complete: list[ForwardOperation] = []
+    order: PassOrder
+    next_number: Callable[[], int]
+    send: Callable[[Message], None]
+    fail: Callable[[Command, TinsmithError, bool], None]
+    put_back: Callable[[list[Command], StoreUnavailableError], None]
+    put_off: Callable[[str, StoreUnavailableError], None]
+    operations: ForwardQueues = field(default_factory=ForwardQueues)
+    passes: dict[int, list[Piece]] = field(default_factory=dict)
+    """Datums of each pass that the worker has, by the number of the pass."""
+    of_images: set[int] = field(default_factory=set)
+    """Numbers of the passes of models that have images to decode."""
+    complete: list[ForwardOperation] = field(default_factory=list)
 
     def add(self, command: Command, base_model: str, payload: bytes) -> None:
         """Let the worker check and measure an operation."""
@@ -65,7 +54,7 @@ class ForwardWork:
         waiting = self.operations.get(model_id, ())
         preparing = sum(operation.command.payload_bytes for operation in waiting if operation.prepared is None)
         tokens = sum(operation.tokens for operation in waiting)
-        return preparing >= PREPARED_BYTES or any(tokens >= self.paces.full[operation.base_model] for operation in waiting)
+        return preparing >= PREPARED_BYTES or any(tokens >= self.order.paces.full[operation.base_model] for operation in waiting)
 
     def cancel(self, model_id: str, error: TinsmithError) -> list[Command]:
         """Give up the operations of a model; returns those of which nothing is in a pass, in order.
@@ -86,7 +75,7 @@ class ForwardWork:
         self.operations.clear()
         self.passes.clear()
         self.of_images.clear()
-        self.paces.clear()
+        self.order.paces.clear()
 
     def take_complete(self) -> list[ForwardOperation]:
         complete, self.complete = self.complete, []
@@ -150,12 +139,12 @@ class ForwardWork:
         pieces = self.passes.pop(message.number, [])
         self.of_images.discard(message.number)
         for took in message.took:
-            self.paces.learn(*took)
+            self.order.paces.learn(*took)
         for piece in pieces:  # those of an operation with a broken image have neither result nor failure
             piece.operation.in_pass.discard(piece.index)
         operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
         for operation in operations.values():
-            self.paces.full[operation.base_model] = message.tokens_per_pass
+            self.order.paces.full[operation.base_model] = message.tokens_per_pass
         for request_id, index, output in _outputs(message):
             if request_id in operations:
                 operations[request_id].results[index] = output

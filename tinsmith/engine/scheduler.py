@@ -10,6 +10,7 @@ from functools import partial
 
 from tinsmith.config import Config
 from tinsmith.engine.crash_recovery import CrashRecovery
+from tinsmith.engine.forward_queues import PassOrder
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.model_state import ModelState
 from tinsmith.engine.operations import Operations
@@ -44,10 +45,9 @@ class OperationScheduler:
         self.waits = DatabaseWaits(self.models)
         cuts_passes = not config.shards_weights  # every pass gathers the layers: in small ones that would take most of the time
         paces = Paces(config.training.tokens_per_pass * workers, workers, lambda: self.sessions.are_several() and cuts_passes)
-        self.forward = ForwardWork(
-            *(paces, config.images.max_image_pixels, operations.next_number, send),
-            *(self.outcomes.fail, self.waits.put_back, self.waits.put_off),
-        )
+        order = PassOrder(paces, config.images.max_image_pixels)
+        waits = self.waits
+        self.forward = ForwardWork(order, operations.next_number, send, self.outcomes.fail, waits.put_back, waits.put_off)
         self.unloading = Unloading(self.models, self.sessions, operations.store, self.forward, self.outcomes)
         self.stepwise = StepwiseOperations(self.models, operations, self.outcomes, self.unloading, self.waits, send)
         self.crash_recovery = CrashRecovery(

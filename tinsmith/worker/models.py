@@ -6,6 +6,7 @@ training and sampling. A model goes on as soon as the engine has heard that its 
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,29 +42,21 @@ from tinsmith.worker.kept_copies import KeptCopies
 from tinsmith.worker.snapshots import Snapshots
 
 
+@dataclass(eq=False)
 class Models:
     """The models of a worker. `enqueue` lets the device's thread do something; `check` raises UserError if a shape cannot be sampled."""
 
-    def __init__(
-        self,
-        backends: Mapping[str, LocalBackend],
-        snapshots: Snapshots,
-        files: CheckpointFiles,
-        disk: Background,
-        send: Callable[[Message], None],
-        enqueue: Callable[[Callable[[], None]], None],
-        check: Callable[[str, LoraShape], None],
-        kept: KeptCopies,
-    ) -> None:
-        self.backends = backends
-        self.snapshots = snapshots
-        self.files = files
-        self.disk = disk
-        self.send = send
-        self.enqueue = enqueue
-        self.check = check
-        self.kept = kept
-        self.joint = JointSaves(files, disk, send, kept.place, self._beside)
+    backends: Mapping[str, LocalBackend]
+    snapshots: Snapshots
+    files: CheckpointFiles
+    disk: Background
+    send: Callable[[Message], None]
+    enqueue: Callable[[Callable[[], None]], None]
+    check: Callable[[str, LoraShape], None]
+    kept: KeptCopies
+
+    def __post_init__(self) -> None:
+        self.joint = JointSaves(self.files, self.disk, self.send, self.kept.place, self._beside)
 
     def call(self, message: Call) -> None:
         """Do what a call asks for. It is answered now, or when its files are written or read."""
