@@ -15,7 +15,11 @@ from tinsmith.store.records import REJECTED, Command
 
 @dataclass(eq=False)
 class ModelState:
-    """A model, from its first command until it is unloaded or lost."""
+    """A model, from its first command until it is unloaded or lost.
+
+    create_model -> `loaded` -> `ending`: it is saved, if its client did not end the session, and unloaded
+                    workers end: it waits in `CrashRecovery` to be loaded again, or is lost
+    """
 
     model_id: str
     queue: CommandQueue = field(default_factory=CommandQueue)
