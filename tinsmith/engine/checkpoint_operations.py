@@ -39,6 +39,7 @@ class CheckpointOperations:
     next_number: Callable[[], int]
 
     def save(self, request: SaveWeightsRequest) -> Steps[Ended]:
+        """Save weights and optimizer, to train on."""
         model = self.models.require(request.model_id)
         path = CheckpointPath(model.model_id, "training", request.path)
         if not request.overwrite:
@@ -58,6 +59,7 @@ class CheckpointOperations:
         return Ended({"path": saved.tinker_path, "type": "save_weights_for_sampler"}, {"directory": saved.directory})
 
     def save_external(self, request: SaveWeightsExternalRequest) -> Steps[Ended]:
+        """Export weights to download, encrypted for their recipients if there are any."""
         model = self.models.require(request.model_id)
         path = CheckpointPath(model.model_id, "external", request.path)
         self.rows.check_free(path)
@@ -98,6 +100,7 @@ class CheckpointOperations:
         return Ended({})
 
     def create(self, model_id: str, request: CreateFromCheckpointRequest) -> Steps[Ended]:
+        """Make a new model of a checkpoint."""
         checkpoint = self.rows.store.require_checkpoint(request.path, "training")
         base_model = find_base(request.base_model or checkpoint.base_model, self.facts())
         shape = LoraShape(**checkpoint.lora_config)

@@ -24,6 +24,7 @@ class StatusReporter:
     due_at: float = 0.0
 
     def report(self) -> None:
+        """Report what is due; call it often."""
         if (now := time.monotonic()) < self.due_at:
             return
         self.due_at = now + STATUS_S
