@@ -592,7 +592,7 @@ MUTATIONS = (
         "tinsmith/engine/operations.py",
         "if model.spoiled:\n",
         "if False:\n",
-        ("tests/engine/test_trainer.py",),
+        ("tests/engine/test_scheduler.py",),
     ),
     Mutation(
         "a client gives up the samples of another session",

@@ -151,10 +151,9 @@ def _remember(passed: Path, known: str) -> None:
 def _state_of(source: str) -> str:
     """`state_of_files` of a model; empty if unknown, which is never remembered."""
     directory = local_directory(source)
-    try:
+    with suppress(OSError):
         return state_of_files(directory) if directory is not None else ""
-    except OSError:
-        return ""
+    return ""
 
 
 def _surroundings(base: BaseModel, files: str, samples: bool, on_host: bool) -> str:
@@ -175,10 +174,9 @@ def _surroundings(base: BaseModel, files: str, samples: bool, on_host: bool) -> 
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def require_same(group: ProcessGroup, bases: Mapping[str, BaseModel]) -> None:

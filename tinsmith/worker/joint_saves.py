@@ -8,6 +8,7 @@ Only the engine waits for all. As long as one may still write, nothing is taken 
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,20 @@ Save = SaveModel | ExportModel
 AnswerWith = Callable[[Save, Callable[[], dict[str, Any]]], None]
 
 
+@dataclass(eq=False)
 class JointSaves:
-    """The saves that this worker has a part of."""
+    """The saves that this worker has a part of.
 
-    def __init__(self, files: CheckpointFiles, disk: Background, send: Callable[[Message], None], place: Place, answer: AnswerWith) -> None:
-        """`disk` runs what touches files; `answer` lets it run work whose result answers a call."""
-        self.files = files
-        self.disk = disk
-        self.send = send
-        self.place = place
-        self.answer = answer
-        self.begun: dict[int, Save] = {}
-        """Saves by number that this worker finishes when all have written their parts."""
+    `disk` runs what touches files; `answer` lets it run work whose result answers a call.
+    """
+
+    files: CheckpointFiles
+    disk: Background
+    send: Callable[[Message], None]
+    place: Place
+    answer: AnswerWith
+    begun: dict[int, Save] = field(default_factory=dict)
+    """Saves by number that this worker finishes when all have written their parts."""
 
     def write(self, message: Save, part: StatePart) -> None:
         """Let a thread write this worker's part, which is told when it is on the disk."""
