@@ -15,7 +15,6 @@ from tests.distributed.devices import ON_GPUS, here
 from tests.distributed.members import Member, in_processes
 from tests.extent import slow
 from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig
-from tinsmith.distributed.joint_work import JointWork
 from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError, WorkersLostError
 from tinsmith.memory.plan import make_plan
 from tinsmith.models.full import new_compact_weights, new_full_weights
@@ -27,6 +26,7 @@ from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.parallel import all_reduce as together
 from tinsmith.training.parallel.all_reduce import step_together
+from tinsmith.training.parallel.joint_work import JointWork
 from tinsmith.worker.device_memory import DeviceMemory
 
 SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip_norm=1.5)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from tinsmith.config import TrainingConfig
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, EngineUnavailableError, GivenUpError, NotFoundError, TinsmithError, UserError
 from tinsmith.memory.budget import full_state
 from tinsmith.memory.pass_memory import KEEP_ALL, Recomputation, pass_memory_of
@@ -34,6 +33,7 @@ from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.loss_groups import DatumResult, DatumWork
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.parallel.all_reduce import step_together
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sequence_parallel import SequenceParallel
 from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.training.step import run_packed

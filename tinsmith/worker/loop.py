@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinsmith.config import Config
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import NotFoundError
 from tinsmith.kernels.device import require_device
 from tinsmith.memory.budget import computes_together
@@ -50,6 +49,7 @@ from tinsmith.store.blobs import BlobFiles
 from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.training.backend import LocalBackend
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sequence_parallel import SHORTEST_SLICE
 from tinsmith.training.parallel.sharded_backend import ShardedBackend
 from tinsmith.training.parallel.sharded_layers import shard

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError
 from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.compact import Optimizer
+from tinsmith.training.parallel.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 

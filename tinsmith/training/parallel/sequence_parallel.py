@@ -4,7 +4,7 @@ Each worker computes a slice of the tokens. Where tokens meet, slices of tokens 
 computes the loss of the whole sequence from the gathered log-probabilities, and in its backward takes up the gradient of its own slice
 alone: a step, which sums over all workers, counts every token once.
 
-Whatever fails, fails on all: no worker adds gradients before all have theirs (`distributed/joint_work.py`).
+Whatever fails, fails on all: no worker adds gradients before all have theirs (`joint_work.py`).
 """
 
 import logging
@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.distributed.joint_work import JointFailure, JointWork
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import TinsmithError
 from tinsmith.kernels.device import upload
 from tinsmith.memory.pass_memory import KEEP_ALL, Recomputation, sliced_pass_memory_of
@@ -29,6 +27,8 @@ from tinsmith.rendering.packing import pack
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.logprobs import rows_to_keep, target_logprobs
 from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, targets_per_position, trained_positions
+from tinsmith.training.parallel.joint_work import JointFailure, JointWork
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sequence_slices import SequenceSlices, SlicedPlan, slices_of
 from tinsmith.training.step import results_and_gradients
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinsmith.distributed.joint_work import JointWork
 from tinsmith.models.delta_rule import convolve_anew
 from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.training.parallel.joint_work import JointWork
 
 
 @dataclass(frozen=True)

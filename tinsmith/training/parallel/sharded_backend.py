@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from tinsmith.config import TrainingConfig
-from tinsmith.distributed.joint_work import failing_together, refuse_together
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.memory.pass_memory import Recomputation, pass_memory_of
 from tinsmith.models.base import BaseModel
@@ -31,6 +29,8 @@ from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend, Pass
 from tinsmith.training.checkpoint import About, SavedState
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.optimizer import fatal
+from tinsmith.training.parallel.joint_work import failing_together, refuse_together
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sharded_layers import ShardedDecoder
 from tinsmith.training.parallel.sharded_optimizer import ShardedOptimizer
 from tinsmith.training.parallel.sharded_weights import ShardedWeights, bytes_of, gathered, take_from_base

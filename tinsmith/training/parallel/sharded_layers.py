@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Decoder, Layer
 from tinsmith.models.machine import size_text
 from tinsmith.models.streamed_decoder import StreamedDecoder, tensors_of, with_tensors
+from tinsmith.training.parallel.process_group import ProcessGroup
 
 ALIGNED = 64
 """Tensors begin at multiples of so many bytes, as those that are allocated do."""

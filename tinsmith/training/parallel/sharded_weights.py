@@ -16,7 +16,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Decoder, Layer
@@ -25,6 +24,7 @@ from tinsmith.models.full import FullBytes, FullWeights, sharded_full_bytes
 from tinsmith.models.streamed_decoder import parameters_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sharded_layers import ShardedDecoder, ShardedLayers
 
 

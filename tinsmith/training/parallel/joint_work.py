@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
+from tinsmith.training.parallel.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tinsmith.distributed.meeting import LOOPBACK, meet, set_communication_variables
 from tinsmith.errors import DeviceLostError, WorkersLostError
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.progress import Exchanges
 from tinsmith.protocol.questions import Answers
+from tinsmith.training.parallel.meeting import LOOPBACK, meet, set_communication_variables
 
 log = logging.getLogger(__name__)
 
