@@ -132,7 +132,7 @@ MUTATIONS = (
     ),
     Mutation(
         "of texts of several adapters that are computed apart, those of the last are computed with each",
-        "tinsmith/training/backend.py",
+        "tinsmith/training/pass_runner.py",
         "return list(models.values()) if len(texts)",
         "return [own] * len(models) if len(texts)",
         (CAPTURED,),
@@ -176,7 +176,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of the second half of a pass that was split are lost",
-        "tinsmith/training/backend.py",
+        "tinsmith/training/pass_runner.py",
         "outcome = self._compute(part, backward)",
         "outcome = self._compute(part, backward and chosen[0] in {row[0] for row in self._rows(work, there, backward)})",
         ("tests/training/test_pass_failures.py",),

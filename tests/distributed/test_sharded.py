@@ -420,7 +420,7 @@ def test_what_fails_on_one_alone_counts_nothing_twice_and_loses_nothing(member: 
     clear(backend)
     for fault in (torch.OutOfMemoryError("out of memory"), ValueError("bad")):
         for where, (of, method, calls) in FAULTS.items():
-            with failing(backend.layers if of == "base" else model.sharded.layers, method, fault, member.rank == 1, calls):
+            with failing(backend.passes.layers if of == "base" else model.sharded.layers, method, fault, member.rank == 1, calls):
                 assert losses_of(backend, mine) == pytest.approx(losses, rel=WITHIN)
             for name, found in gradients(backend).items():
                 assert_near(found, expected[name], EXACT if name in LORA and member.rank != 1 and "all" not in where else WITHIN)
@@ -455,7 +455,7 @@ def test_a_worker_without_memory_lets_nobody_wait(member: Member) -> None:
     backend.run_pass(mine, backward=True)
     # Whichever has the part that would not stay finite says so.
     step_refused(UserError, "worker .*the update is not finite", replace(SETTINGS, lr=1e38, eps=0.0))
-    with without_memory(member, backend, "_require_memory"):
+    with without_memory(member, backend.memory, "require"):
         refused(lambda: backend.create_model("more", SHAPES["all"]), TinsmithError, OUT_OF_MEMORY)
         refused(lambda: backend.copy_part("all", optimizer=True), TinsmithError, OUT_OF_MEMORY)
     assert "more" not in backend.optimizers

@@ -158,7 +158,7 @@ def test_whatever_workers_exchange_arrives(member: Member) -> None:
         wait()
     assert part.tolist() == [sum(ranks, count) * number for number in (2 * rank, 2 * rank + 1)]
     assert joined.tolist() == [each for each in ranks for _ in range(3)]
-    joint = JointWork(group, lambda error: False)
+    joint = JointWork(group)
     column = (torch.arange(3.0 * count, device=device).view(count, 3) + 100 * rank)[:, :1].reshape(-1)
     assert joint.exchange(column, [1] * count, [1] * count).tolist() == [100 * each + 3 * rank for each in ranks]
     to_the_next, of_the_last = ([2 * (other == neighbour) for other in ranks] for neighbour in (rank + 1, rank - 1))

@@ -192,7 +192,7 @@ def test_what_is_left_when_the_engine_stops_ends_with_an_error_also_if_its_model
 ) -> None:
     """What is computed in part, and what is queued: nobody is left to wait for. Nor is it said that anything is tried again."""
     monkeypatch.setattr("tinsmith.training.checkpoint.save_file", no_space)
-    here.engine.trainer.forward.tokens_per_pass["tiny"] = here.backend().tokens_per_pass = 3
+    here.engine.trainer.forward.tokens_per_pass["tiny"] = here.backend().passes.tokens_per_pass = 3
     here.forward("a", 1, [3] * 8)
     here.optim("a", 2)
     here.until(lambda: any(operation.results for operation in here.engine.trainer.forward.operations.get(MODEL, ())))

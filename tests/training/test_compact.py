@@ -184,7 +184,8 @@ def test_workers_of_a_host_keep_their_shares_of_its_memory(family_dir: Callable[
     shape = LoraShape(0, seed=0)
     counts = [sum(parameter.numel() for parameter in base.full_targets(shape).values()) for base in bases]
     for backend in backends:
-        backend.share_host(sum(full_bytes(count, torch.bfloat16, "compact-host").host for count in counts), backends)
+        share = sum(full_bytes(count, torch.bfloat16, "compact-host").host for count in counts)
+        backend.memory.share_host(share, [each.memory for each in backends])
     first.create_model("a", shape)
     second.create_model("b", shape)
     for backend in backends:

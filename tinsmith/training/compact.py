@@ -111,6 +111,8 @@ class DecodedMoments(Mapping[str, Tensor]):
 class CompactOptimizer:
     """Optimizer of one full-parameter model that needs less memory than `ModelOptimizer`."""
 
+    sums_passes = False
+
     def __init__(self, weights: FullWeights, state: FullState, moments: Mapping[str, Tensor] | None = None) -> None:
         """Start anew, or from the `moments` of a saved model, in whatever state that was."""
         self.weights = weights

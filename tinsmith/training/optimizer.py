@@ -42,6 +42,9 @@ STEP_FAILED = "a step failed when it had changed some of the weights"
 class ModelOptimizer:
     """Gradient accumulators and AdamW's moments of one model, all float32 and laid out like `Weights.buffers`."""
 
+    sums_passes = False
+    """Whether gradients are summed over all workers at each pass, and not by a step (`parallel/sharded_optimizer.py`)."""
+
     def __init__(self, weights: Weights, moments: Mapping[str, Tensor] | None = None) -> None:
         """Start anew, or from a copy of a saved model's `moments`."""
         self.weights = weights

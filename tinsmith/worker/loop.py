@@ -121,7 +121,7 @@ class Worker:
         backends = {name: backend_of(base, config, group) for name, base in self.bases.items()}
         self.memory = DeviceMemory(self.bases, config, group)
         for backend in backends.values() if group else ():
-            backend.share_host(self.memory.host, list(backends.values()))
+            backend.memory.share_host(self.memory.host, [each.memory for each in backends.values()])
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         sampling = config.sampling
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, disk_for_snapshots(config, place), sampling.snapshot_idle_h * 3600

@@ -8,12 +8,12 @@ the place of its next agreement. Then all stop, at the same place, and know why.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
+from tinsmith.memory.retries import PassFailure, attempted
 from tinsmith.training.parallel.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
@@ -26,17 +26,6 @@ _GOES_ON, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
 
 class OthersFailedError(Exception):
     """Another worker has failed, so that this one does not go on."""
-
-
-@dataclass(frozen=True)
-class JointFailure:
-    """The reason why nobody has a result, the same on all workers."""
-
-    error_type: str
-    """Name of the class of the first failed worker's error."""
-    reason: str
-    out_of_memory: bool
-    """Whether all that failed had too little memory."""
 
 
 def refuse_together(group: ProcessGroup, failure: Exception | None) -> None:
@@ -63,41 +52,36 @@ def failing_together(group: ProcessGroup, *kinds: type[Exception]) -> Iterator[N
     refuse_together(group, failure)
 
 
+def _said_of(failure: PassFailure | None) -> int:
+    return _GOES_ON if failure is None else _OUT_OF_MEMORY if failure.out_of_memory else _FAILED
+
+
 class JointWork:
     """Work that all workers of a group do together: each calls the same methods in the same order."""
 
-    def __init__(self, group: ProcessGroup, is_out_of_memory: Callable[[Exception], bool]) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self.is_out_of_memory = is_out_of_memory
 
-    def attempt(self, compute: Callable[[], T]) -> T | JointFailure:
-        """Return the result of `compute` if it succeeds on all workers. It may exchange with the methods below.
+    def attempt(self, compute: Callable[[], T]) -> T | PassFailure:
+        """Return the result of `compute` if it succeeds on all workers, or the same failure on all. It may exchange with the methods below.
 
         Raises DeviceLostError if this worker does: nobody can go on then.
         """
-        said, name, reason = _GOES_ON, "", ""
         try:
-            result = compute()
-        except DeviceLostError:
-            raise
+            own = attempted(compute, DeviceLostError, OthersFailedError)
         except OthersFailedError:
-            return self._failure("", "", _GOES_ON)
-        except TinsmithError as error:
-            said, name, reason = _FAILED, type(error).__name__, str(error)
-        except Exception as error:  # of whatever kind: the others wait for what this one says
-            said = _OUT_OF_MEMORY if self.is_out_of_memory(error) else _FAILED
-            log.warning("what all workers compute together failed here", exc_info=said == _FAILED)
-            name, reason = TinsmithError.__name__, f"{type(error).__name__}: {error}"
-        if any(self.group.gather(said)):
-            return self._failure(name, reason, said)
-        return result
+            return self._failure(None)
+        failure = own if isinstance(own, PassFailure) else None
+        if failure and failure.out_of_memory:
+            log.warning("what all workers compute together ran out of memory here")
+        return self._failure(failure) if any(self.group.gather(_said_of(failure))) else own
 
-    def _failure(self, name: str, reason: str, said: int) -> JointFailure:
-        """The failure of those that have failed, put together on all workers."""
-        severest = max(self.group.gather(said))
-        names, reasons = self.group.texts(name), self.group.texts(reason)
+    def _failure(self, own: PassFailure | None) -> PassFailure:
+        """Return the first worker's failure of those that have failed. It is out of memory only if all of them are."""
+        severest = max(self.group.gather(_said_of(own)))
+        names, reasons = (self.group.texts(text) for text in ((own.error_type, own.reason) if own else ("", "")))
         first = next(rank for rank, each in enumerate(names) if each)
-        return JointFailure(names[first], reasons[first], severest == _OUT_OF_MEMORY)
+        return PassFailure(names[first], reasons[first], severest == _OUT_OF_MEMORY)
 
     def agree_to_go_on(self) -> None:
         """Before something is exchanged, when all that it needs is in memory. Raises OthersFailedError if not all have come here."""

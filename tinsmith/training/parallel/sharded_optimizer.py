@@ -24,6 +24,8 @@ from tinsmith.training.update_check import ENTRIES
 class ShardedOptimizer(ModelOptimizer):
     """This worker's parts of what one model trains. `totals` are its parts of what has been added up over all workers, pass by pass."""
 
+    sums_passes = True
+
     def __init__(self, weights: ShardedWeights, needed: int) -> None:
         """Start anew. `needed` is what training takes in all, in bytes."""
         super().__init__(weights)
