@@ -169,9 +169,9 @@ MUTATIONS = (
     Mutation(
         "gradients count twice when a pass is computed again for want of memory",
         "tinsmith/training/step.py",
-        "return [optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]",
+        "return [optimizer.accumulator.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]",
         "for optimizer in optimizers:\n"
-        "        optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves()))))()\n    return []",
+        "        optimizer.accumulator.contribution(list(islice(gradients, len(optimizer.weights.leaves()))))()\n    return []",
         ("tests/training/test_pass_failures.py",),
     ),
     Mutation(
@@ -190,7 +190,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of a step are counted again in the next",
-        "tinsmith/training/optimizer.py",
+        "tinsmith/training/accumulation.py",
         "totals, self.totals = self.totals, None",
         "totals = self.totals",
         (OPTIMIZER,),

@@ -123,7 +123,8 @@ def whole(backend: LocalBackend, name: str, parts: Callable[[Any], Sequence[Tens
 
 def gradients(backend: LocalBackend) -> dict[str, dict[str, Tensor]]:
     """What all models have accumulated; nothing where there is nothing."""
-    return {name: whole(backend, name, lambda model: model.gradients) if backend.optimizers[name].gradients else {} for name in SHAPES}
+    some = {name: bool(backend.optimizers[name].accumulator.gradients) for name in SHAPES}
+    return {name: whole(backend, name, lambda model: model.accumulator.gradients) if some[name] else {} for name in SHAPES}
 
 
 def weights(backend: LocalBackend, *models: str) -> dict[str, dict[str, Tensor]]:
@@ -305,9 +306,10 @@ def test_each_keeps_its_part_alone(member: Member) -> None:
     assert isinstance(base.decoder, ShardedDecoder)
     layers, before = base.decoder.sharded, held_bytes()
     slack = 8 * 32 * 64 * count  # tensors begin at multiples of 64 bytes, and parts are of one size
-    assert layers.whole_bytes / count <= layers.nbytes <= layers.whole_bytes / count + slack
-    assert layers.whole_bytes / 4 <= layers.buffer_bytes <= layers.whole_bytes / 4 + slack
-    assert abs(undivided - before - (layers.whole_bytes - layers.nbytes - layers.buffer_bytes)) <= slack
+    undivided_bytes, kept, buffers = 4 * sum(sizes), sum(map(len, layers.parts)), sum(map(len, layers.buffers))
+    assert undivided_bytes / count <= kept <= undivided_bytes / count + slack
+    assert undivided_bytes / 4 <= buffers <= undivided_bytes / 4 + slack
+    assert abs(undivided - before - (undivided_bytes - kept - buffers)) <= slack
 
     backend = ShardedBackend(base, TRAINING, member.group)
     backend.create_model("all", SHAPES["all"])
@@ -432,7 +434,7 @@ def test_a_worker_without_memory_lets_nobody_wait(member: Member) -> None:
     """What it has no room for is refused on all workers, and weights stay as they were."""
     backend = stepped(member)
     mine, model, before = own_share(member, backend), backend.optimizers["all"], weights(backend, "all")["all"]
-    with without_memory(member, model, "begin_pass"):
+    with without_memory(member, model.accumulator, "begin_pass"):
         failures = backend.run_pass(mine, backward=True).failures
     assert sorted(failures) == [place for place, work in enumerate(mine) if work.model_id == "all"]
     assert gradients(backend)["all"] == {}
@@ -441,7 +443,7 @@ def test_a_worker_without_memory_lets_nobody_wait(member: Member) -> None:
 
     def step_refused(error: type[TinsmithError], says: str, settings: AdamSettings = SETTINGS) -> None:
         refused(lambda: backend.optim_step("all", settings), error, says)
-        assert model.totals is None
+        assert model.accumulator.totals is None
         clear(backend)
 
     for lacking in ("claim_moments", "_checked"):
@@ -449,7 +451,7 @@ def test_a_worker_without_memory_lets_nobody_wait(member: Member) -> None:
         with without_memory(member, model, lacking):
             step_refused(TinsmithError, OUT_OF_MEMORY)
     backend.run_pass(mine, backward=True)
-    for part in (model.totals or [])[:1]:
+    for part in (model.accumulator.totals or [])[:1]:
         part[0] = torch.nan if member.rank == 1 else part[0]
     step_refused(UserError, "the gradient norm is nan")
     backend.run_pass(mine, backward=True)

@@ -74,7 +74,7 @@ def gradients(optimizer: Optimizer, rank: int, step: int, number: int) -> list[T
 def accumulate(optimizer: Optimizer, rank: int, step: int) -> None:
     """Add the gradients of all passes of a worker before a step."""
     for number in range(PASSES[rank, step]):
-        optimizer.contribution(gradients(optimizer, rank, step, number))()
+        optimizer.accumulator.contribution(gradients(optimizer, rank, step, number))()
 
 
 def state(optimizer: Optimizer) -> list[Tensor]:
@@ -101,12 +101,12 @@ def test_a_step_of_all_is_that_of_one_that_was_given_all_gradients(member: Membe
         first = None
         for step in range(STEPS):
             accumulate(own, member.rank, step)
-            of_each = [totals for totals in member.of_all(own.totals) if totals is not None]
+            of_each = [totals for totals in member.of_all(own.accumulator.totals) if totals is not None]
             assert len(of_each) == sum(PASSES[rank, step] > 0 for rank in range(member.count))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(together, "PIECE", 100)  # sums in a narrow precision go through several
                 metrics = step_together(own, SETTINGS, member.group)
-            assert own.totals is None
+            assert own.accumulator.totals is None
             for its_metrics, its_weights in member.of_all((metrics, state(own))):
                 assert its_metrics == metrics
                 assert same(its_weights, state(own))
@@ -114,7 +114,7 @@ def test_a_step_of_all_is_that_of_one_that_was_given_all_gradients(member: Membe
             if member.count == 2:
                 kept_in = dtype if kind == "compact" else torch.float32
                 sums = [sum((part.float() for part in parts), torch.zeros(())) for parts in zip(*of_each, strict=True)]
-                given.totals = [total.to(kept_in).to(here()) for total in sums]
+                given.accumulator.totals = [total.to(kept_in).to(here()) for total in sums]
                 assert given.step(SETTINGS) == metrics
                 assert same(state(given), state(own))
             for rank in range(member.count):
@@ -130,9 +130,9 @@ def test_a_step_of_all_is_that_of_one_that_was_given_all_gradients(member: Membe
 def test_zeros_lie_in_memory_as_gradients_do(kind: str, dtype: torch.dtype) -> None:
     """NCCL adds up only what lies so; weights of a base model may be transposed."""
     zeros, accumulated = fresh(kind, dtype), fresh(kind, dtype)
-    zeros.begin_with_zeros()
+    zeros.accumulator.begin_with_zeros()
     accumulate(accumulated, 0, 0)
-    for zero, total in zip(zeros.totals or [], accumulated.totals or [], strict=True):
+    for zero, total in zip(zeros.accumulator.totals or [], accumulated.accumulator.totals or [], strict=True):
         assert (zero.shape, zero.dtype, zero.stride()) == (total.shape, total.dtype, total.stride())
         assert not zero.any()
 
@@ -178,7 +178,7 @@ def not_finite(bad: float) -> Spoils:
         found = [gradient for gradient in gradients(optimizer, member.rank, 0, 0) if gradient is not None]
         if member.rank == 1:
             found[1].view(-1)[3] = bad
-        optimizer.contribution(found)()
+        optimizer.accumulator.contribution(found)()
 
     return spoil
 
@@ -262,7 +262,7 @@ def test_a_step_that_one_cannot_take_is_refused_on_all(member: Member) -> None:
                 with pytest.raises(error, match=text):
                     step_together(optimizer, SETTINGS, member.group)
         assert same(before, state(optimizer))
-        assert optimizer.totals is None
+        assert optimizer.accumulator.totals is None
         accumulate(optimizer, member.rank, 0)
         again = step_together(optimizer, SETTINGS, member.group)["grad_norm"]
         assert member.of_all(again) == [again, again]

@@ -274,7 +274,7 @@ def test_gradients_of_a_part_of_an_operation_that_failed_are_never_applied(
     assert here.error("a", 2) is None
     assert "the step was refused and the gradients are cleared, because an operation before it failed: seq_id 1" in str(here.error("a", 3))
     optimizer = here.backend().optimizers["s:train:a"]
-    assert optimizer.gradients is None
+    assert optimizer.accumulator.gradients is None
     assert all(torch.equal(old, new) for old, new in zip(before, optimizer.weights.tensors(), strict=True))
 
 

@@ -137,7 +137,7 @@ def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(fami
     with CountedMemory(base.network.parameters(), limit=recomputed / 2):
         refused = backend.run_pass(work, backward=True)
     assert "a sequence of 300 tokens needs more memory than cpu has left" in refused.failures[0]
-    assert backend.optimizers["a"].gradients is None
+    assert backend.optimizers["a"].accumulator.gradients is None
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="limits the memory of a GPU")
@@ -283,7 +283,7 @@ def test_a_step_without_memory_changes_nothing_and_the_model_goes_on(tmp_path: P
         backend.optim_step("starved", SETTINGS)
     leave(math.inf)
     assert all(torch.equal(a, b) for a, b in zip(before, starved.weights.tensors(), strict=True))
-    assert (starved.gradients, starved.moments()) == (None, {})
+    assert (starved.accumulator.gradients, starved.moments()) == (None, {})
     step_all(backend, work)
     assert all(torch.equal(a, b) for a, b in zip(fed.weights.tensors(), starved.weights.tensors(), strict=True))
 

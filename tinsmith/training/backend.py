@@ -97,7 +97,7 @@ class LocalBackend:
 
     def clear_gradients(self, model_id: str) -> None:
         if model_id in self.optimizers:
-            self.optimizers[model_id].clear()
+            self.optimizers[model_id].accumulator.totals = None
 
     def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
         """Copy the model's weights, to sample from under the identity `ref`: later steps do not change the copy."""

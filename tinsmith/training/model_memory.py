@@ -80,7 +80,7 @@ class ModelMemory:
 
     def claim_moments(self, optimizer: Optimizer) -> None:
         """Take what a first step takes, for which graphs give way: a step that lacks memory has lost its gradients."""
-        if not self.captured.passes or not isinstance(optimizer, ModelOptimizer) or optimizer.totals is None:
+        if not self.captured.passes or not isinstance(optimizer, ModelOptimizer) or optimizer.accumulator.totals is None:
             return
         with suppress(torch.OutOfMemoryError):
             optimizer.claim_moments()

@@ -31,25 +31,26 @@ def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGr
     Raises what `step` raises if it does so on all, TinsmithError if one had no memory before anything changed, and DeviceLostError if the
     weights differ now.
     """
-    if not any(group.gather(optimizer.totals is not None)):
+    accumulator = optimizer.accumulator
+    if not any(group.gather(accumulator.totals is not None)):
         return optimizer.step(settings)
     lacking: Exception | None = None
     try:
-        if optimizer.totals is None:
-            optimizer.begin_with_zeros()
-        optimizer.widen()
+        if accumulator.totals is None:
+            accumulator.begin_with_zeros()
+        accumulator.widen()
         optimizer.claim_moments()
-        narrow = any(total.dtype != torch.float32 for total in optimizer.totals or ())
+        narrow = any(total.dtype != torch.float32 for total in accumulator.totals or ())
         buffer = torch.empty(PIECE if narrow else 0, device=group.device)
     except (RuntimeError, MemoryError) as error:
         lacking = error
     if any(group.gather(lacking is not None)):
-        optimizer.clear()
+        accumulator.totals = None
         raise lacking or TinsmithError(
             "the step was refused, the gradients are cleared and the weights stay as they were: another worker has no memory for them; "
             "end other models or their sampling"
         )
-    for total in optimizer.totals or ():
+    for total in accumulator.totals or ():
         for wide in _widened(total, buffer):
             group.sum(wide)
     return _same_on_all(optimizer, settings, group)

@@ -57,18 +57,6 @@ class ShardedLayers:
     def count(self) -> int:
         return len(self.parts)
 
-    @property
-    def whole_bytes(self) -> int:
-        return sum(tensor.nbytes for template in self.templates for tensor in tensors_of(template))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(part) for part in self.parts)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(len(buffer) for buffer in self.buffers)
-
     def begin(self, backward: bool) -> None:
         count = len(self.parts)
         self.order = [*range(count), *(reversed(range(count - 1)) if backward else ())]
@@ -202,10 +190,11 @@ def shard(base: BaseModel, group: ProcessGroup) -> None:
     base.decoder = ShardedDecoder(tuple(sharded.templates), decoder.last_norm, decoder.rope, sharded)
     if base.device.type == "cuda":
         torch.cuda.empty_cache()
+    whole = sum(tensor.nbytes for template in sharded.templates for tensor in tensors_of(template))
     log.info(
         "%s: its %d layers are sharded over %d workers (--shard weights): this one keeps %s of %s, and %s of buffers",
         *(base.name, len(sharded.parts), group.count),
-        *map(size_text, (sharded.nbytes, sharded.whole_bytes, sharded.buffer_bytes)),
+        *map(size_text, (sum(map(len, sharded.parts)), whole, sum(map(len, sharded.buffers)))),
     )
 
 

@@ -88,17 +88,17 @@ class ShardedPasses(PassRunner):
         if not backward:
             return outcome
         if any(self.group.gather(isinstance(outcome, PassFailure))):
-            model.drop_pass()
+            model.accumulator.drop_pass()
             return outcome if isinstance(outcome, PassFailure) else None
-        model.keep_pass()
+        model.accumulator.keep_pass()
         return outcome
 
     def _without_room(self, model: ShardedOptimizer) -> PassFailure | None:
         """Take the memory for the gradients of a pass; returns why there is none on all workers."""
-        lacking = attempted(model.begin_pass)
+        lacking = attempted(model.accumulator.begin_pass)
         if not any(self.group.gather(lacking is not None)):
             return None
-        model.drop_pass()
+        model.accumulator.drop_pass()
         others = "another worker has no memory for its part of the gradients"
         return lacking or PassFailure(TinsmithError.__name__, others, out_of_memory=False)
 
