@@ -539,9 +539,9 @@ MUTATIONS = (
     Mutation(
         "the gradients of one worker are left out of the sum",
         "tinsmith/training/parallel/all_reduce.py",
-        "            group.sum(wide)",
-        "            wide.mul_(float(group.place.rank != 1))\n            group.sum(wide)",
-        ("tests/distributed/test_together.py::test_a_step_of_all_is_that_of_one_that_was_given_all_gradients",),
+        "            group.all_reduce(wide)",
+        "            wide.mul_(float(group.place.rank != 1))\n            group.all_reduce(wide)",
+        ("tests/distributed/test_all_reduce.py::test_a_step_of_all_is_that_of_one_that_was_given_all_gradients",),
     ),
     Mutation(
         "a datum is computed by two workers",

@@ -47,7 +47,7 @@ def main() -> None:
             print(error)
         else:
             total = torch.tensor([rank, 1])
-            group.sum(total)
+            group.all_reduce(total)
             print(total.tolist())
     group.close()
 

@@ -6,7 +6,7 @@ Also: `tests/distributed/test_replicas.py`.
 
 Invariant: Workers that share all weights write the files of one worker, byte for byte, each its part; when one cannot write, or dies,
 there is no checkpoint and nothing is left of it.
-Also: `tests/distributed/test_saving_together.py`, `tests/worker/test_joint_saves.py`, `tests/store/test_pieces.py`,
+Also: `tests/distributed/test_sharded_checkpoints.py`, `tests/worker/test_joint_saves.py`, `tests/store/test_pieces.py`,
 `tests/training/test_checkpoint.py`, `tests/engine/test_worker_group.py`.
 
 Invariant: All weights, sharded, train as on one worker; an attempt that fails on one alone counts no gradient twice and loses none; what
@@ -46,11 +46,11 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
+from tinsmith.training.parallel.checkpoint_shard import CheckpointShard
 from tinsmith.training.parallel.sharded_backend import ShardedBackend
 from tinsmith.training.parallel.sharded_layers import ShardedDecoder, shard
 from tinsmith.training.parallel.sharded_optimizer import ShardedOptimizer
 from tinsmith.training.parallel.sharded_weights import gathered
-from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.wire.chunks import Chunk
 
 T = TypeVar("T")
@@ -230,7 +230,7 @@ def write(
     assert part is not None
     done = Event()
 
-    def pieces(part: StatePart) -> Iterator[FilePiece]:
+    def pieces(part: CheckpointShard) -> Iterator[FilePiece]:
         for piece in part.pieces():
             yield piece
             done.wait()
@@ -333,7 +333,7 @@ TRAINED = {
         ("image", "float32", True),
         ("hybrid", "float32", True),
         ("image", "float32", False),
-        *[("text", "float32", False)] * EVERYTHING,  # replicas of a text model are in test_together.py
+        *[("text", "float32", False)] * EVERYTHING,  # replicas of a text model are in test_all_reduce.py
     ],
     3: [("text", "float32", True), *[("image", "float32", True), ("text", "float32", False)] * EVERYTHING],  # shares and parts are uneven
 }

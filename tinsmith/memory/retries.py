@@ -50,7 +50,8 @@ def attempted(compute: Callable[[], T], *raised: type[Exception], traceback: boo
         known = isinstance(error, TinsmithError)
         out_of_memory = not known and is_out_of_memory(error)
         if known or out_of_memory:
-            return PassFailure(type(error).__name__ if known else TinsmithError.__name__, str(error), out_of_memory)
+            kind = type(error).__name__
+            return PassFailure(kind if known else TinsmithError.__name__, str(error) or kind, out_of_memory)
         # It is first seen here: of a datum that a check let through, of our code, or of the device.
         log.warning("a pass failed", exc_info=traceback)
         return PassFailure(TinsmithError.__name__, f"{type(error).__name__}: {error}", out_of_memory=False)

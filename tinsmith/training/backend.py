@@ -20,10 +20,10 @@ from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.loss_groups import DatumResult, DatumWork
 from tinsmith.training.model_memory import ModelMemory
 from tinsmith.training.optimizer import ModelOptimizer
-from tinsmith.training.parallel.all_reduce import step_together
+from tinsmith.training.parallel.all_reduce import all_reduce_step
+from tinsmith.training.parallel.checkpoint_shard import CheckpointShard
 from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sequence_parallel import SequenceParallel
-from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.training.pass_runner import PassResult, PassRunner, not_loaded
 
 __all__ = ["DatumResult", "DatumWork", "LocalBackend", "PassResult"]
@@ -86,7 +86,7 @@ class LocalBackend:
                 self.memory.claim_moments(optimizer)
                 if self.group is None or optimizer.sums_passes:
                     return optimizer.step(settings)
-                return step_together(optimizer, settings, self.group)
+                return all_reduce_step(optimizer, settings, self.group)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -123,7 +123,7 @@ class LocalBackend:
         model = self.optimizers[model_id]
         return self.copied(model, About.of(self.base, model.weights.shape), optimizer)
 
-    def copy_part(self, model_id: str, optimizer: bool) -> StatePart | None:
+    def copy_part(self, model_id: str, optimizer: bool) -> CheckpointShard | None:
         """Copy this worker's part of a sharded model to host memory; None here, where each worker has all of it.
 
         To be called by all workers. If one cannot copy its part, the same error is raised on all.

@@ -25,7 +25,7 @@ _REFUSED, _FAILED = -1, -2
 _NO_SIGN = 2**63 - 1
 
 
-def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
+def all_reduce_step(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
     """Take a step with the gradients of all workers, which all call this.
 
     Raises what `step` raises if it does so on all, TinsmithError if one had no memory before anything changed, and DeviceLostError if the
@@ -52,7 +52,7 @@ def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGr
         )
     for total in accumulator.totals or ():
         for wide in _widened(total, buffer):
-            group.sum(wide)
+            group.all_reduce(wide)
     return _same_on_all(optimizer, settings, group)
 
 

@@ -28,7 +28,7 @@ class OthersFailedError(Exception):
     """Another worker has failed, so that this one does not go on."""
 
 
-def refuse_together(group: ProcessGroup, failure: Exception | None) -> None:
+def raise_on_all(group: ProcessGroup, failure: Exception | None) -> None:
     """Raise on all workers if one has failed at what each does for itself: UserError if all failures are, TinsmithError otherwise."""
     said = group.gather(_GOES_ON if failure is None else _FAILED if isinstance(failure, UserError) else _OUT_OF_MEMORY)
     if not any(said):
@@ -40,8 +40,8 @@ def refuse_together(group: ProcessGroup, failure: Exception | None) -> None:
 
 
 @contextmanager
-def failing_together(group: ProcessGroup, *kinds: type[Exception]) -> Iterator[None]:
-    """Run what each worker does for itself; if that fails with one of `kinds` on any, raise on all, as `refuse_together` does."""
+def failing_on_all(group: ProcessGroup, *kinds: type[Exception]) -> Iterator[None]:
+    """Run what each worker does for itself; if that fails with one of `kinds` on any, raise on all, as `raise_on_all` does."""
     failure: Exception | None = None
     try:
         yield
@@ -49,7 +49,7 @@ def failing_together(group: ProcessGroup, *kinds: type[Exception]) -> Iterator[N
         if not isinstance(error, TinsmithError):
             log.warning("what each worker does for itself failed here", exc_info=True)
         failure = error
-    refuse_together(group, failure)
+    raise_on_all(group, failure)
 
 
 def _said_of(failure: PassFailure | None) -> int:
@@ -88,15 +88,15 @@ class JointWork:
         if any(self.group.gather(_GOES_ON)):
             raise OthersFailedError
 
-    def exchange(self, sent: Tensor, sizes: Sequence[int], received_sizes: Sequence[int]) -> Tensor:
+    def all_to_all(self, sent: Tensor, sizes: Sequence[int], received_sizes: Sequence[int]) -> Tensor:
         """Give each worker the next of `sizes` numbers of `sent`; returns what each gives to this one, `received_sizes` numbers."""
         sent = sent.contiguous()  # one column of a matrix, made flat, still lies apart in memory
         received = sent.new_empty(sum(received_sizes))
         self.agree_to_go_on()
-        self.group.exchange(received, sent, received_sizes, sizes)
+        self.group.all_to_all(received, sent, received_sizes, sizes)
         return received
 
-    def sum(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by the sum of those of all workers."""
         self.agree_to_go_on()
-        self.group.sum(tensor)
+        self.group.all_reduce(tensor)

@@ -30,7 +30,7 @@ from tinsmith.training.logprobs import rows_to_keep, target_logprobs
 from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, targets_per_position, trained_positions
 from tinsmith.training.parallel.joint_work import JointWork
 from tinsmith.training.parallel.process_group import ProcessGroup
-from tinsmith.training.parallel.sequence_slices import SequenceSlices, SlicedPlan, slices_of
+from tinsmith.training.parallel.sequence_slices import SequenceParallelPlan, SequenceSlices, slices_of
 from tinsmith.training.step import results_and_gradients
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class SequenceParallel:
         """Compute log-probabilities and losses of the whole sequence from the slices of all workers."""
         base, owner, own = self.base, optimizer.weights, slices.own
         row = pack([datum.rendered.part(own.start, own.stop)], [owner], base.device)
-        plan = SlicedPlan(slices, base.device, base.dtype)
+        plan = SequenceParallelPlan(slices, base.device, base.dtype)
         with kept_in_host_memory(len(row.token_ids)) if recomputation.offload else nullcontext():
             hidden = base.hidden_states(row, plan, recomputation.recompute)  # [own tokens, hidden]
         width = targets_per_position(datum)
@@ -123,4 +123,3 @@ class SequenceParallel:
         keep = rows_to_keep(self.logits_chunk, base.dtype)
         logprobs: Tensor = target_logprobs(hidden, base.head(owner), targets, row.segments, self.logits_chunk, keep, wanted)
         return loss.computed(slices.whole(logprobs))  # [tokens, K]
-

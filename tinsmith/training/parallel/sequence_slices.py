@@ -121,7 +121,7 @@ class SequenceSlices:
         sent = x.new_empty(sum(sizes))
         for part, piece in zip(heads, sent.split(sizes), strict=True):
             piece.view(x.shape[0], _length(part), *rest).copy_(x[:, part])
-        received = self.joint.exchange(sent, sizes, [_length(tokens) * mine * width for tokens in self.slices])
+        received = self.joint.all_to_all(sent, sizes, [_length(tokens) * mine * width for tokens in self.slices])
         return received.view(self.tokens, mine, *rest)
 
     def collect_heads(self, y: Tensor, heads: tuple[slice, ...], count: int) -> Tensor:
@@ -129,7 +129,7 @@ class SequenceSlices:
         rest, mine = y.shape[2:], _length(heads[self.rank])
         own, width = _length(self.own), math.prod(rest)
         sizes = [own * _length(part) * width for part in heads]
-        received = self.joint.exchange(y.reshape(-1), [_length(tokens) * mine * width for tokens in self.slices], sizes)
+        received = self.joint.all_to_all(y.reshape(-1), [_length(tokens) * mine * width for tokens in self.slices], sizes)
         pieces = [piece.view(own, _length(part), *rest) for part, piece in zip(heads, received.split(sizes), strict=True)]
         if sum(map(_length, heads)) == count:
             return torch.cat(pieces, 1)
@@ -144,7 +144,7 @@ class SequenceSlices:
         to, giver = self.rank + step, self.rank - step
         size = x.numel()
         sent = x.reshape(-1) if to in ranks else x.new_empty(0)
-        received = self.joint.exchange(sent, [size * (rank == to) for rank in ranks], [size * (rank == giver) for rank in ranks])
+        received = self.joint.all_to_all(sent, [size * (rank == to) for rank in ranks], [size * (rank == giver) for rank in ranks])
         return received.view(x.shape) if giver in ranks else None
 
 
@@ -200,7 +200,7 @@ class _Whole(torch.autograd.Function):
         ctx.own = slices.own
         found = x.new_zeros(slices.tokens, *x.shape[1:])
         found[slices.own] = x
-        slices.joint.sum(found)
+        slices.joint.all_reduce(found)
         return found
 
     @staticmethod
@@ -208,7 +208,7 @@ class _Whole(torch.autograd.Function):
         return grads[0][ctx.own], None
 
 
-class SlicedPlan:
+class SequenceParallelPlan:
     """A `PassPlan` of a slice of one sequence: attention and delta rules by heads, convolutions with the neighbour's last tokens."""
 
     def __init__(self, slices: SequenceSlices, device: torch.device, dtype: torch.dtype) -> None:

@@ -19,13 +19,13 @@ from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import About, SavedState
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.optimizer import fatal
-from tinsmith.training.parallel.joint_work import failing_together, refuse_together
+from tinsmith.training.parallel.checkpoint_shard import CheckpointShard
+from tinsmith.training.parallel.joint_work import failing_on_all, raise_on_all
 from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sharded_layers import ShardedDecoder
 from tinsmith.training.parallel.sharded_optimizer import ShardedOptimizer
 from tinsmith.training.parallel.sharded_passes import ShardedPasses
 from tinsmith.training.parallel.sharded_weights import ShardedWeights, bytes_of, gathered, take_from_base
-from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.training.update_check import ENTRIES
 
 
@@ -48,14 +48,14 @@ class ShardedBackend(LocalBackend):
     # ---- Models
 
     def agree_to_create(self, refusal: TinsmithError | None) -> None:
-        refuse_together(self.group, refusal)
+        raise_on_all(self.group, refusal)
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
         """Create a model. To be called by all workers, with rank 0 at the same place among passes and other calls."""
         if shape.rank > 0:
             super().create_model(model_id, shape)
             return
-        with failing_together(self.group, UserError, RuntimeError, MemoryError):
+        with failing_on_all(self.group, UserError, RuntimeError, MemoryError):
             optimizer = self._new_sharded(shape)
         with self._fatal("all took the weights of the base"):
             take_from_base(optimizer.sharded, self.base)
@@ -94,7 +94,7 @@ class ShardedBackend(LocalBackend):
         model = self._agreed(model_id) if self.gives_snapshots else None
         if model is None:
             return super().snapshot(model_id, ref)
-        with failing_together(self.group, Exception):
+        with failing_on_all(self.group, Exception):
             size = snapshot_bytes(model.weights.parameter_count, self.base.dtype)
             self.memory.require("a snapshot of full weights", size, torch.device("cpu"))
             tensors = _empty(model.sharded, self.base.dtype)
@@ -105,21 +105,21 @@ class ShardedBackend(LocalBackend):
     def help_to_snapshot(self, model_id: str) -> None:
         model = self._agreed(model_id)
         if model is not None:
-            refuse_together(self.group, None)
+            raise_on_all(self.group, None)
             with self._fatal("all put a snapshot together"):
                 gathered(model.sharded, model.sharded.parts, None)
 
     # ---- What is saved
 
-    def copy_part(self, model_id: str, optimizer: bool) -> StatePart | None:
+    def copy_part(self, model_id: str, optimizer: bool) -> CheckpointShard | None:
         """Copy this worker's part of the weights; None of an adapter, of which each worker has all. To be called by all workers."""
         model = self._agreed(model_id)
         if model is None:
             return None
-        with failing_together(self.group, Exception):
+        with failing_on_all(self.group, Exception):
             return self._copied_part(model_id, model, optimizer)
 
-    def _copied_part(self, model_id: str, model: ShardedOptimizer, optimizer: bool) -> StatePart:
+    def _copied_part(self, model_id: str, model: ShardedOptimizer, optimizer: bool) -> CheckpointShard:
         weights, place = model.sharded, self.group.place
         size = sum(master.nbytes for master in weights.masters.values()) * (3 if optimizer and model.moments() else 1)
         self.memory.require("what the workers of this host copy to save it", size * self.neighbours, torch.device("cpu"))
@@ -129,7 +129,7 @@ class ShardedBackend(LocalBackend):
         if moments is not None and model.moments():
             moments |= {entry: _on_host(model.parts_of(entry)) for entry in ENTRIES}
             step = next(iter(model.adamw.state.values()))["step"].to("cpu", copy=True)
-        return StatePart(about, weights.rows, place.rank, _on_host(weights.masters), moments, step)
+        return CheckpointShard(about, weights.rows, place.rank, _on_host(weights.masters), moments, step)
 
     def _agreed(self, model_id: str) -> ShardedOptimizer | None:
         """Return a model that all workers have; None if it is not sharded. Raises NotFoundError if none of them has it."""

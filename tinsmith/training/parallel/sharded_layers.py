@@ -112,7 +112,7 @@ class ShardedLayers:
         following = self.step + 1
         if following < len(self.order):
             part = self.parts[self.order[following]]
-            self.arrived = self.group.begin_to_join(self._buffer(following, part), part)
+            self.arrived = self.group.begin_all_gather(self._buffer(following, part), part)
 
     def _buffer(self, step: int, part: Tensor) -> Tensor:
         return self.buffers[step % 2][: len(part) * self.group.count]

@@ -17,7 +17,7 @@ from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.accumulation import GradientAccumulator
 from tinsmith.training.optimizer import ModelOptimizer, fatal, norm_of, require_finite_norm
 from tinsmith.training.parallel.all_reduce import state_after
-from tinsmith.training.parallel.joint_work import failing_together
+from tinsmith.training.parallel.joint_work import failing_on_all
 from tinsmith.training.parallel.sharded_weights import ShardedWeights
 from tinsmith.training.update_check import ENTRIES
 
@@ -110,7 +110,7 @@ class ShardedOptimizer(ModelOptimizer):
         grad_norm = self._norm_of_all(totals)
         require_finite_norm(grad_norm)
         with self._lent(totals) as buffers:
-            with failing_together(group, UserError, RuntimeError, MemoryError):
+            with failing_on_all(group, UserError, RuntimeError, MemoryError):
                 if settings.grad_clip_norm > 0:
                     clip_grads_with_norm_(buffers, settings.grad_clip_norm, torch.tensor(grad_norm, device=group.device))
                 bounds = self._checked(totals, grad_norm, settings)
@@ -126,7 +126,7 @@ class ShardedOptimizer(ModelOptimizer):
         """Return the norm of all workers' gradient. Raises on all, without new moments, if one has no memory for the step."""
         first = not self.moments()
         try:
-            with failing_together(self.sharded.group, RuntimeError, MemoryError):
+            with failing_on_all(self.sharded.group, RuntimeError, MemoryError):
                 self.claim_moments()
                 squares = norm_of(totals).item() ** 2
         except TinsmithError:

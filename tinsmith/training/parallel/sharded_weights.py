@@ -50,7 +50,7 @@ class GradientSums:
             whole = self.buffer[: count * self.group.count]
             for rank, stretch in enumerate(whole.view(self.group.count, count)):
                 row.fill(stretch, rank * row.part + start, gradients)
-            self.summed = self.group.begin_to_sum_parts(part[start : start + count], whole)
+            self.summed = self.group.begin_reduce_scatter(part[start : start + count], whole)
 
     def wait(self) -> None:
         """Wait until all sums are there."""
@@ -169,7 +169,7 @@ class ShardedWeights(FullWeights):
         if self.parts is not self.masters:
             torch._foreach_copy_(list(self.parts.values()), self.tensors())
         for name, whole in self.wholes.items():
-            self.group.begin_to_join(whole, self.parts[name])()
+            self.group.begin_all_gather(whole, self.parts[name])()
 
     def snapshot(self, ref: WeightsRef) -> NoReturn:
         raise UserError(
@@ -249,7 +249,7 @@ def gathered(weights: ShardedWeights, parts: Mapping[str, Tensor], tensors: Mapp
         for start in range(0, row.part, size):
             count = min(size, row.part - start)
             whole = buffer[: count * group.count]
-            group.begin_to_join(whole, parts[name][start : start + count])()
+            group.begin_all_gather(whole, parts[name][start : start + count])()
             if tensors is not None:
                 for rank, stretch in enumerate(whole.view(group.count, count)):
                     row.read(stretch, rank * row.part + start, wanted)
