@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tinsmith.kernels.adamw_formula import Factors
+from tinsmith.kernels.adamw_formula import Factors, step_as_written
 from tinsmith.models.full import FullState, FullWeights, full_bytes, state_device
 from tinsmith.models.split_masters import SplitMasters, join, split
 from tinsmith.protocol.shapes import AdamSettings
@@ -202,12 +202,7 @@ class CompactOptimizer:
             rest = None if rests is None else rests[piece].to(self.device, non_blocking=True)
             master = (near if rest is None else join(near, rest)).view(-1, width)
             first, second = kept.read(piece, width, self.device)
-            g = gradient.view(-1)[piece].view(-1, width).float() * factors.scale
-            first.mul_(factors.beta1).add_(g, alpha=1 - factors.beta1)
-            second.mul_(factors.beta2).addcmul_(g, g, value=1 - factors.beta2)
-            del g
-            master.mul_(factors.decay)
-            master.addcdiv_(first, (second.sqrt() / factors.root).add_(factors.eps), value=-factors.rate)
+            step_as_written(master, gradient.view(-1)[piece].view(-1, width), first, second, factors)
             for moment, values in enumerate((first, second)):
                 kept.write(piece, moment, values, chances(values, self._seed_tensor(self.steps, number, index, moment)))
             if rests is not None:
