@@ -1,8 +1,8 @@
 """Small passes of one adapter as CUDA graphs: a GPU computes 2,048 tokens faster than Python launches the two thousand kernels for them.
 
 The layers of a decoder, forward and backward, are captured once for a number of tokens and replayed for every row that fits into it. A
-graph reads and writes where its tensors lay when it was captured, so a row is copied there first: its embeddings, with zeros behind them;
-its positions; where its sequences begin; and the matrices of its adapter. Embedding, LM head and loss are computed as in any other pass.
+graph reads and writes where its tensors lay when it was captured, so a row and the matrices of its adapter are copied there first.
+Embedding, LM head and loss are computed as in any other pass.
 """
 
 import logging
@@ -204,10 +204,7 @@ class CapturedPasses:
         return PassKind(tokens, sequences, adapter.form)
 
     def are_faster_apart(self, rows: Sequence[tuple[Sequence[int], Adapter]]) -> bool:
-        """Whether texts of several adapters, given as lengths and adapter, are computed sooner by a graph each than in one row.
-
-        Graphs that are not there yet are captured when they are needed for the second time, as any other. Then their seconds are known.
-        """
+        """Whether texts of several adapters, given as lengths and adapter, are computed sooner by a graph each than in one row."""
         kinds = [self._kind(*row) for row in rows]
         if self.paused:
             self.paused -= 1

@@ -6,11 +6,9 @@ Notation of the formulas: lp the log-probabilities that the model in training gi
 
 A function returns the loss of each position, of all datums of a row at once. Reductions are sums, never means, so that however a batch is
 split its gradients stay the same. A position whose weight or advantage is 0 contributes exactly 0 to value and gradient, also where lp is
--inf. In dro and stable_reinforce a sampled token without advantage keeps its penalty; what contributes exactly 0 there are the positions
-that do not count (`_counted`, sequence_ratio_mask), such as those of prompts.
+-inf; in dro and stable_reinforce these are the positions that do not count (`_counted`, sequence_ratio_mask), such as those of prompts.
 
-The formulas are those of the public documentation of the Tinker API ("Loss functions"); papers are named where a loss has one. Only that of
-stable_reinforce is Tinsmith's own.
+The formulas are those of the public documentation of the Tinker API ("Loss functions"). Only that of stable_reinforce is Tinsmith's own.
 """
 
 import math

@@ -41,7 +41,7 @@ class PassResult:
 
 
 class PassRunner:
-    """Computes work of the models of one base, whose optimizers are in `optimizers`."""
+    """Computes work of the models of one base."""
 
     def __init__(self, memory: ModelMemory, config: TrainingConfig, optimizers: Mapping[str, Optimizer], sharded: bool = False) -> None:
         self.base = memory.base
@@ -56,7 +56,6 @@ class PassRunner:
         """Callback of the current pass, called between layers."""
 
     def run(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
-        """Compute work as `LocalBackend.run_pass` does."""
         self._look = look
         results: list[DatumResult | None] = [None] * len(work)
         failures = {i: not_loaded(datum.model_id) for i, datum in enumerate(work) if datum.model_id not in self.optimizers}

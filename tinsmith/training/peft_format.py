@@ -1,7 +1,6 @@
 """Reads and writes adapters in PEFT's format, and merges weights into their base model.
 
-A PEFT adapter holds lora_A and lora_B of each layer under the name that transformers gives it. Our names begin inside the language model;
-the `Layout` of the base translates, and is made without reading a weight.
+A PEFT adapter holds lora_A and lora_B of each layer under the name that transformers gives it; the `Layout` of the base translates.
 
 Of a fused layer our LoRA may cover n parts, each with an adapter of its own, as of `in_proj_qkv` of a gated delta net. PEFT has one adapter
 for all of it: its rank is n times as large and B is block-diagonal. The scale stays 32 / rank, because its alpha is n times as large too.

@@ -1,8 +1,7 @@
 """Computations of several workers with exchanges in between, which either all finish or all leave at the same place.
 
 A worker that fails alone, as where its memory ends, would let the others wait in the next exchange for ever. So before each exchange all
-agree that everybody has come to it, with a number that the processors exchange while the devices compute. One that has failed says so in
-the place of its next agreement. Then all stop, at the same place, and know why.
+agree, over the processors, that everybody has come to it; one that has failed says so in its place, and all stop there.
 """
 
 import logging

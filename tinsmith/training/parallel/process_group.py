@@ -55,8 +55,8 @@ class ProcessGroup:
     def connect(self) -> None:
         """Exchange something in every way that there is. To be called by all, before the memory of the devices is divided.
 
-        NCCL connects two GPUs, and takes its buffers, when they first exchange something so: hundreds of megabytes that PyTorch does not
-        count. Taken now, they are gone from the memory that is divided later, and no pass runs out of memory in them: that ends workers.
+        NCCL takes its buffers when two GPUs first exchange something so: hundreds of megabytes that PyTorch does not count. Taken now, they
+        are gone from the memory that is divided later, and no pass runs out of memory in them: that ends workers.
         """
         before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         for most in _FIRST_SIZES[self.device.type]:
@@ -84,18 +84,18 @@ class ProcessGroup:
             dist.all_reduce(tensor)
 
     def begin_all_gather(self, whole: Tensor, part: Tensor) -> Callable[[], None]:
-        """Begin to put the parts of all workers together, one behind the other by rank. What is returned waits until `whole` is there.
+        """Begin to gather the parts of all workers, of one size and by rank. What is returned waits until `whole` is there.
 
-        Until then neither tensor may be touched. All parts are of one size.
+        Until then neither tensor may be touched.
         """
         with self._not_alone():
             work = _all_gather(whole, part, async_op=True)
         return self._waits_for(work)
 
     def begin_reduce_scatter(self, part: Tensor, whole: Tensor) -> Callable[[], None]:
-        """Begin to add up the `whole` of all workers. What is returned waits until `part` is what this worker gets of the sum.
+        """Begin to add up the `whole` of all workers. What is returned waits until `part` is this worker's part of the sum, by rank.
 
-        The parts lie one behind the other by rank and are of one size. Until then neither tensor may be touched.
+        Until then neither tensor may be touched.
         """
         with self._not_alone():
             work = _reduce_scatter(part, whole, async_op=True)

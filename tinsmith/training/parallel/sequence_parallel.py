@@ -1,10 +1,8 @@
 """Computes one sequence on all workers together, because it is too long for one (sequence parallelism).
 
-Each worker computes a slice of the tokens. Where tokens meet, slices of tokens become slices of heads (`sequence_slices.py`). Every worker
-computes the loss of the whole sequence from the gathered log-probabilities, and in its backward takes up the gradient of its own slice
-alone: a step, which sums over all workers, counts every token once.
-
-Whatever fails, fails on all: no worker adds gradients before all have theirs (`joint_work.py`).
+Each worker computes a slice of the tokens (`sequence_slices.py`), and the loss of the whole sequence from the gathered log-probabilities.
+Its backward takes the gradient of its own slice alone: a step, which sums over all workers, counts every token once. Whatever fails, fails
+on all (`joint_work.py`).
 """
 
 import logging

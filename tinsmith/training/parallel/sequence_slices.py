@@ -1,8 +1,7 @@
 """One sequence on several workers: slices of its tokens become slices of heads and back (Ulysses, Jacobs et al., arXiv 2309.14509).
 
 What mixes tokens gets all tokens of some heads: an exchange gives each worker the heads that it computes, and another brings the results
-back to the tokens. The backward of the one is the other. All of it is differentiable, and leaves to each worker the gradients of its own
-tokens.
+back to the tokens. The backward of the one is the other.
 """
 
 import math

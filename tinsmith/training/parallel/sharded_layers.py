@@ -9,10 +9,9 @@ that all workers know before it begins:
     0, 1, ... , last        forward
     last - 1, ... , 1, 0    backward, if there is one: the last layer is still there
 
-Every worker takes part in all of these steps, whether it computes much, little or nothing: one that has no datum, or whose pass fails in
-the middle, goes through the rest of them with `finish`. So nobody waits for a worker that does not come. While a layer is computed
-the next one is under way. Two buffers hold the layer that is computed and the next one; nothing is allocated in a pass, so a step cannot
-run out of memory.
+Every worker takes part in all of these steps: one that has no datum, or whose pass fails in the middle, goes through the rest of them with
+`finish`. While a layer is computed the next one is under way, in a second buffer; nothing is allocated in a pass, so a step cannot run out
+of memory.
 """
 
 import logging
@@ -34,7 +33,7 @@ ALIGNED = 64
 
 
 class ShardedLayers:
-    """This worker's parts of all layers. Both `begin` and `finish` are called for every pass by all workers."""
+    """This worker's parts of all layers. All workers call `begin` and `finish` for every pass."""
 
     def __init__(self, group: ProcessGroup, templates: list[Layer], parts: list[Tensor], buffers: list[Tensor]) -> None:
         """Take two `buffers` that hold any of the layers and belong to whatever is computed now."""

@@ -138,4 +138,4 @@ class ShardedOptimizer(ModelOptimizer):
 
 
 def _nothing() -> None:
-    """Add nothing: `keep_pass` does, when all workers have computed the pass."""
+    """Add nothing: `keep_pass` does."""
