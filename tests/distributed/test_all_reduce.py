@@ -190,7 +190,7 @@ def without_memory(member: Member, optimizer: Optimizer, patch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("out of memory")
 
     if member.rank == 1:
-        patch.setattr(optimizer, "begin_with_zeros", begin_with_zeros)
+        patch.setattr(optimizer.accumulator, "begin_with_zeros", begin_with_zeros)
     else:
         accumulate(optimizer, member.rank, 0)
 
@@ -200,7 +200,7 @@ def failing(error: Exception, everywhere: bool = False) -> Spoils:
 
     def spoil(member: Member, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> None:
         def step(settings: AdamSettings) -> dict[str, float]:
-            optimizer.clear()
+            optimizer.accumulator.take()
             raise error
 
         accumulate(optimizer, member.rank, 0)

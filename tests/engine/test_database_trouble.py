@@ -274,7 +274,7 @@ def test_a_model_whose_load_failed_for_want_of_memory_ends_nothing_else(here: He
         here.create(model, rank=0)
     here.save("b", 1, "kept")
     here.settle()
-    monkeypatch.setattr("tinsmith.training.backend.require_memory", refuse)
+    monkeypatch.setattr("tinsmith.training.model_memory.require_memory", refuse)
     load = {"model_id": "s:train:c", "seq_id": 1, "path": "tinker://s:train:b/weights/kept", "optimizer": False}
     here.add("c", 1, "load_weights", load)
     here.optim("c", 2)

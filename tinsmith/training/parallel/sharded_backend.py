@@ -12,7 +12,7 @@ from torch import Tensor
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import FullState, FullWeights, Weights, snapshot_bytes
+from tinsmith.models.full import FullWeights, Weights, snapshot_bytes
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import LocalBackend
@@ -79,7 +79,12 @@ class ShardedBackend(LocalBackend):
 
     def _new_sharded(self, shape: LoraShape) -> ShardedOptimizer:
         """Create a model whose weights have no numbers yet. Raises UserError if this mode, or the memory of this worker, cannot."""
-        require_float32_state(self.base, self.memory.full_state)
+        if self.memory.full_state != "float32":
+            raise UserError(
+                f"the server shards the weights of {self.base.name} over its workers (--shard weights), and what it remembers of all "
+                f"weights is float32 then: it takes no --full-state {self.memory.full_state}; serve with --full-state float32, or with "
+                "--shard none"
+            )
         needed = bytes_of(self.base, shape, self.group.count)
         self.memory.require(f"a worker's part of full-parameter training of {self.base.name}", needed.device, self.base.device)
         return ShardedOptimizer(ShardedWeights(self.base, shape, self.group), needed.device)
@@ -148,12 +153,3 @@ def _empty(weights: ShardedWeights, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _on_host(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: part.detach().to("cpu", copy=True) for name, part in parts.items()}
-
-
-def require_float32_state(base: BaseModel, state: FullState) -> None:
-    """Raise UserError for a state of full-parameter training that is not sharded."""
-    if state != "float32":
-        raise UserError(
-            f"the server shards the weights of {base.name} over its workers (--shard weights), and what it remembers of all weights is "
-            f"float32 then: it takes no --full-state {state}; serve with --full-state float32, or with --shard none"
-        )
