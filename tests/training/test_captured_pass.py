@@ -115,7 +115,7 @@ def test_graphs_give_way_to_passes_that_need_their_memory_and_come_back_after_a_
 
 
 def test_models_with_delta_nets_are_not_captured(hybrid_base: BaseModel) -> None:
-    assert not CapturedPasses(hybrid_base, backend_with(hybrid_base).memory_retries.memory, 16, lambda function: function).possible
+    assert not CapturedPasses(hybrid_base, backend_with(hybrid_base).passes.memory_retries.memory, 16, lambda function: function).possible
 
 
 @pytest.mark.parametrize("reason", ["fails", "differs"])
