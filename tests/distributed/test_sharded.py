@@ -516,7 +516,7 @@ def test_a_snapshot_has_the_weights_of_its_time(member: Member) -> None:
                     assert copy.dtype == dtype
                     assert_near(numbers_of(copy), {name: master.to(dtype) for name, master in masters[model].items()})
         assert all(any(not torch.equal(taken[0][1][model][name], later) for name, later in taken[1][1][model].items()) for model in SHAPES)
-    with without_memory(member, backend, "_require_memory", rank=0):
+    with without_memory(member, backend.memory, "require", rank=0):
         refused(lambda: snapshot(member, backend, "all"), TinsmithError, f"worker 0 of {member.count}: out of memory")
     refused(lambda: snapshot(member, backend, "nobody"), NotFoundError, "model nobody is not loaded")
     refusal = UserError("vLLM has no such adapters") if member.rank == 0 else None
