@@ -34,6 +34,7 @@ class ShardedBackend(LocalBackend):
 
     needs_all = True
     group: ProcessGroup
+    passes: ShardedPasses
 
     def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup, gives_snapshots: bool = False) -> None:
         """Take a `base` that `shard` has sharded. With `gives_snapshots` this worker samples, and can take snapshots of all weights."""
