@@ -153,11 +153,7 @@ class LocalBackend:
             failing.pop_all()
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
-        """Compute log-probabilities and losses of all datums, in as many passes as it takes; with `backward` accumulate gradients too.
-
-        `look` is called between layers and may raise GivenUpError to end the pass, of which some gradients may stay. Work that fails is
-        halved until a single datum fails, because it is bad or needs more memory than there is.
-        """
+        """Compute datums of any models (`PassRunner.run`)."""
         return self.passes.run(work, backward, look)
 
     def run_together(self, number: int, work: DatumWork | TinsmithError, backward: bool) -> DatumResult:

@@ -234,6 +234,7 @@ class RoundingAccumulator(GradientAccumulator):
         return self.totals
 
     def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """Return a function that adds the gradients of one pass, rounding by chance; it takes no memory."""
         if self.totals is None:
             pairs = zip(self.weights.leaves(), gradients, strict=True)
             return partial(self._begin_with, apart([torch.zeros_like(leaf) if g is None else g for leaf, g in pairs]))

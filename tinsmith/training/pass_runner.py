@@ -56,6 +56,11 @@ class PassRunner:
         """Callback of the current pass, called between layers."""
 
     def run(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
+        """Compute log-probabilities and losses of all datums, in as many passes as it takes; with `backward` accumulate gradients too.
+
+        `look` is called between layers and may raise GivenUpError to end the pass, of which some gradients may stay. Work that fails is
+        halved until a single datum fails, because it is bad or needs more memory than there is.
+        """
         self._look = look
         results: list[DatumResult | None] = [None] * len(work)
         failures = {i: not_loaded(datum.model_id) for i, datum in enumerate(work) if datum.model_id not in self.optimizers}
