@@ -197,7 +197,7 @@ def test_what_is_left_when_the_engine_stops_ends_with_an_error_also_if_its_model
 ) -> None:
     """What is computed in part, and what is queued: nobody is left to wait for. Nor is it said that anything is tried again."""
     monkeypatch.setattr("tinsmith.training.checkpoint.save_file", no_space)
-    here.engine.scheduler.forward.order.paces.full["tiny"] = here.backend().tokens_per_pass = 3
+    here.engine.scheduler.forward.order.paces.full["tiny"] = here.backend().passes.tokens_per_pass = 3
     here.forward("a", 1, [3] * 8)
     here.optim("a", 2)
     here.until(lambda: any(operation.results for operation in here.engine.scheduler.forward.operations.get(MODEL, ())))
@@ -279,7 +279,7 @@ def test_a_model_whose_load_failed_for_want_of_memory_ends_nothing_else(here: He
         here.create(model, rank=0)
     here.save("b", 1, "kept")
     here.settle()
-    monkeypatch.setattr("tinsmith.training.backend.require_memory", refuse)
+    monkeypatch.setattr("tinsmith.training.model_memory.require_memory", refuse)
     load = {"model_id": "s:train:c", "seq_id": 1, "path": "tinker://s:train:b/weights/kept", "optimizer": False}
     here.add("c", 1, "load_weights", load)
     here.optim("c", 2)

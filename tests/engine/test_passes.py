@@ -218,14 +218,14 @@ def test_an_answer_to_a_dropped_request_is_not_taken_for_that_of_the_next(here: 
 
 def fail_on_guilty(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass with the guilty datum raises, where torch would."""
-    run = here.backend()._run
+    run = here.backend().passes._run
 
     def failing(work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> list[DatumResult]:
         if any(len(datum.rendered) == GUILTY for datum in work):
             raise RuntimeError("a kernel failed")
         return run(work, backward, recomputation)
 
-    monkeypatch.setattr(here.backend(), "_run", failing)
+    monkeypatch.setattr(here.backend().passes, "_run", failing)
 
 
 def logprobs(here: Here, seq: int) -> NDArray[np.float32]:
@@ -274,7 +274,7 @@ def test_gradients_of_a_part_of_an_operation_that_failed_are_never_applied(
     assert here.error("a", 2) is None
     assert "the step was refused and the gradients are cleared, because an operation before it failed: seq_id 1" in str(here.error("a", 3))
     optimizer = here.backend().optimizers["s:train:a"]
-    assert optimizer.gradients is None
+    assert optimizer.accumulator.gradients is None
     assert all(torch.equal(old, new) for old, new in zip(before, optimizer.weights.tensors(), strict=True))
 
 

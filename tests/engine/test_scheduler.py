@@ -167,7 +167,7 @@ def test_a_step_is_refused_with_its_gradients_if_one_of_its_operations_failed_an
         found = here.error("a", seq)
         assert found is None if error is None else error in str(found)
     optimizer = here.backend().optimizers["s:train:a"]
-    assert optimizer.gradients is None
+    assert optimizer.accumulator.gradients is None
     taken = [value.item() for name, value in optimizer.moments().items() if name.endswith(".step")]
     assert {*taken} == ({1} if ("step", None) in operations else set())
 

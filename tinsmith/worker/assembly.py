@@ -4,13 +4,13 @@ import logging
 from collections.abc import Callable, Mapping
 
 from tinsmith.config import Config
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.memory.budget import computes_together
 from tinsmith.models.base import BaseModel
 from tinsmith.models.machine import size_text
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.training.backend import LocalBackend
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sequence_parallel import SHORTEST_SLICE
 from tinsmith.training.parallel.sharded_backend import ShardedBackend
 from tinsmith.training.parallel.sharded_layers import shard

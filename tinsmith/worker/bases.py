@@ -16,7 +16,6 @@ import transformers
 
 from tinsmith import __version__
 from tinsmith.config import Config, base_model_sources
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import ConfigError
 from tinsmith.kernels.compiled import digest_of_sources
 from tinsmith.memory.budget import GIB
@@ -26,6 +25,7 @@ from tinsmith.models.files import local_directory
 from tinsmith.models.fingerprint import state_of_files
 from tinsmith.models.machine import free_memory, limit_memory, size_text
 from tinsmith.sampling.self_check import check_base_model
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sharded_layers import require_divisible
 
 log = logging.getLogger(__name__)

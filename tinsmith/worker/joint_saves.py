@@ -22,7 +22,7 @@ from tinsmith.protocol.work import CallFailed, DropFiles, ExportModel, FinishSav
 from tinsmith.store.disk import sync
 from tinsmith.store.files import CheckpointFiles, deleted_at_last
 from tinsmith.store.pieces import Told, check_pieces, write_pieces
-from tinsmith.training.parallel.state_part import StatePart
+from tinsmith.training.parallel.checkpoint_shard import CheckpointShard
 from tinsmith.worker.background import Background
 from tinsmith.worker.checkpoint_files import refused_by_disk, write_files
 from tinsmith.worker.exports import export_files, parse_recipients
@@ -46,13 +46,13 @@ class JointSaves:
     begun: dict[int, Save] = field(default_factory=dict)
     """Saves by number that this worker finishes when all have written their parts."""
 
-    def write(self, message: Save, part: StatePart) -> None:
+    def write(self, message: Save, part: CheckpointShard) -> None:
         """Let a thread write this worker's part, which is told when it is on the disk."""
         if self.place.writes(message.model_id):
             self.begun[message.number] = message
         self.disk.run(partial(self._write, message, part), partial(self._written, message))
 
-    def _write(self, message: Save, part: StatePart) -> list[tuple[str, int, int, int]]:
+    def _write(self, message: Save, part: CheckpointShard) -> list[tuple[str, int, int, int]]:
         row = message.checkpoint
         with refused_by_disk(row["tinker_path"], f"{self.place.name}: "):
             return write_pieces(self.files.joint(row["directory"]), part.pieces(), between_hosts=bool(self.place.host))

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinsmith.config import Config
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import NotFoundError
 from tinsmith.kernels.device import require_device
 from tinsmith.models.base import BaseModel
@@ -47,6 +46,7 @@ from tinsmith.rendering.renderer import Renderer
 from tinsmith.store.blobs import BlobFiles
 from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
 from tinsmith.store.shared import SharedCheckpoints
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.worker.assembly import backend_of, local_samplers, training_base, vllm_samplers
 from tinsmith.worker.background import Background
 from tinsmith.worker.device_memory import DeviceMemory
@@ -117,7 +117,7 @@ class Worker:
         backends = {name: backend_of(base, config, group) for name, base in self.bases.items()}
         self.memory = DeviceMemory(self.bases, config, group)
         for backend in backends.values() if group else ():
-            backend.share_host(self.memory.host, list(backends.values()))
+            backend.memory.share_host(self.memory.host, [each.memory for each in backends.values()])
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         sampling = config.sampling
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, disk_for_snapshots(config, place), sampling.snapshot_idle_h * 3600

@@ -209,7 +209,7 @@ class Passes:
                 message.number,
                 [(*piece, list(result.logprobs.shape)) for piece, result in results.items()],
                 [(*piece, type_of(error), str(error)) for piece, error in failures.items()],
-                backend.tokens_per_pass,
+                backend.passes.tokens_per_pass,
                 [list(result.metrics) for result in results.values()],
                 self._took(),
                 b"".join([np.array(numbers, dtype=np.float64).tobytes(), *(result.logprobs.tobytes() for result in results.values())]),
