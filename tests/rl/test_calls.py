@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from tests.running import tinsmith_here
-from tinsmith.rl.calls import EnvError, FailureCounter, TooManyFailuresError, call
-from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.env import Env, Prompt, Step, Teacher, image_part, user
-from tinsmith.rl.images import encode
-from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory
+from tinsmith_rl.calls import EnvError, FailureCounter, TooManyFailuresError, call
+from tinsmith_rl.chat import ChatTemplate
+from tinsmith_rl.env import Env, Prompt, Step, Teacher, image_part, user
+from tinsmith_rl.images import encode
+from tinsmith_rl.trajectory import EpisodeId, StopReason, Trajectory
 
 
 class Returns(Env, Teacher):

@@ -13,11 +13,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tinsmith.cli import app
-from tinsmith.errors import ConfigError
-from tinsmith.rl.config import RlConfig, from_tree
-from tinsmith.rl.evaluation import run_evaluation
-from tinsmith.rl.resume import RunState, load_state
-from tinsmith.rl.trainer import train
+from tinsmith_rl.config import RlConfig, from_tree
+from tinsmith_rl.errors import ConfigError
+from tinsmith_rl.evaluation import run_evaluation
+from tinsmith_rl.resume import RunState, load_state
+from tinsmith_rl.trainer import train
 
 QUIET = Console(quiet=True)
 ALWAYS_LOGGED = [
@@ -73,7 +73,7 @@ def undisturbed(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> tu
     directory = tmp_path_factory.mktemp("undisturbed")
     config = config_of(server_url, directory, **EVALUATED, output={"trackers": ["tensorboard", "console"]})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("tinsmith.rl.trainer.SHOWN_EVERY_S", 0.0)
+        patched.setattr("tinsmith_rl.trainer.SHOWN_EVERY_S", 0.0)
         return directory, train(config, Console(file=(directory / "console").open("w"), width=80))
 
 
