@@ -195,12 +195,7 @@ def test_doctor_tells_of_damaged_files_before_it_imports_torch(tmp_path: Path) -
 
 WITHOUT = """
 import sys
-class Without:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name == "tinsmith_rl":
-            raise ModuleNotFoundError(name=name)
-sys.meta_path.insert(0, Without)
+sys.modules["tinsmith_rl"] = None
 from tinsmith.cli import main
 main()
 """

@@ -64,7 +64,7 @@ def test_a_server_that_starts_is_waited_for(monkeypatch: pytest.MonkeyPatch, cap
 def test_a_real_server_is_reached_at_once_though_a_proxy_is_set(
     server_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO, "tinsmith")
+    caplog.set_level(logging.INFO, "tinsmith_rl")
     require_server(ServerSection(server_url, "tml-test", wait_s=0))
     assert not caplog.records
     for name in ("no_proxy", "NO_PROXY"):
