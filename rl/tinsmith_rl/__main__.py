@@ -1,6 +1,7 @@
 """The command line: `tinsmith-rl CONFIG.yaml` trains, `tinsmith-rl --eval CONFIG.yaml` only evaluates."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     only.add_argument("--new", action="store_true", help="begin another run, in a directory of its own beside that of the last one")
     only.add_argument("--eval", action="store_true", help="sample episodes and print rewards and metrics, without training")
     given = parser.parse_args(arguments)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # such as that there is no PyTorch, which nothing here needs
     try:
         _run(given.config, given.new, given.eval)
     except RlError as error:

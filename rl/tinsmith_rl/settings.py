@@ -10,9 +10,12 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tinsmith_rl.errors import ConfigError, translated
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,20 @@ def _remedy(name: str, section: str, known: Mapping[str, list[str]]) -> str:
 
 def _checked(section: Any, key: str, value: Any, place: str) -> Any:
     """`value` as the type of a field. A text is read as a number where one is wanted: YAML takes 1e-4 for a text."""
-    from pydantic import AllowInfNan, Field, TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     kind = typing.get_type_hints(type(section))[key]
     info: SettingInfo = next(spec.metadata["info"] for spec in dataclasses.fields(section) if spec.name == key)
-    adapter = TypeAdapter[Any](Annotated[kind, Field(ge=info.low, le=info.high), *([AllowInfNan(False)] if kind is float else [])])
     with translated(ValidationError, lambda _: ConfigError(f"{place}={value!r} must be {_accepted(kind, info)}")):
-        found = adapter.validate_python(value, strict=not isinstance(value, str))  # strict, so that true is no 1
+        found = _adapter(kind, info).validate_python(value, strict=not isinstance(value, str))  # strict, so that true is no 1
     return at_home(found) if isinstance(found, str) else [at_home(text) for text in found] if kind == list[str] else found
+
+
+def _adapter(kind: Any, info: SettingInfo) -> "TypeAdapter[Any]":
+    from pydantic import AllowInfNan, Field, TypeAdapter
+
+    limits = [Field(ge=info.low, le=info.high)]
+    return TypeAdapter(Annotated[kind, *limits, *([AllowInfNan(False)] if kind is float else [])])
 
 
 def at_home(text: str) -> str:

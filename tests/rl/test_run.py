@@ -54,15 +54,15 @@ def config_of(url: str, directory: Path, **sections: dict[str, Any]) -> RlConfig
 
 
 def test_a_run_with_images_needs_neither_the_server_s_package_nor_torch(server_url: str, tmp_path: Path) -> None:
-    tree = to_tree(
-        config_of(server_url, tmp_path / "run", training={"steps": 1}, warmup={"steps": 0}, env={"workers": "process", "worker_count": 1})
+    tree = to_tree(config_of(server_url, tmp_path / "run", training={"steps": 1}, warmup={"steps": 0}))
+    (tmp_path / "run.yaml").write_text(
+        json.dumps({**tree, "server": {"url": server_url, "api_key": "tml-test"}, "evaluation": {"model": str(tmp_path / "run")}})
     )
-    (tmp_path / "run.yaml").write_text(json.dumps({**tree, "server": {"url": server_url, "api_key": "tml-test"}}))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "rl")}
     for options in ([], ["--eval"]):
         command = [REAL_PYTHON, "-c", ALONE, *options, str(tmp_path / "run.yaml")]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        assert (done.returncode, "PyTorch" in done.stderr) == (0, False), done.stderr
     assert [line["step"] for line in logged(tmp_path / "run")] == [1]
     assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["trajectories"] == 64
 
