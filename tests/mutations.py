@@ -686,7 +686,7 @@ def stale(mutations: Iterable[Mutation] = MUTATIONS) -> list[str]:
 def copy_repository(directory: Path) -> None:
     """Copy product and tests, as they are in the working tree; what else tests read is linked."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "tinsmith", "tests"],
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "tinsmith", "rl", "tests"],
         cwd=ROOT,
         capture_output=True,
         check=True,
@@ -732,7 +732,7 @@ def _run_tests(directory: Path, tests: Sequence[str], first_only: bool) -> None:
     sys.dont_write_bytecode = True
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "tests")))]
     for name in list(sys.modules):
-        if name.partition(".")[0] in ("tests", "tinsmith"):
+        if name.partition(".")[0] in ("tests", "tinsmith", "tinsmith_rl"):
             del sys.modules[name]
     import pytest
 
