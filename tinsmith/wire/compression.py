@@ -3,12 +3,11 @@
 Bodies are decompressed up to a limit, and the sizes that their frames state are not trusted. What is large is stored compressed, by us.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 
 import zstandard
 
-from tinsmith.errors import TinsmithError, UserError
+from tinsmith.errors import TinsmithError, UserError, translated
 
 _SLICE_BYTES = 512
 """Bytes given to the decompressor at a time. Four bytes can expand to 128 KiB, so one slice expands to at most 16 MiB."""
@@ -36,19 +35,14 @@ class TooLargeError(UserError):
 
 def stated_size(data: bytes) -> int | None:
     """Return the size to which the first zstd frame of `data` says that it expands, true or not; None if it does not say."""
-    try:
+    with suppress(zstandard.ZstdError):
         size = zstandard.frame_content_size(data)
-    except zstandard.ZstdError:
-        return None
-    return None if size < 0 else size
+        return None if size < 0 else size
+    return None
 
 
-@contextmanager
-def _refusing_broken() -> Iterator[None]:
-    try:
-        yield
-    except zstandard.ZstdError as error:
-        raise UserError(f"the body is not valid zstd: {error}") from error
+def _refusing_broken() -> AbstractContextManager[None]:
+    return translated(zstandard.ZstdError, UserError, lambda error: f"the body is not valid zstd: {error}")
 
 
 def decompress_beginning(data: bytes, max_bytes: int) -> bytes:
@@ -97,7 +91,5 @@ def unpacked(stored: bytes) -> bytes:
     """Return the input of `packed`. Raises TinsmithError if it is damaged."""
     if not stored.startswith(zstandard.FRAME_HEADER):
         return stored
-    try:
+    with translated(zstandard.ZstdError, TinsmithError, lambda error: f"an operation's data in the database is damaged: {error}"):
         return zstandard.decompress(stored)
-    except zstandard.ZstdError as error:
-        raise TinsmithError(f"an operation's data in the database is damaged: {error}") from error

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from tinsmith.config import RequestsConfig
-from tinsmith.errors import NotBuiltError, TinsmithError, UserError
+from tinsmith.errors import NotBuiltError, TinsmithError, UserError, located, translated
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.compression import packed, unpacked
@@ -116,10 +116,8 @@ def receive(body: bytes, limits: RequestsConfig, longest: int | None = None) -> 
 def parse(body: bytes) -> tinker_pb2.ForwardBackwardRequest:
     """The protobuf message of a request body. Raises UserError if it is none."""
     message = tinker_pb2.ForwardBackwardRequest()
-    try:
+    with translated(DecodeError, UserError, lambda error: f"the body is not a protobuf ForwardBackwardRequest: {error}"):
         message.ParseFromString(body)
-    except DecodeError as error:
-        raise UserError(f"the body is not a protobuf ForwardBackwardRequest: {error}") from error
     return message
 
 
@@ -146,19 +144,14 @@ def decode_stored(payload: bytes, image_digests: Sequence[bytes] = ()) -> Forwar
     _refuse_unknown_fields(message)
     elements_left = MAX_TENSOR_ELEMENTS
     digests = iter(image_digests)
-    data = []
-    for index, datum in enumerate(message.data):
-        try:
-            decoded = Datum(
-                list(_decode_chunks(datum.model_input, digests)),
-                _decode_tensors(datum.loss_fn_inputs, elements_left),
-                tuple(map(_decode_span, datum.model_input_spans)),
-                tuple(map(_decode_span, datum.loss_fn_input_spans)),
-            )
-        except TinsmithError as error:
-            raise type(error)(f"datum {index}: {error}") from error
-        elements_left -= sum(array.size for array in decoded.loss_fn_inputs.values())
-        data.append(decoded)
+    data: list[Datum] = []
+    with located(lambda: f"datum {len(data)}"):
+        for datum in message.data:
+            chunks = _decode_chunks(datum.model_input, digests)
+            tensors = _decode_tensors(datum.loss_fn_inputs, elements_left)
+            elements_left -= sum(array.size for array in tensors.values())
+            spans = (tuple(map(_decode_span, each)) for each in (datum.model_input_spans, datum.loss_fn_input_spans))
+            data.append(Datum(chunks, tensors, *spans))
     return ForwardBackwardRequest(message.model_id, message.seq_id, message.loss_fn, _decode_config(message), message.forward_only, data)
 
 
@@ -182,12 +175,12 @@ def _decode_config(message: tinker_pb2.ForwardBackwardRequest) -> dict[str, floa
     return config
 
 
-def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk], digests: Iterator[bytes]) -> Iterator[Chunk]:
-    for index, chunk in enumerate(chunks):
-        try:
-            yield _decode_chunk(chunk, digests)
-        except TinsmithError as error:
-            raise type(error)(f"chunk {index}: {error}") from error
+def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk], digests: Iterator[bytes]) -> list[Chunk]:
+    decoded: list[Chunk] = []
+    with located(lambda: f"chunk {len(decoded)}"):
+        for chunk in chunks:
+            decoded += [_decode_chunk(chunk, digests)]
+    return decoded
 
 
 def _decode_chunk(chunk: tinker_pb2.Chunk, digests: Iterator[bytes]) -> Chunk:
@@ -222,12 +215,10 @@ def _decode_span(span: tinker_pb2.ProvenanceSpan) -> ProvenanceSpan:
 
 def _decode_tensors(tensors: Mapping[str, tinker_pb2.Tensor], max_elements: int) -> dict[str, Array]:
     decoded: dict[str, Array] = {}
-    for name, tensor in tensors.items():
-        try:
+    with located(lambda: f"loss_fn_inputs[{name!r}]"):
+        for name, tensor in tensors.items():
             decoded[name] = to_dense(tensor, max_elements)
-        except UserError as error:
-            raise UserError(f"loss_fn_inputs[{name!r}]: {error}") from error
-        max_elements -= decoded[name].size
+            max_elements -= decoded[name].size
     return decoded
 
 

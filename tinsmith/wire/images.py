@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from tinsmith.config import ImagesConfig
-from tinsmith.errors import UserError
+from tinsmith.errors import UserError, translated
 
 # Pillow has a process-wide limit of its own, looked at when a header is read. Ours is checked below, before anything is decoded.
 Image.MAX_IMAGE_PIXELS = None
@@ -77,13 +77,12 @@ def decode(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
     orientation is ignored.
     """
     image = _open(data, format, limits)
-    try:
+    broken = f"the {format} image of {image.width} x {image.height} pixels is broken"
+    with translated(_BROKEN, UserError, lambda error: f"{broken}: {error}"):
         if image.mode.startswith("I"):  # Pillow's own conversion would clip each value to 255: white
             grey = (np.asarray(image, dtype=np.uint32) + 128) // 257
             return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
         return image.convert("RGB")
-    except _BROKEN as error:
-        raise UserError(f"the {format} image of {image.width} x {image.height} pixels is broken: {error}") from error
 
 
 def _open(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
@@ -94,12 +93,14 @@ def _open(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
     scans = data.count(_SCAN) if format == "jpeg" else 0
     if scans > _MAX_SCANS:
         raise UserError(f"the jpeg image has {scans} scans; at most {_MAX_SCANS} are taken: encode it anew")
-    try:
+
+    def why_not(error: Exception) -> str:
+        if isinstance(error, UnidentifiedImageError):
+            return f"the {len(data)} bytes labelled {format!r} are not a PNG or JPEG image"
+        return f"the header of the {format} image is broken: {error}"
+
+    with translated(_BROKEN, UserError, why_not):
         image = Image.open(_CountedBytes(data), formats=("PNG", "JPEG"))
-    except UnidentifiedImageError as error:
-        raise UserError(f"the {len(data)} bytes labelled {format!r} are not a PNG or JPEG image") from error
-    except _BROKEN as error:
-        raise UserError(f"the header of the {format} image is broken: {error}") from error
     if image.format not in _PILLOW_FORMATS[format]:
         raise UserError(f"the image is labelled {format!r} but is {str(image.format).lower()!r}")
     _check_size(image.width, image.height, limits)

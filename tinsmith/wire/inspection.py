@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tinsmith.config import RequestsConfig
-from tinsmith.errors import UserError
+from tinsmith.errors import UserError, translated
 from tinsmith.wire.json_body import MAX_ID
 
 _MAX_TENSORS = 32
@@ -124,9 +124,9 @@ class Inspection:
                     size, position = self._varint(position, end)
                 value, position = position, position + size
             else:
-                raise _broken(position)
+                raise UserError(_broken(position))
             if position > end:
-                raise _broken(position)
+                raise UserError(_broken(position))
             yield tag >> 3, kind, value, position
 
     def _varint(self, position: int, end: int) -> tuple[int, int]:
@@ -140,14 +140,12 @@ class Inspection:
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value, position
-        raise _broken(position)
+        raise UserError(_broken(position))
 
     def _text(self, start: int, end: int) -> str:
-        try:
+        with translated(UnicodeDecodeError, UserError, lambda _: _broken(start)):
             return self.body[start:end].decode()
-        except UnicodeDecodeError as error:
-            raise _broken(start) from error
 
 
-def _broken(position: int) -> UserError:
-    return UserError(f"the body is not a protobuf ForwardBackwardRequest: it cannot be read at byte {position}")
+def _broken(position: int) -> str:
+    return f"the body is not a protobuf ForwardBackwardRequest: it cannot be read at byte {position}"

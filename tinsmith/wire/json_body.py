@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from tinsmith.errors import UserError, quoted
+from tinsmith.errors import UserError, quoted, translated
 
 MAX_ID = 300
 """Characters of the longest id that is read. Those of this server are shorter."""
@@ -68,21 +68,17 @@ def parse_query(model_cls: type[ModelT], values: Mapping[str, str]) -> ModelT:
         return model_cls.model_validate(values)
 
 
-@contextmanager
-def _explaining(whole: str) -> Iterator[None]:
-    try:
-        yield
-    except ValidationError as error:
-        raise _explained(error, whole) from error
+def _explaining(whole: str) -> AbstractContextManager[None]:
+    return translated(ValidationError, UserError, lambda error: _explained(error, whole))
 
 
-def _explained(error: ValidationError, whole: str) -> UserError:
-    """The first error as a UserError; `whole` names the body or query if no single field is wrong, or very many are."""
+def _explained(error: ValidationError, whole: str) -> str:
+    """Describe the first error; `whole` names the body or query if no single field is wrong, or very many are."""
     if error.error_count() > _MOST_ERRORS:
-        return UserError(f"{whole}: {error.error_count()} fields are wrong or not known; send those of the API alone")
+        return f"{whole}: {error.error_count()} fields are wrong or not known; send those of the API alone"
     first = error.errors(include_url=False, include_context=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or whole
     got = quoted(first["input"])
     if first["input"] is None:
         got = "null, as which the SDK sends NaN and infinity too" if first["type"] in ("float_type", "int_type") else "null"
-    return UserError(f"{field}: {first['msg']}, got {got}")
+    return f"{field}: {first['msg']}, got {got}"

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import FailFast, Field
 
-from tinsmith.errors import UserError, quoted
+from tinsmith.errors import UserError, located, quoted, translated
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.json_body import StrictModel
 from tinsmith.wire.tensors import csr_rows
@@ -114,18 +114,14 @@ def parse_targets(body: TensorBody) -> TargetIds:
         return TargetIds(shape, np.repeat(np.arange(shape[0]), shape[1]), ids)
     crow = int64_array("target_prompt_logprobs.sparse_crow_indices", body.sparse_crow_indices)
     col = int64_array("target_prompt_logprobs.sparse_col_indices", body.sparse_col_indices)
-    try:
+    with located(lambda: "target_prompt_logprobs"):
         return TargetIds(shape, csr_rows(crow, col, len(ids), shape), ids, crow, col)
-    except UserError as error:
-        raise UserError(f"target_prompt_logprobs: {error}") from error
 
 
 def int64_array(field: str, values: list[int]) -> NDArray[np.int64]:
     """The numbers of a field of the body. Raises UserError if one does not fit."""
-    try:
+    with translated(OverflowError, UserError, lambda _: f"{field} holds a number of more than 64 bits"):
         return np.array(values, dtype=np.int64)
-    except OverflowError as error:
-        raise UserError(f"{field} holds a number of more than 64 bits") from error
 
 
 @dataclass(frozen=True, eq=False)

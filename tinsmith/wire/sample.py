@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import FailFast, Field, field_validator, model_validator
 
 from tinsmith.config import RequestsConfig
-from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.errors import NotBuiltError, UserError, translated
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, StrictModel, parse_json
@@ -249,10 +249,8 @@ def _decode_chunk(index: int, chunk: _TextBody | _ImageBody | _DmelBody | _Asset
         return TextChunk(_decode_tokens(index, chunk.tokens))
     if not isinstance(chunk, _ImageBody):
         raise NotBuiltError(f"prompt.chunks.{index}: type={chunk.type!r} is not built yet; send encoded_text and image")
-    try:
+    with translated(ValueError, UserError, lambda error: f"prompt.chunks.{index}.data is not base64: {error}"):
         data = b"".join(_base64_pieces(chunk.data))
-    except ValueError as error:
-        raise UserError(f"prompt.chunks.{index}.data is not base64: {error}") from error
     return ImageChunk(hashlib.sha256(data).digest(), data, chunk.format, chunk.expected_tokens)
 
 
