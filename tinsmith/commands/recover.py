@@ -61,6 +61,6 @@ def _refusal(store: Store, files: CheckpointFiles, found: Checkpoint) -> str | N
     if found.expires_at is not None and found.expires_at <= time.time():
         return f"{found.tinker_path} has expired"
     known = store.checkpoint(found.tinker_path)
-    if known is not None and files.sizes(known.directory):  # one without files was replaced after the copy of the database was made
+    if known is not None and files.at(known.directory).sizes():  # one without files was replaced after the copy of the database was made
         return f"the database already has a checkpoint {found.tinker_path}, with files in {files.shown(known.directory)}"
     return None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
-from tinsmith.errors import StoreUnavailableError
+from tinsmith.errors import StoreUnavailableError, reported
 from tinsmith.store.records import NewCommand
 from tinsmith.store.store import Store
 
@@ -42,7 +42,7 @@ class AsyncStore:
         Its images are written first, by a thread that nobody waits for but this command.
         """
         if command.images:
-            await asyncio.get_running_loop().run_in_executor(self._image_writer, self._store.write_blobs, command.images)
+            await asyncio.get_running_loop().run_in_executor(self._image_writer, self._store.blobs.write, command.images)
         if self._open_group is None:
             group: list[NewCommand] = []
             self._open_group = group, asyncio.create_task(self._commit(group))
@@ -58,12 +58,11 @@ class AsyncStore:
             return await self.write(Store.append, group)
 
     def missing(self) -> str:
-        """Describe the loss of the database's file if it is not in its directory any more, else empty. It takes microseconds."""
-        try:
+        """Describe the loss of the database's file, if it left its directory; else empty. It takes microseconds."""
+        found: list[str] = []
+        with reported(StoreUnavailableError, lambda error: found.append(str(error))):
             self._store.require_there()
-        except StoreUnavailableError as error:
-            return str(error)
-        return ""
+        return "".join(found)
 
     def close(self) -> None:
         """Wait until everything is written, and end the threads."""

@@ -158,7 +158,7 @@ class Command:
     """Size when unpacked (`wire/compression.py`)."""
     created_at: float
     image_digests: tuple[bytes, ...] = ()
-    """SHA-256 of each image that the payload leaves out, in order (`Store.read_blob`)."""
+    """SHA-256 of each image that the payload leaves out, in order (`BlobFiles.read`)."""
 
     @property
     def request_id(self) -> str:

@@ -6,10 +6,11 @@ the other server alone deletes it.
 
 import logging
 import time
+from functools import partial
 from threading import Lock
 from typing import Protocol
 
-from tinsmith.errors import NotFoundError, TinsmithError
+from tinsmith.errors import NotFoundError, TinsmithError, reported
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.manifest import parse_manifest
 from tinsmith.store.records import Checkpoint
@@ -47,22 +48,17 @@ class SharedCheckpoints:
         self._rows = {place: self._rows[place] for place in places if place in self._rows}
         for place in places:
             if place not in self._rows:
-                try:
-                    text = self.files.manifest(place)
-                except TinsmithError as error:  # what is wrong with one checkpoint must not hide the others
-                    unreadable.append(error)
-                    continue
-                if text is not None:
-                    self._rows[place] = self._row(place, text)
+                with reported(TinsmithError, unreadable.append):  # what is wrong with one checkpoint must not hide the others
+                    text = self.files.at(place).manifest()
+                    if text is not None:
+                        self._rows[place] = self._row(place, text)
         return unreadable
 
     def _row(self, place: str, text: bytes) -> Checkpoint | None:
-        try:
+        with reported(TinsmithError, partial(log.warning, "a checkpoint of another server is left out: %s")):
             row = parse_manifest(text, self.files.shown(place)).row(place)
-        except TinsmithError as error:
-            log.warning("a checkpoint of another server is left out: %s", error)
-            return None
-        return row if row.kind == "sampler" else None
+            return row if row.kind == "sampler" else None
+        return None
 
 
 class SavedRows(Protocol):

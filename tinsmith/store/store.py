@@ -8,11 +8,12 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Self
 
-from tinsmith.errors import StoreUnavailableError
+from tinsmith.errors import StoreUnavailableError, reported
 from tinsmith.store import commands, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
 from tinsmith.store.checkpoints import CheckpointStore
@@ -34,7 +35,8 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
     def __init__(self, database: Database, blobs: BlobFiles, keep_bytes: int) -> None:
         """Use `Store.open`."""
         super().__init__(database)
-        self._blobs = blobs
+        self.blobs = blobs
+        """The files of images. `append` writes those of its commands; to write them ahead of it takes its time."""
         self._keep_bytes = keep_bytes
         self._kept_bytes: int | None = None
         """What is kept of finished operations, as this process counts it; None before it has counted."""
@@ -58,18 +60,14 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         now = time.time()
         with_images = [command for command in new if command.images]
         for command in with_images:
-            self._blobs.write(command.images)  # before the database is locked: it may take a while
+            self.blobs.write(command.images)  # before the database is locked: it may take a while
         with self.writing() as connection:
             queued = [commands.append(connection, command, now) for command in new]
             for command in with_images:
-                self._blobs.write(command.images)  # again: while there was no row, one may have been deleted with its last other row
+                self.blobs.write(command.images)  # again: while there was no row, one may have been deleted with its last other row
         if with_images and not all(queued):
             self.delete_unused_blobs(digest for command in with_images for digest in command.images)
         return queued
-
-    def write_blobs(self, images: Mapping[bytes, bytes]) -> None:
-        """Write images, given by digest, ahead of the `append` of their command."""
-        self._blobs.write(images)
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Finish commands; a second outcome of one is ignored.
@@ -118,7 +116,7 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
                 some = waiting[first : first + _DELETED_AT_ONCE]
                 with self.writing() as connection:
                     for digest in commands.unused(connection, some):
-                        self._blobs.remove(digest)
+                        self.blobs.remove(digest)
                 self._unused.difference_update(some)
 
     def copy_blobs_from(self, original: "Store") -> None:
@@ -129,7 +127,7 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         """
         with self.reading() as connection:
             needed = commands.used(connection)
-        gone = [digest for digest in needed if not original._blobs.copy(digest, self._blobs)]
+        gone = [digest for digest in needed if not original.blobs.copy(digest, self.blobs)]
         with self.writing() as connection:
             for digest in gone:
                 commands.drop_kept_with(connection, digest)
@@ -137,7 +135,7 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
 
     def unused_blobs(self) -> list[BlobFile]:
         """Files of images that no command refers to. One that is just being appended may be among them."""
-        found = list(self._blobs.files())
+        found = list(self.blobs.files())
         with self.reading() as connection:
             needed = commands.used(connection)
         return [file for file in found if file.sha256 not in needed]
@@ -182,18 +180,10 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         self._release(released)
         return failed
 
-    def read_blob(self, sha256: bytes) -> bytes | None:
-        """The encoded image with this digest, if it is there. Raises TinsmithError if its file is damaged."""
-        return self._blobs.read(sha256)
 
-
-@contextmanager
-def _logged(message: str) -> Iterator[None]:
+def _logged(message: str) -> AbstractContextManager[None]:
     """Log that the database is not available, instead of raising it."""
-    try:
-        yield
-    except StoreUnavailableError as error:
-        log.warning(message, error)
+    return reported(StoreUnavailableError, partial(log.warning, message))
 
 
 @contextmanager
@@ -210,9 +200,8 @@ def base_of_saved(data_dir: Path, tinker_path: str) -> str | None:
     Raises as `require_checkpoint`, and ConfigError if there is no database.
     """
     with opened(data_dir) as store:
-        place = store.require_checkpoint(tinker_path).directory
-    files = CheckpointFiles(data_dir)
+        files = CheckpointFiles(data_dir).at(store.require_checkpoint(tinker_path).directory)
     with suppress(OSError, ValueError, KeyError, TypeError):  # the export reads it again and says what is wrong
-        source = json.loads(b"".join(files.read(place, ABOUT_FILE, range(files.sizes(place).get(ABOUT_FILE, 0)))))["base_source"]
+        source = json.loads(b"".join(files.read(ABOUT_FILE, range(files.sizes().get(ABOUT_FILE, 0)))))["base_source"]
         return source if isinstance(source, str) else None
     return None

@@ -7,7 +7,7 @@ name.
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -37,7 +37,7 @@ async def external_weights_urls(request: Request, run_id: str, segment: str, nam
     hub = hub_of(request)
     parse_query(Query, request.query_params)
     checkpoint = await _external(hub, path_of(run_id, segment, name))
-    sizes = await asyncio.to_thread(hub.files.sizes, checkpoint.directory)
+    sizes = await _sizes(hub, checkpoint)
     expires = int(time.time()) + hub.config.server.download_ttl_s
     urls = {}
     for file in sizes:
@@ -63,10 +63,14 @@ async def download(request: Request, run_id: str, name: str, file: str) -> Respo
     asked = parse_query(DownloadQuery, request.query_params)
     checkpoint = await _external(hub, path_of(run_id, "external_weights", name))
     hub.signer.check(asked.signature, asked.expires, checkpoint.directory, file)
-    sizes = await asyncio.to_thread(hub.files.sizes, checkpoint.directory)
+    sizes = await _sizes(hub, checkpoint)
     if file not in sizes:
         raise NotFoundError(f"{checkpoint.tinker_path} has no file {file!r}")
     return _part(hub, checkpoint, file, sizes[file], wanted_bytes(request.headers, sizes[file]))
+
+
+async def _sizes(hub: Hub, checkpoint: Checkpoint) -> dict[str, int]:
+    return await asyncio.to_thread(lambda: hub.files.at(checkpoint.directory).sizes())
 
 
 def _part(hub: Hub, checkpoint: Checkpoint, file: str, size: int, wanted: range) -> Response:
@@ -77,9 +81,11 @@ def _part(hub: Hub, checkpoint: Checkpoint, file: str, size: int, wanted: range)
     headers = {"Content-Length": str(len(wanted)), "Accept-Ranges": "bytes"}
     if len(wanted) < size:
         headers["Content-Range"] = f"bytes {wanted.start}-{wanted.stop - 1}/{size}"
-    # An iterator that is not asynchronous is run in a thread.
-    blocks = hub.files.read(checkpoint.directory, file, wanted)
-    return StreamingResponse(blocks, 206 if len(wanted) < size else 200, headers, "application/octet-stream")
+
+    def blocks() -> Iterator[bytes]:  # one that is not asynchronous is run in a thread
+        yield from hub.files.at(checkpoint.directory).read(file, wanted)
+
+    return StreamingResponse(blocks(), 206 if len(wanted) < size else 200, headers, "application/octet-stream")
 
 
 def wanted_bytes(headers: Mapping[str, str], size: int) -> range:
