@@ -18,7 +18,7 @@ from rich.text import Text
 
 from tinsmith.config import Config, base_model_sources
 from tinsmith.engine.devices import visible_gpus, worker_count
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, reported
 from tinsmith.models.files import problems
 from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
 from tinsmith.server.main import listening
@@ -156,14 +156,13 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     known: dict[str, Sizes] = {}
     for name, source in base_model_sources(config).items():
         wrong = list(problems(source, whole=True))
-        if wrong:
-            yield from (Finding(name, "missing", problem) for problem in wrong)
-            continue
-        try:
-            known[name] = replace(size_of(source, loading_of(config)), parts=workers if config.shards_weights else 1)
-            _load_all_but_weights(source)
-        except (ConfigError, OSError, ValueError) as error:  # transformers cannot read, or fetch, the configuration
-            yield Finding(name, "missing", str(error).splitlines()[0])
+        yield from (Finding(name, "missing", problem) for problem in wrong)
+        unreadable: list[Exception] = []  # by transformers, or it cannot be fetched
+        with reported((ConfigError, OSError, ValueError), unreadable.append):
+            if not wrong:
+                known[name] = replace(size_of(source, loading_of(config)), parts=workers if config.shards_weights else 1)
+                _load_all_but_weights(source)
+        yield from (Finding(name, "missing", str(error).splitlines()[0]) for error in unreadable)
     if not known:
         return
     place = place_here(next(iter(known.values())), machine, config, workers)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import SplitResult, urlsplit
 
-from tinsmith.errors import ConfigError, translated
+from tinsmith.errors import ConfigError, reported, translated
 from tinsmith.http_client import HEALTH, is_local, misled_by, one_line, open_url, proxy_of, why_unanswered, without_user
 
 _CAPABILITIES = "/api/v1/get_server_capabilities"
@@ -102,10 +102,8 @@ def _connection(host: str, port: int) -> socket.socket:
     found: list[Any] = []
 
     def look_up() -> None:
-        try:
+        with reported((OSError, UnicodeError), found.append):
             found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as error:
-            found.append(error)
 
     looking = threading.Thread(target=look_up, daemon=True)  # a name server may keep one waiting for half a minute
     looking.start()
@@ -113,13 +111,11 @@ def _connection(host: str, port: int) -> socket.socket:
     if not found or isinstance(found[0], Exception):
         why = found[0] if found else f"no name server answers within {_PATIENCE_S:g} s"
         raise ConfigError(f"the host {host!r} has no address ({why}): correct the name, or give its number")
-    failure: OSError = OSError("it has no address")
+    failures = [OSError("it has no address")]
     for *_, address in found[0]:
-        try:
+        with reported(OSError, failures.append):
             return socket.create_connection(address[:2], _PATIENCE_S)
-        except OSError as error:
-            failure = error
-    raise failure
+    raise failures[-1]
 
 
 def _require_ready(url: str, full: str, parts: SplitResult) -> None:

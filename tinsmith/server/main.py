@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 
 from tinsmith.config import Config
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, translated
 from tinsmith.logs import start_logging
 from tinsmith.server.app import create_app
 from tinsmith.server.http_protocol import http_protocol
@@ -86,13 +86,15 @@ def _allow_open_files() -> None:
 def listening(config: Config) -> Iterator[socket.socket]:
     """A socket at the address that a server is to listen on. Raises ConfigError if that is not possible."""
     host, port = config.server.host, config.server.port
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
+
+    def why_not(error: OSError) -> str:
         used = error.errno == errno.EADDRINUSE
         remedy = f"another program listens there; stop it, or choose another port with --port {port + 1}" if used else str(error)
-        raise ConfigError(f"cannot listen on host={host} port={port}: {remedy}") from error
+        return f"cannot listen on host={host} port={port}: {remedy}"
+
+    with translated(OSError, ConfigError, why_not):
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     with listener:
         yield listener
 

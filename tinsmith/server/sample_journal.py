@@ -5,12 +5,12 @@ no client goes on waiting when the whole machine is down.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tinsmith.errors import ConfigError, StoreUnavailableError
+from tinsmith.errors import ConfigError, StoreUnavailableError, reported, translated
 from tinsmith.store import append_file, ids
 from tinsmith.store.append_file import AppendFile
 from tinsmith.store.disk import oldest_beyond
@@ -35,19 +35,17 @@ class SampleJournal:
         self._path = data_dir / _FILE_NAME
         self.waiting: dict[str, None] = {}
         """Ids of samples, in the order in which they came."""
-        try:
+        remedy = "see to that, or delete it and samples are not sent again"
+        with translated(OSError, ConfigError, lambda error: f"{self._path} cannot be used: {error}; {remedy}"):
             if self._path.exists():
                 self._read()
             self._file = AppendFile(self._path, self._records())
-        except OSError as error:
-            raise ConfigError(f"{self._path} cannot be used: {error}; see to that, or delete it and samples are not sent again") from error
 
     def add(self, request_id: str) -> None:
         """A client sent this sample. Raises StoreUnavailableError, and nothing is noted, if the disk does not take it."""
-        try:
+        cannot = "no sample can be noted at the moment"
+        with translated(OSError, StoreUnavailableError, lambda error: f"{cannot}: {error}; free space on its disk"):
             self._file.append({"waits": request_id})
-        except OSError as error:
-            raise StoreUnavailableError(f"no sample can be noted at the moment: {error}; free space on its disk") from error
         self.waiting[request_id] = None
         self._shorten()
 
@@ -89,12 +87,8 @@ class SampleJournal:
             with self._warning("it is not shortened"):
                 self._file.rewrite(self._records())
 
-    @contextmanager
-    def _warning(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            log.warning("%s: %s: %s", self._path, what, error)
+    def _warning(self, what: str) -> AbstractContextManager[None]:
+        return reported(OSError, partial(log.warning, "%s: %s: %s", self._path, what))
 
 
 def _is_sample(request_id: str) -> bool:

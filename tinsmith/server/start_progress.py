@@ -3,8 +3,11 @@
 import json
 import logging
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+from tinsmith.errors import reported
 from tinsmith.protocol.serving import Starting
 
 log = logging.getLogger(__name__)
@@ -39,11 +42,9 @@ class StartProgress:
         self._current = Starting("", [])
         self._last |= self._taken
         new = self._file.with_suffix(".new")
-        try:
+        with reported(OSError, partial(log.warning, "the next start cannot say how long it takes: %s")):
             new.write_text(json.dumps(self._last, indent=1))
             new.replace(self._file)
-        except OSError as error:
-            log.warning("the next start cannot say how long it takes: %s", error)
 
     def _close_step(self) -> None:
         now = time.monotonic()
@@ -72,12 +73,8 @@ class StartProgress:
 
 def _read(file: Path) -> dict[str, float]:
     """Return the seconds in the file; nothing if there is none, or if it is damaged: they are only a guess."""
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        log.warning("%s is passed over: %s", file, error)
-        return {}
-    known = content if isinstance(content, dict) else {}
-    return {str(step): float(seconds) for step, seconds in known.items() if isinstance(seconds, int | float)}
+    known: object = None
+    with reported((OSError, ValueError), partial(log.warning, "%s is passed over: %s", file)), suppress(FileNotFoundError):
+        known = json.loads(file.read_text())
+    steps = known.items() if isinstance(known, dict) else ()
+    return {str(step): float(seconds) for step, seconds in steps if isinstance(seconds, int | float)}

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, select
 from sqlalchemy.engine import ExceptionContext
@@ -75,20 +75,23 @@ class _OpenFile:
     def require_there(self) -> None:
         """Raise StoreUnavailableError if one is gone or was replaced, or the database is empty."""
         for path, identity in self.identities.items():
-            try:
-                found = path.stat()
-            except OSError as error:
-                self._refuse(path, f"is gone ({error.strerror})")
-            if (found.st_dev, found.st_ino) != identity:
-                self._refuse(path, "was replaced")
-            if path == self.path and not found.st_size:
-                self._refuse(path, "was emptied")
+            what = _changed(path, identity, may_be_empty=path != self.path)
+            if what:
+                raise StoreUnavailableError(
+                    f"the database {path} {what} while the server runs: put this very file back; or save what is loaded, stop the server, "
+                    f"and run `tinsmith recover --data-dir {shlex.quote(str(self.path.parent))}`, which registers the checkpoints again"
+                )
 
-    def _refuse(self, path: Path, what: str) -> NoReturn:
-        raise StoreUnavailableError(
-            f"the database {path} {what} while the server runs: put this very file back; or save what is loaded, stop the server, and "
-            f"run `tinsmith recover --data-dir {shlex.quote(str(self.path.parent))}`, which registers the checkpoints again"
-        )
+
+def _changed(path: Path, identity: tuple[int, int], may_be_empty: bool) -> str:
+    """Return what happened to a file of that device and inode; empty if nothing did."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        return f"is gone ({error.strerror})"
+    if (found.st_dev, found.st_ino) != identity:
+        return "was replaced"
+    return "" if found.st_size or may_be_empty else "was emptied"
 
 
 @dataclass(frozen=True)
@@ -206,14 +209,14 @@ def _require_sound(connection: Connection, path: Path) -> None:
         raise damaged(path, found)
 
 
-@contextmanager
-def _usable(path: Path) -> Iterator[None]:
+def _usable(path: Path) -> AbstractContextManager[None]:
     """Turn errors of a file that is opened into a ConfigError."""
-    try:
-        yield
-    except (DatabaseError, StoreUnavailableError) as error:
+
+    def why_not(error: DatabaseError | StoreUnavailableError) -> str:
         reason = error.orig if isinstance(error, DatabaseError) else error
-        raise ConfigError(f"{path} cannot be opened as a database: {reason}; see to that and start again") from error
+        return f"{path} cannot be opened as a database: {reason}; see to that and start again"
+
+    return translated((DatabaseError, StoreUnavailableError), ConfigError, why_not)
 
 
 @contextmanager

@@ -6,11 +6,11 @@ A lock lets only one server use a data directory: a second one would fail the op
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, translated
 
 Key = TypeVar("Key")
 
@@ -92,10 +92,9 @@ def _locked(path: Path, lock: IO[str], kind: int) -> bool:
     return False
 
 
-@contextmanager
-def _lockable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
+def _lockable(path: Path) -> AbstractContextManager[None]:
+    def why_not(error: OSError) -> str:
         why = "it is a link" if path.is_symlink() else error.strerror
-        raise ConfigError(f"{path} cannot be locked: {why}; remove it, and let the server write to {path.parent}") from error
+        return f"{path} cannot be locked: {why}; remove it, and let the server write to {path.parent}"
+
+    return translated(OSError, ConfigError, why_not)

@@ -6,7 +6,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.errors import NotFoundError, StoreUnavailableError
+from tinsmith.errors import NotFoundError, StoreUnavailableError, reported
 from tinsmith.protocol.serving import CancelSample, SampleDone, SampleFailed
 from tinsmith.server.body import read_json
 from tinsmith.server.hub import Hub, hub_of
@@ -82,18 +82,15 @@ async def _forget(hub: Hub, request_id: str) -> None:
 
 
 async def _look_for_operation(hub: Hub, request_id: str) -> Outcome | None:
-    try:
+    # Reported, and the poll waits for the engine: answered 503, the SDK would ask again without a pause.
+    with reported(StoreUnavailableError, partial(log.warning, "%s cannot be looked up: %s", request_id)):
         outcome = await hub.store.read(Store.outcome, request_id)
         status = "done" if outcome is not None else await hub.store.read(Store.status, request_id)
-    except StoreUnavailableError as error:  # the poll waits for the engine's report; answered 503, the SDK would ask again without a pause
-        log.warning("%s cannot be looked up: %s", request_id, error)
-        return None
-    if outcome is not None:
+        if status is None:
+            raise NotFoundError(f"request_id={request_id!r} does not exist")
+        if status == "dropped":
+            raise GoneError(f"the result of {request_id} is not kept any more: its session is finished, or it is older than result_ttl_s")
         return outcome
-    if status is None:
-        raise NotFoundError(f"request_id={request_id!r} does not exist")
-    if status == "dropped":
-        raise GoneError(f"the result of {request_id} is not kept any more: its session is finished, or it is older than result_ttl_s")
     return None
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import uuid
+from contextlib import suppress
 
 from fastapi import APIRouter, Request, Response
 from packaging.version import InvalidVersion, Version
@@ -136,15 +137,13 @@ async def finish_session(request: Request, session_id: str) -> Response:
 
 def _objection(sdk_version: str) -> str | None:
     """Return a warning for a client of this version when its session begins; None if it works, or names no version."""
-    try:
+    with suppress(InvalidVersion):
         release = Version(Version(sdk_version).base_version)  # without a suffix such as rc1
-    except InvalidVersion:
-        return None
-    if Version(OLDEST) <= release <= Version(NEWEST):
-        return None
-    too_old = release < Version(OLDEST)
-    fault = "is too old for this server: training will fail" if too_old else "is newer than what this server was tested with"
-    return f"tinker {sdk_version} {fault}. It works with {OLDEST} to {NEWEST}; pip install tinker=={NEWEST}"
+        if not Version(OLDEST) <= release <= Version(NEWEST):
+            too_old = release < Version(OLDEST)
+            fault = "is too old for this server: training will fail" if too_old else "is newer than what this server was tested with"
+            return f"tinker {sdk_version} {fault}. It works with {OLDEST} to {NEWEST}; pip install tinker=={NEWEST}"
+    return None
 
 
 @router.get("/status")

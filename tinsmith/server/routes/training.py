@@ -6,10 +6,11 @@ then says so. If the operation were refused here, the sequence would have a hole
 
 import hashlib
 import logging
+from functools import partial
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.errors import NotBuiltError, UserError, reported
 from tinsmith.protocol.serving import Wake
 from tinsmith.protocol.shapes import rank_refusal
 from tinsmith.server.base_models import check_fits
@@ -222,9 +223,7 @@ async def save_weights_for_sampler(request: Request) -> Response:
 
 def _asked_snapshot(key: OperationKey, body: bytes) -> SaveWeightsForSamplerRequest | None:
     """The request, if it is for a snapshot; None for a checkpoint, or if it is wrong, which the engine will tell the client."""
-    try:
+    with reported(UserError, partial(log.info, "%s will fail: %s", ids.request_id(key.model_id, key.seq_id))):
         asked = parse_json(SaveWeightsForSamplerRequest, body)
-    except UserError as error:
-        log.info("%s will fail: %s", ids.request_id(key.model_id, key.seq_id), error)
-        return None
-    return None if asked.sampling_session_seq_id is None else asked
+        return None if asked.sampling_session_seq_id is None else asked
+    return None
