@@ -1,8 +1,8 @@
 """Every setting of a server, declared once: name, type, default, unit and limits.
 
-`kv_cache_gib` becomes the option `--kv-cache-gib` of `tinsmith serve`, the variable `TINSMITH_KV_CACHE_GIB`, and a key of its section in
-the YAML file of `--config`. The command line overrides the environment, the environment the file, and the file the default. Whatever names
-no setting is refused. Each part of the server is given the section that it needs; nothing reads the configuration from a global variable.
+`kv_cache_gib` becomes the option `--kv-cache-gib`, the variable `TINSMITH_KV_CACHE_GIB`, and a key of its section in the file of
+`--config`. The command line overrides the environment, which overrides the file. Each part of the server is given its section; no
+configuration is global.
 """
 
 import dataclasses
@@ -366,7 +366,7 @@ class Config:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether workers shard the base models' layers. `memory/shard_choice.py` resolves `auto` before workers start."""
+        """Whether workers shard the base models' layers; `memory/shard_choice.py` resolves `auto` before they start."""
         return self.distributed.shard == "weights"
 
     @property
@@ -376,7 +376,7 @@ class Config:
 
     @property
     def compares_with_copy(self) -> bool:
-        """Whether vLLM servers are compared with whole base models, because the workers that train shard theirs."""
+        """Whether vLLM servers are compared with whole base models, because training workers shard theirs."""
         return self.sampling.sampler == "vllm" and self.shards_weights and self.training.trains
 
     @property
@@ -397,10 +397,9 @@ def load(
     options: Mapping[str, Any] = types.MappingProxyType({}),
     environment: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Config:
-    """The defaults, overridden by the YAML file, by environment variables, and by `options`, values by setting name.
+    """The defaults, overridden by the YAML file, environment variables, and `options`, values by setting name.
 
-    An empty variable counts as not set; one for a list is split as a shell does. Raises ConfigError for a file that cannot be read, an
-    unknown key, variable or option, and a value of the wrong type or outside its limits.
+    An empty variable counts as not set. Raises ConfigError for an unreadable file, an unknown key, variable or option, and as `checked`.
     """
     config = Config()
     if file is not None:
@@ -415,9 +414,9 @@ def load(
 
 
 def base_model_sources(config: Config) -> dict[str, str]:
-    """The source of every base model by its name: an absolute path or a Hub id. Without NAME= the source is the name.
+    """The source of every base model by name: an absolute path or a Hub id, which is the name without NAME=.
 
-    Raises ConfigError if there is no base model, two have the same name, a request could not contain a name, or a directory does not exist.
+    Raises ConfigError: no base model, two of the same name, an impossible name, or no such directory.
     """
     if not config.base_models:
         raise ConfigError("no base model to serve; give at least one --base-model [NAME=]PATH_OR_HUB_ID")
@@ -431,7 +430,7 @@ def base_model_sources(config: Config) -> dict[str, str]:
 
 
 def to_tree(config: Config) -> dict[str, Any]:
-    """The configuration as plain dictionaries, for the other processes."""
+    """The configuration as dictionaries, for other processes."""
     return dataclasses.asdict(config)
 
 

@@ -33,7 +33,7 @@ RANK = 32
 """Rank of sampled adapters in estimates."""
 GIB = 2**30
 EXTRAS = {"demo": ("tinker", "matplotlib", "sklearn"), "tests": ("tinker", "pytest", "peft", "httpx", "hypothesis")}
-"""Modules that parts of the project need beside those for serving."""
+"""Modules that these parts need beside those for serving."""
 INSTALLERS = {"demo": "make demo", "tests": "make dev"}
 """What installs them."""
 
@@ -43,7 +43,7 @@ _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report. `missing` means that serving as asked for cannot work."""
+    """A line of the report. `missing` means that serving cannot work."""
 
     subject: str
     state: State
@@ -51,7 +51,7 @@ class Finding:
 
 
 def run_doctor(config: Config, console: Console) -> int:
-    """Print the report; the exit code is 1 if something is missing."""
+    """Print the report; returns the exit code, 1 if something is missing."""
     machine = look_around()
     sections = {
         "machine": [*_machine(machine), *_or_missing("workers", _workers(config, machine))],
@@ -77,7 +77,7 @@ def _table(title: str, findings: list[Finding]) -> Table:
 
 
 def _or_missing(subject: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """The findings, and a ConfigError that ends them as one more."""
+    """The findings; a ConfigError ends them as one more."""
     try:
         yield from findings
     except ConfigError as error:
@@ -95,7 +95,7 @@ def _machine(machine: Machine) -> Iterator[Finding]:
 
 
 def _workers(config: Config, machine: Machine) -> Iterator[Finding]:
-    """How many workers a server would start here, and whether PyTorch can use a GPU for each."""
+    """Workers that would start, and whether PyTorch can use a GPU for each."""
     usable, visible = len(machine.gpus), visible_gpus()
     count = worker_count(config, usable=usable)
     fewer = ""
@@ -147,7 +147,7 @@ def _address(config: Config) -> Iterator[Finding]:
 
 
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
-    """The sizes of each base model, and whether all of them fit."""
+    """Sizes of each base model, and whether all fit."""
     from tinsmith.memory.plan import place_here, plan_base  # here, because these import transformers
     from tinsmith.models.base import loading_of
     from tinsmith.models.sizing import size_of
@@ -193,7 +193,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _load_all_but_weights(source: str) -> None:
-    """Load tokenizer and image processor from a directory; others would be downloaded. Raises ConfigError."""
+    """Load tokenizer and image processor of a directory. Raises ConfigError."""
     from tinsmith.models.base import load_tokenizer  # here, because these import transformers
     from tinsmith.models.families import IMAGE_FAMILIES, read_config
     from tinsmith.rendering.processor import LocalProcessor
@@ -205,14 +205,13 @@ def _load_all_but_weights(source: str) -> None:
 
 
 def _count(config: Config, machine: Machine) -> int:
-    """Return the number of workers that would start."""
     with suppress(ConfigError):  # which `_workers` reports
         return worker_count(config, usable=len(machine.gpus))
     return max(1, config.distributed.workers)
 
 
 def _cache(planned: "BasePlan") -> Iterator[Finding]:
-    """The local sampler's cache. Raises ConfigError if it is too small for one sequence."""
+    """The local sampler's cache. Raises ConfigError if no sequence fits."""
     from tinsmith.sampling.prefix import BLOCK
 
     cache, shape = planned.cache, planned.cache_shape
@@ -239,7 +238,7 @@ def _to_train(planned: "BasePlan") -> dict[str, int]:
 
 
 def _full_training(known: "dict[str, Sizes]", left: int, config: Config) -> Iterator[Finding]:
-    """Whether all parameters of each base model can be trained in the `left` bytes."""
+    """Whether each base model's parameters can all be trained in `left` bytes."""
     from tinsmith.models.budget import full_state  # here, because it imports transformers
 
     if not config.training.trains:

@@ -1,7 +1,4 @@
-"""`tinsmith ping`: what keeps a client from a server.
-
-The SDK repeats what is not answered for minutes, without a word.
-"""
+"""`tinsmith ping`: what keeps a client from a server. The SDK would repeat its requests for minutes, without a word."""
 
 import json
 import os
@@ -24,9 +21,9 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def ping(url: str, key: str, base_model: str) -> str:
-    """Return a line that describes the server at a URL. `key` and `base_model` may be empty.
+    """A line that describes the server at a URL. `key` and `base_model` may be empty.
 
-    Raises ConfigError that says what is wrong: scheme, path, port, host, TLS, proxy, readiness, key or base model.
+    Raises ConfigError: scheme, path, port, host, TLS, proxy, readiness, key or base model.
     """
     full = url.rstrip("/")
     parts, url = _checked(full), without_user(full)
@@ -53,7 +50,7 @@ def ping(url: str, key: str, base_model: str) -> str:
 
 
 def _checked(url: str) -> SplitResult:
-    """The parts of a URL that may be that of a server. Raises ConfigError."""
+    """The parts of a server's URL. Raises ConfigError."""
     shown = one_line(without_user(url))
     # Without the error's text: it quotes what it takes for the port, such as a password.
     no_url = f"{shown} is no URL: a port is a number, [ ] hold an address; give one such as http://127.0.0.1:8000"
@@ -71,7 +68,7 @@ def _checked(url: str) -> SplitResult:
 
 
 def _connect(host: str, port: int, secure: bool) -> None:
-    """Connect, with TLS if it is `secure`. Raises ConfigError naming host, port or TLS."""
+    """Connect, and speak TLS if `secure`. Raises ConfigError naming host, port or TLS."""
 
     def why_unreachable(error: OSError) -> str:
         if isinstance(error, ConnectionRefusedError):
@@ -98,7 +95,7 @@ def _connect(host: str, port: int, secure: bool) -> None:
 
 
 def _connection(host: str, port: int) -> socket.socket:
-    """A connection to the first address that takes one. Raises OSError, or ConfigError for a name without an address."""
+    """A connection to the first address that takes one. Raises OSError, or ConfigError for a name without one."""
     found: list[Any] = []
 
     def look_up() -> None:
@@ -119,7 +116,7 @@ def _connection(host: str, port: int) -> socket.socket:
 
 
 def _require_ready(url: str, full: str, parts: SplitResult) -> None:
-    """Raise ConfigError unless a server answers that can take work. `full` has user and password."""
+    """Raise ConfigError unless a server answers that is ready. `full` has user and password."""
     other = f"what answers at {url} is no Tinker server: correct the port or the host"
     try:
         with open_url(full + HEALTH, _PATIENCE_S) as reply:

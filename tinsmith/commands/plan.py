@@ -13,7 +13,7 @@ _LIMITS = {"memory": "the memory", "context": "the model's context"}
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the plan for a person."""
+    """Print the plan."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for subject, detail in _lines(plan):
         table.add_row(Text(subject), Text(detail))
@@ -25,7 +25,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _print_modes(plan: Plan, console: Console) -> None:
-    """A row for each way of using several GPUs, and the chosen one."""
+    """A row for each use of several GPUs, and the choice."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for head in (f"on each of {plan.workers}", "trains", "base model", "trained model", "cache", "longest sequence"):
         table.add_column(Text(head))

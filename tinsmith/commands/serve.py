@@ -1,4 +1,4 @@
-"""`tinsmith serve` and `tinsmith warm`: the configuration, checked as a whole, and what runs with it."""
+"""`tinsmith serve` and `tinsmith warm`: checks the configuration as a whole, and runs a server."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ from tinsmith.errors import ConfigError
 
 
 def serve(config: Config) -> None:
-    """Serve until Ctrl-C. Raises ConfigError for what cannot work, before anything slow is imported."""
+    """Serve until Ctrl-C. Raises ConfigError before anything slow is imported."""
     _require_servable(config)
     from tinsmith.server.main import run_server
 
@@ -19,7 +19,7 @@ def serve(config: Config) -> None:
 
 
 def warm(config: Config) -> float:
-    """Start as `serve` does, and end when the engine is ready; returns the seconds it took. What was compiled and checked is kept.
+    """Start as `serve` until the engine is ready; returns the seconds it took.
 
     Raises ConfigError as `serve`, and with vLLM servers, which are not ready when the engine is.
     """
@@ -48,7 +48,7 @@ def _require_servable(config: Config) -> None:
 
 
 def configuration_of(file: Path | None, options: dict[str, Any]) -> Config:
-    """The configuration of `serve`, `doctor` and `plan`. Raises ConfigError as `load`, and for options without effect."""
+    """The configuration of `serve`, `doctor` and `plan`. Raises ConfigError as `load`, and for idle options."""
     given = {name: value for name, value in options.items() if value is not None}
     config = load(file, given, os.environ)
     sampler = config.sampling.sampler

@@ -1,4 +1,4 @@
-"""`tinsmith status`: asks a running server what it does, and prints the answer."""
+"""`tinsmith status`: asks a server what it does, and prints that."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ TIMEOUT_S = 10.0
 
 
 def fetch_status(url: str) -> dict[str, Any]:
-    """The answer of the status route. Raises ConfigError if no Tinsmith server answers."""
+    """The answer of the status route. Raises ConfigError if no Tinsmith server gives one."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url={without_user(url)!r} must begin with http:// or https://")
     shown = without_user(url)
@@ -46,7 +46,7 @@ def _escaped(content: Any) -> Any:
 
 
 def print_status(status: dict[str, Any], console: Console) -> None:
-    """Print what `fetch_status` returned. Names become `Text`, because Rich reads parts such as `:train:` as markup."""
+    """Print an answer. Names become `Text`: Rich reads parts such as `:train:` as markup."""
     engine, samples, rates = status["engine"], status["samples"], status["tokens_per_second"]
     reason = f": {engine['reason']}" if engine["reason"] else ""
     busy = f", busy with one task for {engine['busy_s']:,.0f} s" if engine["busy_s"] >= 1 else ""

@@ -1,7 +1,7 @@
-"""The files of checkpoints: directories that are written once, completely or not at all.
+"""Files of checkpoints: directories that are written once, completely or not at all.
 
-A checkpoint's row names its place: a name below the data directory's `checkpoints`, or the path or URL of a directory below a configured
-root. So the data directory can be moved, and the root changed. All access goes through fsspec.
+A checkpoint's row names its place: a name below the data directory's `checkpoints`, or a path or URL below a configured root. So the data
+directory can be moved, and the root changed.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ CHECKPOINTS_DIR = "checkpoints"
 SNAPSHOTS_DIR = "snapshots"
 """Snapshots for which memory has no room."""
 KEPT_DIR = "kept_copies"
-"""What models come back from when a worker has died."""
+"""Copies that restore models after a crash."""
 ABOUT_FILE = "checkpoint.json"
-"""Says what a checkpoint is, and its base model."""
+"""Names the base model of a checkpoint."""
 WRITING_PREFIX = ".writing-"
-"""Prefix of the name of an unfinished directory; the final name follows."""
+"""Begins the name of an unfinished directory; the final name follows."""
 _JOINT = "joint"
-"""Suffix of an unfinished directory that several processes fill."""
+"""Ends the name of one that several processes fill."""
 WRITING_S = 86400.0
 """Older unfinished directories were left by a process that died."""
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -42,13 +42,13 @@ _BLOCK_BYTES = 2**20
 
 
 def kept_copies(data_dir: Path, model_id: str) -> Path:
-    """Return the place of a model's kept copies: a digest, because clients choose parts of a model id."""
+    """The place of a model's kept copies. A digest: clients choose parts of a model id."""
     return data_dir.resolve() / KEPT_DIR / hashlib.sha256(model_id.encode()).hexdigest()[:32]
 
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """A temporary directory to fill. It is synced and renamed to `directory` when the body ends, and deleted if it fails."""
+    """A temporary directory to fill, synced and renamed to `directory` at the end, or deleted if the body fails."""
     with tempfile.TemporaryDirectory(
         prefix=f"{WRITING_PREFIX}{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True
     ) as temporary:
@@ -74,10 +74,9 @@ def deleted_at_last(directory: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A directory of checkpoint files in the data directory, finished or not."""
+    """A directory of checkpoint files in the data directory."""
 
     name: str
-    """`remove` takes it as a place."""
     place: str
     """Its place once it is finished; empty for a temporary copy."""
     finished: bool
@@ -86,7 +85,7 @@ class Entry:
 
 
 def _errors_of(system: AbstractFileSystem) -> tuple[type[Exception], ...]:
-    """Errors with which a file system refuses something or does not answer."""
+    """Errors with which a file system refuses, or does not answer."""
     if "s3" in system.protocol:
         from botocore.exceptions import BotoCoreError  # s3fs installs it
 
@@ -96,7 +95,7 @@ def _errors_of(system: AbstractFileSystem) -> tuple[type[Exception], ...]:
 
 @dataclass(frozen=True)
 class Directory:
-    """A directory of checkpoint files on a disk or in an object store. Errors of the store are raised as TinsmithError."""
+    """A directory of checkpoint files, on a disk or in an object store, whose errors become TinsmithError."""
 
     system: AbstractFileSystem
     path: str
@@ -107,7 +106,7 @@ class Directory:
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        """Turn errors of the file system into a TinsmithError. A FileNotFoundError stays as it is."""
+        """Raise errors of the file system as TinsmithError, but for FileNotFoundError."""
         try:
             yield
         except FileNotFoundError:
@@ -130,7 +129,7 @@ class Directory:
             self.system.rm_file(probe)
 
     def names(self) -> list[str]:
-        """The names of finished directories in it; in an object store also of those being written."""
+        """Names of finished directories in it; in an object store also of those being written."""
         names: list[str] = []
         with suppress(FileNotFoundError), self._used():  # an object store has no directory before something is in it
             names = [str(found).rstrip("/").rpartition("/")[2] for found in self.system.ls(self.path, detail=False)]
@@ -146,11 +145,9 @@ class Directory:
         return {name: size for name, size in self._all_sizes().items() if name != MANIFEST}
 
     def total(self) -> int:
-        """Bytes of all files."""
         return sum(self._all_sizes().values())
 
     def manifest(self) -> bytes | None:
-        """The manifest, if there is one yet."""
         with suppress(FileNotFoundError), self._used():
             content: bytes = self.system.cat_file(f"{self.path}/{MANIFEST}")
             return content
@@ -172,7 +169,7 @@ class Directory:
                 self.system.get_file(f"{self.path}/{name}", str(target / name))
 
     def upload(self, source: Path) -> None:
-        """Write the files of a local directory, the manifest last: other servers look for it."""
+        """Write the files of a local directory, the manifest last: other servers look for that."""
         with self._used():
             files = [file for file in source.rglob("*") if file.is_file()]
             for file in sorted(files, key=lambda file: (file.name == MANIFEST, file)):
@@ -188,9 +185,9 @@ class CheckpointFiles:
     """The directories of checkpoint files, by place."""
 
     def __init__(self, data_dir: Path, root: str = "", only_read: bool = False) -> None:
-        """New directories are made below `root`, a directory or URL; by default in the data directory.
+        """New directories are made below `root`, a directory or URL, or else in the data directory.
 
-        With `only_read` another server writes there. Raises ConfigError for a root that cannot be used.
+        With `only_read` another server writes there. Raises ConfigError for an unusable root.
         """
         self._home = (data_dir / CHECKPOINTS_DIR).resolve()
         # A place outlives the working directory of the process that writes it.
@@ -205,7 +202,7 @@ class CheckpointFiles:
             self.at(self._root).require_usable(only_read)
 
     def at(self, place: str) -> Directory:
-        """The directory of a place, whether it is there or not."""
+        """The directory of a place, there or not."""
         shown = self.shown(place)
         if "://" not in shown:  # fsspec would cut a path at `::`, and remove what is in front of it
             return Directory(LocalFileSystem(), shown)
@@ -225,7 +222,7 @@ class CheckpointFiles:
 
     @contextmanager
     def written(self, place: str) -> Iterator[Path]:
-        """A local directory to fill. When the body ends, its files are at `place` and synced; if it fails, there are none."""
+        """A local directory to fill. At the end its files are at `place` and synced, or nothing is if the body fails."""
         target = self.at(place)
         if target.is_local:
             with whole_directory(Path(target.path)) as directory:
@@ -236,18 +233,18 @@ class CheckpointFiles:
             target.upload(Path(scratch))
 
     def _begun(self, target: Directory) -> tuple[Path, str]:
-        """The parent and the beginning of the name of unfinished directories. For an object store they are in the data directory."""
+        """Parent, and beginning of the name, of unfinished directories: for an object store in the data directory."""
         path = Path(target.path)
         return path.parent if target.is_local else self._home, f"{WRITING_PREFIX}{path.name}-"
 
     def joint(self, place: str) -> Path:
-        """The directory that several processes fill with what is to be at `place`. The first of them makes it."""
+        """The directory in which several processes put what is to be at `place`. The first of them makes it."""
         home, prefix = self._begun(self.at(place))
         return home / f"{prefix}{_JOINT}"
 
     @contextmanager
     def joined(self, place: str) -> Iterator[Path]:
-        """Complete what several processes have written to `joint`, otherwise as `written`."""
+        """Complete what is in `joint`, otherwise as `written`."""
         target = self.at(place)
         with deleted_at_last(self.joint(place)) as directory:
             yield directory
@@ -275,7 +272,6 @@ class CheckpointFiles:
             directory.remove()
 
     def remaining_bytes(self, place: str) -> int:
-        """Bytes that `remove` would free."""
         return sum(directory.total() for directory in self._all_of(place))
 
     def _all_of(self, place: str) -> list[Directory]:
@@ -289,17 +285,17 @@ class CheckpointFiles:
         return [entry for path in sorted(self._home.iterdir()) if (entry := _entry(path)) is not None]
 
     def finished_places(self) -> list[str]:
-        """The places of finished directories, in the data directory and below the root."""
+        """Places of finished directories, in the data directory and below the root."""
         places = [entry.place for entry in self.entries() if entry.finished]
         return places + [place for place in self.places_below_root() if place.rpartition("/")[2] not in places]
 
     def places_below_root(self) -> list[str]:
-        """The places of finished directories below the root; in an object store also of those being written."""
+        """Places of finished directories below the root, as `Directory.names`."""
         return [f"{self._root}/{name}" for name in self.at(self._root).names()] if self._root else []
 
 
 def _entry(path: Path) -> Entry | None:
-    """The entry for a path; None for a name that is not ours, or if it has just been deleted."""
+    """The entry for a path; None for a name that is not ours, or if it was just deleted."""
     finished = _NAME.fullmatch(path.name) is not None
     if not finished and not path.name.startswith(WRITING_PREFIX):
         return None

@@ -1,7 +1,7 @@
-"""Checkpoints that another server writes below the root of our checkpoint files, found by their manifests.
+"""Checkpoints that another server writes below our root, found by their manifests.
 
-A server that only samples looks there for what its own database does not know. It keeps what it finds in memory, and lists do not show it;
-the other server alone deletes it.
+A server that only samples looks there for what its database does not know. It keeps what it finds in memory, lists do not show it, and only
+the other server deletes it.
 """
 
 import logging
@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 
 class SharedCheckpoints:
-    """Checkpoints to sample from below the root of `files`, for several threads."""
+    """Checkpoints to sample below the root of `files`, for any thread."""
 
     def __init__(self, files: CheckpointFiles) -> None:
         self.files = files
         self._lock = Lock()
         self._rows: dict[str, Checkpoint | None] = {}
-        """By place, of all manifests that were read; None if it is no checkpoint to sample from."""
+        """All manifests that were read, by place; None for no checkpoint to sample."""
 
     def find(self, tinker_path: str) -> Checkpoint | None:
         """The newest living checkpoint of this path.
 
-        Raises TinsmithError if the root cannot be read, or if there is none and a manifest, which may be its own, cannot.
+        Raises TinsmithError if the root is unreadable, or there is none and a manifest, perhaps its own, is unreadable.
         """
         with self._lock:
             unreadable = self._look()
@@ -42,7 +42,7 @@ class SharedCheckpoints:
         return max(alive, key=lambda row: row.created_at, default=None)
 
     def _look(self) -> list[TinsmithError]:
-        """Read new manifests and forget deleted ones. Returns why others could not be read."""
+        """Read new manifests and forget deleted ones; returns errors of others."""
         unreadable: list[TinsmithError] = []
         places = self.files.places_below_root()
         self._rows = {place: self._rows[place] for place in places if place in self._rows}
@@ -70,7 +70,7 @@ class SavedRows(Protocol):
 
 
 def require_sampled(store: SavedRows, shared: SharedCheckpoints | None, tinker_path: str) -> Checkpoint:
-    """The checkpoint of a path: in the database, or else a shared one. Raises as `Store.require_checkpoint`."""
+    """The checkpoint of a path, in the database, or else a shared one. Raises as `Store.require_checkpoint`."""
     try:
         return store.require_checkpoint(tinker_path, "sampler")
     except NotFoundError:

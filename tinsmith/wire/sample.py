@@ -1,4 +1,4 @@
-"""asample on the wire: the JSON request, checked as far as that needs no base model, and the protobuf reply."""
+"""asample on the wire: the JSON request, checked without its base model, and the protobuf reply."""
 
 import binascii
 import hashlib
@@ -18,32 +18,28 @@ from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, StrictModel,
 from tinsmith.wire.prompt_scores import MAX_TOPK, PromptAnswers, PromptQuestions, TensorBody, TopLogprobs, int64_array, parse_targets
 
 MAX_SAMPLES = 1024
-"""Largest num_samples of one request."""
 
 MAX_STOP_STRINGS = 256
-"""Most stop strings of one request."""
 MAX_STOP_CHARACTERS = 2**12
-"""Most characters of all stop strings of one request together."""
+"""Characters of all stop strings together."""
 MAX_STOP_IDS = 2**14
-"""Most stop ids of one request."""
 
 _OBJECTS_BESIDE_CHUNKS = 4
 """The body, its prompt, sampling_params and target_prompt_logprobs."""
 
 _BASE64_PIECE = 2**20
-"""Characters, a multiple of four, that are decoded at a time: the decoder holds the interpreter's lock meanwhile."""
+"""Characters, a multiple of four, to decode at a time: meanwhile the interpreter's lock is held."""
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """The stop tokens or strings that end a sequence before max_tokens. The token that ends it is part of the sequence."""
+    """Stop tokens and strings that end a sequence before max_tokens; the token that ends it is part of it."""
 
     eos: bool
-    """The model's end-of-sequence tokens end it. False only if the client sent `stop=[]`."""
+    """Whether end-of-sequence tokens end it; False only for `stop=[]`."""
     strings: tuple[str, ...]
-    """It ends as soon as its text contains one of these."""
+    """It ends once its text contains one."""
     token_ids: tuple[int, ...]
-    """It ends at any of these tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +47,21 @@ class SamplingParams:
     """Settings for choosing tokens."""
 
     max_tokens: int | None
-    """Most tokens to sample; None goes up to the context window."""
+    """None goes up to the context window."""
     temperature: float
     """0 chooses the most likely token."""
     top_p: float
-    """Share of the probability that the considered tokens have at least, in (0, 1]."""
+    """Least share of the probability that the considered tokens have, in (0, 1]."""
     top_k: int
     """-1 considers all tokens."""
     seed: int | None
-    """Any 64-bit unsigned number; None draws one."""
+    """64 bits, unsigned; None draws one."""
     stop: StopRule
 
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """One asample request, decoded."""
+    """A decoded asample request."""
 
     sampling_session_id: str
     seq_id: int
@@ -73,16 +69,15 @@ class SampleRequest:
     prompt: list[Chunk]
     params: SamplingParams
     questions: PromptQuestions
-    """Questions about the prompt."""
     topk_sample_logprobs: int = 0
-    """Return so many of the likeliest tokens at each sampled position."""
+    """Number of likeliest tokens to return at each sampled position."""
     record_stability_info: bool = False
-    """Record what was sampled for the loss stable_reinforce."""
+    """Record the sample for the loss stable_reinforce."""
 
     def most_tokens(self, prompt: int, context: int, name: str) -> int:
-        """Most tokens to sample behind a prompt of `prompt` tokens. Raises UserError if the model `name` has no context for them.
+        """Most tokens to sample behind a prompt of `prompt` tokens. Raises UserError if the context of model `name` is too short.
 
-        A prompt that fills it can be scored: compute_logprobs of the SDK asks for one token as well, from which nothing is computed.
+        A prompt that fills it can be scored: compute_logprobs of the SDK asks for one token, from which nothing is computed.
         """
         wanted = self.params.max_tokens
         most = max(1, context - prompt) if wanted is None else wanted
@@ -93,10 +88,10 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens [start, end) of an answer, which one version of the weights gave."""
+    """Tokens [start, end) of an answer, by one version of the weights."""
 
     version: str
-    """A base model's name, the path of a checkpoint, or the request id of the save that made a snapshot."""
+    """A base model's name, a checkpoint's path, or the request id of a snapshot's save."""
     start: int
     end: int
 
@@ -108,12 +103,12 @@ class SampledSequence:
     tokens: list[int]
     """Includes the token that ended it."""
     logprobs: list[float]
-    """Log-probability of each token, at the temperature of the request."""
+    """At the temperature of the request, as in `topk`."""
     stop_reason: Literal["stop", "length"]
     topk: TopLogprobs | None = None
-    """Likeliest tokens of each position, at the temperature of the request; None if they were not asked for."""
+    """Likeliest tokens of each position, if asked for."""
     versions: tuple[VersionSpan, ...] = ()
-    """The weights that gave the tokens, in order. Several only if the weights were replaced meanwhile (`inflight`)."""
+    """The weights of its tokens, in order; several if they were replaced meanwhile (`inflight`)."""
 
 
 class _TextBody(StrictModel):
@@ -214,7 +209,7 @@ class _SampleBody(StrictModel):
 
 
 def check_size(body: bytes, limits: RequestsConfig) -> None:
-    """Raise UserError for a body that would take long to parse, by its number of commas and braces, including those in texts."""
+    """Raise UserError for a body that takes long to parse, by its commas and braces, those in texts included."""
     letters = np.frombuffer(body, dtype=np.uint8)
     values = int(np.count_nonzero(letters == ord(",")))
     if values > limits.max_sample_values:
@@ -227,7 +222,7 @@ def check_size(body: bytes, limits: RequestsConfig) -> None:
 
 
 def parse_sample_request(body: bytes) -> SampleRequest:
-    """An asample body. Raises UserError naming the field and its value, NotBuiltError for fields that this version does not have."""
+    """An asample body. Raises UserError naming field and value, NotBuiltError for fields that are not built."""
     parsed = parse_json(_SampleBody, body)
     if parsed.sampling_session_id is None or parsed.seq_id is None:
         raise UserError("sampling_session_id and seq_id are both needed")

@@ -1,4 +1,4 @@
-"""Waiting for the outcome of an operation or sample, or of all samples of a client; giving up a sample."""
+"""Waiting for operations and samples, and giving up samples."""
 
 import asyncio
 import logging
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 router = APIRouter()
 
 _MAX_POLL_BYTES = 4 * 2**20
-"""Limit of the body of a poll: enough to acknowledge some 50,000 samples."""
+"""Enough to acknowledge some 50,000 samples."""
 _FORGOTTEN_AT_A_TIME = 100
-"""Number of samples that are forgotten before other requests have their turn."""
+"""Samples that are forgotten before other requests have their turn."""
 
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request) -> Response:
-    """The outcome of an operation or a sample. If there is none after `long_poll_s`, 408, upon which the SDK asks again at once."""
+    """The outcome of an operation or a sample; 408 after `long_poll_s`, upon which the SDK asks again at once."""
     hub = hub_of(request)
     request_id = (await read_json(request, RetrieveFutureRequest)).request_id
     hub.lifetimes.saw(request_id)
@@ -45,7 +45,7 @@ async def retrieve_future(request: Request) -> Response:
 
 @router.post("/retrieve_futures")
 async def retrieve_futures(request: Request) -> Response:
-    """Return the samples of a client that have ended since it last asked, after up to `long_poll_s`. The client fetches each result."""
+    """The samples of a client that have ended since it last asked, after up to `long_poll_s`. It then fetches each."""
     hub = hub_of(request)
     asked = await hub.bodies.read_parsed(request, _MAX_POLL_BYTES, None, "application/json", parse_poll)
     client = asked.target.sampling_session_id, asked.target.cloned_sampler_id
@@ -63,7 +63,7 @@ async def retrieve_futures(request: Request) -> Response:
 
 @router.post("/cancel_future")
 async def cancel_future(request: Request) -> Response:
-    """Stop a sample that its client no longer wants. What has ended, or is not a sample, is left as it is."""
+    """Stop a sample that runs; anything else is left as it is."""
     hub = hub_of(request)
     request_id = (await read_json(request, CancelFutureRequest)).request_id
     sample = hub.samples.find(request_id)
@@ -74,7 +74,7 @@ async def cancel_future(request: Request) -> Response:
 
 
 async def _forget(hub: Hub, request_id: str) -> None:
-    """The client no longer needs this sample. If it still runs, it is cancelled."""
+    """Forget a sample that its client no longer needs; cancel it if it runs."""
     sample = hub.samples.remove(request_id)
     if sample is not None and sample.outcome is None:
         hub.waiters.look_again(request_id)
@@ -119,7 +119,7 @@ def _sample_reply(hub: Hub, ended: SampleDone | SampleFailed) -> Response:
 
 
 async def _reason_unknown(hub: Hub, request_id: str) -> Exception:
-    """Return the error for an unknown sample. If its weights are gone it is a 404: after a 410 the SDK would submit it again and again."""
+    """The error for an unknown sample. If its weights are gone, a 404: after a 410 the SDK would submit it for ever."""
     key = ids.parse_request_id(request_id)
     if key is None:
         return NotFoundError(f"request_id={request_id!r} does not exist")
