@@ -81,4 +81,6 @@ def _explained(error: ValidationError, whole: str) -> str:
     got = quoted(first["input"])
     if first["input"] is None:
         got = "null, as which the SDK sends NaN and infinity too" if first["type"] in ("float_type", "int_type") else "null"
-    return f"{field}: {first['msg']}, got {got}"
+    # So Pydantic words it for dataclasses.
+    message = first["msg"] if first["type"] != "unexpected_keyword_argument" else "Extra inputs are not permitted"
+    return f"{field}: {message}, got {got}"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import FailFast, Field, field_validator, model_validator
+from pydantic import AfterValidator, FailFast, Field, PlainValidator, model_validator
 
 from tinsmith.config import RequestsConfig
 from tinsmith.errors import NotBuiltError, UserError, translated
@@ -42,21 +42,43 @@ class StopRule:
     token_ids: tuple[int, ...]
 
 
+def _read_stop(value: Any) -> StopRule:
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    texts = all(isinstance(item, str) and item for item in items)
+    if not texts and not (isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in items)):
+        raise ValueError("send a text, a list of texts, or a list of token ids in [0, 2**31); no text may be empty")
+    characters = sum(map(len, items)) if texts else 0
+    if len(items) > (MAX_STOP_STRINGS if texts else MAX_STOP_IDS) or characters > MAX_STOP_CHARACTERS:
+        raise ValueError(
+            f"send at most {MAX_STOP_STRINGS} texts, of at most {MAX_STOP_CHARACTERS} characters together, "
+            f"or at most {MAX_STOP_IDS} token ids; these are {len(items)}" + (f" of {characters} characters" if texts else "")
+        )
+    return StopRule(value != [], *((tuple(items), ()) if texts else ((), tuple(items))))
+
+
+def _check_top_k(value: int) -> int:
+    if value == 0:
+        raise ValueError("send -1 (all tokens) or at least 1")
+    return value
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings for choosing tokens."""
+    """Settings for choosing tokens, as the request names them; only those read from one are checked."""
 
-    max_tokens: int | None
+    __pydantic_config__ = StrictModel.model_config
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     """None goes up to the context window."""
-    temperature: float
+    temperature: Annotated[FiniteFloat, Field(ge=0)] = 1.0
     """0 chooses the most likely token."""
-    top_p: float
-    """Least share of the probability that the considered tokens have, in (0, 1]."""
-    top_k: int
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
+    """Least share of the probability that the considered tokens have."""
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_check_top_k)] = -1
     """-1 considers all tokens."""
-    seed: int | None
-    """64 bits, unsigned; None draws one."""
-    stop: StopRule
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
+    """None draws one."""
+    stop: Annotated[StopRule, PlainValidator(_read_stop)] = StopRule(True, (), ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,43 +164,12 @@ class _PromptBody(StrictModel):
     chunks: Annotated[list[_ChunkBody], FailFast()]
 
 
-class _ParamsBody(StrictModel):
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[FiniteFloat, Field(ge=0)] = 1.0
-    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
-    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
-    stop: str | list[str] | list[int] | None = None
-
-    @field_validator("top_k")
-    @classmethod
-    def _check_top_k(cls, value: int) -> int:
-        if value == 0:
-            raise ValueError("send -1 (all tokens) or at least 1")
-        return value
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _check_stop(cls, value: Any) -> Any:
-        items = value if isinstance(value, list) else [] if value is None else [value]
-        texts = all(isinstance(item, str) and item for item in items)
-        if texts or (isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in items)):
-            characters = sum(map(len, items)) if texts else 0
-            if len(items) > (MAX_STOP_STRINGS if texts else MAX_STOP_IDS) or characters > MAX_STOP_CHARACTERS:
-                raise ValueError(
-                    f"send at most {MAX_STOP_STRINGS} texts, of at most {MAX_STOP_CHARACTERS} characters together, "
-                    f"or at most {MAX_STOP_IDS} token ids; these are {len(items)}" + (f" of {characters} characters" if texts else "")
-                )
-            return value
-        raise ValueError("send a text, a list of texts, or a list of token ids in [0, 2**31); no text may be empty")
-
-
 class _SampleBody(StrictModel):
     sampling_session_id: Id | None = None
     seq_id: CountFromZero | None = None
     num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     prompt: _PromptBody
-    sampling_params: _ParamsBody
+    sampling_params: SamplingParams
     prompt_logprobs: bool | None = None
     base_model: str | None = None
     model_path: str | None = None
@@ -232,7 +223,7 @@ def parse_sample_request(body: bytes) -> SampleRequest:
         seq_id=parsed.seq_id,
         num_samples=parsed.num_samples,
         prompt=chunks,
-        params=_decode_params(parsed.sampling_params),
+        params=parsed.sampling_params,
         questions=parsed.questions(),
         topk_sample_logprobs=parsed.topk_sample_logprobs,
         record_stability_info=bool(parsed.record_stability_info),
@@ -264,17 +255,6 @@ def _decode_tokens(index: int, tokens: list[int]) -> NDArray[np.int32]:
         first = np.flatnonzero((wide < 0) | (wide >= 2**31))[0]
         raise UserError(f"prompt.chunks.{index}.tokens at position {first} is {wide[first]}; send token ids in [0, 2**31)")
     return wide.astype(np.int32)
-
-
-def _decode_params(params: _ParamsBody) -> SamplingParams:
-    return SamplingParams(params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed, _decode_stop(params.stop))
-
-
-def _decode_stop(stop: str | list[str] | list[int] | None) -> StopRule:
-    items = [stop] if isinstance(stop, str) else stop or []
-    strings = tuple(item for item in items if isinstance(item, str))
-    token_ids = tuple(item for item in items if isinstance(item, int))
-    return StopRule(eos=stop != [], strings=strings, token_ids=token_ids)
 
 
 def encode_sample_response(sequences: Sequence[SampledSequence], answers: PromptAnswers, prompt_cache_hit_tokens: int) -> bytes:
