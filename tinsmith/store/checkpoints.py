@@ -100,14 +100,12 @@ class CheckpointStore(Transactions):
 
     def living_directories(self) -> set[str]:
         """Directories of checkpoints that have not expired."""
-        with self.reading() as connection:
-            return set(connection.execute(select(checkpoints.c.directory).where(ALIVE), {"now": time.time()}).scalars())
+        return set(self._column(select(checkpoints.c.directory).where(ALIVE), now=time.time()))
 
     def known_directories(self) -> set[str]:
         """Directories of checkpoints, and begun or discarded ones."""
         known = union(*[select(table.c.directory) for table in (checkpoints, begun_directories, discarded_directories)])
-        with self.reading() as connection:
-            return set(connection.execute(known).scalars())
+        return set(self._column(known))
 
     def forget_directory(self, directory: str) -> None:
         """Note that a directory's files are deleted."""

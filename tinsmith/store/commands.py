@@ -101,10 +101,7 @@ class CommandStore(Transactions):
 
     def check_repeat(self, new: NewCommand) -> None:
         """Raise UserError if a command that was not queued has the key of another operation."""
-        with self.reading() as connection:
-            first = connection.execute(
-                select(commands.c.kind, commands.c.digest).where(_BY_KEY), {"model_id": new.model_id, "seq_id": new.seq_id}
-            ).first()
+        first = self._first(select(commands.c.kind, commands.c.digest).where(_BY_KEY), model_id=new.model_id, seq_id=new.seq_id)
         if first is None:
             return
         digest = _digest(new)
@@ -130,11 +127,10 @@ class CommandStore(Transactions):
 
     def payload(self, command: Command) -> bytes:
         """The payload of a command, without images. Raises NotFoundError if it is dropped."""
-        with self.reading() as connection:
-            found: bytes | None = connection.execute(_PAYLOAD, {"command_id": command.id}).scalar()
-        if found is None:
+        found = self._first(_PAYLOAD, command_id=command.id)
+        if found is None or found.payload is None:
             raise NotFoundError(f"operation {command.request_id} has ended, and what it was sent with is dropped")
-        return found
+        return bytes(found.payload)
 
     def outcome(self, request_id: str) -> Outcome | None:
         """The outcome of an operation, if it has one."""
@@ -148,10 +144,7 @@ class CommandStore(Transactions):
 
     def _find(self, statement: Select[*tuple[Any, ...]], request_id: str) -> Row[*tuple[Any, ...]] | None:
         key = ids.parse_request_id(request_id)
-        if key is None:
-            return None
-        with self.reading() as connection:
-            return connection.execute(statement, {"model_id": key[0], "seq_id": key[1]}).first()
+        return None if key is None else self._first(statement, model_id=key[0], seq_id=key[1])
 
     def drop_results(self, before: float, ended_before: float) -> None:
         """Drop results from before `before` (Unix time), and of sessions that ended before `ended_before`. Errors stay."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, select
+from sqlalchemy import URL, CompoundSelect, Connection, Engine, Row, Select, create_engine, event, inspect, select
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DatabaseError
 
@@ -117,6 +117,16 @@ class Transactions:
 
     def writing(self) -> AbstractContextManager[Connection]:
         return self._write.begin()
+
+    def _first(self, statement: Select[*tuple[Any, ...]], **values: Any) -> Row[*tuple[Any, ...]] | None:
+        """The first row that a statement finds."""
+        with self.reading() as connection:
+            return connection.execute(statement, values).first()
+
+    def _column(self, statement: Select[Any] | CompoundSelect[Any], **values: Any) -> list[Any]:
+        """The first column of all rows."""
+        with self.reading() as connection:
+            return list(connection.execute(statement, values).scalars())
 
     def writing_durably(self) -> AbstractContextManager[Connection]:
         """A transaction that survives a power cut once it has ended."""

@@ -13,7 +13,7 @@ run, and with it its last operation, whose time says when it was last used.
 import time
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, func, or_, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError
@@ -81,7 +81,7 @@ class SessionStore(Transactions):
             connection.execute(sessions.insert(), {"session_id": session_id, "created_at": now, "last_seen_at": now} | description)
 
     def session(self, session_id: str) -> Session | None:
-        row = self._row(_SESSION, session_id)
+        row = self._first(_SESSION, key=session_id)
         return None if row is None else Session(*row)
 
     def finish_session(self, session_id: str, reason: str, detail: str | None) -> bool:
@@ -101,11 +101,10 @@ class SessionStore(Transactions):
         return ended
 
     def open_sessions(self) -> list[str]:
-        with self.reading() as connection:
-            return list(connection.execute(select(sessions.c.session_id).where(sessions.c.finished_at.is_(None))).scalars())
+        return self._column(select(sessions.c.session_id).where(sessions.c.finished_at.is_(None)))
 
     def model(self, model_id: str) -> Model | None:
-        row = self._row(_MODEL, model_id)
+        row = self._first(_MODEL, key=model_id)
         return None if row is None else Model(*row)
 
     def unload_model(self, model_id: str) -> None:
@@ -132,12 +131,8 @@ class SessionStore(Transactions):
             return connection.execute(joined.returning(clones)).scalar()
 
     def sampling_session(self, sampling_session_id: str) -> SamplingSession | None:
-        row = self._row(_SAMPLING, sampling_session_id)
+        row = self._first(_SAMPLING, key=sampling_session_id)
         return None if row is None else SamplingSession(*row)
-
-    def _row(self, statement: Select[*tuple[Any, ...]], key: str) -> Row[*tuple[Any, ...]] | None:
-        with self.reading() as connection:
-            return connection.execute(statement, {"key": key}).first()
 
 
 # ---- Parts of transactions
