@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from tinsmith.commands.tables import table
 from tinsmith.config import Config, base_model_sources
 from tinsmith.engine.devices import visible_gpus, worker_count
 from tinsmith.errors import ConfigError, reported
@@ -63,17 +63,10 @@ def run_doctor(config: Config, console: Console) -> int:
         sections["what fits"] = list(_models(config, machine))
     sections["features"] = list(_features(machine))
     for title, findings in sections.items():
-        console.print(_table(title, findings))
+        console.print(table(((each.subject, Text(each.state, _STYLES[each.state]), each.detail) for each in findings), title=title))
     missing = dict.fromkeys(finding.subject for findings in sections.values() for finding in findings if finding.state == "missing")
     console.print(Text(f"missing: {', '.join(missing)}", "bold red") if missing else Text("nothing is missing", "bold green"))
     return 1 if missing else 0
-
-
-def _table(title: str, findings: list[Finding]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for finding in findings:
-        table.add_row(Text(finding.subject), Text(finding.state, _STYLES[finding.state]), Text(finding.detail))
-    return table
 
 
 def _or_missing(subject: str, findings: Iterator[Finding]) -> Iterator[Finding]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from tinsmith.commands.tables import table
 from tinsmith.memory.plan import FullPlan, ModePlan, Plan
 from tinsmith.models.machine import size_text
 
@@ -14,11 +14,8 @@ _LIMITS = {"memory": "the memory", "context": "the model's context"}
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print the plan."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for subject, detail in _lines(plan):
-        table.add_row(Text(subject), Text(detail))
     console.print(Text(f"{plan.model} ({plan.architecture}, {plan.parameters:,} parameters in {plan.dtype}) on {plan.device}", "bold"))
-    console.print(table)
+    console.print(table(_lines(plan)))
     if plan.workers > 1:
         console.print()
         _print_modes(plan, console)
@@ -26,16 +23,15 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def _print_modes(plan: Plan, console: Console) -> None:
     """A row for each use of several GPUs, and the choice."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for head in (f"on each of {plan.workers}", "trains", "base model", "trained model", "cache", "longest sequence"):
-        table.add_column(Text(head))
+    rows = []
     for each in plan.modes:
         sizes = (each.weight_bytes, each.model_bytes, each.cache_bytes)
         longest = f"{each.longest_sequence:,} tokens" if each.fits else "does not fit"
         if each.fits and each.longest_together > each.longest_sequence:
             longest += f"; {each.longest_together:,} on all together"
-        table.add_row(*map(Text, (each.mode, each.trains, *map(size_text, sizes), longest)))
-    console.print(table)
+        rows.append((each.mode, each.trains, *map(size_text, sizes), longest))
+    heads = (f"on each of {plan.workers}", "trains", "base model", "trained model", "cache", "longest sequence")
+    console.print(table(rows, heads))
     for trains, mode, why in _chosen(plan.modes):
         console.print(Text(f"{trains}: {mode}, {why}"))
 

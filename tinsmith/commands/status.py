@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tinsmith.commands.tables import table
 from tinsmith.errors import ConfigError, printable, translated
 from tinsmith.http_client import open_url, why_unanswered, without_user
 
@@ -46,7 +47,7 @@ def _escaped(content: Any) -> Any:
 
 
 def print_status(status: dict[str, Any], console: Console) -> None:
-    """Print an answer. Names become `Text`: Rich reads parts such as `:train:` as markup."""
+    """Print an answer. Names become `Text`, which Rich reads no markup in."""
     engine, samples, rates = status["engine"], status["samples"], status["tokens_per_second"]
     reason = f": {engine['reason']}" if engine["reason"] else ""
     busy = f", busy with one task for {engine['busy_s']:,.0f} s" if engine["busy_s"] >= 1 else ""
@@ -74,11 +75,4 @@ def _base(base: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table | str:
-    if not rows:
-        return f"{title}: none"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold", header_style="dim")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+    return table(rows, columns, title) if rows else f"{title}: none"
