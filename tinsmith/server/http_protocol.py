@@ -22,7 +22,7 @@ _BODY_BYTES_PER_S = 4096
 """Least rate of a body over each `idle_s`, a tenth of what phones upload."""
 
 _MANY_PARTS, _PART_BYTES = 1024, 60
-"""A body of more parts needs so many bytes in each, on average: a part costs as much as some kilobytes."""
+"""A body of more parts needs so many bytes in each, on average: a part costs as much as some kilobytes. A read may cut one of 64 in two."""
 
 _LINGER_S = 2.0
 """Seconds that a refused connection stays open, so that the client can read the reason."""

@@ -106,7 +106,7 @@ class Hub:
         self.waiters.all_look_again()
 
     async def end_session(self, session_id: str, save: bool) -> None:
-        """End a session that is finished in the store: cancel samples, unload models (`save`d as checkpoints), drop snapshots.
+        """End a session that is finished in the store: cancel samples, unload models, with `save` as checkpoints, drop snapshots.
 
         An engine that is not ready is told later: it may find the session's commands in the log.
         """

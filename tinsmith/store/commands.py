@@ -169,10 +169,7 @@ def _queued(connection: Connection, model_id: str, known: Collection[int], limit
 
 
 def append(connection: Connection, new: NewCommand, now: float) -> bool:
-    """Append a command with its rows; returns whether it is queued. If its key is in the log, nothing changes.
-
-    On a model that has ended it is recorded as failed. Raises NotFoundError if there is no such model.
-    """
+    """Append a command as `Store.append`, with its rows; returns whether it is queued."""
     if new.model is not None:
         insert_model(connection, new.model, now)
     refused = refusal(connection, new.model_id, now)
@@ -218,10 +215,7 @@ class Released:
 
 
 def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep: bool) -> Released:
-    """Finish queued commands; with `keep` payloads and images stay. The first outcome of each counts.
-
-    Each model notes the highest seq_id that succeeded. Raises NotFoundError for a malformed request id.
-    """
+    """Finish queued commands as `Store.record`; with `keep` payloads and images stay."""
     kept = 0
     digests: list[bytes] = []
     applied: dict[str, int] = {}
