@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-"""Bytes of each unit of a size."""
 
 
 _PREFIX = "TINSMITH_"
@@ -236,7 +235,6 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """Such as "TINSMITH_KV_CACHE_GIB"."""
         return f"{_PREFIX}{self.name.upper()}"
 
 

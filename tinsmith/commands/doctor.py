@@ -35,7 +35,6 @@ GIB = 2**30
 EXTRAS = {"demo": ("tinker", "matplotlib", "sklearn"), "tests": ("tinker", "pytest", "peft", "httpx", "hypothesis")}
 """Modules that these parts need beside those for serving."""
 INSTALLERS = {"demo": "make demo", "tests": "make dev"}
-"""What installs them."""
 
 State = Literal["ok", "note", "missing"]
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}

@@ -173,7 +173,6 @@ def _base_models(url: str, full: str, key: str) -> list[str]:
 
 
 def _field(body: bytes, name: str) -> str:
-    """A text in a JSON object, or ""."""
     with suppress(ValueError, KeyError, TypeError):
         found = json.loads(body)[name]
         return found if isinstance(found, str) else ""

@@ -48,7 +48,6 @@ def _chosen(modes: list[ModePlan]) -> Iterator[tuple[str, str, str]]:
 
 
 def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Subject and detail of each line."""
     longest = plan.longest_sequence
     groups = " + ".join(f"{group} {count:,}" for group, count in plan.lora_parameters.items())
     if plan.rank:

@@ -38,7 +38,6 @@ def fetch_status(url: str) -> dict[str, Any]:
 
 
 def _escaped(content: Any) -> Any:
-    """An answer with printable texts."""
     if isinstance(content, dict):
         return {printable(name): _escaped(value) for name, value in content.items()}
     if isinstance(content, list):

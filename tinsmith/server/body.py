@@ -16,7 +16,6 @@ from tinsmith.wire.compression import TooLargeError, decompress, decompress_begi
 from tinsmith.wire.json_body import ModelT, parse_json
 
 _JSON_BYTES = 64 * 1024
-"""Limit of JSON bodies of a few fields."""
 
 _SMALL_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop, in milliseconds at worst."""
@@ -28,7 +27,6 @@ waiting, each of which takes several iterations."""
 _END_BYTES = 2048
 """Bytes at each end of a body that are searched for its session."""
 _OWNED_ID = re.compile(rb"([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}):(?:train|sample):[0-9]")
-"""The id of a model or of a sampling session."""
 
 Result = TypeVar("Result")
 

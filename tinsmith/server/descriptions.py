@@ -78,7 +78,6 @@ def describe_session(found: SessionSummary) -> dict[str, Any]:
 
 
 def _status(found: SessionSummary) -> dict[str, Any] | None:
-    """The state of a session; None if it has ended and its client did not say how."""
     if found.finished_at is None:
         return {"type": "active"}
     if found.finish_reason in CLIENT_REASONS:

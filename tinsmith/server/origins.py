@@ -27,7 +27,6 @@ class Origins:
         self.refusal = lru_cache(1024)(self._refusal)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve or refuse a request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         host = origin = None

@@ -55,7 +55,6 @@ class ParserProcess:
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """Start the process, without waiting for it."""
         self._thread.submit(self._connected)
 
     async def run(

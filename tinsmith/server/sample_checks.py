@@ -21,7 +21,6 @@ class ReceivedSample:
     headers: list[ImageHeader | UserError]
     """The size of each image in order, or what is wrong with it."""
     body: bytes
-    """The JSON, as the engine gets it."""
     digest: bytes
 
 

@@ -49,7 +49,7 @@ class SampleJournal:
         self._shorten()
 
     def strike(self, request_id: str) -> None:
-        """Forget a sample: its client has seen how a sample ended, or will never ask."""
+        """Forget a sample: its client has seen its end, or will never ask."""
         if request_id in self.waiting:
             del self.waiting[request_id]
             with self._warning(f"the end of sample {request_id} is not noted"):  # a later server may ask its client to send it again

@@ -42,7 +42,6 @@ class _Mailbox:
     reports: deque[Report] = field(default_factory=deque)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     cursor: int = 0
-    """Cursor of the newest report."""
     polls: int = 0
     """Polls that wait for a report."""
 

@@ -78,7 +78,6 @@ class PendingSample:
     stream: _Stream | None = None
     """None unless it was started with `stream`."""
     digest: bytes = b""
-    """SHA-256 of the request's body."""
     outcome: SampleDone | SampleFailed | None = None
     """None while it runs."""
     finished_bytes: int = field(default=0, init=False)
@@ -94,7 +93,6 @@ class PendingSample:
 
     @property
     def sequence_ids(self) -> list[str]:
-        """One for each sequence of the reply, in order."""
         return [ids.sequence_id(self.request_id, index) for index in range(self.num_samples)]
 
 
@@ -145,7 +143,6 @@ class SampleBook:
         """The same of fetched results, in the order in which they were sent."""
 
     def find(self, request_id: str) -> PendingSample | None:
-        """The sample, if it runs or waits to be fetched."""
         self._drop_expired()
         return self._samples.get(request_id)
 
@@ -223,14 +220,13 @@ class SampleBook:
         return True
 
     def lose_running(self) -> list[str]:
-        """Forget what runs: its engine died. Returns its ids."""
+        """Forget what runs: its engine died."""
         lost = [key for key, sample in self._samples.items() if sample.outcome is None]
         for key in lost:
             self.remove(key)
         return lost
 
     def end_session(self, session_id: str) -> list[str]:
-        """Forget all samples of a session; returns their ids."""
         gone = [key for key in self._samples if ids.session_of(key) == session_id]
         for key in gone:
             self.remove(key)

@@ -48,7 +48,6 @@ class SamplingSessions:
         return session
 
     def forget(self, session_id: str) -> None:
-        """Forget those of a session that has ended."""
         self._ready = {key: ready for key, ready in self._ready.items() if ready.session_id != session_id}
 
     def forget_snapshots(self) -> None:

@@ -20,7 +20,6 @@ from tinsmith.errors import StoreUnavailableError, TinsmithError, translated
 from tinsmith.store.disk import renamed
 
 BLOBS_DIR = "blobs"
-"""Below a data directory."""
 _WRITING_PREFIX = ".writing-"
 _WRITING_S = 86400.0
 """Older unfinished files were left by a process that died."""
@@ -43,7 +42,6 @@ class BlobFiles:
         self._directory = data_dir / BLOBS_DIR
 
     def path(self, sha256: bytes) -> Path:
-        """The path of a blob, there or not."""
         name = sha256.hex()
         return self._directory / name[:2] / name
 

@@ -76,7 +76,6 @@ class CheckpointStore(Transactions):
             raise UserError(f"{' and '.join(taken)} exist already; import under another name, or delete what is there first")
 
     def expired_checkpoints(self) -> list[Checkpoint]:
-        """Expired checkpoints with rows, oldest first."""
         expired = select(*COLUMNS).where(checkpoints.c.expires_at <= time.time()).order_by(checkpoints.c.expires_at)
         with self.reading() as connection:
             return [Checkpoint(*row) for row in connection.execute(expired)]
@@ -99,7 +98,6 @@ class CheckpointStore(Transactions):
             return [*connection.execute(discarded).scalars(), *connection.execute(left).scalars()]
 
     def living_directories(self) -> set[str]:
-        """Directories of checkpoints that have not expired."""
         return set(self._column(select(checkpoints.c.directory).where(ALIVE), now=time.time()))
 
     def known_directories(self) -> set[str]:
@@ -108,7 +106,6 @@ class CheckpointStore(Transactions):
         return set(self._column(known))
 
     def forget_directory(self, directory: str) -> None:
-        """Note that a directory's files are deleted."""
         with self.writing() as connection:
             _forget(connection, directory)
 

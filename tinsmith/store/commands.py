@@ -133,7 +133,6 @@ class CommandStore(Transactions):
         return bytes(found.payload)
 
     def outcome(self, request_id: str) -> Outcome | None:
-        """The outcome of an operation, if it has one."""
         row = self._find(_OUTCOME, request_id)
         return None if row is None else Outcome(request_id, *row)
 

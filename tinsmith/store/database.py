@@ -57,8 +57,6 @@ _REMEDY = {
 
 @dataclass(frozen=True)
 class _OpenFile:
-    """The files of an open database."""
-
     path: Path
     identities: Mapping[Path, tuple[int, int]]
     """Device and inode of each."""
@@ -119,12 +117,10 @@ class Transactions:
         return self._write.begin()
 
     def _first(self, statement: Select[*tuple[Any, ...]], **values: Any) -> Row[*tuple[Any, ...]] | None:
-        """The first row that a statement finds."""
         with self.reading() as connection:
             return connection.execute(statement, values).first()
 
     def _column(self, statement: Select[Any] | CompoundSelect[Any], **values: Any) -> list[Any]:
-        """The first column of all rows."""
         with self.reading() as connection:
             return list(connection.execute(statement, values).scalars())
 

@@ -163,7 +163,6 @@ class Directory:
                 yield block
 
     def copy_to(self, target: Path) -> None:
-        """Copy all files to a local directory."""
         for name in self._all_sizes():
             with self._used():
                 self.system.get_file(f"{self.path}/{name}", str(target / name))
@@ -176,7 +175,6 @@ class Directory:
                 self.system.put_file(str(file), f"{self.path}/{file.relative_to(source).as_posix()}")
 
     def remove(self) -> None:
-        """Delete it, if it is there."""
         with suppress(FileNotFoundError), self._used():
             self.system.rm(self.path, recursive=True)
 
@@ -216,7 +214,6 @@ class CheckpointFiles:
         return place if "/" in place else str(self._home / place)
 
     def new_place(self) -> str:
-        """A random place, where nothing is."""
         name = uuid.uuid4().hex
         return f"{self._root}/{name}" if self._root else name
 

@@ -35,7 +35,6 @@ LIFETIME_S = 24 * 3600.0
 
 _VERSION = 1
 _PURGE_S = 60.0
-"""Seconds between two purges."""
 _LEFT_SHARE = 0.9
 """Share of the limit that a purge leaves, so that not every sample purges."""
 _ROW_BYTES = 200
@@ -142,7 +141,6 @@ class RecordedSequences:
         return self._connect()
 
     def _connect(self) -> tuple[sqlite3.Connection, int]:
-        """A connection without implicit transactions, and the size of all rows."""
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30.0)
         try:
             connection.execute("PRAGMA journal_mode=WAL")

@@ -45,7 +45,6 @@ class Session:
     created_at: float
     """Unix time, as all times here."""
     finished_at: float | None
-    """None while the session is open."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,6 @@ class Checkpoint:
     user_metadata: dict[str, str] | None
     created_at: float
     expires_at: float | None
-    """None if it never expires."""
     public: bool = False
     """Gives nobody access: the server has a single user."""
 

@@ -75,7 +75,7 @@ class SessionStore(Transactions):
     """Sessions, models and sampling sessions. Each method is one transaction."""
 
     def create_session(self, session_id: str, description: dict[str, Any]) -> None:
-        """Add a session, with its tags, user_metadata, sdk_version, project_id and display_name."""
+        """Add a session, with tags, user_metadata, sdk_version, project_id and display_name."""
         now = time.time()
         with self.writing() as connection:
             connection.execute(sessions.insert(), {"session_id": session_id, "created_at": now, "last_seen_at": now} | description)

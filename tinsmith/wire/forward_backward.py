@@ -52,7 +52,6 @@ class Datum:
     """One training sequence."""
 
     chunks: list[Chunk]
-    """The model input in order."""
     loss_fn_inputs: dict[str, Array]
     """Dense float32 or int64 arrays by name, such as target_tokens [n] or [n, k]."""
     model_input_spans: tuple[ProvenanceSpan, ...] = ()
@@ -83,7 +82,6 @@ class StoredRequest:
     image_digests: list[bytes]
     """SHA-256 of each image, in the order of the payload."""
     images: dict[bytes, bytes]
-    """The encoded images by digest."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,6 @@ class ReceivedRequest:
     key: RequestKey
     stored: StoredRequest
     digest: bytes
-    """SHA-256 of the body."""
     refused: str | None = None
     """The limit that it exceeds, if it does. Nothing is stored of it then."""
 

@@ -26,7 +26,6 @@ _TEXT, _IMAGE = 1, 2
 _TOKEN_BYTES, _TEXT_BYTES = 4, 6
 """Bytes of a token id, and most before the ids of a text (tag and length)."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-"""Wire types."""
 
 
 @dataclass

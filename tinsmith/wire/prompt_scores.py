@@ -47,7 +47,6 @@ class PromptQuestions:
     """Questions about the prompt."""
 
     logprobs: bool = False
-    """The log-probability of each token."""
     topk: int = 0
     """The k likeliest tokens of each position."""
     last_n: int | None = None

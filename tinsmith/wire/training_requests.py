@@ -157,7 +157,6 @@ class LoadWeightsRequest(Operation):
     """POST load_weights into a model just created."""
 
     path: str
-    """tinker:// path of a checkpoint for training."""
     optimizer: bool
     """Whether to load the optimizer's state too."""
     optimizer_config: None = None
