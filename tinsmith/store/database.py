@@ -42,14 +42,13 @@ DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 BUSY_S = 30.0
 """Longest wait for the lock."""
 
+_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 _REMEDY = {
-    sqlite3.SQLITE_BUSY: "another program has locked it: let that end (a backup?)",
-    sqlite3.SQLITE_LOCKED: "another program has locked it: let that end (a backup?)",
+    **dict.fromkeys(_LOCKED, "another program has locked it: let that end (a backup?)"),
     sqlite3.SQLITE_FULL: "free space on its disk",
     sqlite3.SQLITE_IOERR: "look for a full or broken disk",
     sqlite3.SQLITE_READONLY: "make file, directory and disk writable",
     sqlite3.SQLITE_CANTOPEN: "look for missing files, permissions, or too many open files",
-    sqlite3.SQLITE_PROTOCOL: "another program has locked it: let that end (a backup?)",
     sqlite3.SQLITE_NOMEM: "free memory",
 }
 """By SQLite's primary error code, for errors that are no fault of the statement."""
