@@ -19,6 +19,7 @@ class Activity:
         """Monotonic time, and tokens trained and sampled until then. Only the first entry is older than the window."""
 
     def take(self, status: Status) -> None:
+        """Take in a report."""
         now = time.monotonic()
         if self._last is None:
             self._counts.append((now - WINDOW_S, 0, 0))  # an engine starts at zero

@@ -51,11 +51,13 @@ class BoundedHttp(HttpToolsProtocol):
         self.look_again: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait."""
         super().connection_made(transport)
         self.waiting_since = self.loop.time()
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
         super().connection_lost(exc)
         if self.look_again is not None:
             self.look_again.cancel()
@@ -73,10 +75,12 @@ class BoundedHttp(HttpToolsProtocol):
             self.look_again = self.loop.call_later(min(self.idle_s, left), self._look)
 
     def on_message_begin(self) -> None:
+        """Await a header."""
         super().on_message_begin()
         self.waiting_since = self.loop.time()
 
     def on_response_complete(self) -> None:
+        """Await the next request."""
         super().on_response_complete()
         self.waiting_since = self.loop.time()
 
