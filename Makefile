@@ -3,6 +3,7 @@
 # make demo     fine-tune a tiny vision-language model to read handwritten digits
 # make test     run the tests that every change needs
 # make test-slow run the tests that are marked slow, which CI runs too; those of recipes and vLLM run with test-all alone
+# make test-oldest run the numerical tests with the oldest transformers that pyproject.toml allows
 # make test-all run everything there is: slow tests, long random runs, recipes, real vLLM servers
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make mutations        put faults into a copy of the product, one after the other, each of which a test must find (about 6 minutes)
@@ -34,7 +35,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev environments demo test test-slow test-all mutations invariants test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
+.PHONY: setup dev environments demo test test-slow test-all mutations invariants test-oldest test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
 
 # $(call install,EXTRAS): this project with some of its optional groups. Wheels only and exact versions: nothing is built, and no newer torch
 # is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -80,6 +81,12 @@ test-slow: export TINSMITH_TEST_ALL := 1
 test-slow: $(DEV_STAMP)
 	$(PYTEST) -m slow
 
+# Image processors of transformers 5.17 cannot say what is expected without torchvision.
+OLDEST := .oldest
+test-oldest: $(DEV_STAMP)
+	$(PYTHON) -m pip install --quiet --only-binary :all: --no-deps --no-compile --upgrade --target $(OLDEST) transformers==5.17.0 'huggingface_hub<2'
+	PYTHONPATH=$(OLDEST) $(PYTEST) tests/kernels tests/models tests/memory tests/rendering tests/training tests/sampling -k 'not equal_the_processors and not values_are_the_processor'
+
 test-all: export TINSMITH_TEST_ALL := 1
 test-all: $(DEV_STAMP)
 	$(PYTEST)
@@ -123,7 +130,7 @@ GPU_PROCESSES := 10
 test-gpu: SHELL := /bin/bash
 test-gpu: $(DEV_STAMP)
 	set -o pipefail; mkdir -p benchmarks/results; TINSMITH_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark \
-		tests/models tests/rendering tests/training tests/sampling tests/gpu --ignore tests/sampling/vllm --ignore tests/sampling/inside_vllm \
+		tests/kernels tests/models tests/memory tests/rendering tests/training tests/sampling tests/gpu --ignore tests/sampling/vllm --ignore tests/sampling/inside_vllm \
 		--numprocesses $(GPU_PROCESSES) --dist worksteal --timeout 300 --durations 15 2>&1 | tee benchmarks/results/test-gpu.txt
 
 # As test-gpu, it needs no registry: make test-gpus PYTHON=python3 DEV_STAMP=
@@ -155,4 +162,4 @@ proto: $(DEV_STAMP)
 	$(PYTHON) -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)
 
 clean:
-	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) demo-output recipes-output rl-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) $(OLDEST) demo-output recipes-output rl-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -283,7 +283,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the gradient of a delta net's state goes to the neighbouring sequence",
-        "tinsmith/models/delta_chunks.py",
+        "tinsmith/kernels/delta_chunks.py",
         "gradients[behind : behind + end - start] = earlier",
         "gradients[behind : behind + end - start] = earlier.roll(heads, 0)",
         ("tests/models/test_delta_rule.py",),
@@ -538,7 +538,7 @@ MUTATIONS = (
     # ---- Several workers
     Mutation(
         "the gradients of one worker are left out of the sum",
-        "tinsmith/training/together.py",
+        "tinsmith/training/parallel/all_reduce.py",
         "            group.sum(wide)",
         "            wide.mul_(float(group.place.rank != 1))\n            group.sum(wide)",
         ("tests/distributed/test_together.py::test_a_step_of_all_is_that_of_one_that_was_given_all_gradients",),
@@ -552,7 +552,7 @@ MUTATIONS = (
     ),
     Mutation(
         "parts of sharded weights are put together by the wrong rank",
-        "tinsmith/training/sharded_weights.py",
+        "tinsmith/training/parallel/sharded_weights.py",
         "row.read(stretch, rank * row.part + start, wanted)",
         "row.read(stretch, (rank + 1) % group.count * row.part + start, wanted)",
         ("tests/distributed/test_sharded.py::test_checkpoints_go_on_whatever_the_number_of_workers",),

@@ -33,21 +33,22 @@ RANKS = {
     "store": 4,
     "protocol": 5,
     "distributed": 6,
-    "models": 6,
-    "rendering": 7,
-    "training": 8,
-    "sampling": 9,
+    "kernels": 6,
+    "models": 7,
+    "memory": 8,
+    "rendering": 8,
+    "training": 9,
+    "sampling": 10,
     "worker": 11,
     "engine": 11,
     "server": 12,
-    "memory": 13,
     "commands": 14,
     "rl": 14,
     "cli": 15,
 }
 """A room imports rooms of a lower rank only, or itself."""
 
-MAY_IMPORT_TORCH = {"distributed", "models", "rendering", "training", "sampling", "worker"}
+MAY_IMPORT_TORCH = {"distributed", "kernels", "models", "memory", "rendering", "training", "sampling", "worker"}
 
 CIRCLES = [
     {"rl.adapters.cookbook", "rl.rollouts"},

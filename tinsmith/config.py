@@ -122,8 +122,8 @@ class ModelsConfig:
     )
     memory_share: float = setting(
         1.0,
-        "Share of a GPU's memory that this server takes; the rest is for other programs, such as a vLLM server, which takes what "
-        "--vllm-arg=--gpu-memory-utilization says. Servers of Tinsmith share a GPU only if each takes less than 1",
+        "Share of a GPU's memory that this server takes; the rest is left to other programs on it, such as a vLLM server, which takes "
+        "what --vllm-arg=--gpu-memory-utilization says. Servers of Tinsmith share a GPU only if each takes less than 1",
         "",
         0.01,
         1,

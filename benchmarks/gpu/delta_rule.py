@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from benchmarks.gpu.measuring import DEVICE, TINY, Figures, begin, finish, isolated, peak_memory, release
-from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
+from tinsmith.kernels.delta_chunks import chunks_of, delta_rule_in_chunks
 
 WIDTH = 16 if TINY else 128
 HEADS = (2, 2) if TINY else (16, 2)
@@ -38,12 +38,12 @@ TIMES: dict[str, tuple[int, ...]] = (
 )
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
-"""Called as `tinsmith.models.delta_rule_kernels.delta_rule`."""
+"""Called as `tinsmith.kernels.delta_rule.delta_rule`."""
 
 
 def kernels(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Our Triton kernels."""
-    from tinsmith.models.delta_rule_kernels import delta_rule
+    from tinsmith.kernels.delta_rule import delta_rule
 
     return delta_rule(*arguments)
 

@@ -72,8 +72,8 @@ from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import LocalBackend
-from tinsmith.training.sharded_backend import ShardedBackend
-from tinsmith.training.sharded_layers import shard
+from tinsmith.training.parallel.sharded_backend import ShardedBackend
+from tinsmith.training.parallel.sharded_layers import shard
 
 PARTS = (
     "lora",

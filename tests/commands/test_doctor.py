@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from tests.bases import load, new_ref, write_decoder
 from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
-from tinsmith.models.budget import ModelBytes
+from tinsmith.memory.budget import ModelBytes
+from tinsmith.memory.sizing import size_of
 from tinsmith.models.machine import SUPPORTED, Gpu, Machine
-from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.store.disk import only_user
 from tinsmith.store.store import Store

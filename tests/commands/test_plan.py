@@ -15,8 +15,8 @@ from tests.models.published import REFUSED, SERVED, write_architecture
 from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.errors import ConfigError
-from tinsmith.models.pass_memory import KEEP_ALL, Recomputation
-from tinsmith.models.sizing import Sizes, size_of
+from tinsmith.memory.pass_memory import KEEP_ALL, Recomputation
+from tinsmith.memory.sizing import Sizes, size_of
 
 GIB = 2**30
 

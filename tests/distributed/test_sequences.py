@@ -23,13 +23,13 @@ from tests.distributed.members import Member, in_processes
 from tests.extent import amount, slow
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError, WorkersLostError
+from tinsmith.memory.pass_memory import Recomputation
 from tinsmith.models.base import BaseModel
-from tinsmith.models.pass_memory import Recomputation
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.training import sequence_slices
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.training.losses import LOSSES
-from tinsmith.training.sequence_slices import share_heads, slices_of
+from tinsmith.training.parallel import sequence_slices
+from tinsmith.training.parallel.sequence_slices import share_heads, slices_of
 from tinsmith.wire.chunks import Chunk
 
 TRAINING = TrainingConfig(logits_chunk=16)

@@ -46,11 +46,11 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
-from tinsmith.training.sharded_backend import ShardedBackend
-from tinsmith.training.sharded_layers import ShardedDecoder, shard
-from tinsmith.training.sharded_optimizer import ShardedOptimizer
-from tinsmith.training.sharded_weights import gathered
-from tinsmith.training.state_part import StatePart
+from tinsmith.training.parallel.sharded_backend import ShardedBackend
+from tinsmith.training.parallel.sharded_layers import ShardedDecoder, shard
+from tinsmith.training.parallel.sharded_optimizer import ShardedOptimizer
+from tinsmith.training.parallel.sharded_weights import gathered
+from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.wire.chunks import Chunk
 
 T = TypeVar("T")

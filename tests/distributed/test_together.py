@@ -22,11 +22,11 @@ from tinsmith.models.full import new_compact_weights, new_full_weights
 from tinsmith.models.lora import Adapter, LoraPair
 from tinsmith.models.machine import Machine
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.training import together
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
-from tinsmith.training.together import step_together
+from tinsmith.training.parallel import all_reduce as together
+from tinsmith.training.parallel.all_reduce import step_together
 from tinsmith.worker.device_memory import DeviceMemory
 
 SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip_norm=1.5)

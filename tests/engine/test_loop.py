@@ -9,8 +9,8 @@ import torch
 from tests.bases import load
 from tests.engine.here import Here
 from tinsmith.errors import DeviceLostError
+from tinsmith.kernels.device import require_device
 from tinsmith.models.base import BaseModel
-from tinsmith.models.device import require_device
 from tinsmith.protocol.serving import Ready, Recovering, Wake
 
 

@@ -12,11 +12,11 @@ import torch
 
 from tests.models.published import SERVED
 from tinsmith.config import Config, load, to_tree
-from tinsmith.engine.devices import worker_count
 from tinsmith.errors import ConfigError
 from tinsmith.memory import shard_choice
 from tinsmith.memory.shard_choice import Fit, choose, chosen_shard, estimated
 from tinsmith.models.machine import Gpu, Machine
+from tinsmith.protocol.devices import worker_count
 
 GIB = 2**30
 RUN = subprocess.run
@@ -108,7 +108,7 @@ def gpus_here(monkeypatch: pytest.MonkeyPatch, count: int, gib: float) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     monkeypatch.setattr("tinsmith.models.machine.look_around", lambda: Machine(8, 2**40, 2**40, gpus, ""))
     monkeypatch.setattr("tinsmith.models.usable_gpus.usable_gpus", lambda: count)
-    monkeypatch.setattr("tinsmith.models.sizing.pick_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("tinsmith.memory.sizing.pick_device", lambda wanted: torch.device("cuda", 0))
 
 
 def of_8b(directory: Path, bases: int, **options: object) -> Config:

@@ -17,7 +17,7 @@ from tests.counted_memory import CountedMemory
 from tinsmith.errors import UserError
 from tinsmith.models.batched_lora import FEWEST, OUTPUTS, BatchedAdapters, output_tiles
 from tinsmith.models.layout import Layout, read_layout
-from tinsmith.models.lora import Adapter, new_adapter
+from tinsmith.models.lora import LORA_ALPHA, Adapter, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -42,7 +42,7 @@ def random_adapter(layout: Layout, rank: int, dtype: torch.dtype = torch.float32
 def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tuple[int, int]]) -> None:
     """Some rows have no columns. Matrices of NaN that no row of a tile needs are not read, and a row of NaN reaches no other."""
     pytest.importorskip("triton")
-    from tinsmith.models.lora_kernels import add_adapters
+    from tinsmith.kernels.lora import add_adapters
 
     generator = torch.Generator().manual_seed(count)
     width, out = 96, targets[-1][1] + 2
@@ -58,7 +58,7 @@ def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tupl
             own = x[row].double() @ a[number, start:end].double().t() @ b[first:last, start:end].double().t()
             expected[row, first:last] += own * 32 / max(end - start, 1)
     x[-1, 0] = math.nan
-    add_adapters(y, x, columns, a, b, output_tiles(targets, torch.device(DEVICE)), OUTPUTS)
+    add_adapters(y, x, columns, a, b, output_tiles(targets, torch.device(DEVICE)), OUTPUTS, LORA_ALPHA)
     torch.testing.assert_close(y[:-1].double(), expected[:-1], atol=5 * BOUND, rtol=BOUND)
 
 

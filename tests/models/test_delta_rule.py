@@ -22,11 +22,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tests.bases import DEVICE
 from tests.extent import amount
-from tinsmith.models import delta_chunks, delta_rule_kernels
+from tinsmith.kernels import delta_chunks
+from tinsmith.kernels import delta_rule as delta_rule_kernels
+from tinsmith.kernels.convolution import convolution
+from tinsmith.kernels.delta_chunks import chunks_of, delta_rule_in_chunks
+from tinsmith.kernels.delta_nets import convolution_disagreement, disagreement, kernels_for
 from tinsmith.models.base import BaseModel
-from tinsmith.models.convolution_kernels import convolution
-from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
-from tinsmith.models.delta_kernels import convolution_disagreement, disagreement, kernels_for
 from tinsmith.models.delta_rule import convolve, convolve_anew, gated_delta_rule, gated_delta_rule_anew
 
 TAPS = 4

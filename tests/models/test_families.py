@@ -15,9 +15,9 @@ from transformers import AutoConfig
 from tests.bases import image_chunks, load, random_tokens, renderer, write_decoder
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
+from tinsmith.memory.sizing import size_of
 from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.families import family_of, read_config
-from tinsmith.models.sizing import size_of
 from tinsmith.rendering.processor import LocalProcessor
 
 

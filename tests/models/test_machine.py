@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from tests.bases import DEVICE
-from tinsmith.models import device
-from tinsmith.models.device import move_weights
+from tinsmith.kernels import device
+from tinsmith.kernels.device import move_weights
 from tinsmith.models.machine import give_back_pinned_memory
 
 

@@ -18,11 +18,11 @@ from tests.models.published import SERVED
 from tests.models.test_decoder import row_of, run
 from tests.training.test_backend import backend_with
 from tinsmith.config import ModelsConfig
+from tinsmith.memory.pass_memory import PassMemory, Recomputation, pass_memory_of
+from tinsmith.memory.sizing import size_of
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights
-from tinsmith.models.pass_memory import PassMemory, Recomputation, pass_memory_of
 from tinsmith.models.pass_plan import PackedPlan
-from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack
 from tinsmith.training.step import run_packed

@@ -96,7 +96,7 @@ def test_a_process_that_only_looks_is_still_until_it_does_something_else() -> No
     ("work", "name", "daemon", "count", "used_s", "signs"),
     [
         (compute, "work", False, 2, USED_S, 2),
-        (come_on, "work", False, 50, 0.0, 10),  # however little it uses
+        (come_on, "work", False, 10, 0.0, 10),  # however little it uses
         (come_on, "work", True, 20, 0.0, 0),  # as the monitor of progress bars, which outlives every download
         (compute, "vllm", True, 2, USED_S, 0),  # for which nobody waits
         (compute, "heartbeat", True, 2, USED_S, 0),
@@ -108,10 +108,11 @@ def test_a_thread_that_somebody_waits_for_is_a_sign_when_it_computes_or_comes_on
     progress = Progress()
     with thread(work, name, daemon):
         looks(progress, 1, used_s)
-        found = [looks(progress, 1, used_s) for _ in range(count)]
-    if signs:
-        assert [still_s for still_s, _ in found].count(0.0) >= signs
-    else:
+        found, deadline = [looks(progress, 1, used_s) for _ in range(count)], time.monotonic() + START_S
+        while [still_s for still_s, _ in found].count(0.0) < signs:  # on a busy machine it is often found where it was
+            assert time.monotonic() < deadline
+            found.append(looks(progress, 1, used_s))
+    if not signs:
         assert min(found) == (10.0, 10.0)
 
 

@@ -186,7 +186,7 @@ def test_truncation_is_that_of_a_sorted_vocabulary(steps: list[int], top_k: int,
 def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncates: bool) -> None:
     """In Triton's interpreter on a CPU. The tree has one to five levels."""
     pytest.importorskip("triton")
-    from tinsmith.sampling.choose_kernels import choose_kernel
+    from tinsmith.kernels.choose import choose_kernel
 
     rows = 6
     logits = (torch.randn(rows, 2 * vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3).to(DEVICE)[:, :vocabulary]
@@ -220,7 +220,7 @@ def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncate
 def test_the_kernels_find_the_last_token_that_is_kept(vocabulary: int) -> None:
     """In Triton's interpreter on a CPU, half a second for each row: each share of the weight in each row only where everything runs."""
     pytest.importorskip("triton")
-    from tinsmith.sampling.choose_kernels import last_kept_kernel
+    from tinsmith.kernels.choose import last_kept_kernel
 
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(5, vocabulary, generator=generator)

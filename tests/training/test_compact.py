@@ -20,6 +20,7 @@ from tests.extent import amount
 from tests.training.test_backend import compute
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, UserError
+from tinsmith.kernels.adamw_formula import Factors
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullState, full_bytes
 from tinsmith.models.split_masters import join, split
@@ -28,7 +29,6 @@ from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
 from tinsmith.training.compact import PIECE, STEP_BUFFERS, _Sum
 from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, Code, chances, decode, encode
-from tinsmith.training.update_check import Factors
 
 SETTINGS = AdamSettings(lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
 STATES: list[FullState] = ["compact", "compact-host"]

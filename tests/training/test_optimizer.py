@@ -17,13 +17,13 @@ from torch import Tensor
 
 from tests.bases import DEVICE, new_ref
 from tinsmith.errors import DeviceLostError, UserError
+from tinsmith.kernels.adamw_formula import Factors
 from tinsmith.models.full import FullState, FullWeights, Weights, new_compact_weights, new_full_weights
 from tinsmith.models.lora import Adapter, LoraPair
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training import optimizer as module
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
-from tinsmith.training.update_check import Factors
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 IN_KERNELS = "full in kernels"
@@ -103,7 +103,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
 @pytest.fixture(scope="module")
 def kernels() -> Any:
     pytest.importorskip("triton")
-    return importlib.import_module("tinsmith.training.adamw_kernels")
+    return importlib.import_module("tinsmith.kernels.adamw")
 
 
 only_in_kernels = pytest.mark.parametrize("make", [IN_KERNELS], indirect=True)

@@ -23,13 +23,13 @@ from tests.training.test_against_peft import SETTINGS, full_backend, step_all
 from tests.training.test_backend import assert_same, backend_with, compute, gradients
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import TinsmithError
+from tinsmith.memory.pass_memory import KEEP_ALL, PassMemory, Recomputation
+from tinsmith.memory.retries import PATIENCE, MemoryRetries
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import training_bytes
-from tinsmith.models.pass_memory import KEEP_ALL, PassMemory, Recomputation
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
-from tinsmith.training.memory_retries import PATIENCE, MemoryRetries
 from tinsmith.training.step import run_packed
 
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="counts or limits the memory of the CPU")
@@ -199,9 +199,9 @@ def test_a_sequence_that_waited_in_host_memory_may_do_so_again(monkeypatch: pyte
     """PyTorch keeps pinned memory, which the machine does not count as free until it is given back."""
     decisions, needed = memory_retries("cuda", free=0), MEMORY.host_bytes(TOKENS, Recomputation(4, offload=True))
     free = [needed // 2]
-    monkeypatch.setattr("tinsmith.training.memory_retries.free_memory", lambda device: free[-1])
+    monkeypatch.setattr("tinsmith.memory.retries.free_memory", lambda device: free[-1])
     assert decisions.more(Recomputation(3), TOKENS, alone=True) is None
-    monkeypatch.setattr("tinsmith.training.memory_retries.give_back_pinned_memory", lambda: free.append(2 * needed))
+    monkeypatch.setattr("tinsmith.memory.retries.give_back_pinned_memory", lambda: free.append(2 * needed))
     assert decisions.more(Recomputation(3), TOKENS, alone=True) == Recomputation(4, offload=True)
     assert decisions.more(Recomputation(3), TOKENS, alone=True) == Recomputation(4, offload=True)
     assert len(free) == 2  # what is pinned stays so where there is room

@@ -5,7 +5,7 @@ together by all of them. Beside replicas the vLLM server divides its model over 
 
 Invariant: A vLLM server samples exactly what several workers have trained, whole or sharded, each snapshot its own; workers and servers
 share no GPU.
-Also: `tests/sampling/vllm/test_launch.py`, `tests/engine/test_devices.py`.
+Also: `tests/sampling/vllm/test_launch.py`, `tests/protocol/test_devices.py`.
 
 Invariant: The processes of a vLLM server that divide a model hold the trainer's weights, each its share; an error of one is told at once
 and lets none wait, and one that dies ends the server.

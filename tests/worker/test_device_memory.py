@@ -14,14 +14,14 @@ import pytest
 from tests.bases import load
 from tests.models.published import SERVED
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
+from tinsmith.memory.budget import CPU_CACHE, ModelBytes, divide_memory, longest_trained
+from tinsmith.memory.cache_sizes import BLOCK
 from tinsmith.memory.plan import DevicePlace, make_plan, plan_modes
+from tinsmith.memory.sizing import beside_weights, size_of
 from tinsmith.models.base import BaseModel
-from tinsmith.models.budget import CPU_CACHE, ModelBytes, divide_memory, longest_trained
 from tinsmith.models.machine import Machine
-from tinsmith.models.sizing import beside_weights, size_of
 from tinsmith.protocol.facts import advertised_context
 from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.prefix import BLOCK
 from tinsmith.worker.device_memory import DeviceMemory
 
 MIB = 2**20

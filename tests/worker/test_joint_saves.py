@@ -25,7 +25,7 @@ from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.pieces import FilePiece, write_pieces
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import SavedState, write_state
-from tinsmith.training.state_part import StatePart
+from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.training.update_check import ENTRIES
 from tinsmith.worker import joint_saves
 from tinsmith.worker.background import Background

@@ -29,8 +29,8 @@ from tests.bases import DEVICE, png
 from tests.engine.here import IMAGE_TOKENS, LONG_S, forward_request
 from tinsmith.config import ImagesConfig, TrainingConfig
 from tinsmith.errors import StoreUnavailableError, UserError
+from tinsmith.kernels.device import Stopwatch
 from tinsmith.models.base import BaseModel
-from tinsmith.models.device import Stopwatch
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, RunPass, error_of

@@ -17,17 +17,17 @@ from rich.text import Text
 
 from tinsmith.commands.tables import table
 from tinsmith.config import Config, base_model_sources
-from tinsmith.engine.devices import visible_gpus, worker_count
 from tinsmith.errors import ConfigError, reported
 from tinsmith.models.files import problems
 from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
+from tinsmith.protocol.devices import visible_gpus, worker_count
 from tinsmith.server.main import listening
 from tinsmith.store.database import FILE_NAME, look_into
 from tinsmith.store.disk import is_used
 
 if TYPE_CHECKING:
     from tinsmith.memory.plan import BasePlan
-    from tinsmith.models.sizing import Sizes
+    from tinsmith.memory.sizing import Sizes
 
 RANK = 32
 """Rank of sampled adapters in estimates."""
@@ -141,8 +141,8 @@ def _address(config: Config) -> Iterator[Finding]:
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     """Sizes of each base model, and whether all fit."""
     from tinsmith.memory.plan import place_here, plan_base  # here, because these import transformers
+    from tinsmith.memory.sizing import size_of
     from tinsmith.models.base import loading_of
-    from tinsmith.models.sizing import size_of
 
     workers = _count(config, machine)
     known: dict[str, Sizes] = {}
@@ -204,7 +204,7 @@ def _count(config: Config, machine: Machine) -> int:
 
 def _cache(planned: "BasePlan") -> Iterator[Finding]:
     """The local sampler's cache. Raises ConfigError if no sequence fits."""
-    from tinsmith.sampling.prefix import BLOCK
+    from tinsmith.memory.cache_sizes import BLOCK
 
     cache, shape = planned.cache, planned.cache_shape
     if cache is None:
@@ -231,7 +231,7 @@ def _to_train(planned: "BasePlan") -> dict[str, int]:
 
 def _full_training(known: "dict[str, Sizes]", left: int, config: Config) -> Iterator[Finding]:
     """Whether each base model's parameters can all be trained in `left` bytes."""
-    from tinsmith.models.budget import full_state  # here, because it imports transformers
+    from tinsmith.memory.budget import full_state  # here, because it imports transformers
 
     if not config.training.trains:
         yield Finding("training", "note", "none (--train none): no memory is planned for it, and training operations are refused")

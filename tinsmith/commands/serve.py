@@ -37,7 +37,7 @@ def _require_servable(config: Config) -> None:
     from tinsmith.models.files import require_usable
 
     require_usable(sources.values(), whole=True)
-    from tinsmith.engine.devices import visible_gpus, worker_count
+    from tinsmith.protocol.devices import visible_gpus, worker_count
     from tinsmith.sampling.vllm.options import require_vllm
 
     # The engine asks again, and PyTorch too; here what it refuses is said before anything starts.

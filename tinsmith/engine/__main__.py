@@ -11,12 +11,12 @@ from dataclasses import replace
 import orjson
 
 from tinsmith.config import Config, from_tree
-from tinsmith.engine.devices import worker_count
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, EngineUnavailableError
 from tinsmith.logs import start_logging
 from tinsmith.protocol.child_process import leave_signals_to_server
+from tinsmith.protocol.devices import worker_count
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 

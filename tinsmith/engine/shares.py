@@ -1,8 +1,8 @@
 """Shares work among a group of workers, and joins what they answer: each answer is told once, when all that were asked have answered.
 
 Every worker has every base model, every model and its optimizer. A pass is divided by what its datums cost, so that each worker accumulates
-gradients of its share. A step adds these up over all workers (`training/together.py`), and each takes it for itself, with the same numbers
-to the last bit. A sample runs on one worker.
+gradients of its share. A step adds these up over all workers (`training/parallel/all_reduce.py`), and each takes it for itself, with the
+same numbers to the last bit. A sample runs on one worker.
 """
 
 from collections.abc import Mapping, Sequence

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from tinsmith.config import Config
-from tinsmith.engine.devices import threads_of, visible_gpus
 from tinsmith.engine.launching import Launcher
 from tinsmith.engine.records import GroupAnswers, Records
 from tinsmith.engine.shares import SharedWork
 from tinsmith.engine.worker_process import WORKER, WorkerProcess, hanging
 from tinsmith.protocol.child_process import LAST_WORDS_S
+from tinsmith.protocol.devices import threads_of, visible_gpus
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message

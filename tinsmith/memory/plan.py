@@ -1,7 +1,7 @@
 """The memory that base models, training and sampling take of a device, before any weight is read.
 
 `plan_base` is the budget of one base model on a worker, `plan_modes` the ways in which several GPUs may train it, and `make_plan` all that
-`tinsmith plan` prints. A worker divides its memory with the same functions (`models/budget.py`) once it has loaded the weights.
+`tinsmith plan` prints. A worker divides its memory with the same functions (`memory/budget.py`) once it has loaded the weights.
 """
 
 import dataclasses
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tinsmith.config import Config, base_model_sources
-from tinsmith.engine.devices import gpus_needed, worker_count
 from tinsmith.errors import ConfigError
-from tinsmith.models.budget import (
+from tinsmith.memory.budget import (
     Budget,
     ModelBytes,
     computes_together,
@@ -22,15 +21,15 @@ from tinsmith.models.budget import (
     longest_trained,
     reserve_of,
 )
+from tinsmith.memory.cache_sizes import BLOCK, CacheShape, CacheSizes
+from tinsmith.memory.pass_memory import PassMemory, Recomputation
+from tinsmith.memory.sizing import Sizes, beside_weights, size_of
 from tinsmith.models.full import FullBytes, FullState
 from tinsmith.models.layout import Group
 from tinsmith.models.machine import Machine, look_around
-from tinsmith.models.pass_memory import PassMemory, Recomputation
 from tinsmith.models.read_decoder import KNOWN_TYPES
-from tinsmith.models.sizing import Sizes, beside_weights, size_of
+from tinsmith.protocol.devices import gpus_needed, worker_count
 from tinsmith.protocol.facts import advertised_context
-from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes
-from tinsmith.sampling.prefix import BLOCK
 
 GIB = 2**30
 Mode = Literal["one GPU", "replicas", "sharded"]

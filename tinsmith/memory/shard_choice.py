@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinsmith.config import Config, base_model_sources, from_tree, to_tree
-from tinsmith.engine.devices import visible_gpus, worker_count
 from tinsmith.errors import ConfigError
+from tinsmith.protocol.devices import visible_gpus, worker_count
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,8 @@ def choose(fits: Sequence[Fit], config: Config) -> str:
 def estimated(config: Config) -> list[Fit]:
     """Estimate what fits into this machine's GPUs, with as many workers as the engine will start."""
     from tinsmith.memory.plan import place_here, plan_modes  # these import torch
+    from tinsmith.memory.sizing import beside_weights, size_of
     from tinsmith.models.machine import look_around
-    from tinsmith.models.sizing import beside_weights, size_of
     from tinsmith.models.usable_gpus import usable_gpus
 
     workers = worker_count(config, usable=usable_gpus())

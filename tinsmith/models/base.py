@@ -18,11 +18,11 @@ from transformers import logging as transformers_logging
 
 from tinsmith.config import Config, ModelsConfig
 from tinsmith.errors import ConfigError
-from tinsmith.models.compiled_kernels import count_kernels, keep_kernels
+from tinsmith.kernels.compiled import count_kernels, keep_kernels
+from tinsmith.kernels.delta_nets import announce
+from tinsmith.kernels.device import move_weights
 from tinsmith.models.decoder import Decoder, Deepstack
-from tinsmith.models.delta_kernels import announce
 from tinsmith.models.deterministic import require_attention_only, stable_hidden_states
-from tinsmith.models.device import move_weights
 from tinsmith.models.families import Family, context_length, family_of, load_network, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights

@@ -10,7 +10,7 @@ Which columns are a row's is read on the device, so that a captured CUDA graph c
 until they grow, and lie elsewhere.
 
 A batch of one row takes the time of reading the weights. Libraries multiply matrices by matrices; on a GPU in half precision a kernel of
-ours (`models/one_row_kernels.py`) reads the weights faster, and computes the norm before a layer too.
+ours (`kernels/one_row.py`) reads the weights faster, and computes the norm before a layer too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import UserError
-from tinsmith.models.dispatch import half_on_gpu, has_triton, on_kernels
+from tinsmith.kernels.dispatch import half_on_gpu, has_triton, on_kernels
 from tinsmith.models.fused import Before, Normed
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
@@ -159,9 +159,9 @@ class RowAdapters:
         if matrices is None:
             return y
         if self._uses_kernels:
-            from tinsmith.models.lora_kernels import add_adapters
+            from tinsmith.kernels.lora import add_adapters
 
-            add_adapters(y, x, self.columns, matrices.a, matrices.b, matrices.tiles, OUTPUTS)
+            add_adapters(y, x, self.columns, matrices.a, matrices.b, matrices.tiles, OUTPUTS, LORA_ALPHA)
         else:
             self._add(y, x, matrices)
         return y
@@ -193,9 +193,9 @@ def multiply(linear: JoinedLinear, x: Tensor) -> Tensor:
     """The layer of a base model, whose weights do not change, without adapters: x [rows, in] -> [rows, out]."""
     if not is_one_row(x):
         return linear.multiply(x)
-    from tinsmith.models import one_row_kernels
+    from tinsmith.kernels import one_row
 
-    return one_row_kernels.multiply(x, linear.weight, linear.bias)
+    return one_row.multiply(x, linear.weight, linear.bias)
 
 
 class OneRow:
@@ -207,9 +207,9 @@ class OneRow:
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         if not isinstance(before, Normed):
             return project_behind(self, linear, before, *inputs)
-        from tinsmith.models import one_row_kernels
+        from tinsmith.kernels import one_row
 
         x, delta, factor = inputs
         assert x is not None
         assert factor is not None
-        return one_row_kernels.multiply_norm(x, delta, factor, linear.weight, linear.bias, before.eps, before.zero_centred)
+        return one_row.multiply_norm(x, delta, factor, linear.weight, linear.bias, before.eps, before.zero_centred)

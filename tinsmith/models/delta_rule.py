@@ -2,7 +2,7 @@
 
 Each sequence is computed from its own tokens and state only, and no multiplication by zero keeps sequences apart, so that a NaN in one
 cannot reach another, forward or backward. On CUDA in bfloat16 they run on Triton kernels
-(`models/delta_kernels.py`), elsewhere on what is written here and in `models/delta_chunks.py`. `lengths` are the tokens of each sequence.
+(`kernels/delta_nets.py`), elsewhere on what is written here and in `kernels/delta_chunks.py`. `lengths` are the tokens of each sequence.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks, unit
-from tinsmith.models.delta_kernels import kernels_for
-from tinsmith.models.device import upload
+from tinsmith.kernels.delta_chunks import chunks_of, delta_rule_in_chunks, unit
+from tinsmith.kernels.delta_nets import kernels_for
+from tinsmith.kernels.device import upload
 
 
 def convolve(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The elementwise pieces of a decoder layer, forward and backward, as formulas over tokens: norms, rotary positions, gates.
 
 Each is computed in float32 (float64 of float64) and rounded once. A backward takes the inputs of its forward and computes again what it
-needs in between, so that nothing else is kept. On a GPU each is a kernel of ours (`models/row_kernels.py`, `models/gate_kernels.py`).
+needs in between, so that nothing else is kept. On a GPU each is a kernel of ours (`kernels/rows.py`, `kernels/gates.py`).
 
 `Normed`, `SwiGLU` and so on are a `Before`: what `models/packed_lora.py` computes in front of a linear layer. `Heads` stands in front of
 attention.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, softplus
 
-from tinsmith.models.dispatch import with_kernel
+from tinsmith.kernels.dispatch import with_kernel
 
 Computed = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]
 """The input h [tokens, in] of a linear layer, other results, and what the backward needs: inputs or results."""
@@ -72,21 +72,21 @@ def _through_inverse(wide: Tensor, inverse: Tensor, d: Tensor) -> Tensor:
 # RMS norm: y = factor · x / sqrt(mean(x²) + eps)
 
 
-@with_kernel("tinsmith.models.row_kernels")
+@with_kernel("tinsmith.kernels.rows")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """The norm of x [rows, width] with weight [width]."""
     wide = _exact(x)
     return (wide * _inverse(wide, eps) * _factor(weight, zero_centred)).to(x.dtype)
 
 
-@with_kernel("tinsmith.models.row_kernels")
+@with_kernel("tinsmith.kernels.rows")
 def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum of x and delta [rows, width], and the layer norm of it."""
     total = x + delta
     return total, layer_norm(total, weight.shape, weight, bias, eps)
 
 
-@with_kernel("tinsmith.models.row_kernels")
+@with_kernel("tinsmith.kernels.rows")
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
     """The sum of x and delta [rows, width], and the norm of it."""
     total = (_exact(x) + _exact(delta)).to(x.dtype)
@@ -94,7 +94,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, zero_cent
     return total, (wide * _inverse(wide, eps) * _factor(weight, zero_centred)).to(x.dtype)
 
 
-@with_kernel("tinsmith.models.row_kernels")
+@with_kernel("tinsmith.kernels.rows")
 def rms_norm_backward(
     x: Tensor, weight: Tensor, d_normed: Tensor, d_x: Tensor | None, eps: float, zero_centred: bool
 ) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def rms_norm_backward(
     return gradient.to(x.dtype), (wide * inverse * factor).to(x.dtype)
 
 
-@with_kernel("tinsmith.models.row_kernels")
+@with_kernel("tinsmith.kernels.rows")
 def rms_norm_weight_gradient(x: Tensor, d_normed: Tensor, eps: float) -> Tensor:
     """The gradient of the weight [width]: x and d_normed [rows, width]."""
     wide = _exact(x)
@@ -158,7 +158,7 @@ class _Alone(torch.autograd.Function):
 # SwiGLU: silu(gate) · up
 
 
-@with_kernel("tinsmith.models.row_kernels")
+@with_kernel("tinsmith.kernels.rows")
 def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up [tokens, 2 · width] -> [tokens, width]."""
     gate, up = gate_up.chunk(2, -1)
@@ -166,7 +166,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (wide * torch.sigmoid(wide) * _exact(up)).to(gate_up.dtype)
 
 
-@with_kernel("tinsmith.models.row_kernels")
+@with_kernel("tinsmith.kernels.rows")
 def swiglu_backward(gate_up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of gate_up [tokens, 2 · width], and what `swiglu` makes of it again."""
     gate, up = (_exact(half) for half in gate_up.chunk(2, -1))
@@ -190,13 +190,13 @@ class SwiGLU:
 # The gate of attention: x · sigmoid(gate)
 
 
-@with_kernel("tinsmith.models.gate_kernels")
+@with_kernel("tinsmith.kernels.gates")
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """The product: x and gate have one shape."""
     return (_exact(x) * torch.sigmoid(_exact(gate))).to(x.dtype)
 
 
-@with_kernel("tinsmith.models.gate_kernels")
+@with_kernel("tinsmith.kernels.gates")
 def sigmoid_gate_backward(x: Tensor, gate: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and gate, and what `sigmoid_gate` makes of them again."""
     wide, d, sigmoid = _exact(x), _exact(d_out), torch.sigmoid(_exact(gate))
@@ -218,7 +218,7 @@ class SigmoidGated:
 # The gated norm of a gated delta net: norm(x) · silu(gate), for each head
 
 
-@with_kernel("tinsmith.models.gate_kernels")
+@with_kernel("tinsmith.kernels.gates")
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """In the shape of x: x and gate [tokens, heads, width], weight [width]."""
     wide, g = _exact(x), _exact(gate)
@@ -226,7 +226,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return (normed * g * torch.sigmoid(g)).to(x.dtype)
 
 
-@with_kernel("tinsmith.models.gate_kernels")
+@with_kernel("tinsmith.kernels.gates")
 def gated_rms_norm_backward(x: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and gate [tokens, heads, width], and what `gated_rms_norm` makes of them again."""
     wide, g, d, factor = _exact(x), _exact(gate), _exact(d_out), _exact(weight)
@@ -238,7 +238,7 @@ def gated_rms_norm_backward(x: Tensor, gate: Tensor, weight: Tensor, d_out: Tens
     return d_x.to(x.dtype), d_gate.to(x.dtype), (normed * silu).to(x.dtype)
 
 
-@with_kernel("tinsmith.models.gate_kernels")
+@with_kernel("tinsmith.kernels.gates")
 def gated_rms_norm_weight_gradient(x: Tensor, gate: Tensor, d_out: Tensor, eps: float) -> Tensor:
     """The gradient of the weight [width]: x, gate and d_out [tokens, heads, width]."""
     wide, g = _exact(x), _exact(gate)
@@ -265,7 +265,7 @@ class GatedNormed:
 # Queries and keys: a norm for each head, if the model has one, then the rotation by their positions
 
 
-@with_kernel("tinsmith.models.row_kernels")
+@with_kernel("tinsmith.kernels.rows")
 def rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """In the shape of x: x [tokens, heads, width], weight [heads, width], cos and sin [tokens, pairs].
 
@@ -288,7 +288,7 @@ def _turned_back(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _turned(_exact(d), _exact(cos), -_exact(sin))
 
 
-@with_kernel("tinsmith.models.row_kernels")
+@with_kernel("tinsmith.kernels.rows")
 def rotate_backward(
     x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float, zero_centred: bool, gradient: Tensor
 ) -> None:
@@ -300,7 +300,7 @@ def rotate_backward(
     gradient.copy_(d)
 
 
-@with_kernel("tinsmith.models.row_kernels")
+@with_kernel("tinsmith.kernels.rows")
 def rotate_weight_gradient(x: Tensor, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float) -> Tensor:
     """The gradient of the weight [heads, width]: x and d_out [tokens, heads, width]."""
     wide = _exact(x)
@@ -389,13 +389,13 @@ class _Heads(torch.autograd.Function):
 # Decay and strength of what a gated delta net remembers
 
 
-@with_kernel("tinsmith.models.gate_kernels")
+@with_kernel("tinsmith.kernels.gates")
 def memory_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """The decay, a logarithm, in float32, and beta in the dtype of b: a and b [tokens, heads], a_log and dt_bias [heads]."""
     return -_exact(a_log).exp() * softplus(_exact(a) + _exact(dt_bias)), torch.sigmoid(_exact(b)).to(b.dtype)
 
 
-@with_kernel("tinsmith.models.gate_kernels")
+@with_kernel("tinsmith.kernels.gates")
 def memory_gates_backward(
     a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, d_decay: Tensor, d_beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from tinsmith.errors import ConfigError, UserError
 
-SUPPORTED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 20))}
+SUPPORTED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 25))}
 """First version of each library that the code runs on, and the first that it was not tried on, as in pyproject.toml."""
 INSTALLED = {library: version(library) for library in SUPPORTED}
 """Versions of the libraries here. transformers is not imported: that takes a second or two."""

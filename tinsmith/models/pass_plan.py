@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.kernels.device import upload
+from tinsmith.kernels.dispatch import half_on_gpu
 from tinsmith.models.attention import LONG, attend_run, dense_attention, group_runs, varlen_attention
 from tinsmith.models.delta_rule import convolve_anew, gated_delta_rule_anew
-from tinsmith.models.device import upload
-from tinsmith.models.dispatch import half_on_gpu
 from tinsmith.models.stable_attention import PackedBlocks
 
 

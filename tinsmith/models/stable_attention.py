@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tinsmith.models.device import upload
-from tinsmith.models.dispatch import on_paged_kernel
+from tinsmith.kernels.device import upload
+from tinsmith.kernels.dispatch import on_paged_kernel
 
 BLOCK = 16
 """Tokens of a block of a packed row."""
@@ -32,7 +32,7 @@ def stable_attention(
     [rows] tokens, or the last `window` of them. Places behind them may hold anything.
     """
     if on_paged_kernel(query):
-        from tinsmith.models.paged_kernels import paged_kernel
+        from tinsmith.kernels.paged_attention import paged_kernel
 
         return paged_kernel(query, keys, values, table.int(), lengths.int(), scale, window, most_splits=1)
     return torch.cat([_tile(*tile, keys, values, scale, window) for tile in _tiles(query, table, lengths, keys.shape[1])])[: len(query)]

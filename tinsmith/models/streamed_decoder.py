@@ -1,8 +1,8 @@
 """A decoder whose layers are not all in the memory of its device: each comes when it is computed, forward and backward.
 
-Where they come from is for a `LayerSource` to say: parts that several workers keep (`training/sharded_layers.py`), or, until workers divide
-a base model that may be larger than one device, the host's memory. Files in the precision that is served are mapped there, not copied, and
-several workers share their pages.
+Where they come from is for a `LayerSource` to say: parts that several workers keep (`training/parallel/sharded_layers.py`), or, until
+workers divide a base model that may be larger than one device, the host's memory. Files in the precision that is served are mapped there,
+not copied, and several workers share their pages.
 """
 
 from collections.abc import Callable, Mapping, Sequence

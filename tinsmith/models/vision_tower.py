@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from tinsmith.kernels.device import upload
+from tinsmith.kernels.dispatch import half_on_gpu
 from tinsmith.models.attention import flash_attention
-from tinsmith.models.device import upload
-from tinsmith.models.dispatch import half_on_gpu
 from tinsmith.models.fused import add_layer_norm, add_rms_norm, rotate
 from tinsmith.models.images import ImageFeatures, ImageInput
 

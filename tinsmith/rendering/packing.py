@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from tinsmith.kernels.device import upload
 from tinsmith.models.base import PackedRow
-from tinsmith.models.device import upload
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, Segment
 from tinsmith.rendering.rendered import RenderedInput

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tinsmith.models.device import upload
-from tinsmith.models.dispatch import has_triton
+from tinsmith.kernels.device import upload
+from tinsmith.kernels.dispatch import has_triton
 from tinsmith.wire.sample import SamplingParams
 
 COLDEST = float(np.finfo(np.float32).tiny)
@@ -105,7 +105,7 @@ def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[
     CUDA graph can capture it.
     """
     if logits.is_cuda and has_triton():
-        from tinsmith.sampling.choose_kernels import LARGEST, choose_kernel
+        from tinsmith.kernels.choose import LARGEST, choose_kernel
 
         if logits.shape[1] <= LARGEST:
             left = truncate(logits, _logprobs(logits, choice), choice.top_k, choice.top_p) if truncates else None
@@ -244,7 +244,7 @@ def order_preserving(numbers: Tensor) -> Tensor:
 def _last_kept(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
     """Find the largest number [n] int32 for which the keys from it on weigh `least` [n] or more; without weights each weighs 1."""
     if keys.is_cuda and has_triton():
-        from tinsmith.sampling.choose_kernels import last_kept_kernel
+        from tinsmith.kernels.choose import last_kept_kernel
 
         return last_kept_kernel(keys, weights, least)
     return last_kept_reference(keys, weights, least)

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tinsmith.memory.cache_sizes import BLOCK
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
-
-BLOCK = 16
-"""Tokens in a block."""
 
 
 def weights_key(ref: WeightsRef) -> bytes:

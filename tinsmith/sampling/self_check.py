@@ -27,9 +27,10 @@ from torch import Tensor
 
 from tinsmith.config import ImagesConfig, SamplingConfig
 from tinsmith.errors import ConfigError, NotFoundError
+from tinsmith.kernels.compiled import compile_ahead
+from tinsmith.kernels.dispatch import MOST_ROWS, has_triton
+from tinsmith.memory.cache_sizes import CacheSizes, blocks_for
 from tinsmith.models.base import BaseModel
-from tinsmith.models.compiled_kernels import compile_ahead
-from tinsmith.models.dispatch import MOST_ROWS, has_triton
 from tinsmith.models.families import positions
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.models.layout import LM_HEAD
@@ -42,7 +43,6 @@ from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.leaks import CHUNK, EXACT, Probe, check_leaks, gradients, packed_logprobs
-from tinsmith.sampling.local.kv_cache import CacheSizes, blocks_for
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
 from tinsmith.sampling.tower_check import EXACT_NOISE, NOISE, check_tower, rounded_otherwise

@@ -1,7 +1,7 @@
 """Training on one base model in one process.
 
 It holds the models and their optimizers, and divides work into passes (`step.py`). A pass that finds too little memory recomputes more
-of itself (`memory_retries.py`), and one that fails in any other way, or still, is halved until the datum is found that fails.
+of itself (`memory/retries.py`), and one that fails in any other way, or still, is halved until the datum is found that fails.
 """
 
 import logging
@@ -17,12 +17,13 @@ import torch
 from tinsmith.config import TrainingConfig
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, EngineUnavailableError, GivenUpError, NotFoundError, TinsmithError, UserError
+from tinsmith.memory.budget import full_state
+from tinsmith.memory.pass_memory import KEEP_ALL, Recomputation, pass_memory_of
+from tinsmith.memory.retries import MemoryRetries, is_out_of_memory
 from tinsmith.models.base import BaseModel
-from tinsmith.models.budget import full_state
 from tinsmith.models.full import FullWeights, Weights, full_bytes, new_compact_weights, new_full_weights, snapshot_bytes
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.machine import free_memory, require_memory
-from tinsmith.models.pass_memory import KEEP_ALL, Recomputation, pass_memory_of
 from tinsmith.models.threads import threads_for, threads_for_step
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
@@ -31,12 +32,11 @@ from tinsmith.training.captured_pass import CapturedPasses
 from tinsmith.training.checkpoint import About, SavedState, copy_beside, copy_to_host, weights_from
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.loss_groups import DatumResult, DatumWork
-from tinsmith.training.memory_retries import MemoryRetries, is_out_of_memory
 from tinsmith.training.optimizer import ModelOptimizer
-from tinsmith.training.sequence_parallel import SequenceParallel
-from tinsmith.training.state_part import StatePart
+from tinsmith.training.parallel.all_reduce import step_together
+from tinsmith.training.parallel.sequence_parallel import SequenceParallel
+from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.training.step import run_packed
-from tinsmith.training.together import step_together
 
 __all__ = ["DatumResult", "DatumWork", "LocalBackend", "PassError", "PassResult", "is_out_of_memory"]
 

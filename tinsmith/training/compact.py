@@ -14,12 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tinsmith.kernels.adamw_formula import Factors
 from tinsmith.models.full import FullState, FullWeights, full_bytes, state_device
 from tinsmith.models.split_masters import SplitMasters, join, split
 from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, chances, decode, encode
 from tinsmith.training.optimizer import STEP_FAILED, ModelOptimizer, apart, fatal, require_finite_norm
-from tinsmith.training.update_check import ENTRIES, MOMENTS, Bounds, Factors, clip_scale, require_finite_step
+from tinsmith.training.update_check import ENTRIES, MOMENTS, Bounds, clip_scale, require_finite_step
 
 PIECE = {"cpu": 2**18, "cuda": 2**23}
 """Numbers of a tensor that are float32 at a time: few enough to take little memory, enough to keep the device busy."""

@@ -9,7 +9,7 @@ pass, which writes dz in their place. All other logits exist for `chunk` rows at
 again in the backward pass. A row without gradient gets exactly 0. Peak memory does not grow with vocabulary times tokens.
 
 In half precision the softmax is computed in float32 from the rounded logits and rounded once more, as dz; on a GPU that is one kernel
-forward and one backward (`training/logit_kernels.py`). In float32 what is kept is log_softmax(z).
+forward and one backward (`kernels/logits.py`). In float32 what is kept is log_softmax(z).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
+from tinsmith.kernels.device import upload
+from tinsmith.kernels.dispatch import with_kernel
 from tinsmith.models.deterministic import stable_logits
-from tinsmith.models.device import upload
-from tinsmith.models.dispatch import with_kernel
 from tinsmith.models.full import Weights
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, Segment
@@ -202,7 +202,7 @@ class _Distribution:
         return self.logits
 
 
-@with_kernel("tinsmith.training.logit_kernels")
+@with_kernel("tinsmith.kernels.logits")
 def logit_norms(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, and the logarithm of the sum of all exp(logit - largest): [rows, 1] each, in float32."""
     wide = logits.float()
@@ -210,7 +210,7 @@ def logit_norms(logits: Tensor) -> tuple[Tensor, Tensor]:
     return peak, (wide - peak).exp().sum(-1, keepdim=True).log()
 
 
-@with_kernel("tinsmith.training.logit_kernels")
+@with_kernel("tinsmith.kernels.logits")
 def become_gradient(logits: Tensor, peak: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> None:
     """Replace logits [rows, vocabulary] by grad · (onehot(target) - softmax), and by 0 where grad is 0; all else is [rows, 1]."""
     chosen = torch.arange(logits.shape[1], device=logits.device) == target  # [rows, vocabulary]

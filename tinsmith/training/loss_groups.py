@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinsmith.models.device import upload
+from tinsmith.kernels.device import upload
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.losses import DatumSpans, Loss
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import NotBuiltError, UserError
-from tinsmith.models.device import upload
+from tinsmith.kernels.device import upload
 
 
 class DatumSpans:

@@ -1,7 +1,7 @@
 """The optimizer of one model: accumulated gradients, AdamW's moments, and the step that uses both.
 
 The step is torch's own AdamW over the float32 masters. On a GPU, full weights in half precision take the same step in kernels of ours
-(`adamw_kernels.py`), which move fewer bytes.
+(`kernels/adamw.py`), which move fewer bytes.
 
 A pass serves several models. If memory ran out while their gradients are added, the pass would be computed again and some gradients would
 count twice. So everything that allocates is done when a contribution is made (`Addition`); to add it only writes to tensors that exist.
@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tinsmith.errors import DeviceLostError, UserError
-from tinsmith.models.dispatch import on_kernels
+from tinsmith.kernels.adamw_formula import Factors
+from tinsmith.kernels.dispatch import on_kernels
 from tinsmith.models.full import FullWeights, Weights, training_bytes
 from tinsmith.models.split_masters import SplitMasters
 from tinsmith.protocol.shapes import AdamSettings
-from tinsmith.training.update_check import ENTRIES, Bounds, Factors, clip_scale, configure, require_finite_step
+from tinsmith.training.update_check import ENTRIES, Bounds, clip_scale, configure, require_finite_step
 
 BUFFER_SIZE = 2**22
 """Numbers that are converted to float32 at a time."""
@@ -48,7 +49,7 @@ class ModelOptimizer:
         """Accumulated gradients; None before the first. With `kernels`, those of a single pass stay in the precision of the base."""
         self.bounds: Bounds | None = None
         """Upper bounds of weights and moments; None if they must be measured."""
-        self.kernels: Any = import_module("tinsmith.training.adamw_kernels") if _steps_in_kernels(weights) else None
+        self.kernels: Any = import_module("tinsmith.kernels.adamw") if _steps_in_kernels(weights) else None
         """Module that takes the steps in place of torch."""
         self.steps: int | None = None
         """Number of steps in kernels; None if the moments must be asked."""
@@ -206,7 +207,7 @@ def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _steps_in_kernels(weights: Weights) -> bool:
-    """Whether `adamw_kernels` updates these weights."""
+    """Whether `kernels/adamw.py` updates these weights."""
     if not isinstance(weights, FullWeights) or isinstance(weights.masters, SplitMasters):
         return False
     return on_kernels(weights.leaves()[0])

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.kernels.device import Fetched, upload
+from tinsmith.memory.pass_memory import KEEP_ALL, Recomputation
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.deterministic import instead
-from tinsmith.models.device import Fetched, upload
 from tinsmith.models.full import Weights
-from tinsmith.models.pass_memory import KEEP_ALL, Recomputation
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.rendering.packing import pack, packing_order, segments_of

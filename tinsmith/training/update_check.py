@@ -30,35 +30,6 @@ MOMENTS = ("step", *ENTRIES)
 """Names of all that AdamW remembers of a tensor."""
 
 
-@dataclass(frozen=True)
-class Factors:
-    """Factors of one step of AdamW, the same for all tensors of a model.
-
-        g = scale · gradient
-        m = beta1 · m + (1 - beta1) · g
-        v = beta2 · v + (1 - beta2) · g · g
-        w = decay · w - rate · m / (sqrt(v) / root + eps)
-
-    This is torch's AdamW (Loshchilov and Hutter, 2019) with `decay` = 1 - lr · weight_decay, `rate` = lr / (1 - beta1^t) and
-    `root` = sqrt(1 - beta2^t), t being the number of the step, from 1.
-    """
-
-    scale: float
-    """Factor of the gradient for clipping; 1 for none."""
-    beta1: float
-    beta2: float
-    decay: float
-    rate: float
-    root: float
-    eps: float
-
-    @classmethod
-    def of(cls, settings: AdamSettings, number: int, scale: float) -> "Factors":
-        beta1, beta2 = settings.betas
-        decay, rate = 1 - settings.lr * settings.weight_decay, settings.lr / (1 - beta1**number)
-        return cls(scale, beta1, beta2, decay, rate, math.sqrt(1 - beta2**number), settings.eps)
-
-
 def clip_scale(grad_norm: float, settings: AdamSettings) -> float:
     """Return the factor with which torch clips gradients of this norm."""
     limit = settings.grad_clip_norm

@@ -18,15 +18,15 @@ from tinsmith import __version__
 from tinsmith.config import Config, base_model_sources
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import ConfigError
+from tinsmith.kernels.compiled import digest_of_sources
+from tinsmith.memory.budget import GIB
+from tinsmith.memory.sizing import size_of
 from tinsmith.models.base import BaseModel, load_base_model, loading_of, loading_to_compare, pick_device
-from tinsmith.models.budget import GIB
-from tinsmith.models.compiled_kernels import digest_of_sources
 from tinsmith.models.files import local_directory
 from tinsmith.models.fingerprint import state_of_files
 from tinsmith.models.machine import free_memory, limit_memory, size_text
-from tinsmith.models.sizing import size_of
 from tinsmith.sampling.self_check import check_base_model
-from tinsmith.training.sharded_layers import require_divisible
+from tinsmith.training.parallel.sharded_layers import require_divisible
 
 log = logging.getLogger(__name__)
 

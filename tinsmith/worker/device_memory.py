@@ -7,14 +7,14 @@ import torch
 
 from tinsmith.config import Config
 from tinsmith.distributed.process_group import ProcessGroup
+from tinsmith.memory.budget import ModelBytes, divide_memory, full_state, longest_together, longest_trained, model_bytes, reserve_of
+from tinsmith.memory.cache_sizes import CacheShape, CacheSizes
+from tinsmith.memory.pass_memory import pass_memory_of, sliced_pass_memory_of
 from tinsmith.models.base import BaseModel
-from tinsmith.models.budget import ModelBytes, divide_memory, full_state, longest_together, longest_trained, model_bytes, reserve_of
 from tinsmith.models.full import full_bytes
 from tinsmith.models.machine import free_memory
-from tinsmith.models.pass_memory import pass_memory_of, sliced_pass_memory_of
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes
-from tinsmith.training.sharded_weights import bytes_of
+from tinsmith.training.parallel.sharded_weights import bytes_of
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from tinsmith.protocol.work import CallFailed, DropFiles, ExportModel, FinishSav
 from tinsmith.store.disk import sync
 from tinsmith.store.files import CheckpointFiles, deleted_at_last
 from tinsmith.store.pieces import Told, check_pieces, write_pieces
-from tinsmith.training.state_part import StatePart
+from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.worker.background import Background
 from tinsmith.worker.checkpoint_files import refused_by_disk, write_files
 from tinsmith.worker.exports import export_files, parse_recipients

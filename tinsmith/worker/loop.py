@@ -16,9 +16,9 @@ from pathlib import Path
 from tinsmith.config import Config
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import NotFoundError
+from tinsmith.kernels.device import require_device
+from tinsmith.memory.budget import computes_together
 from tinsmith.models.base import BaseModel
-from tinsmith.models.budget import computes_together
-from tinsmith.models.device import require_device
 from tinsmith.models.machine import give_back_memory, size_text
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
@@ -50,9 +50,9 @@ from tinsmith.store.blobs import BlobFiles
 from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.training.backend import LocalBackend
-from tinsmith.training.sequence_parallel import SHORTEST_SLICE
-from tinsmith.training.sharded_backend import ShardedBackend
-from tinsmith.training.sharded_layers import shard
+from tinsmith.training.parallel.sequence_parallel import SHORTEST_SLICE
+from tinsmith.training.parallel.sharded_backend import ShardedBackend
+from tinsmith.training.parallel.sharded_layers import shard
 from tinsmith.worker.background import Background
 from tinsmith.worker.device_memory import DeviceMemory
 from tinsmith.worker.device_turns import DeviceTurns, Sleeper

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from tinsmith.errors import GivenUpError, TinsmithError, UserError
-from tinsmith.models.device import Stopwatch
+from tinsmith.kernels.device import Stopwatch
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of

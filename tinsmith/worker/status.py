@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from tinsmith.models.compiled_kernels import compilations
+from tinsmith.kernels.compiled import compilations
 from tinsmith.models.machine import memory_held
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import WorkerStatus

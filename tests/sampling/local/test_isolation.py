@@ -19,8 +19,8 @@ import torch
 from tests.bases import load, random_adapter
 from tests.sampling.local.test_sampler import PARAMS, ask, of_session, outcomes, prompt_of, run, sampled, sampler_of, tokens_of
 from tinsmith.errors import UserError
+from tinsmith.kernels.device import upload
 from tinsmith.models.base import BaseModel, PackedRow
-from tinsmith.models.device import upload
 from tinsmith.models.lora import LoraPair
 from tinsmith.models.pass_plan import PassPlan
 from tinsmith.sampling.local import kv_cache

@@ -14,11 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.bases import DEVICE
 from tests.extent import amount, slow
+from tinsmith.memory.cache_sizes import BLOCK, CacheShape, blocks_for
 from tinsmith.models.layers import Attention
 from tinsmith.sampling.local.cached_attention import CachedPlan, Window
-from tinsmith.sampling.local.kv_cache import CacheShape, KVCache, blocks_for
+from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.states import convolve_step_reference, delta_step_reference
-from tinsmith.sampling.prefix import BLOCK
 
 SCALE = 0.3
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -110,7 +110,7 @@ OTHERS = [case for case in itertools.product((HALF, torch.float32), range(len(SH
 def test_the_kernel_is_the_reference_and_stores_the_newest_token_on_the_way(dtype: torch.dtype, heads: int, window: int | None) -> None:
     """Its key and value lie in wider rows, as those of a joint projection, and in the cache is still a NaN in their place."""
     pytest.importorskip("triton")
-    from tinsmith.models.paged_kernels import paged_kernel
+    from tinsmith.kernels.paged_attention import paged_kernel
 
     if dtype == torch.float32 and DEVICE == "cuda":
         pytest.skip("its products of float32 are less exact there: `paged_attention` does not use it")
@@ -161,7 +161,7 @@ def net(rows: int, seed: int = 0, key_dim: int = 16, value_dim: int = 24, dtype:
 def test_the_kernels_are_the_references(dtype: torch.dtype, key_dim: int, value_dim: int, channels: int, taps: int) -> None:
     """Slots that no row has stay as they are."""
     pytest.importorskip("triton")
-    from tinsmith.sampling.local.delta_step_kernels import convolve_kernel, delta_kernel
+    from tinsmith.kernels.delta_step import convolve_kernel, delta_kernel
 
     slots = torch.tensor([[3, 9], [0, 9], [5, 9]], device=DEVICE)[:, 0]  # a column of a wider table
     memory, earlier = drawn(SLOTS, 4, key_dim, value_dim, dtype=torch.float32), drawn(SLOTS, taps - 1, channels, dtype=dtype)

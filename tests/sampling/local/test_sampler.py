@@ -23,16 +23,15 @@ from tests.bases import datum, image_chunks, new_ref, random_adapter, random_tok
 from tests.extent import slow
 from tinsmith.config import SamplingConfig, TrainingConfig
 from tinsmith.errors import UserError
+from tinsmith.memory.cache_sizes import BLOCK, CacheSizes
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.local.cached_attention import Window
-from tinsmith.sampling.local.kv_cache import CacheSizes
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import SequenceState
-from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.sampling.stopping import StringMatcher
 from tinsmith.training.backend import LocalBackend

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tinsmith.kernels.device import upload
+from tinsmith.kernels.dispatch import half_on_gpu, on_paged_kernel
+from tinsmith.memory.cache_sizes import BLOCK, blocks_for
 from tinsmith.models.attention import flash_attention
-from tinsmith.models.device import upload
-from tinsmith.models.dispatch import half_on_gpu, on_paged_kernel
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.stable_attention import stable_attention
-from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
+from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps
-from tinsmith.sampling.prefix import BLOCK
 
 NARROW = 16
 """Windows or rows of up to so many blocks, and windows of up to so many tokens, share a call: few large ones beat a little less padding."""
@@ -200,7 +200,7 @@ def paged_attention(
     On CUDA in half precision a Triton kernel computes it, which a CUDA graph can capture: lengths are read on the device.
     """
     if on_paged_kernel(query):
-        from tinsmith.models.paged_kernels import paged_kernel
+        from tinsmith.kernels.paged_attention import paged_kernel
 
         return paged_kernel(query, keys, values, table, lengths, scale, window)
     if table.device.type == "cpu":  # reading a length there waits for nothing
@@ -223,7 +223,7 @@ def store_and_attend(
 
     `on_paged_kernel` must say that there is one. No row may read where the newest token of another is stored.
     """
-    from tinsmith.models.paged_kernels import paged_kernel
+    from tinsmith.kernels.paged_attention import paged_kernel
 
     return paged_kernel(query, keys, values, table, lengths, scale, window, newest=(key, value))
 

@@ -10,10 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tinsmith.kernels.dispatch import on_paged_kernel
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.batched_lora import BatchedAdapters, OneRow, is_one_row
 from tinsmith.models.decoder import Decoder
-from tinsmith.models.dispatch import on_paged_kernel
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import LM_HEAD

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import UserError
+from tinsmith.kernels.device import upload
+from tinsmith.memory.cache_sizes import blocks_for
 from tinsmith.models.base import BaseModel
 from tinsmith.models.batched_lora import BatchedAdapters
-from tinsmith.models.device import upload
 from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.models.threads import threads_for
@@ -23,7 +24,7 @@ from tinsmith.sampling.choose import likeliest
 from tinsmith.sampling.local.decode_graph import StepRunner
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows, rows_of
 from tinsmith.sampling.local.device_batch import DeviceBatch
-from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
+from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.sequence import Seat, SequenceState
 from tinsmith.sampling.local.states import StateSlots
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinsmith.models.device import upload
+from tinsmith.kernels.device import upload
+from tinsmith.memory.cache_sizes import BLOCK
 from tinsmith.sampling.local.sequence import Seat, SequenceState
-from tinsmith.sampling.prefix import BLOCK
 
 (
     TOKEN,  # the newest token, which the next step computes

@@ -12,10 +12,10 @@ The first two cut a prompt once more, so they must spare others at least `WORTH_
 
 from collections.abc import Iterable
 
+from tinsmith.memory.cache_sizes import BLOCK
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.local.states import StateSlots
-from tinsmith.sampling.prefix import BLOCK
 
 WORTH_SAVING = 64 // BLOCK
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.kernels.device import upload
 from tinsmith.models.base import BaseModel
-from tinsmith.models.device import upload
 from tinsmith.models.full import Weights
 from tinsmith.models.threads import threads_for
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows

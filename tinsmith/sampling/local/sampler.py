@@ -15,18 +15,18 @@ import torch
 
 from tinsmith.config import SamplingConfig
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
+from tinsmith.memory.budget import CPU_CACHE
+from tinsmith.memory.cache_sizes import BLOCK, CacheShape, CacheSizes
 from tinsmith.models.base import BaseModel
-from tinsmith.models.budget import CPU_CACHE
 from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.local.decoding import Decoding, Drawn, Flight
-from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes, KVCache
+from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.prompt_pass import PromptPasses
 from tinsmith.sampling.local.schedule import PromptWindows, Schedule
 from tinsmith.sampling.local.sequence import SampleJob, SequenceState
 from tinsmith.sampling.local.states import StateSlots
-from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, ref_of
 from tinsmith.sampling.stopping import stop_rule

@@ -19,12 +19,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
 
+from tinsmith.memory.cache_sizes import BLOCK, blocks_for
 from tinsmith.sampling.local.cached_attention import Window
-from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
+from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.prefix_cache import PrefixCache
 from tinsmith.sampling.local.sequence import SampleJob, SequenceState
 from tinsmith.sampling.local.states import StateSlots
-from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.turns import Turns
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ slots, and what it has computed replaces the states only when all of it has succ
 state after `SequenceState.stored` tokens, and a failed pass can be tried again in any pieces. The price is memory for a second state of
 each sequence in a pass.
 
-A decoding step that is not tried again steps states in place. On CUDA Triton kernels compute it (`delta_step_kernels.py`), elsewhere the
+A decoding step that is not tried again steps states in place. On CUDA Triton kernels compute it (`kernels/delta_step.py`), elsewhere the
 references; which slot is a row's is read on the device, so that a CUDA graph can capture it.
 """
 
@@ -19,10 +19,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tinsmith.kernels.device import reserve_zeros
+from tinsmith.kernels.dispatch import HALF, has_triton
+from tinsmith.memory.cache_sizes import CacheShape
 from tinsmith.models.delta_rule import convolve, gated_delta_rule
-from tinsmith.models.device import reserve_zeros
-from tinsmith.models.dispatch import HALF, has_triton
-from tinsmith.sampling.local.kv_cache import CacheShape
 
 
 class StateSlots:
@@ -187,7 +187,7 @@ def convolve_step(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) -> T
     inputs [slots, taps - 1, channels] are the last ones of every slot, in place; `slots` [rows] says which is whose.
     """
     if _has_kernel(x):
-        from tinsmith.sampling.local.delta_step_kernels import convolve_kernel
+        from tinsmith.kernels.delta_step import convolve_kernel
 
         return convolve_kernel(x, weight, inputs, slots)
     return convolve_step_reference(x, weight, inputs, slots)
@@ -208,7 +208,7 @@ def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     [slots, value_heads, key_dim, value_dim] float32 holds the states of every slot, in place; `slots` [rows] says which is whose.
     """
     if _has_kernel(query):
-        from tinsmith.sampling.local.delta_step_kernels import delta_kernel
+        from tinsmith.kernels.delta_step import delta_kernel
 
         return delta_kernel(query, key, value, decay, beta, memory, slots)
     return delta_step_reference(query, key, value, decay, beta, memory, slots)

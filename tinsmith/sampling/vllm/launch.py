@@ -21,8 +21,8 @@ import tinsmith
 from tinsmith.config import Config, base_model_sources
 from tinsmith.distributed.meeting import LOOPBACK, communication_variables
 from tinsmith.errors import ConfigError
+from tinsmith.memory.budget import CPU_CACHE
 from tinsmith.models.base import BaseModel, pick_device
-from tinsmith.models.budget import CPU_CACHE
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import TransferKind, backend_of

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tinsmith.config import Config
 from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.memory.cache_sizes import BLOCK
 from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.full import Weights
 from tinsmith.protocol.boundary import failing_into
@@ -28,7 +29,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.choose import Choice, choose
-from tinsmith.sampling.prefix import BLOCK, prompt_keys, weights_key
+from tinsmith.sampling.prefix import prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled, ref_of
 from tinsmith.sampling.stopping import stop_rule

@@ -25,7 +25,7 @@ from tinsmith.models.full import FullBytes, FullWeights, sharded_full_bytes
 from tinsmith.models.streamed_decoder import parameters_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
-from tinsmith.training.sharded_layers import ShardedDecoder, ShardedLayers
+from tinsmith.training.parallel.sharded_layers import ShardedDecoder, ShardedLayers
 
 
 class GradientSums:

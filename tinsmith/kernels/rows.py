@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.dispatch import overlapping, with_plain_rows
+from tinsmith.kernels.dispatch import overlapping, with_plain_rows
 
 HEADS = 8
 """Heads that a program rotates at a time."""

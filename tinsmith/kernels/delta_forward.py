@@ -1,4 +1,4 @@
-"""The forward kernels of the gated delta rule, and what launches them; `models/delta_rule_kernels.py` says what they compute."""
+"""The forward kernels of the gated delta rule, and what launches them; `kernels/delta_rule.py` says what they compute."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinsmith.models.delta_kernels import CHUNK
+from tinsmith.kernels.delta_nets import CHUNK
 
 PROGRAMS = 120
 """About as many as an H100 has multiprocessors (132): from so many programs on one of them has more columns to compute, not fewer."""
@@ -218,7 +218,7 @@ def _prepare(
     i, j = row[:, None], row[None, :]
     between = tl.exp(tl.where(i > j, t[:, None] - t[None, :], 0.0))
     lower = tl.where(i > j, product(k, tl.trans(k), None) * (by_key * b)[:, None] * by_key[None, :] * between, 0.0)
-    # The inverses of blocks on the diagonal are joined to those of blocks twice as large, as in `models/delta_chunks.py`.
+    # The inverses of blocks on the diagonal are joined to those of blocks twice as large, as in `kernels/delta_chunks.py`.
     inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -lower, 0.0))
     for level in tl.static_range(1, 6):
         below = tl.where(((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level)), lower, 0.0)

@@ -1,6 +1,6 @@
 """Triton kernels of the gated delta rule for bfloat16 on CUDA, forward and backward, over packed sequences.
 
-They compute what `models/delta_chunks.py` computes, in its notation, in chunks of `CHUNK` tokens. Two kernels walk along the chunks of a
+They compute what `kernels/delta_chunks.py` computes, in its notation, in chunks of `CHUNK` tokens. Two kernels walk along the chunks of a
 sequence, one forward and one backward, each program with the state of one head and some of its value columns in registers; all others
 compute every chunk of every sequence at once. With T = (I + L)⁻¹ and X the gradient of β v:
 
@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.models.delta_backward_kernels import retreated, write_gradients
-from tinsmith.models.delta_chunks import slices_of_heads
-from tinsmith.models.delta_forward_kernels import Cuts, SomeHeads, advanced, prepared, put_out
-from tinsmith.models.delta_kernels import CHUNK, STATE_BYTES
-from tinsmith.models.device import upload
-from tinsmith.models.dispatch import with_plain_rows
+from tinsmith.kernels.delta_backward import retreated, write_gradients
+from tinsmith.kernels.delta_chunks import slices_of_heads
+from tinsmith.kernels.delta_forward import Cuts, SomeHeads, advanced, prepared, put_out
+from tinsmith.kernels.delta_nets import CHUNK, STATE_BYTES
+from tinsmith.kernels.device import upload
+from tinsmith.kernels.dispatch import with_plain_rows
 
 WIDTHS = (16, 32, 64, 128)
 """Widths of keys and values that the kernels compute."""

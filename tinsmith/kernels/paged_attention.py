@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.dispatch import overlapping
+from tinsmith.kernels.dispatch import overlapping
 
 TILES: dict[int, tuple[int, int, int]] = {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 4), 128: (64, 4, 4), 256: (64, 8, 3)}
 """Tokens that a program loads at a time, its warps and loads under way, by head_dim rounded up to a power of two."""

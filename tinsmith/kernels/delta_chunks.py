@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.models.device import upload
-from tinsmith.models.dispatch import half_on_gpu
+from tinsmith.kernels.device import upload
+from tinsmith.kernels.dispatch import half_on_gpu
 
 SMALLEST, LARGEST = 16, 64
 """Tokens of a chunk: about the width of a head, which balances the work, and no more than the longest sequence fills."""

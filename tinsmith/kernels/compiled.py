@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import TinsmithError
-from tinsmith.models.dispatch import has_triton
+from tinsmith.kernels.dispatch import has_triton
 
 THREADS = 16
 """Variants that are compiled at a time, at most; as many as the machine has processors, if these are fewer."""

@@ -16,8 +16,8 @@ from tinsmith.distributed.joint_work import failing_together
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.optimizer import ModelOptimizer, fatal, norm_of, require_finite_norm
-from tinsmith.training.sharded_weights import ShardedWeights
-from tinsmith.training.together import state_after
+from tinsmith.training.parallel.all_reduce import state_after
+from tinsmith.training.parallel.sharded_weights import ShardedWeights
 from tinsmith.training.update_check import ENTRIES
 
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinsmith.models.device import upload
-from tinsmith.models.dispatch import with_plain_rows
+from tinsmith.kernels.device import upload
+from tinsmith.kernels.dispatch import with_plain_rows
 
 TOKENS, CHANNELS = 32, 128
 """Tokens and channels that one program computes."""

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from tinsmith.config import ModelsConfig
+from tinsmith.memory.budget import ModelBytes, model_bytes
+from tinsmith.memory.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
 from tinsmith.models.base import pick_device, pick_dtype
-from tinsmith.models.budget import ModelBytes, model_bytes
 from tinsmith.models.families import context_length, empty_network, family_of, read_config
 from tinsmith.models.full import FullBytes, FullState, full_bytes, sharded_full_bytes
 from tinsmith.models.layout import Layout, layout_of
 from tinsmith.models.network import layers_of
-from tinsmith.models.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
 
 
 @dataclass(frozen=True)

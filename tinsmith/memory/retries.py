@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import torch
 
-from tinsmith.models.budget import FREE_SHARE
+from tinsmith.memory.budget import FREE_SHARE
+from tinsmith.memory.pass_memory import KEEP_ALL, PassMemory, Recomputation
 from tinsmith.models.machine import free_memory, give_back_pinned_memory
-from tinsmith.models.pass_memory import KEEP_ALL, PassMemory, Recomputation
 
 log = logging.getLogger(__name__)
 

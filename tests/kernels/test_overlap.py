@@ -1,11 +1,11 @@
 """Kernels that start before the kernels ahead have ended: what they touch before they wait for them, read from their code for a GPU.
 
-Triton compiles it here without a GPU, in a process that does not interpret kernels: `python -m tests.models.test_overlap` prints a line for
-each, its name, whether it waits, and how it accesses memory before that.
+Triton compiles it here without a GPU, in a process that does not interpret kernels: `python -m tests.kernels.test_overlap` prints a
+line for each, its name, whether it waits, and how it accesses memory before that.
 
 Invariant: A kernel that starts before the ones ahead have ended touches nothing but weights of a base model until it has waited for them;
 in a captured step it gets what they compute.
-Also: `tests/models/test_one_row.py`.
+Also: `tests/kernels/test_one_row.py`.
 """
 
 import importlib
@@ -21,7 +21,7 @@ import torch
 
 from tests.bases import DEVICE
 from tests.preloaded import REAL_PYTHON
-from tinsmith.models.dispatch import MOST_ROWS, overlapping
+from tinsmith.kernels.dispatch import MOST_ROWS, overlapping
 
 ROOT = Path(__file__).parents[2]
 ACCESSES = ("ld.global", "st.global", "cp.async", "red.global", "atom.global")
@@ -55,7 +55,7 @@ OF_ONE_ROW = {"PADDED": 2048, "STEP": 1024, "OUTPUTS": 4}
 def kernels() -> dict[str, Any]:
     """All that have the parameter `OVERLAPS`."""
     found = {}
-    for path in sorted((ROOT / "tinsmith").rglob("*_kernels.py")):
+    for path in sorted((ROOT / "tinsmith" / "kernels").glob("*.py")):
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         for name, value in vars(module).items():
             function = getattr(value, "fn", None)
@@ -84,14 +84,14 @@ def test_nothing_but_weights_is_touched_before_the_wait() -> None:
     """By any kernel that overlaps."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [REAL_PYTHON, "-m", "tests.models.test_overlap"]
+    command = [REAL_PYTHON, "-m", "tests.kernels.test_overlap"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = set()
     for name, waits, lines in map(json.loads, done.stdout.splitlines()):
         found.add(name)
         assert waits, name
-        if name == "one_row_kernels._multiply":
+        if name == "one_row._multiply":
             assert lines
             assert all("ld.global" in line and "evict_first" in line for line in lines)  # which only tiles of the matrix are
         else:

@@ -18,9 +18,10 @@ from torch import Tensor
 from tinsmith.distributed.joint_work import JointFailure, JointWork
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import TinsmithError
+from tinsmith.kernels.device import upload
+from tinsmith.memory.pass_memory import KEEP_ALL, Recomputation, sliced_pass_memory_of
+from tinsmith.memory.retries import MemoryRetries, is_out_of_memory
 from tinsmith.models.base import BaseModel
-from tinsmith.models.device import upload
-from tinsmith.models.pass_memory import KEEP_ALL, Recomputation, sliced_pass_memory_of
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.models.threads import threads_for
 from tinsmith.protocol.work import error_of
@@ -28,8 +29,7 @@ from tinsmith.rendering.packing import pack
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.logprobs import rows_to_keep, target_logprobs
 from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, targets_per_position, trained_positions
-from tinsmith.training.memory_retries import MemoryRetries, is_out_of_memory
-from tinsmith.training.sequence_slices import SequenceSlices, SlicedPlan, slices_of
+from tinsmith.training.parallel.sequence_slices import SequenceSlices, SlicedPlan, slices_of
 from tinsmith.training.step import results_and_gradients
 
 log = logging.getLogger(__name__)

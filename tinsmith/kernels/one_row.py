@@ -2,7 +2,7 @@
 
 All the time goes into reading the matrix once. So each program has many bytes of it under way: it asks for the next tile before it
 computes with the last, and for the first before the kernels ahead have computed the row. Therefore nothing may have written the matrix just
-before: see `overlapping` in `models/dispatch.py`.
+before: see `overlapping` in `kernels/dispatch.py`.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.dispatch import overlapping
+from tinsmith.kernels.dispatch import overlapping
 
 OUTPUTS = 4
 """Outputs of a program."""
@@ -125,7 +125,7 @@ def _multiply(
     EVEN: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Some outputs. The first program stores the sum of x and delta. What `_norm` in `models/row_kernels.py` rounds is rounded here too."""
+    """Some outputs. The first program stores the sum of x and delta. What `_norm` in `kernels/rows.py` rounds is rounded here too."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = output < outputs
     row = weight + output[:, None].to(tl.int64) * INPUTS

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.models.compiled_kernels import keep_kernels
+from tinsmith.kernels.compiled import keep_kernels
 
 
 def test_kernels_are_kept_in_the_directory_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

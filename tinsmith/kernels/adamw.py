@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinsmith.training.update_check import Factors
+from tinsmith.kernels.adamw_formula import Factors, step_as_written
 
 BLOCK = 2048
 """Numbers that a program computes."""
@@ -31,17 +31,6 @@ def step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, workin
     f = factors
     numbers = (f.scale, f.beta1, f.beta2, 1 - f.beta1, 1 - f.beta2, f.decay, f.rate, f.root, f.eps)
     launch[(triton.cdiv(master.numel(), BLOCK),)](*tensors, master.numel(), *numbers, BLOCK=BLOCK, num_warps=8)
-
-
-@torch.no_grad()
-def step_as_written(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, working: Tensor, factors: Factors) -> None:
-    """Compute the kernel's step in PyTorch, operation by operation."""
-    g = gradient.float() * factors.scale
-    first.mul_(factors.beta1).add_(g * (1 - factors.beta1))
-    second.mul_(factors.beta2).add_(g * (1 - factors.beta2) * g)
-    denominator = second.sqrt().div_(factors.root).add_(factors.eps)
-    master.mul_(factors.decay).sub_((first * factors.rate).div_(denominator))
-    working.copy_(master)
 
 
 @triton.jit

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tinsmith.config import Config, load
-from tinsmith.engine import devices
-from tinsmith.engine.devices import threads_of, usable_gpus, visible_gpus, worker_count
 from tinsmith.errors import ConfigError
+from tinsmith.protocol import devices
+from tinsmith.protocol.devices import threads_of, usable_gpus, visible_gpus, worker_count
 
 Machine = Callable[..., list[int]]
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from tinsmith.config import Config, TrainingConfig
+from tinsmith.memory.pass_memory import KEEP_ALL, PassMemory
 from tinsmith.models.full import FullBytes, FullState, snapshot_bytes
 from tinsmith.models.layout import Layout
-from tinsmith.models.pass_memory import KEEP_ALL, PassMemory
 from tinsmith.protocol.shapes import LoraShape
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""The backward kernels of the gated delta rule, and what launches them; `models/delta_rule_kernels.py` says what they compute."""
+"""The backward kernels of the gated delta rule, and what launches them; `kernels/delta_rule.py` says what they compute."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinsmith.models.delta_forward_kernels import (
+from tinsmith.kernels.delta_forward import (
     ALONE,
     SomeHeads,
     high_and_low,
@@ -18,7 +18,7 @@ from tinsmith.models.delta_forward_kernels import (
     store_pair,
     times_pair,
 )
-from tinsmith.models.delta_kernels import CHUNK
+from tinsmith.kernels.delta_nets import CHUNK
 
 RETREAT_COLUMNS, ACROSS_COLUMNS = 32, 32
 """Columns of values and of keys that a program takes."""

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.dispatch import overlapping, with_plain_rows
-from tinsmith.models.row_kernels import HEADS, own_heads, stripes
+from tinsmith.kernels.dispatch import overlapping, with_plain_rows
+from tinsmith.kernels.rows import HEADS, own_heads, stripes
 
 NUMBERS = 1024
 """Gates of memory that a program computes."""

@@ -22,19 +22,19 @@ from tinsmith.config import TrainingConfig
 from tinsmith.distributed.joint_work import failing_together, refuse_together
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
+from tinsmith.memory.pass_memory import Recomputation, pass_memory_of
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullState, FullWeights, Weights, snapshot_bytes
-from tinsmith.models.pass_memory import Recomputation, pass_memory_of
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend, PassError, PassResult
 from tinsmith.training.checkpoint import About, SavedState
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.optimizer import fatal
-from tinsmith.training.sharded_layers import ShardedDecoder
-from tinsmith.training.sharded_optimizer import ShardedOptimizer
-from tinsmith.training.sharded_weights import ShardedWeights, bytes_of, gathered, take_from_base
-from tinsmith.training.state_part import StatePart
+from tinsmith.training.parallel.sharded_layers import ShardedDecoder
+from tinsmith.training.parallel.sharded_optimizer import ShardedOptimizer
+from tinsmith.training.parallel.sharded_weights import ShardedWeights, bytes_of, gathered, take_from_base
+from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.training.update_check import ENTRIES
 
 NOTHING, FROZEN = 0, 1

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, logsigmoid, silu
 
-from tinsmith.models.compiled_kernels import compile_ahead
-from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
-from tinsmith.models.dispatch import has_triton
+from tinsmith.kernels.compiled import compile_ahead
+from tinsmith.kernels.delta_chunks import chunks_of, delta_rule_in_chunks
+from tinsmith.kernels.dispatch import has_triton
 
 Convolution = Callable[[Tensor, Tensor, tuple[int, ...], Tensor | None], Tensor]
-"""`convolution` of `models/convolution_kernels.py`."""
+"""`convolution` of `kernels/convolution.py`."""
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, ...], Tensor | None, bool], tuple[Tensor, Tensor]]
-"""`delta_rule` of `models/delta_rule_kernels.py`."""
+"""`delta_rule` of `kernels/delta_rule.py`."""
 CHUNK = 64
 """Tokens of a chunk of the delta rule."""
 STATE_BYTES = 2**30
@@ -117,8 +117,8 @@ def _load(device: torch.device) -> tuple[DeltaKernels | None, str]:
     """The kernels, or None and why they cannot be used."""
     if not has_triton():
         return None, "Triton is not installed"
-    convolution = import_module("tinsmith.models.convolution_kernels").convolution
-    rules = import_module("tinsmith.models.delta_rule_kernels")
+    convolution = import_module("tinsmith.kernels.convolution").convolution
+    rules = import_module("tinsmith.kernels.delta_rule")
 
     def try_both() -> list[str]:
         rule = disagreement(rules.delta_rule, device, torch.bfloat16)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tinsmith.models.delta_kernels import CHUNK, STATE_BYTES
+from tinsmith.kernels.delta_nets import CHUNK, STATE_BYTES
 from tinsmith.models.layers import Attention, DeltaNet
 from tinsmith.models.layout import Layout, LoraTarget
 from tinsmith.models.read_decoder import KNOWN_TYPES
@@ -197,7 +197,7 @@ def _delta_net(kind: DeltaNet, projected: int, own: bool) -> int:
 
 
 def _rule_kernels(kind: DeltaNet) -> tuple[int, int]:
-    """Bytes that `models/delta_rule_kernels.py` takes for a token in the backward, and the most that it takes at once.
+    """Bytes that `kernels/delta_rule.py` takes for a token in the backward, and the most that it takes at once.
 
     For each chunk and head two matrices of its tokens, U and X, the states before it and their gradient, each in two parts of bfloat16; and
     in float32 the factors of its tokens, and gradients of queries and keys.

@@ -23,7 +23,7 @@ SIZES = [(3, 8), (10, 40), (12, 1024), (14, 1030), *([(4096, 2560), (2**14 + 2, 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
     pytest.importorskip("triton")
-    return importlib.import_module("tinsmith.models.one_row_kernels")
+    return importlib.import_module("tinsmith.kernels.one_row")
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:

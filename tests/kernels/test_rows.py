@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.bases import DEVICE
+from tinsmith.kernels.dispatch import WithKernel
 from tinsmith.models import fused
-from tinsmith.models.dispatch import WithKernel
 from tinsmith.training import logprobs
 
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
@@ -115,7 +115,7 @@ def test_a_kernel_computes_what_its_function_does(name: str, arguments: Argument
 def test_gradients_of_weights_are_added_up_in_stripes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several tokens each."""
     pytest.importorskip("triton")
-    monkeypatch.setattr("tinsmith.models.row_kernels.STRIPES", 4)
+    monkeypatch.setattr("tinsmith.kernels.rows.STRIPES", 4)
     for name, arguments in (norms(11, 40, False) | heads(11, 2, 8, 2, False)).items():
         if "weight" in name:
             assert_same(name, arguments, dtype)

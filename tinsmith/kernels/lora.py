@@ -12,15 +12,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinsmith.models.dispatch import overlapping, with_plain_rows
-from tinsmith.models.lora import LORA_ALPHA
+from tinsmith.kernels.dispatch import overlapping, with_plain_rows
 
 CHUNK = 32
 """Columns that a program computes at a time; buffers have a multiple of it."""
 MOST_ROWS = 64
 """Rows of a program of the first kernel, at most."""
-MOST_EXPANDED = 32
-"""Rows of a program of the second, at most: with more it waits longer for what is reduced."""
+MOST_EXPANDED = 16
+"""Rows of a program of the second, at most: with more it waits longer for what is reduced, and for what it adds to."""
 STEP = 128
 """Inputs that the first kernel multiplies at a time."""
 SHARE = 512
@@ -31,11 +30,11 @@ PARTS = 2
 ENOUGH = 128
 
 
-def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, tiles: Tensor, widest: int) -> None:
+def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, tiles: Tensor, widest: int, alpha: float) -> None:
     """Add to y [rows, out] what the adapters of the rows make of x [rows, in].
 
     `columns` [rows, 2] are those of each row, a [targets, columns, in], b [out, columns]; `tiles` come from `output_tiles`, and have at
-    most `widest` outputs. Nothing is read on the host.
+    most `widest` outputs. The scale is `alpha` by the rank, the number of a row's columns. Nothing is read on the host.
     """
     rows, inputs = x.shape
     width = a.shape[1]
@@ -81,7 +80,7 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         columns.stride(0),
         width,
         len(a),
-        ALPHA=LORA_ALPHA,
+        ALPHA=alpha,
         SPLITS=splits,
         ROWS=row_tile,
         CHUNK=CHUNK,
@@ -175,6 +174,9 @@ def _expand(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     start, end, first, last = _columns_of(columns, row, rows, columns_stride)
     if first < last:
+        inside = (row < rows)[:, None] & (output < last_output)[None, :]
+        own_y = y + row[:, None].to(tl.int64) * y_stride + output[None, :]
+        before = tl.load(own_y, mask=inside, other=0.0)
         sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
         for chunk in range(first // CHUNK * CHUNK, last, CHUNK):
             column = chunk + tl.arange(0, CHUNK)
@@ -187,7 +189,4 @@ def _expand(
             matrix = tl.load(b + output[:, None].to(tl.int64) * width + column[None, :], mask=(output < last_output)[:, None], other=0.0)
             sums = tl.dot(u.to(b.dtype.element_ty), tl.trans(matrix), acc=sums)
         scale = ALPHA / tl.maximum(end - start, 1).to(tl.float32)
-        inside = (row < rows)[:, None] & (output < last_output)[None, :]
-        place = y + row[:, None].to(tl.int64) * y_stride + output[None, :]
-        before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, (before + sums * scale[:, None]).to(y.dtype.element_ty), mask=inside)
+        tl.store(own_y, (before.to(tl.float32) + sums * scale[:, None]).to(y.dtype.element_ty), mask=inside)

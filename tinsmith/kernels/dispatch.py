@@ -38,7 +38,7 @@ def on_kernels(x: Tensor) -> bool:
 
 
 def on_paged_kernel(x: Tensor) -> bool:
-    """Whether `models/paged_kernels.py` attends with queries or keys [..., head_dim] like x."""
+    """Whether `kernels/paged_attention.py` attends with queries or keys [..., head_dim] like x."""
     return x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and on_kernels(x)
 
 

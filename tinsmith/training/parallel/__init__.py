@@ -1,0 +1,1 @@
+"""Training on several GPUs: all-reduced gradients, sharded weights, and sequence parallelism."""
