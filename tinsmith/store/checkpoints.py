@@ -3,8 +3,8 @@
 A checkpoint exists once it has a row. Its files are complete in `directory` before that, and never change. A copy is another row with the
 same directory.
 
-No directory is forgotten, whichever process dies: it is noted as begun before it is written, until it has a row, and as discarded in the transaction
-that removes its last row, until its files are deleted.
+No directory is forgotten, whichever process dies: it is noted as begun before it is written, until it has a row, and as discarded when its
+last row is removed, in that transaction, until its files are deleted.
 """
 
 import time
