@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError, reported
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CHECKPOINTS_DIR, CheckpointFiles
 from tinsmith.store.manifest import read_manifest, verify_files
@@ -46,13 +46,12 @@ def _newest_first(store: Store, files: CheckpointFiles) -> list[tuple[str, Check
 
 
 def _read(files: CheckpointFiles, place: str) -> Checkpoint | str:
-    try:
-        with files.fetched(place) as directory:
-            manifest = read_manifest(directory, files.shown(place))
-            verify_files(manifest, directory, files.shown(place))
-            return manifest.row(place)
-    except TinsmithError as error:
-        return str(error)
+    refusals: list[TinsmithError] = []
+    with reported(TinsmithError, refusals.append), files.fetched(place) as directory:
+        manifest = read_manifest(directory, files.shown(place))
+        verify_files(manifest, directory, files.shown(place))
+        return manifest.row(place)
+    return str(refusals[0])
 
 
 def _refusal(store: Store, files: CheckpointFiles, found: Checkpoint) -> str | None:
