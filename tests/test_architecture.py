@@ -32,7 +32,6 @@ RANKS = {
     "wire": 3,
     "store": 4,
     "protocol": 5,
-    "distributed": 6,
     "kernels": 6,
     "models": 7,
     "memory": 8,
@@ -48,7 +47,7 @@ RANKS = {
 }
 """A room imports rooms of a lower rank only, or itself."""
 
-MAY_IMPORT_TORCH = {"distributed", "kernels", "models", "memory", "rendering", "training", "sampling", "worker"}
+MAY_IMPORT_TORCH = {"kernels", "models", "memory", "rendering", "training", "sampling", "worker"}
 
 CIRCLES = [
     {"rl.adapters.cookbook", "rl.rollouts"},

@@ -2,7 +2,7 @@
 
 Invariant: Several workers train, sample, save and learn by reinforcement as one does: weights to 1e-5 (of hybrid models to 1e-4), and the
 same tokens.
-Also: `tests/distributed/test_together.py`.
+Also: `tests/distributed/test_all_reduce.py`.
 
 Invariant: On several GPUs: workers that exchange over NCCL train as one does, in float32, to the same bounds or, after several steps
 through a server, five times these, with replicas, sharded weights and sequences of all workers (gradients of hybrid models to 5e-3); full

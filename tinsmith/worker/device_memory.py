@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import torch
 
 from tinsmith.config import Config
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.memory.budget import ModelBytes, divide_memory, full_state, longest_together, longest_trained, model_bytes, reserve_of
 from tinsmith.memory.cache_sizes import CacheShape, CacheSizes
 from tinsmith.memory.pass_memory import pass_memory_of, sliced_pass_memory_of
@@ -14,6 +13,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.full import full_bytes
 from tinsmith.models.machine import free_memory
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sharded_weights import bytes_of
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Lets workers of several hosts find each other: the first opens a port, and tells the engine, which tells the others.
 
-Nobody has to choose a free port, and the engine's messages are private. What the workers say to each other afterwards is not: neither to
-the store of this port nor over gloo and NCCL is anything encrypted or anybody asked who it is.
+Nobody has to choose a free port. The engine's messages are private; what workers say to each other afterwards, over this port, gloo and
+NCCL, is neither encrypted nor authenticated.
 """
 
 import os

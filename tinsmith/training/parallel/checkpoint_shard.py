@@ -48,7 +48,7 @@ class TensorFile:
 
 
 @dataclass(frozen=True, eq=False)
-class StatePart:
+class CheckpointShard:
     """One worker's part of a state, in host memory, which no longer changes."""
 
     about: About | None

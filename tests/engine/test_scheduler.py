@@ -28,7 +28,7 @@ def here(text_base: BaseModel, tmp_path: Path) -> Here:
 @pytest.fixture
 def impatient(here: Here) -> Here:
     """Waits for no operation that is missing, once it has looked for it. The model `a` is ready."""
-    here.engine.trainer.queue.held_s = 0.0
+    here.engine.scheduler.held_s = 0.0
     here.create("a")
     here.settle()
     return here
@@ -82,27 +82,28 @@ def test_base_models_take_turns(text_base: BaseModel, tmp_path: Path) -> None:
     here.process.is_stuck = True
     for model in "ab":
         here.forward(model, 1, [30] * 8)
-    here.until(lambda: here.engine.trainer.forward.passes)
+    here.until(lambda: here.engine.scheduler.forward.passes)
     here.forward("short", 1, [10, 60])
-    here.until(lambda: len(here.engine.trainer.forward.operations) == 3)
+    here.until(lambda: len(here.engine.scheduler.forward.operations) == 3)
     here.process.is_stuck = False
     here.settle()
     computed = [models[0] for models, _, _ in here.process.computed]
     assert [place for place, model in enumerate(computed) if model == "s:train:short"] in ([1, 3], [2, 4])
     for name in ("a", "b", "short"):
         assert here.error(name, 1) is None
-    assert here.engine.trainer.forward.served.keys() == {"s:train:a", "s:train:b", "s:train:short"}
+    assert here.engine.scheduler.forward.order.served.keys() == {"s:train:a", "s:train:b", "s:train:short"}
 
 
 def test_nothing_is_remembered_of_models_that_are_unloaded_but_their_tokens(here: Here) -> None:
     here.create("a")
     here.forward("a", 1, [5, 4])
     here.settle()
-    trainer = here.engine.trainer
-    assert (trainer.trained_tokens, trainer.models["s:train:a"].trained_tokens) == (9, 9)
+    scheduler = here.engine.scheduler
+    assert (scheduler.outcomes.trained_tokens, scheduler.models["s:train:a"].trained_tokens) == (9, 9)
     here.say(EndSession("s", save=False))
     here.settle()
-    assert (trainer.operations.models, trainer.forward.served, trainer.models, trainer.trained_tokens) == ({}, {}, {}, 9)
+    assert (scheduler.forward.order.served, scheduler.models) == ({}, {})
+    assert scheduler.outcomes.trained_tokens == 9
 
 
 def metrics(here: Here, model: str, seq: int) -> dict[str, float]:
@@ -166,7 +167,7 @@ def test_a_step_is_refused_with_its_gradients_if_one_of_its_operations_failed_an
         found = here.error("a", seq)
         assert found is None if error is None else error in str(found)
     optimizer = here.backend().optimizers["s:train:a"]
-    assert optimizer.gradients is None
+    assert optimizer.accumulator.gradients is None
     taken = [value.item() for name, value in optimizer.moments().items() if name.endswith(".step")]
     assert {*taken} == ({1} if ("step", None) in operations else set())
 
@@ -238,7 +239,7 @@ def test_a_finished_session_cancels_what_it_has_queued_and_frees_its_models(here
         assert here.error(model, seq) == "it was cancelled: its session ended before the operation was run"
     assert len(here.process.computed) == len(here.process.passes)
     assert here.backend().optimizers == {}
-    assert here.engine.trainer.queue.models == {}
+    assert here.engine.scheduler.models == {}
 
 
 def test_a_session_that_ends_before_its_models_exist_leaves_nothing(here: Here) -> None:
@@ -250,7 +251,7 @@ def test_a_session_that_ends_before_its_models_exist_leaves_nothing(here: Here) 
     assert sorted(here.told) == ["s:train:a/0", "s:train:a/1", "s:train:refused/0"]
     assert all("cancelled" in str(here.error(model, seq)) for model, seq in (("a", 0), ("a", 1), ("refused", 0)))
     assert here.backend().optimizers == {}
-    assert here.engine.trainer.queue.models == {}
+    assert here.engine.scheduler.models == {}
     assert here.worker.snapshots.held == {}
 
 
@@ -264,8 +265,8 @@ def command(seq_id: int) -> Command:
 def taken(queue: CommandQueue) -> list[int]:
     """Take all that is ready."""
     found = []
-    while queue.models["m"].head() is not None:
-        found.append(queue.models["m"].take().seq_id)
+    while queue.head() is not None:
+        found.append(queue.take().seq_id)
     return found
 
 
@@ -274,14 +275,14 @@ def test_a_gap_is_given_up_and_names_what_is_missing(monkeypatch: pytest.MonkeyP
     now, clock = 100.0, 1e9
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(time, "time", lambda: clock)
-    queue = CommandQueue(held_s=10)
+    queue = CommandQueue()
     for seq_id in (3, 0):
         assert queue.add(command(seq_id))
-    assert (queue.ready(), taken(queue), queue.ready()) == (["m"], [0], [])
+    assert (taken(queue), queue.head()) == ([0], None)
     now, clock = 104.0, 1e9 - 3600
     queue.add(command(4))
-    assert (queue.next_deadline(), queue.overdue(now=109.9)) == (110.0, [])
-    ((overdue, missing),) = queue.overdue(now=110.1)
+    assert (queue.waiting_since(), queue.overdue(before=99.9)) == (100.0, [])
+    ((overdue, missing),) = queue.overdue(before=100.1)
     assert (overdue.seq_id, missing) == (3, 1)
-    assert (taken(queue), queue.next_deadline()) == ([4], None)
+    assert (taken(queue), queue.waiting_since()) == ([4], None)
     assert not queue.add(command(1))

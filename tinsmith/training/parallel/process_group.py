@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tinsmith.distributed.meeting import LOOPBACK, meet, set_communication_variables
 from tinsmith.errors import DeviceLostError, WorkersLostError
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.progress import Exchanges
 from tinsmith.protocol.questions import Answers
+from tinsmith.training.parallel.meeting import LOOPBACK, meet, set_communication_variables
 
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT = timedelta(hours=2)
 """Longest wait for a worker that still computes. The engine notices much earlier that one has ended, or that all wait for each other."""
-_join = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 """Gathers one tensor of each worker. torch 2.13 has given it another name."""
-_sum_parts = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 """The sum of one tensor of each worker, of which each gets its part. It has another name there too."""
 _FIRST_SIZES = {"cuda": (64, 2**22), "cpu": (64,)}
 """Numbers of all workers in the first exchanges of a group: NCCL connects GPUs in one way for little, in another for much."""
@@ -55,17 +55,17 @@ class ProcessGroup:
     def connect(self) -> None:
         """Exchange something in every way that there is. To be called by all, before the memory of the devices is divided.
 
-        NCCL connects two GPUs, and takes its buffers, when they first exchange something so: hundreds of megabytes that PyTorch does not
-        count. Taken now, they are gone from the memory that is divided later, and no pass runs out of memory in them: that ends workers.
+        NCCL takes its buffers when two GPUs first exchange something so: hundreds of megabytes that PyTorch does not count. Taken now, they
+        are gone from the memory that is divided later, and no pass runs out of memory in them: that ends workers.
         """
         before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         for most in _FIRST_SIZES[self.device.type]:
             size = max(1, most // self.count)
             part, whole = torch.zeros(size, device=self.device), torch.zeros(size * self.count, device=self.device)
-            self.sum(whole)
-            self.begin_to_join(whole, part)()
-            self.begin_to_sum_parts(part, whole)()
-            self.exchange(whole, whole.clone(), [size] * self.count, [size] * self.count)
+            self.all_reduce(whole)
+            self.begin_all_gather(whole, part)()
+            self.begin_reduce_scatter(part, whole)()
+            self.all_to_all(whole, whole.clone(), [size] * self.count, [size] * self.count)
         if self.device.type == "cuda":
             del part, whole
             with self._not_alone():
@@ -78,27 +78,27 @@ class ProcessGroup:
     def count(self) -> int:
         return self.place.count
 
-    def sum(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by the sum of those of all workers, with the same bits on each."""
         with self._not_alone():
             dist.all_reduce(tensor)
 
-    def begin_to_join(self, whole: Tensor, part: Tensor) -> Callable[[], None]:
-        """Begin to put the parts of all workers together, one behind the other by rank. What is returned waits until `whole` is there.
+    def begin_all_gather(self, whole: Tensor, part: Tensor) -> Callable[[], None]:
+        """Begin to gather the parts of all workers, of one size and by rank. What is returned waits until `whole` is there.
 
-        Until then neither tensor may be touched. All parts are of one size.
+        Until then neither tensor may be touched.
         """
         with self._not_alone():
-            work = _join(whole, part, async_op=True)
+            work = _all_gather(whole, part, async_op=True)
         return self._waits_for(work)
 
-    def begin_to_sum_parts(self, part: Tensor, whole: Tensor) -> Callable[[], None]:
-        """Begin to add up the `whole` of all workers. What is returned waits until `part` is what this worker gets of the sum.
+    def begin_reduce_scatter(self, part: Tensor, whole: Tensor) -> Callable[[], None]:
+        """Begin to add up the `whole` of all workers. What is returned waits until `part` is this worker's part of the sum, by rank.
 
-        The parts lie one behind the other by rank and are of one size. Until then neither tensor may be touched.
+        Until then neither tensor may be touched.
         """
         with self._not_alone():
-            work = _sum_parts(part, whole, async_op=True)
+            work = _reduce_scatter(part, whole, async_op=True)
         return self._waits_for(work)
 
     def _waits_for(self, work: Any) -> Callable[[], None]:
@@ -112,7 +112,7 @@ class ProcessGroup:
         """The numbers of all workers, by rank. Of 64 bits."""
         found = torch.zeros(self.count, dtype=torch.int64)
         found[self.place.rank] = number
-        self.sum(found)
+        self.all_reduce(found)
         return found.tolist()
 
     def texts(self, text: str) -> list[str]:
@@ -121,7 +121,7 @@ class ProcessGroup:
         sizes = self.gather(len(data))
         found = torch.zeros(self.count, max(sizes), dtype=torch.uint8)
         found[self.place.rank, : len(data)] = data
-        self.sum(found)
+        self.all_reduce(found)
         return [row[:size].numpy().tobytes().decode().rstrip("\0") for row, size in zip(found, sizes, strict=True)]
 
     def workers_beside(self) -> list[int]:
@@ -129,7 +129,7 @@ class ProcessGroup:
         hosts = self.texts(self.place.host)
         return [hosts.count(host) for host in hosts]
 
-    def exchange(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+    def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]) -> None:
         """Give each worker its part of `sent`, and take a part of `received` from each. Both are flat, the parts in order of the ranks."""
         with self._not_alone():
             dist.all_to_all_single(received, sent, list(received_sizes), list(sizes))

@@ -15,7 +15,6 @@ from tests.distributed.devices import ON_GPUS, here
 from tests.distributed.members import Member, in_processes
 from tests.extent import slow
 from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig
-from tinsmith.distributed.joint_work import JointWork
 from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError, WorkersLostError
 from tinsmith.memory.plan import make_plan
 from tinsmith.models.full import new_compact_weights, new_full_weights
@@ -25,8 +24,9 @@ from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
-from tinsmith.training.parallel import all_reduce as together
-from tinsmith.training.parallel.all_reduce import step_together
+from tinsmith.training.parallel import all_reduce
+from tinsmith.training.parallel.all_reduce import all_reduce_step
+from tinsmith.training.parallel.joint_work import JointWork
 from tinsmith.worker.device_memory import DeviceMemory
 
 SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip_norm=1.5)
@@ -74,7 +74,7 @@ def gradients(optimizer: Optimizer, rank: int, step: int, number: int) -> list[T
 def accumulate(optimizer: Optimizer, rank: int, step: int) -> None:
     """Add the gradients of all passes of a worker before a step."""
     for number in range(PASSES[rank, step]):
-        optimizer.contribution(gradients(optimizer, rank, step, number))()
+        optimizer.accumulator.contribution(gradients(optimizer, rank, step, number))()
 
 
 def state(optimizer: Optimizer) -> list[Tensor]:
@@ -101,12 +101,12 @@ def test_a_step_of_all_is_that_of_one_that_was_given_all_gradients(member: Membe
         first = None
         for step in range(STEPS):
             accumulate(own, member.rank, step)
-            of_each = [totals for totals in member.of_all(own.totals) if totals is not None]
+            of_each = [totals for totals in member.of_all(own.accumulator.totals) if totals is not None]
             assert len(of_each) == sum(PASSES[rank, step] > 0 for rank in range(member.count))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(together, "PIECE", 100)  # sums in a narrow precision go through several
-                metrics = step_together(own, SETTINGS, member.group)
-            assert own.totals is None
+                patch.setattr(all_reduce, "PIECE", 100)  # sums in a narrow precision go through several
+                metrics = all_reduce_step(own, SETTINGS, member.group)
+            assert own.accumulator.totals is None
             for its_metrics, its_weights in member.of_all((metrics, state(own))):
                 assert its_metrics == metrics
                 assert same(its_weights, state(own))
@@ -114,7 +114,7 @@ def test_a_step_of_all_is_that_of_one_that_was_given_all_gradients(member: Membe
             if member.count == 2:
                 kept_in = dtype if kind == "compact" else torch.float32
                 sums = [sum((part.float() for part in parts), torch.zeros(())) for parts in zip(*of_each, strict=True)]
-                given.totals = [total.to(kept_in).to(here()) for total in sums]
+                given.accumulator.totals = [total.to(kept_in).to(here()) for total in sums]
                 assert given.step(SETTINGS) == metrics
                 assert same(state(given), state(own))
             for rank in range(member.count):
@@ -130,9 +130,9 @@ def test_a_step_of_all_is_that_of_one_that_was_given_all_gradients(member: Membe
 def test_zeros_lie_in_memory_as_gradients_do(kind: str, dtype: torch.dtype) -> None:
     """NCCL adds up only what lies so; weights of a base model may be transposed."""
     zeros, accumulated = fresh(kind, dtype), fresh(kind, dtype)
-    zeros.begin_with_zeros()
+    zeros.accumulator.begin_with_zeros()
     accumulate(accumulated, 0, 0)
-    for zero, total in zip(zeros.totals or [], accumulated.totals or [], strict=True):
+    for zero, total in zip(zeros.accumulator.totals or [], accumulated.accumulator.totals or [], strict=True):
         assert (zero.shape, zero.dtype, zero.stride()) == (total.shape, total.dtype, total.stride())
         assert not zero.any()
 
@@ -143,28 +143,28 @@ def test_whatever_workers_exchange_arrives(member: Member) -> None:
     group, rank, count, device = member.group, member.rank, member.count, member.group.device
     ranks = range(count)
     tensor = torch.full((3,), float(rank + 1), device=device)
-    group.sum(tensor)
+    group.all_reduce(tensor)
     assert tensor.tolist() == [count * (count + 1) / 2] * 3
     assert group.gather(rank * 7 - 1) == [each * 7 - 1 for each in ranks]
     assert group.gather([2**62 + rank, -(2**62)][rank % 2]) == [[2**62 + each, -(2**62)][each % 2] for each in ranks]
     for dtype in (torch.uint8, torch.bfloat16, torch.float32):
         whole = torch.empty(2 * count, dtype=dtype, device=device)
-        group.begin_to_join(whole, torch.tensor([rank, rank + 10], device=device).to(dtype))()
+        group.begin_all_gather(whole, torch.tensor([rank, rank + 10], device=device).to(dtype))()
         assert whole.tolist() == [number for each in ranks for number in (each, each + 10)]
     joined, part = torch.empty(3 * count, device=device), torch.empty(2, device=device)
-    waits = [group.begin_to_sum_parts(part, torch.arange(2.0 * count, device=device) * (rank + 1))]
-    waits += [group.begin_to_join(joined, torch.full((3,), float(rank), device=device))]
+    waits = [group.begin_reduce_scatter(part, torch.arange(2.0 * count, device=device) * (rank + 1))]
+    waits += [group.begin_all_gather(joined, torch.full((3,), float(rank), device=device))]
     for wait in waits:
         wait()
     assert part.tolist() == [sum(ranks, count) * number for number in (2 * rank, 2 * rank + 1)]
     assert joined.tolist() == [each for each in ranks for _ in range(3)]
-    joint = JointWork(group, lambda error: False)
+    joint = JointWork(group)
     column = (torch.arange(3.0 * count, device=device).view(count, 3) + 100 * rank)[:, :1].reshape(-1)
-    assert joint.exchange(column, [1] * count, [1] * count).tolist() == [100 * each + 3 * rank for each in ranks]
+    assert joint.all_to_all(column, [1] * count, [1] * count).tolist() == [100 * each + 3 * rank for each in ranks]
     to_the_next, of_the_last = ([2 * (other == neighbour) for other in ranks] for neighbour in (rank + 1, rank - 1))
     for dtype in (torch.bfloat16, torch.float32):
         sent = torch.full((sum(to_the_next),), float(rank), dtype=dtype, device=device)
-        assert joint.exchange(sent, to_the_next, of_the_last).tolist() == ([rank - 1] * 2 if rank else [])
+        assert joint.all_to_all(sent, to_the_next, of_the_last).tolist() == ([rank - 1] * 2 if rank else [])
     assert group.texts("ä" * rank) == ["ä" * each for each in ranks]
 
 
@@ -178,7 +178,7 @@ def not_finite(bad: float) -> Spoils:
         found = [gradient for gradient in gradients(optimizer, member.rank, 0, 0) if gradient is not None]
         if member.rank == 1:
             found[1].view(-1)[3] = bad
-        optimizer.contribution(found)()
+        optimizer.accumulator.contribution(found)()
 
     return spoil
 
@@ -190,7 +190,7 @@ def without_memory(member: Member, optimizer: Optimizer, patch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("out of memory")
 
     if member.rank == 1:
-        patch.setattr(optimizer, "begin_with_zeros", begin_with_zeros)
+        patch.setattr(optimizer.accumulator, "begin_with_zeros", begin_with_zeros)
     else:
         accumulate(optimizer, member.rank, 0)
 
@@ -200,7 +200,7 @@ def failing(error: Exception, everywhere: bool = False) -> Spoils:
 
     def spoil(member: Member, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> None:
         def step(settings: AdamSettings) -> dict[str, float]:
-            optimizer.clear()
+            optimizer.accumulator.take()
             raise error
 
         accumulate(optimizer, member.rank, 0)
@@ -243,7 +243,7 @@ def begun(member: Member, kind: str) -> Optimizer:
     """An optimizer behind its first step."""
     optimizer = fresh(kind, torch.bfloat16)
     accumulate(optimizer, member.rank, 0)
-    step_together(optimizer, SETTINGS, member.group)
+    all_reduce_step(optimizer, SETTINGS, member.group)
     return optimizer
 
 
@@ -254,17 +254,17 @@ def test_a_step_that_one_cannot_take_is_refused_on_all(member: Member) -> None:
         optimizer = begun(member, kind)
         before = state(optimizer)
         if spoil is None or expected is None:
-            assert step_together(optimizer, SETTINGS, member.group) == {"grad_norm": 0.0, "learning_rate": SETTINGS.lr}
+            assert all_reduce_step(optimizer, SETTINGS, member.group) == {"grad_norm": 0.0, "learning_rate": SETTINGS.lr}
         else:
             error, text = expected[member.rank]
             with pytest.MonkeyPatch.context() as patch:
                 spoil(member, optimizer, patch)
                 with pytest.raises(error, match=text):
-                    step_together(optimizer, SETTINGS, member.group)
+                    all_reduce_step(optimizer, SETTINGS, member.group)
         assert same(before, state(optimizer))
-        assert optimizer.totals is None
+        assert optimizer.accumulator.totals is None
         accumulate(optimizer, member.rank, 0)
-        again = step_together(optimizer, SETTINGS, member.group)["grad_norm"]
+        again = all_reduce_step(optimizer, SETTINGS, member.group)["grad_norm"]
         assert member.of_all(again) == [again, again]
         assert again > 0
 
@@ -278,7 +278,7 @@ def test_a_step_that_only_some_took_ends_all(member: Member) -> None:
         with pytest.MonkeyPatch.context() as patch:
             spoil(member, optimizer, patch)
             with pytest.raises(DeviceLostError, match=text):
-                step_together(optimizer, SETTINGS, member.group)
+                all_reduce_step(optimizer, SETTINGS, member.group)
 
 
 @in_processes(2)
@@ -322,4 +322,4 @@ def test_who_finds_the_others_gone_says_so(member: Member) -> None:
     optimizer = fresh("lora", torch.float32)
     accumulate(optimizer, 0, 0)
     with pytest.raises(WorkersLostError, match=r"^worker 0 of 2 cannot reach the others: "):
-        step_together(optimizer, SETTINGS, member.group)
+        all_reduce_step(optimizer, SETTINGS, member.group)
