@@ -136,7 +136,7 @@ def test_the_files_are_those_of_one_worker(workers: Workers, backend: LocalBacke
         write_state(state, tmp_path / "alone")
     expected = contents(tmp_path / "alone")
     told = workers.written((exported_to if is_export else saved_to)(workers.place), state)
-    assert (workers.files.sizes(workers.place), workers.files.finished_places()) == ({}, [])
+    assert (workers.files.at(workers.place).sizes(), workers.files.finished_places()) == ({}, [])
     workers.finish(told)
     with workers.files.fetched(workers.place) as directory:
         assert contents(directory) == expected
