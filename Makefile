@@ -28,8 +28,8 @@ RECIPES_VENV := .venv-recipes
 RECIPES_STAMP := $(RECIPES_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
-# Of serving: object stores, vLLM servers, and reinforcement learning as a client.
-SERVING_EXTRAS := rl,s3,vllm-client
+# Of serving: object stores and vLLM servers.
+SERVING_EXTRAS := s3,vllm-client
 PROTO := tinsmith/wire/tinker.proto
 
 # --no-compile below relies on it.
@@ -37,29 +37,29 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup dev environments demo test test-slow test-all mutations invariants test-oldest test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
 
-# $(call install,EXTRAS): this project with some of its optional groups. Wheels only and exact versions: nothing is built, and no newer torch
-# is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
+# $(call install,PROJECTS): this project with some of its optional groups, and the one in rl/. Wheels only and exact versions: nothing is
+# built, and no newer torch is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
 define install
 @python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	echo "Tinsmith needs python3 3.11 or newer; this is $$(python3 --version 2>&1). Put a newer python3 first in PATH." >&2; exit 1; }
 @echo "Installing the dependencies into $(VENV). This takes minutes: PyTorch alone is large."
 python3 -m venv $(VENV)
-$(PYTHON) -m pip install --only-binary :all: --constraint constraints.txt --no-compile --editable '.[$(1)]'
+$(PYTHON) -m pip install --only-binary :all: --constraint constraints.txt --no-compile $(1)
 @touch $@
 endef
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
-	$(call install,$(SERVING_EXTRAS))
+$(STAMP): pyproject.toml rl/pyproject.toml constraints.txt
+	$(call install,--editable ./rl --editable '.[$(SERVING_EXTRAS)]')
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
-	$(call install,demo)
+	$(call install,--editable '.[demo]')
 
 dev: $(DEV_STAMP)
 
-$(DEV_STAMP): pyproject.toml constraints.txt
-	$(call install,dev)
+$(DEV_STAMP): pyproject.toml rl/pyproject.toml constraints.txt
+	$(call install,--editable ./rl --editable '.[dev]')
 	@touch $(STAMP) $(DEMO_STAMP) $(LINT_STAMP)
 
 # What lint and format need: seconds, where the rest takes a minute and more.
@@ -162,4 +162,4 @@ proto: $(DEV_STAMP)
 	$(PYTHON) -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)
 
 clean:
-	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) $(OLDEST) demo-output recipes-output rl-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) $(OLDEST) demo-output recipes-output rl-output build dist *.egg-info rl/build rl/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

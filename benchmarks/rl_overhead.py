@@ -1,4 +1,4 @@
-"""What `tinsmith.rl` itself costs: 256 trajectories of three turns with an image each, against a server with a tiny model.
+"""What `tinsmith_rl` itself costs: 256 trajectories of three turns with an image each, against a server with a tiny model.
 
 The episodes are played on the server once, and played again with the answers recorded. What the second time takes of the processor is all
 that our side does: environment, images, chat template, samples (the SDK takes no part). It is printed as a share of the first time's wall
@@ -23,13 +23,13 @@ from tests.rl.scripted import chunk_of
 from tests.running import serving
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rendering.processor import LocalProcessor
-from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.datums import likelihood_datum
-from tinsmith.rl.env import Prompt
-from tinsmith.rl.policy import Completion, Policy, SamplingRequest, TinkerPolicy
-from tinsmith.rl.rollouts import EnvRollouts, RolloutSettings
-from tinsmith.rl.trajectory import EpisodeId, Trajectory
-from tinsmith.rl.workers import InlineWorkers
+from tinsmith_rl.chat import ChatTemplate
+from tinsmith_rl.datums import likelihood_datum
+from tinsmith_rl.env import Prompt
+from tinsmith_rl.policy import Completion, Policy, SamplingRequest, TinkerPolicy
+from tinsmith_rl.rollouts import EnvRollouts, RolloutSettings
+from tinsmith_rl.trajectory import EpisodeId, Trajectory
+from tinsmith_rl.workers import InlineWorkers
 
 TRAJECTORIES, TURNS = 256, 3
 

@@ -132,7 +132,7 @@ MUTATIONS = (
     ),
     Mutation(
         "of texts of several adapters that are computed apart, those of the last are computed with each",
-        "tinsmith/training/backend.py",
+        "tinsmith/training/pass_runner.py",
         "return list(models.values()) if len(texts)",
         "return [own] * len(models) if len(texts)",
         (CAPTURED,),
@@ -169,14 +169,14 @@ MUTATIONS = (
     Mutation(
         "gradients count twice when a pass is computed again for want of memory",
         "tinsmith/training/step.py",
-        "return [optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]",
+        "return [optimizer.accumulator.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]",
         "for optimizer in optimizers:\n"
-        "        optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves()))))()\n    return []",
+        "        optimizer.accumulator.contribution(list(islice(gradients, len(optimizer.weights.leaves()))))()\n    return []",
         ("tests/training/test_pass_failures.py",),
     ),
     Mutation(
         "gradients of the second half of a pass that was split are lost",
-        "tinsmith/training/backend.py",
+        "tinsmith/training/pass_runner.py",
         "outcome = self._compute(part, backward)",
         "outcome = self._compute(part, backward and chosen[0] in {row[0] for row in self._rows(work, there, backward)})",
         ("tests/training/test_pass_failures.py",),
@@ -190,7 +190,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of a step are counted again in the next",
-        "tinsmith/training/optimizer.py",
+        "tinsmith/training/accumulation.py",
         "totals, self.totals = self.totals, None",
         "totals = self.totals",
         (OPTIMIZER,),
@@ -539,9 +539,9 @@ MUTATIONS = (
     Mutation(
         "the gradients of one worker are left out of the sum",
         "tinsmith/training/parallel/all_reduce.py",
-        "            group.sum(wide)",
-        "            wide.mul_(float(group.place.rank != 1))\n            group.sum(wide)",
-        ("tests/distributed/test_together.py::test_a_step_of_all_is_that_of_one_that_was_given_all_gradients",),
+        "            group.all_reduce(wide)",
+        "            wide.mul_(float(group.place.rank != 1))\n            group.all_reduce(wide)",
+        ("tests/distributed/test_all_reduce.py::test_a_step_of_all_is_that_of_one_that_was_given_all_gradients",),
     ),
     Mutation(
         "a datum is computed by two workers",
@@ -592,7 +592,7 @@ MUTATIONS = (
         "tinsmith/engine/operations.py",
         "if model.spoiled:\n",
         "if False:\n",
-        ("tests/engine/test_trainer.py",),
+        ("tests/engine/test_scheduler.py",),
     ),
     Mutation(
         "a client gives up the samples of another session",
@@ -686,7 +686,7 @@ def stale(mutations: Iterable[Mutation] = MUTATIONS) -> list[str]:
 def copy_repository(directory: Path) -> None:
     """Copy product and tests, as they are in the working tree; what else tests read is linked."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "tinsmith", "tests"],
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "tinsmith", "rl", "tests"],
         cwd=ROOT,
         capture_output=True,
         check=True,
@@ -732,7 +732,7 @@ def _run_tests(directory: Path, tests: Sequence[str], first_only: bool) -> None:
     sys.dont_write_bytecode = True
     sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "tests")))]
     for name in list(sys.modules):
-        if name.partition(".")[0] in ("tests", "tinsmith"):
+        if name.partition(".")[0] in ("tests", "tinsmith", "tinsmith_rl"):
             del sys.modules[name]
     import pytest
 

@@ -1,6 +1,6 @@
 """The house keeps its shape: rooms import one way, torch stays in its rooms, and what we touch of transformers' inside is known.
 
-Invariant: Rooms import one way, and modules in no new circle; torch stays in its rooms; what we touch inside transformers and inside
+Invariant: Rooms import one way, and modules in no circle; torch stays in its rooms; what we touch inside transformers and inside
 vLLM is listed.
 Also: `tests/with_vllm/test_inside_vllm.py`.
 """
@@ -10,14 +10,19 @@ import operator
 import re
 import subprocess
 import sys
+import tomllib
+from itertools import chain
 from pathlib import Path
 
+import pytest
 import transformers
 
 from tests.preloaded import REAL_PYTHON
 from tinsmith.models.base import BaseModel
 
 PACKAGE = Path(__file__).parent.parent / "tinsmith"
+RL = Path(__file__).parent.parent / "rl" / "tinsmith_rl"
+"""The client, a package of its own: it talks to any Tinker server through the SDK, and imports nothing of the server."""
 
 STARTS_PYTHON = re.compile(r'.*(?:"-m", "tinsmith|"-c"|get_context\(|ProcessPoolExecutor\(|multiprocessing\.Process\().*')
 IN_ANY_DIRECTORY = ('sys.executable, "-P", "-m"', "vllm_python or sys.executable", '{"PYTHONSAFEPATH": "1"}', "_set_safe_path")
@@ -32,7 +37,6 @@ RANKS = {
     "wire": 3,
     "store": 4,
     "protocol": 5,
-    "distributed": 6,
     "kernels": 6,
     "models": 7,
     "memory": 8,
@@ -43,20 +47,11 @@ RANKS = {
     "engine": 11,
     "server": 12,
     "commands": 14,
-    "rl": 14,
     "cli": 15,
 }
 """A room imports rooms of a lower rank only, or itself."""
 
-MAY_IMPORT_TORCH = {"distributed", "kernels", "models", "memory", "rendering", "training", "sampling", "worker"}
-
-CIRCLES = [
-    {"rl.adapters.cookbook", "rl.rollouts"},
-]
-"""Modules that still import each other. Nothing may be added."""
-
-RL_MAY_IMPORT = {"rl", "errors", "config_values", "http_client"}
-"""The client side talks to any Tinker server through the SDK, and needs nothing else of the package."""
+MAY_IMPORT_TORCH = {"kernels", "models", "memory", "rendering", "training", "sampling", "worker"}
 
 ENGINE_MAY_IMPORT = {"engine", "errors", "logs", "config", "wire", "store", "protocol"}
 """The engine orders what workers do, and talks to them with messages only: it outlives them."""
@@ -107,8 +102,8 @@ INSIDE_A_MODEL = [
 """What models/base.py, models/vision_tower.py and the self-check use of a loaded image-text model."""
 
 
-def modules() -> list[Path]:
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if not path.name.endswith("_pb2.py")]
+def modules(package: Path = PACKAGE) -> list[Path]:
+    return [path for path in sorted(package.rglob("*.py")) if not path.name.endswith("_pb2.py")]
 
 
 def room_of(module: str) -> str:
@@ -128,14 +123,14 @@ def imports(path: Path) -> list[tuple[str, list[str]]]:
 
 
 def may_import(room: str, module: str) -> bool:
-    """Whether modules of the room may import this one. rl uses transformers for tokenizers, chat templates and image sizes only."""
+    """Whether modules of the room may import this one."""
     package, other = module.split(".", maxsplit=1)[0], room_of(module)
     if module.startswith("tinsmith.") and other != room:
-        allowed = {"engine": ENGINE_MAY_IMPORT, "rl": RL_MAY_IMPORT}.get(room, RANKS.keys())
+        allowed = {"engine": ENGINE_MAY_IMPORT}.get(room, RANKS.keys())
         return RANKS[other] < RANKS[room] and other in allowed
     if package in ("torch", "transformers", "tokenizers"):
-        return room in MAY_IMPORT_TORCH or (room, package) == ("rl", "transformers")
-    return package != "tinker" or room == "rl"
+        return room in MAY_IMPORT_TORCH
+    return package != "tinker" and (package != "tinsmith_rl" or room == "cli")
 
 
 def test_rooms_import_one_way() -> None:
@@ -144,19 +139,30 @@ def test_rooms_import_one_way() -> None:
     assert [f"{path} imports {module}" for path, module in found if not may_import(path.parts[0], module)] == []
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
+def test_the_client_imports_what_its_project_installs_and_nothing_of_the_server() -> None:
+    """It uses transformers for tokenizers, chat templates and image sizes only, which need no torch. The cookbook needs one."""
+    project = tomllib.loads((RL.parent / "pyproject.toml").read_text())["project"]
+    stated = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    names = {re.split(r"[><=]", requirement)[0] for requirement in stated}
+    installed = {{"pillow": "PIL", "pyyaml": "yaml", "scikit-learn": "sklearn"}.get(name, name) for name in names}
+    imported = {module.split(".")[0] for path in modules(RL) for module, _ in imports(path)}
+    assert imported - {*sys.stdlib_module_names, "tinsmith_rl", "tinker_cookbook"} == installed
+
+
+@pytest.mark.parametrize("package", [PACKAGE, RL], ids=lambda package: package.name)
+def test_modules_import_each_other_in_no_circle(package: Path) -> None:
     """Imports inside functions count too, those for type checkers only as well: a reader follows them all."""
-    paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in modules()}
+    paths = {".".join(path.relative_to(package).with_suffix("").parts): path for path in modules(package)}
     imported = {module: imported_modules(path) & paths.keys() - {module} for module, path in paths.items()}
     reached = {module: _reached(module, imported) for module in paths}
     circles = {frozenset(other for other in reached[module] if module in reached[other]) for module in paths if module in reached[module]}
-    assert [circle for circle in circles if not any(circle <= known for known in CIRCLES)] == []
+    assert circles == set()
 
 
 def imported_modules(path: Path) -> set[str]:
     """All modules that a module may have imported: `from a import b` names `a`, and `a.b` if that is one."""
     names = {name for module, names in imports(path) for name in [module, *(f"{module}.{name}" for name in names)]}
-    return {name.removeprefix("tinsmith.") for name in names}
+    return {name.partition(".")[2] for name in names if name.startswith(("tinsmith.", "tinsmith_rl."))}
 
 
 def _reached(start: str, imported: dict[str, set[str]]) -> set[str]:
@@ -190,7 +196,7 @@ def test_what_runs_inside_vllm_needs_nothing_else_of_the_package() -> None:
 
 
 def test_what_we_touch_of_transformers_is_listed_and_there(vision_base: BaseModel) -> None:
-    imported = {f"{module}.{name}" for path in modules() for module, names in imports(path) for name in names}
+    imported = {f"{module}.{name}" for path in modules() + modules(RL) for module, names in imports(path) for name in names}
     used = {name.removeprefix("transformers.") for name in imported if name.startswith("transformers.")}
     assert used == TRANSFORMERS_NAMES
     for dotted in used:
@@ -200,18 +206,19 @@ def test_what_we_touch_of_transformers_is_listed_and_there(vision_base: BaseMode
 
 
 def test_the_http_side_and_the_engine_never_load_torch() -> None:
-    modules = ["cli", "server.main", "engine.loop", "engine.__main__", "protocol.link", "wire.sample", "store.store", "rl.reach"]
+    modules = ["cli", "server.main", "engine.loop", "engine.__main__", "protocol.link", "wire.sample", "store.store"]
+    modules = [*(f"tinsmith.{module}" for module in modules), "tinsmith_rl.__main__"]
     code = f"""
 import importlib, sys
 for module in {modules}:
-    importlib.import_module(f"tinsmith.{{module}}")
+    importlib.import_module(module)
     assert not {{"torch", "transformers"}} & set(sys.modules), module
 """
     subprocess.run([REAL_PYTHON, "-c", code], check=True)
 
 
 def test_no_program_imports_from_the_working_directory() -> None:
-    files = [file for directory in (PACKAGE, PACKAGE.parent / "examples") for file in directory.rglob("*.py")]
+    files = [file for directory in (PACKAGE, RL, PACKAGE.parent / "examples") for file in directory.rglob("*.py")]
     started = [line for file in files for line in STARTS_PYTHON.findall(file.read_text())]
     assert len(started) == 10
     assert [line for line in started if not any(safe in line for safe in IN_ANY_DIRECTORY)] == []

@@ -16,11 +16,11 @@ from tests.invariants import invariants
 from tests.test_architecture import RANKS
 from tinsmith.cli import app
 from tinsmith.config import CONFIG_VARIABLE, Config, settings
-from tinsmith.config_values import SettingInfo
-from tinsmith.rl.config import RlConfig
+from tinsmith_rl.config import RlConfig
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tinsmith"
+RL = ROOT / "rl" / "tinsmith_rl"
 SHORT = 5
 """Lines of a method's body up to which its name and types may say enough."""
 
@@ -69,8 +69,8 @@ WITHOUT_UNIT |= {
 @cache
 def modules() -> list[tuple[str, ast.Module]]:
     """Path below the repository and syntax tree of every module that is not generated."""
-    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.name.endswith("_pb2.py")]
-    return [(str(path.relative_to(PACKAGE.parent)), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
+    paths = [path for package in (PACKAGE, RL) for path in sorted(package.rglob("*.py")) if not path.name.endswith("_pb2.py")]
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
@@ -124,12 +124,12 @@ def test_docstrings_begin_with_a_verb_or_with_what_the_thing_is() -> None:
     assert len(riddles) <= MOST_RIDDLES, "\n".join(riddles)
 
 
-def test_a_class_name_stands_once_in_the_package() -> None:
+def test_a_class_name_stands_once_in_each_package() -> None:
     places = defaultdict(list)
     for path, module in modules():
         for node in ast.walk(module):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(path)
+                places[path.partition("/")[0], node.name].append(path)
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 
@@ -145,7 +145,7 @@ def test_code_and_pages_use_plain_words() -> None:
     assert not found, "\n".join(found)
 
 
-def all_settings(section: Any) -> Iterator[tuple[str, type, SettingInfo]]:
+def all_settings(section: Any) -> Iterator[tuple[str, type, Any]]:
     """Name, type and description of every setting in a section and in the sections in it."""
     hints = get_type_hints(type(section))
     for spec in dataclasses.fields(section):
@@ -170,7 +170,7 @@ def test_the_help_of_every_setting_is_a_phrase() -> None:
 
 def test_files_that_the_pages_name_exist() -> None:
     """Paths in backquotes, from the root or from the package; `NAME` and `*` stand for anything."""
-    roots = [ROOT, PACKAGE, PACKAGE / "sampling", PACKAGE / "rl"]
+    roots = [ROOT, PACKAGE, PACKAGE / "sampling", RL]
     missing = []
     for page in PAGES:
         for path in re.findall(r"`((?:[\w.-]+/)+[\w*.-]+\.(?:py|md|yaml|toml))`", page.read_text(encoding="utf-8")):

@@ -6,6 +6,7 @@ at once.
 """
 
 import dataclasses
+import importlib.util
 import inspect
 import json
 import shlex
@@ -275,38 +276,28 @@ def rl(
 ) -> None:
     """Train a model with reinforcement learning on a Tinker server.
 
-    Started again with the same file, it resumes from its last checkpoint.
+    Started again with the same file, it resumes from its last checkpoint. The same as `tinsmith-rl`.
     """
-    from tinsmith.rl.config import begin_another, load
-    from tinsmith.rl.reach import require_packages, require_server
-
-    configuration = load(config)
-    require_packages("rl")
-    if new:
-        begin_another(configuration)
-    require_server(configuration.server)  # before the next import, which takes seconds
-    from tinsmith.rl.trainer import train
-
-    train(configuration)
+    _reinforcement_learning(str(config), *(["--new"] if new else []))
 
 
 @app.command("eval")
 def evaluate(config: _RlConfig) -> None:
     """Evaluate a model in an environment.
 
-    Samples episodes and prints rewards and metrics. Takes the same file as `rl`.
+    Samples episodes and prints rewards and metrics. Takes the same file as `rl`. The same as `tinsmith-rl --eval`.
     """
-    from rich.console import Console
+    _reinforcement_learning(str(config), "--eval")
 
-    from tinsmith.rl.config import load
-    from tinsmith.rl.reach import require_packages, require_server
 
-    configuration = load(config)
-    require_packages("eval")
-    require_server(configuration.server)
-    from tinsmith.rl.evaluation import run_evaluation
+def _reinforcement_learning(*arguments: str) -> None:
+    if importlib.util.find_spec("tinsmith_rl") is None:
+        project = Path(__file__).parent.parent / "rl"
+        where = f"pip install -e '{project}'" if (project / "pyproject.toml").is_file() else "pip install ./rl in a clone of Tinsmith"
+        raise ConfigError(f"reinforcement learning is a package of its own, tinsmith-rl: {where}")
+    from tinsmith_rl.__main__ import main
 
-    run_evaluation(configuration, Console(highlight=False))
+    main(arguments)
 
 
 _DataDir = Annotated[

@@ -1,8 +1,8 @@
 """Every setting of a server, declared once: name, type, default, unit and limits.
 
-`kv_cache_gib` becomes the option `--kv-cache-gib` of `tinsmith serve`, the variable `TINSMITH_KV_CACHE_GIB`, and a key of its section in
-the YAML file of `--config`. The command line overrides the environment, the environment the file, and the file the default. Whatever names
-no setting is refused. Each part of the server is given the section that it needs; nothing reads the configuration from a global variable.
+`kv_cache_gib` becomes the option `--kv-cache-gib`, the variable `TINSMITH_KV_CACHE_GIB`, and a key of its section in the file of
+`--config`. The command line overrides the environment, which overrides the file. Each part of the server is given its section; no
+configuration is global.
 """
 
 import dataclasses
@@ -28,76 +28,68 @@ class ServerConfig:
     port: int = setting(8000, "TCP port to listen on; 0 chooses a free port, which is printed", low=0, high=65535)
     allowed_hosts: list[str] = setting(
         [],
-        "Name under which clients reach this server, beside its addresses, localhost and this machine's name; repeat for several. Requests "
-        "with another Host, or from web pages of another site, are refused",
+        "Name of this server beside its addresses, localhost and this machine's name; repeat for several. Requests with another Host, or "
+        "from web pages of other sites, are refused",
     )
     long_poll_s: float = setting(
-        30.0, "How long retrieve_future waits for a result before it answers HTTP 408 and the client asks again", "seconds", 0.1, 40
+        30.0, "How long retrieve_future waits for a result; after HTTP 408 the client asks again", "seconds", 0.1, 40
     )
     connection_idle_s: float = setting(
         75.0,
-        "Close a connection after this long without a request or the rest of its header, or with a body slower than 4 KiB/s; must "
-        "exceed the time for which clients keep idle connections",
+        "Close a connection after this long without a whole request header, or with a body slower than 4 KiB/s; must exceed the time for "
+        "which clients keep idle connections",
         "seconds",
         0.1,
     )
     max_header_kib: int = setting(64, "Maximum size of a request's line and headers together", "KiB", 4, 1024)
     max_body_mib: int = setting(256, "Maximum size of a request body after decompression", "MiB", 1, 4096)
     fwdbwd_max_chunk_len: int = setting(1024, "Maximum number of datums that the SDK puts into one forward_backward request", "datums", 1)
-    sample_result_ttl_s: float = setting(600.0, "How long the result of a sample is kept for its client to fetch", "seconds", 1)
+    sample_result_ttl_s: float = setting(600.0, "How long the result of a sample waits to be fetched", "seconds", 1)
     max_finished_sample_mib: int = setting(
-        1024, "Maximum size of sample results that nobody has fetched; then the oldest are dropped, which the SDK repeats", "MiB", 1
+        1024, "Maximum size of unfetched sample results; then the oldest are dropped, and the SDK repeats them", "MiB", 1
     )
     max_pending_samples: int = setting(
-        65536, "Maximum number of unfinished sequences, counting num_samples of each request; further requests get HTTP 429", "sequences", 1
+        65536, "Maximum number of unfinished sequences (num_samples of each request); further requests get HTTP 429", "sequences", 1
     )
     max_pending_samples_per_session: int = setting(16384, "Maximum number of unfinished sequences of one session", "sequences", 1)
-    max_pending_sample_mib: int = setting(
-        2048, "Maximum total size of the bodies of unfinished sample requests; further requests get HTTP 429", "MiB", 1
-    )
-    max_pending_sample_mib_per_session: int = setting(
-        512, "Maximum total size of the bodies of one session's unfinished sample requests", "MiB", 1
-    )
+    max_pending_sample_mib: int = setting(2048, "Maximum size of all unfinished sample requests; further ones get HTTP 429", "MiB", 1)
+    max_pending_sample_mib_per_session: int = setting(512, "Maximum size of one session's unfinished sample requests", "MiB", 1)
     max_queued_session_mib: int = setting(
-        2048, "Maximum total size of one session's queued training operations, images included; further ones get HTTP 429", "MiB", 1
+        2048, "Maximum size of one session's queued training operations with images; further ones get HTTP 429", "MiB", 1
     )
-    max_queued_mib: int = setting(
-        16384, "Maximum total size of all queued training operations, which are kept on disk; further ones get HTTP 429", "MiB", 1
-    )
+    max_queued_mib: int = setting(16384, "Maximum size, on disk, of all queued training operations; further ones get HTTP 429", "MiB", 1)
     session_idle_s: float = setting(
-        600.0, "End a session that sends neither heartbeat nor request for this long, and save its models", "seconds", 0.1
+        600.0, "End a session after this long without heartbeat and request, and save its models", "seconds", 0.1
     )
     result_ttl_s: float = setting(
-        86400.0, "How long the result of a training operation is kept for its client to fetch, while its session lives", "seconds", 1
+        86400.0, "How long the result of a training operation waits to be fetched, while its session lives", "seconds", 1
     )
     ended_session_ttl_s: float = setting(
-        2592000.0, "How long an ended session stays in the database, with its operations and its models without checkpoints", "seconds", 60
+        2592000.0, "How long an ended session stays in the database, with operations and with models that have no checkpoint", "seconds", 60
     )
     kept_operations_mib: int = setting(
-        0, "Disk space for payloads and images of finished training operations; the oldest go first, and 0 keeps none", "MiB", 0
+        0, "Disk space for requests of finished training operations; the oldest go first, and 0 keeps none", "MiB", 0
     )
     download_ttl_s: int = setting(3600, "How long a download URL is valid", "seconds", 60, 604800)
     engine_silent_s: float = setting(
-        10.0, "Report not ready after this long without a heartbeat of the engine process, which sends two a second", "seconds", 2
+        10.0, "Report not ready after this long without a heartbeat of the engine, which sends two a second", "seconds", 2
     )
-    engine_hung_s: float = setting(120.0, "Kill and restart the engine process after this long without a heartbeat", "seconds", 2)
-    worker_hung_s: float = setting(120.0, "Kill and restart a worker process after this long without a heartbeat", "seconds", 2)
+    engine_hung_s: float = setting(120.0, "Restart the engine after this long without a heartbeat", "seconds", 2)
+    worker_hung_s: float = setting(120.0, "Restart a worker after this long without a heartbeat", "seconds", 2)
     worker_still_s: float = setting(
         50.0,
-        "Kill and restart a worker that was ready after this long without a heartbeat, or busy without progress (using no processor, "
-        "and waiting for no disk or other worker)",
+        "Restart a worker that was ready after this long without a heartbeat, or busy without progress (using no processor, and waiting "
+        "for no disk or other worker)",
         "seconds",
         2,
     )
     worker_stuck_s: float = setting(
         1800.0,
-        "Kill and restart a worker that was ready after this long in one call, even with progress; must exceed the longest wait for a GPU",
+        "Restart a worker that was ready after this long in one call, even with progress; must exceed the longest wait for a GPU",
         "seconds",
         2,
     )
-    shutdown_s: float = setting(
-        120.0, "After Ctrl-C, maximum time for the pass under way, and the same again for saving each model", "seconds", 0.1
-    )
+    shutdown_s: float = setting(120.0, "After Ctrl-C, maximum time for the pass under way, and for saving each model", "seconds", 0.1)
 
 
 @dataclass
@@ -119,39 +111,36 @@ class ModelsConfig:
 
     device: str = setting(
         "auto",
-        "Device that the models run on: cpu, cuda, cuda:N, or auto, which is cuda if there is a GPU and cpu if there is none",
+        "Device of the models: cpu, cuda, cuda:N, or auto, which is cuda if there is a GPU, else cpu",
         choices=("auto", "cpu", "cuda", "cuda:N with a number N"),
         pattern=r"auto|cpu|cuda(:[0-9]+)?",
     )
     dtype: str = setting(
         "auto",
-        "Precision of the base model's weights: float32, bfloat16, or auto, which is bfloat16 on a GPU and float32 on a CPU",
+        "Precision of base models: float32, bfloat16, or auto, which is bfloat16 on a GPU and float32 on a CPU",
         choices=("auto", "float32", "bfloat16"),
     )
     memory_share: float = setting(
         1.0,
         "Share of a GPU's memory that this server takes; the rest is left to other programs on it, such as a vLLM server, which takes "
-        "what --vllm-arg=--gpu-memory-utilization says. Servers of Tinsmith share a GPU only if each has a share below 1",
+        "what --vllm-arg=--gpu-memory-utilization says. Servers of Tinsmith share a GPU only if each takes less than 1",
         "",
         0.01,
         1,
     )
-    max_context: int = setting(0, "Maximum length of a sequence, prompt and answer together; 0 is the model's own limit", "tokens", 0)
+    max_context: int = setting(0, "Maximum length of prompt and answer together; 0 is the model's own limit", "tokens", 0)
     max_lora_rank: int = setting(256, "Maximum LoRA rank that a client may ask for", "", 1)
     deterministic: bool = setting(
         False,
-        "Let samples and log-probabilities depend on their own request alone, to the last bit; slower, and not for models with gated "
-        "delta nets",
+        "Let samples and log-probabilities depend on their request alone, to the last bit; slower, and not for gated delta nets",
     )
     self_check: str = setting(
         "quick",
-        "How base models are checked before they are served: full, at every start; quick, in a second or two if the full check has "
-        "passed before with the same files, versions, device and settings, else fully",
+        "How base models are checked before they are served: full; or quick, which takes seconds if the full check has passed before "
+        "with the same files, versions, device and settings",
         choices=("quick", "full"),
     )
-    compile_cache: str = setting(
-        "", "Directory that keeps what is compiled for a GPU, so that the next start need not; empty is ~/.cache/tinsmith/compiled"
-    )
+    compile_cache: str = setting("", "Directory of what is compiled for a GPU, for the next start; empty is ~/.cache/tinsmith/compiled")
 
 
 @dataclass
@@ -160,8 +149,8 @@ class DistributedConfig:
 
     workers: int = setting(
         0,
-        "Number of processes that train and sample, each on a GPU or a share of a CPU; 0 is one for each visible GPU that the vLLM "
-        "servers leave, or one on a CPU",
+        "Number of processes that train and sample, each on a GPU or a share of a CPU; 0 is one for each visible GPU without a vLLM "
+        "server, or one on a CPU",
         "workers",
         0,
         1024,
@@ -185,16 +174,12 @@ class ImagesConfig:
     """Limits and caches for images, which are untrusted input."""
 
     max_image_mib: float = setting(20.0, "Maximum size of an encoded image", "MiB", 0.001)
-    max_image_pixels: int = setting(
-        50_000_000, "Maximum number of pixels of an image, read from its header before it is decoded", "pixels", 1
-    )
+    max_image_pixels: int = setting(50_000_000, "Maximum number of pixels of an image, by its header", "pixels", 1)
     max_input_pixels: int = setting(
-        200_000_000, "Maximum number of pixels of all images in one prompt or datum, read from the headers before decoding", "pixels", 1
+        200_000_000, "Maximum number of pixels of all images in one prompt or datum, by their headers", "pixels", 1
     )
     max_aspect: float = setting(200.0, "Maximum ratio of the longer side of an image to the shorter one", "", 1)
-    image_cache_mib: int = setting(
-        512, "Memory for pixel values and vision features of images, so that a repeated image is not processed again", "MiB", 0
-    )
+    image_cache_mib: int = setting(512, "Memory for pixel values and vision features of images, for repeated ones", "MiB", 0)
 
 
 @dataclass
@@ -203,25 +188,24 @@ class TrainingConfig:
 
     train: str = setting(
         "any",
-        "What clients may train: any, adapters and all weights; none, nothing: the server plans no memory for training, and samples "
-        "base models and checkpoints, also those that another server writes to --checkpoint-root",
+        "What clients may train: any, adapters and all weights; none, nothing: no memory is planned for it, and the server samples base "
+        "models and checkpoints, also those that another server writes to --checkpoint-root",
         choices=("any", "none"),
     )
     tokens_per_pass: int = setting(8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1)
     logits_chunk: int = setting(
-        1024, "Number of positions whose logits are in memory at the same time; fewer need less memory and take longer", "tokens", 1
+        1024, "Number of positions whose logits are in memory at a time; fewer take less memory and more time", "tokens", 1
     )
     sequence_parallel_from: int = setting(
         0,
-        "Length from which all workers compute a sequence together, each a slice of it; 0 does so only if it is too long for one worker. "
-        "Needs --workers 2 or more",
+        "Length from which all workers compute a sequence together, a slice each; 0 only does so if it is too long for one. Needs "
+        "--workers 2 or more",
         "tokens",
         0,
     )
     planned_models: int = setting(
         0,
-        "Number of models in training for which an automatic cache (--kv-cache-gib 0) leaves room; 0 is four with LoRA, or one that "
-        "trains all parameters",
+        "Number of models in training for which an automatic cache (--kv-cache-gib 0) leaves room; 0 is four with LoRA, else one",
         "models",
         0,
     )
@@ -232,13 +216,11 @@ class TrainingConfig:
         "in 8 bits and gradients in the base's precision; compact-host, the same, with all that a pass does not need in host memory",
         choices=("float32", "compact", "compact-host"),
     )
-    ended_model_ttl_s: float = setting(
-        604800.0, "How long to keep the checkpoint of a model whose session was idle or whose server stopped", "seconds", 0.1
-    )
+    ended_model_ttl_s: float = setting(604800.0, "How long to keep the checkpoint of a model that the server has unloaded", "seconds", 0.1)
     kept_copies_gib: float = setting(
         32.0,
-        "Disk space, over all workers, for copies that restore LoRA models and their optimizers after a worker has died; a model "
-        "without one is lost then, unless it was just saved. 0 keeps none",
+        "Disk space of all workers for copies that restore LoRA models and optimizers after a worker has died; a model without one is "
+        "lost then, unless it was just saved. 0 keeps none",
         "GiB",
         0,
     )
@@ -251,10 +233,10 @@ class TrainingConfig:
         1,
     )
     max_unrecorded_mib: float = setting(
-        256.0, "Maximum size of results held in memory while the database cannot be written; then training waits", "MiB", 0
+        256.0, "Maximum size of results in memory while the database cannot be written; then training waits", "MiB", 0
     )
     held_operation_s: float = setting(
-        600.0, "How long an operation waits for one with a lower seq_id that has not arrived; then it fails", "seconds", 0.1
+        600.0, "How long an operation waits for one of a lower seq_id to arrive; then it fails", "seconds", 0.1
     )
 
     @property
@@ -274,13 +256,12 @@ class SamplingConfig:
     )
     kv_cache_gib: float = setting(
         0.0,
-        "Memory of the local sampler's cache for each base model (keys, values, states of gated delta nets); 0 is what planned training "
-        "leaves of a GPU, and 2 GiB on a CPU",
+        "Memory of the local sampler's cache for each base model; 0 is what planned training leaves of a GPU, and 2 GiB on a CPU",
         "GiB",
         0,
     )
     snapshot_gib: float = setting(
-        4.0, "Memory for sampled weights in each worker that samples; when full, the least recently sampled move to disk", "GiB", 0
+        4.0, "Memory for sampled weights in each worker; when full, the least recently sampled move to disk", "GiB", 0
     )
     snapshot_disk_gib: float = setting(
         32.0,
@@ -290,22 +271,19 @@ class SamplingConfig:
         0,
     )
     snapshot_idle_h: float = setting(
-        24.0, "A snapshot that is not sampled for this long is deleted, unless it is its model's newest", "hours", 0.0001
+        24.0, "Delete a snapshot that is not sampled for this long, unless it is its model's newest", "hours", 0.0001
     )
     recorded_sequences_gib: float = setting(
         4.0,
-        "Disk space for what samples with record_stability_info record for the loss stable_reinforce; when full, the least recently "
-        "used are deleted",
+        "Disk space for samples with record_stability_info, for the loss stable_reinforce; when full, the least recently used go",
         "GiB",
         0.0001,
     )
     max_running: int = setting(256, "Maximum number of sequences decoded together", "sequences", 1)
-    prefill_tokens: int = setting(4096, "Maximum number of prompt tokens computed in one step", "tokens", 1)
-    eager: bool = setting(
-        False, "Run decoding steps and small training passes without CUDA graphs: slower, but errors name the failed operation"
-    )
+    prefill_tokens: int = setting(4096, "Maximum number of prompt tokens in one step", "tokens", 1)
+    eager: bool = setting(False, "Run without CUDA graphs: slower, but errors name the failed operation")
     prefill_tokens_beside: int = setting(
-        2048, "Maximum number of prompt tokens computed in one step while sequences are decoded, which then take longer", "tokens", 1
+        2048, "Maximum number of prompt tokens in one step that decodes sequences too, and makes them wait", "tokens", 1
     )
 
 
@@ -315,13 +293,11 @@ class VLLMConfig:
 
     vllm_servers: int = setting(1, "Number of vLLM servers to start for each base model; not used with --vllm-url", "servers", 1, 64)
     vllm_tensor_parallel: int = setting(
-        1, "Number of GPUs (without GPUs, of processes) that share the base model of a vLLM server; not used with --vllm-url", "GPUs", 1, 64
+        1, "Number of GPUs, or processes on a CPU, that share the base model of a vLLM server; not used with --vllm-url", "GPUs", 1, 64
     )
     vllm_urls: list[str] = setting([], "URL of a running vLLM server to use; none is started then; repeat for several")
-    vllm_python: str = setting("", "Python of the environment that vLLM is installed in; empty is the one that runs Tinsmith")
-    vllm_args: list[str] = setting(
-        [], "Argument for the vLLM servers that are started, such as --vllm-arg=--max-loras=8; repeat for several"
-    )
+    vllm_python: str = setting("", "Python of vLLM's environment; empty is the one that runs Tinsmith")
+    vllm_args: list[str] = setting([], "Argument for started vLLM servers, such as --vllm-arg=--max-loras=8; repeat for several")
     vllm_transfer: str = setting(
         "auto",
         "How full weights get into started vLLM servers: file, through a file in memory; ipc, through the memory of a shared GPU; "
@@ -330,17 +306,15 @@ class VLLMConfig:
     )
     vllm_turn_s: float = setting(
         0.0,
-        "Let trainer and vLLM servers share one GPU in turns of at most this length, each with nearly all of its memory. 0 gives each a"
-        " part of the memory all the time",
+        "Let trainer and vLLM servers share one GPU in turns of at most this length, each with nearly all of its memory. 0 divides the "
+        "memory",
         "seconds",
         0,
     )
     vllm_hung_s: float = setting(
         120.0, "Restart a busy vLLM server after this many silent seconds; must exceed the time to transfer weights", "seconds", 1
     )
-    vllm_dir: str = setting(
-        "", "Directory for the weights that vLLM servers load; all of them must be able to read it; empty keeps them in memory"
-    )
+    vllm_dir: str = setting("", "Directory for weights that vLLM servers load, readable by all of them; empty keeps these in memory")
 
 
 @dataclass
@@ -348,7 +322,7 @@ class Config:
     """All settings of a server."""
 
     base_models: list[str] = setting([], "Base model to serve, as [NAME=]PATH_OR_HUB_ID; repeat for several")
-    data_dir: str = setting("tinsmith-data", "Directory of the database, the checkpoints and everything else that must survive a restart")
+    data_dir: str = setting("tinsmith-data", "Directory of database, checkpoints and all else that survives a restart")
     checkpoint_root: str = setting(
         "", "Where to write new checkpoints: a directory, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX; empty is inside the data directory"
     )
@@ -366,7 +340,7 @@ class Config:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether workers shard the base models' layers. `memory/shard_choice.py` resolves `auto` before workers start."""
+        """Whether workers shard the base models' layers; `memory/shard_choice.py` resolves `auto` before they start."""
         return self.distributed.shard == "weights"
 
     @property
@@ -376,7 +350,7 @@ class Config:
 
     @property
     def compares_with_copy(self) -> bool:
-        """Whether vLLM servers are compared with whole base models, because the workers that train shard theirs."""
+        """Whether vLLM servers are compared with whole base models, because training workers shard theirs."""
         return self.sampling.sampler == "vllm" and self.shards_weights and self.training.trains
 
     @property
@@ -397,10 +371,9 @@ def load(
     options: Mapping[str, Any] = types.MappingProxyType({}),
     environment: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Config:
-    """The defaults, overridden by the YAML file, by environment variables, and by `options`, values by setting name.
+    """The defaults, overridden by the YAML file, environment variables, and `options`, values by setting name.
 
-    An empty variable counts as not set; one for a list is split as a shell does. Raises ConfigError for a file that cannot be read, an
-    unknown key, variable or option, and a value of the wrong type or outside its limits.
+    An empty variable counts as not set. Raises ConfigError for an unreadable file, an unknown key, variable or option, and as `checked`.
     """
     config = Config()
     if file is not None:
@@ -415,9 +388,9 @@ def load(
 
 
 def base_model_sources(config: Config) -> dict[str, str]:
-    """The source of every base model by its name: an absolute path or a Hub id. Without NAME= the source is the name.
+    """The source of every base model by name: an absolute path or a Hub id, which is the name without NAME=.
 
-    Raises ConfigError if there is no base model, two have the same name, a request could not contain a name, or a directory does not exist.
+    Raises ConfigError: no base model, two of the same name, an impossible name, or no such directory.
     """
     if not config.base_models:
         raise ConfigError("no base model to serve; give at least one --base-model [NAME=]PATH_OR_HUB_ID")
@@ -431,7 +404,7 @@ def base_model_sources(config: Config) -> dict[str, str]:
 
 
 def to_tree(config: Config) -> dict[str, Any]:
-    """The configuration as plain dictionaries, for the other processes."""
+    """The configuration as dictionaries, for other processes."""
     return dataclasses.asdict(config)
 
 

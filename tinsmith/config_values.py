@@ -1,7 +1,7 @@
 """Declares settings, and reads and checks their values.
 
-A setting is a field of a dataclass, made with `setting`. A section is such a dataclass, and may hold other sections. Pydantic checks types
-and limits; it is imported when the first value is checked, because `tinsmith --help` imports this module.
+A setting is a field of a dataclass, made with `setting`; a section is such a dataclass, and may hold others. Pydantic checks values; it is
+imported with the first, because `tinsmith --help` imports this module.
 """
 
 import dataclasses
@@ -21,18 +21,17 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-"""Bytes of each unit of a size."""
 
 
 _PREFIX = "TINSMITH_"
 _TESTS_PREFIX = "TINSMITH_TEST_"
-"""Variables of the tests, which are no settings."""
+"""Variables of tests are no settings."""
 WRITTEN_BESIDE = ".writing-export-"
-"""Prefix of the directory that an export fills and then renames."""
+"""Prefix of a directory that an export fills, then renames."""
 
 
 def require_empty(directory: Path) -> None:
-    """Raise ConfigError unless a directory is empty, but for what exports have left, or does not exist."""
+    """Raise ConfigError unless a directory is new or empty, but for what exports have left."""
     if directory.is_symlink() and not directory.exists():
         raise ConfigError(f"{directory} is a link to {directory.readlink()}, which does not exist; make it, or name a new directory")
     if directory.exists() and (not directory.is_dir() or any(not file.name.startswith(WRITTEN_BESIDE) for file in directory.iterdir())):
@@ -40,17 +39,16 @@ def require_empty(directory: Path) -> None:
 
 
 def installer(extra: str) -> str:
-    """The command that installs an extra. In a clone it names the clone: no index need have this version."""
+    """The command that installs an extra: of a clone, or else from the index."""
     clone = Path(__file__).parent.parent
     return f"pip install -e '{clone}[{extra}]'" if (clone / "pyproject.toml").is_file() else f"pip install 'tinsmith[{extra}]'"
 
 
 @dataclass(frozen=True)
 class SettingInfo:
-    """Description of a setting beside its name, type and default.
+    """Description of a setting beside name, type and default.
 
-    `low` and `high` are inclusive. `choices` are the values of a text; where there are too many, `pattern` matches all of them, and
-    `choices` only describes them in messages.
+    `low` and `high` are inclusive. `choices` are the values of a text, or, with a `pattern` that matches them, only their description.
     """
 
     help: str
@@ -70,7 +68,7 @@ def setting(
     choices: tuple[str, ...] = (),
     pattern: str = "",
 ) -> Any:
-    """Declare a field of a section, with the arguments of `SettingInfo`."""
+    """Declare a field with the arguments of `SettingInfo`."""
     metadata = {"info": SettingInfo(help, unit, low, high, choices, pattern)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
@@ -78,7 +76,7 @@ def setting(
 
 
 def read_yaml(file: Path) -> Mapping[str, Any]:
-    """The tree in a YAML file. Raises ConfigError if it cannot be read, has a key twice, or holds no keys."""
+    """The tree in a YAML file. Raises ConfigError: unreadable, a key twice, or no keys."""
     import yaml  # here for the same reason as pydantic
 
     class Loader(yaml.SafeLoader):
@@ -110,9 +108,9 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
 
 
 def fill(root: Any, values: Mapping[str, Any], source: str) -> None:
-    """Set fields of `root` and the sections in it from a tree of values that comes from `source`.
+    """Set fields of `root` and its sections from a tree of values; `source` names their origin.
 
-    Raises ConfigError for an unknown key, and a value of the wrong type or outside its limits.
+    Raises ConfigError for an unknown key, a wrong type or a value outside its limits.
     """
     _fill(root, root, (), values, source)
 
@@ -133,7 +131,7 @@ def _fill(root: Any, section: Any, path: tuple[str, ...], values: Mapping[str, A
 
 
 def _remedy(name: str, root: Any, path: tuple[str, ...]) -> str:
-    """Advice on an unknown key: the most similar key of any section, or else all keys of the section at `path`."""
+    """Advice on an unknown key: the most similar one of any section, or all of the section at `path`."""
     paths = list(_paths(root))
     similar = closest(name, {path[-1] for path in paths})
     found = [found for found in paths if found[-1] == similar]
@@ -153,15 +151,15 @@ def _paths(section: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 
 def closest(name: str, known: set[str]) -> str | None:
-    """The known name that a mistyped one probably stands for, if there is one."""
+    """The known name that a mistyped one probably means, if any."""
     return next(iter(difflib.get_close_matches(name, sorted(known), 1, cutoff=0.7)), None)
 
 
 def checked(section: Any, name: str, value: Any, place: str) -> Any:
-    """`value` as the type of field `name` of a section. `place` names setting and source in messages.
+    """`value` as the type of field `name`; `place` names setting and source in messages.
 
-    A text is read as a number where one is wanted, and a size may carry its unit: `2`, `2.5`, `2GiB`. Raises ConfigError that says what
-    would be accepted.
+    A text is read as a number where one is wanted; a size may carry a unit: `2`, `2.5`, `2GiB`. Raises ConfigError that says what is
+    accepted.
     """
     from pydantic import ValidationError
 
@@ -177,7 +175,7 @@ def checked(section: Any, name: str, value: Any, place: str) -> Any:
 
 
 def at_home(text: str) -> str:
-    """The text with the home directory for a leading `~/`, which shells replace only at the beginning of an argument."""
+    """The text with the home directory for a leading `~/`, which shells replace only at an argument's beginning."""
     return str(Path(text).expanduser()) if re.match("~(/|$)", text) else text
 
 
@@ -191,7 +189,7 @@ def _adapter(kind: Any, info: SettingInfo) -> "TypeAdapter[Any]":
 
 
 def _in_unit(text: str, unit: str, kind: type[int] | type[float]) -> str | float:
-    """A size such as 1.5GiB as a number of `unit`; any other text as it is."""
+    """A size such as 1.5GiB in `unit`; any other text as it is."""
     units = {size.lower(): count for size, count in _SIZES.items()}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
     if match is None or unit not in _SIZES or match[2] not in units:
@@ -226,23 +224,22 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The last part of the path, such as "kv_cache_gib"."""
+        """Such as "kv_cache_gib"."""
         return self.path[-1]
 
     @property
     def option(self) -> str:
-        """Such as "--kv-cache-gib". One that is repeated to fill a list is in the singular."""
+        """Such as "--kv-cache-gib"; in the singular if repeating it fills a list."""
         name = self.name.removesuffix("s") if typing.get_origin(self.type) is list else self.name
         return f"--{name.replace('_', '-')}"
 
     @property
     def variable(self) -> str:
-        """Such as "TINSMITH_KV_CACHE_GIB"."""
         return f"{_PREFIX}{self.name.upper()}"
 
 
 def settings_of(section: Any, path: tuple[str, ...] = ()) -> Iterator[Setting]:
-    """All settings below a section with their values, in the order of their declaration."""
+    """All settings below a section with their values, in order."""
     hints = typing.get_type_hints(type(section))
     for spec in dataclasses.fields(section):
         value = getattr(section, spec.name)
@@ -254,7 +251,7 @@ def settings_of(section: Any, path: tuple[str, ...] = ()) -> Iterator[Setting]:
 
 
 def fill_from_environment(config: Any, environment: Mapping[str, str]) -> None:
-    """Set what environment variables say. Raises ConfigError for one without a setting, and as `fill`."""
+    """Set what environment variables say. Raises ConfigError as `fill`, and for unknown ones."""
     variables = {each.variable: each for each in settings_of(config)}
     for variable, text in environment.items():
         if not text or not variable.startswith(_PREFIX) or variable.startswith(_TESTS_PREFIX):
@@ -289,7 +286,7 @@ def put(config: Any, where: Setting, value: Any, place: str) -> None:
 
 
 def base_model_source(spec: str) -> tuple[str, str]:
-    """Name and source of a base model given as [NAME=]PATH_OR_HUB_ID. Raises ConfigError as `base_model_sources` does."""
+    """Name and source of a base model given as [NAME=]PATH_OR_HUB_ID. Raises ConfigError."""
     name, separator, source = spec.partition("=")  # a path may contain others
     if not separator or re.match(r"[/~.]", spec) or Path(spec).is_dir():
         name, separator, source = "", "", spec

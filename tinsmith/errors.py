@@ -57,6 +57,24 @@ def translated(
         raise ours(say(error)) from error
 
 
+@contextmanager
+def reported(theirs: type[Exception] | tuple[type[Exception], ...], report: Callable[[Any], object]) -> Iterator[None]:
+    """Give errors of these types to `report` instead of raising them."""
+    try:
+        yield
+    except theirs as error:
+        report(error)
+
+
+@contextmanager
+def located(where: Callable[[], str]) -> Iterator[None]:
+    """Begin the message of an error with its place in the request, which `where` says."""
+    try:
+        yield
+    except TinsmithError as error:
+        raise type(error)(f"{where()}: {error}") from error
+
+
 class UserError(TinsmithError):
     """The request is wrong; sending it again will not help (a failed future, or HTTP 400)."""
 

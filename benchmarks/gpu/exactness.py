@@ -98,7 +98,7 @@ def compare_layers(directory: Path) -> Figures:
         backend.optimizers["m"] = ModelOptimizer(adapter)
         outcome = backend.run_pass([text_datum("m", tokens) for tokens in batch], backward=True)
         logprobs = np.concatenate([result.logprobs[:-1] for result in outcome.results if result])
-        gradients = [gradient.clone() for gradient in backend.optimizers["m"].gradients or []]
+        gradients = [gradient.clone() for gradient in backend.optimizers["m"].accumulator.gradients or []]
         sides[dtype] = _hidden(base, adapter, batch), torch.from_numpy(logprobs).to(DEVICE), gradients
     twin = peft_twin(directory, base, adapter).to(DEVICE, torch.bfloat16)
     hidden, logprobs_of_twin = [], []

@@ -108,7 +108,7 @@ def training(shape: str, lengths: Sequence[int], rank: int) -> Figures:
     """Steps on text."""
     backend = backend_of(_base(shape), {"m": rank})
     work = [text_datum("m", tokens) for tokens in batch_of(lengths)]
-    return _steps(lambda: train(backend, filled(work, backend.tokens_per_pass), ["m"]))
+    return _steps(lambda: train(backend, filled(work, backend.passes.tokens_per_pass), ["m"]))
 
 
 def images() -> Figures:
@@ -118,7 +118,7 @@ def images() -> Figures:
 
     def step() -> None:
         backend.base.features.clear()
-        train(backend, filled(next(upcoming), backend.tokens_per_pass), ["m"])
+        train(backend, filled(next(upcoming), backend.passes.tokens_per_pass), ["m"])
 
     return _steps(step)
 

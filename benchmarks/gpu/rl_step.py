@@ -94,7 +94,7 @@ def local() -> Figures:
                     results += [event for event in stepped(sampler) if isinstance(event, SampleResult)]
             work = [_datum(prompts[result.request_id], result) for result in results]
             with clock.phase("training"):
-                train(backend, filled(work, backend.tokens_per_pass), ["m"])
+                train(backend, filled(work, backend.passes.tokens_per_pass), ["m"])
     return clock.figures() | peak_memory()
 
 

@@ -165,10 +165,10 @@ def ours(
     work = [text_datum(list(ranks)[i // each], tokens) for i, tokens in enumerate(batch_of(lengths))]
 
     def step() -> None:
-        train(backend, [[item] for item in work] if alone else filled(work, backend.tokens_per_pass), list(ranks))
+        train(backend, [[item] for item in work] if alone else filled(work, backend.passes.tokens_per_pass), list(ranks))
 
     found = measured(config, lengths, step, matmul, all_weights=0 in ranks.values())
-    return found | {"tokens_per_pass": backend.tokens_per_pass}
+    return found | {"tokens_per_pass": backend.passes.tokens_per_pass}
 
 
 def theirs(
@@ -352,7 +352,7 @@ def our_images(matmul: float) -> Figures:
 
     def step() -> None:
         backend.base.features.clear()  # whatever was seen before is new again
-        train(backend, filled(next(upcoming), backend.tokens_per_pass), ["m"])
+        train(backend, filled(next(upcoming), backend.passes.tokens_per_pass), ["m"])
 
     return measured(config, lengths, step, matmul) | {"render_cpu_s_per_image": render_s}
 

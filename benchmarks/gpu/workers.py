@@ -66,12 +66,12 @@ from benchmarks.gpu.sampling import ANSWER, PROMPT, Load, Requests, sample_all, 
 from benchmarks.gpu.shapes import base_of, configuration, flops_per_token
 from benchmarks.gpu.training import batch_of, text_datum, train
 from tinsmith.config import TrainingConfig
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import WorkersLostError
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import LocalBackend
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sharded_backend import ShardedBackend
 from tinsmith.training.parallel.sharded_layers import shard
 

@@ -52,7 +52,7 @@ def test_the_copy_needs_nothing_else(data: Path, tmp_path: Path) -> None:
     store, files = Store.open(target), CheckpointFiles(target)
     rows = every_checkpoint(store)
     assert [row.tinker_path for row in rows] == lines[:3]
-    assert [files.sizes(row.directory) for row in rows] == [{"adapter.safetensors": 10}] * 3
+    assert [files.at(row.directory).sizes() for row in rows] == [{"adapter.safetensors": 10}] * 3
     assert sorted(path.name for path in (target / "checkpoints").iterdir()) == sorted(row.directory for row in rows)
     assert stat.S_IMODE((target / "signing.key").stat().st_mode) == 0o600
     assert stat.S_IMODE(target.stat().st_mode) == 0o700
@@ -66,7 +66,7 @@ def test_images_of_operations_are_copied_and_no_operation_is_kept_without_them(t
     store = with_model(tmp_path / "data", keep_bytes=1000)
     other = hashlib.sha256(b"other").digest()
     store.append([step(1, b"one", IMAGE), step(2, b"two", IMAGE), step(3, b"three", IMAGE | {other: b"other"})])
-    store.write_blobs({hashlib.sha256(b"unused").digest(): b"unused"})
+    store.blobs.write({hashlib.sha256(b"unused").digest(): b"unused"})
     claimed = store.queued(MODEL)
     store.record([done(seq_id) for seq_id in (0, 1, 3)])
     whole, part = tmp_path / "whole", tmp_path / "part"
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_deleted_or_replaced_while_it_is_copied(
         assert (lines[0], copied) == (f"{path}: deleted meanwhile; not copied", [])
     else:
         assert lines[:2] == [f"{path}: replaced meanwhile; the new one is copied", path]
-        sizes = [(row.created_at, CheckpointFiles(tmp_path / "copy").sizes(row.directory)) for row in copied]
+        sizes = [(row.created_at, CheckpointFiles(tmp_path / "copy").at(row.directory).sizes()) for row in copied]
         assert sizes == [(9.0, {"adapter.safetensors": 10})]
 
 

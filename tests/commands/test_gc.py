@@ -36,7 +36,7 @@ def test_complete_files_that_the_database_does_not_know_are_kept_unless_asked_fo
     old = "             10  tinker://m/weights/old: has expired"
     snapshots = "          2,000  snapshots: the engine that wrote them has ended"
     deleted(tmp_path, [old, snapshots], "          2,010", kept=(unknown,))
-    assert files.sizes(orphan)
+    assert files.at(orphan).sizes()
     deleted(tmp_path, [f"             10  files of {orphan}: the database does not know them"], "             10", "--unknown")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [kept]
     assert not (tmp_path / "snapshots").exists()
@@ -46,7 +46,7 @@ def test_images_that_no_operation_needs_go(tmp_path: Path) -> None:
     store = with_model(tmp_path)
     store.append([step(1, images=IMAGE)])
     assert printed("gc", tmp_path) == [NOTHING]
-    store.write_blobs({hashlib.sha256(bytes(1234)).digest(): bytes(1234)})
+    store.blobs.write({hashlib.sha256(bytes(1234)).digest(): bytes(1234)})
     assert len(blobs_in(tmp_path)) == 2
     deleted(tmp_path, ["          1,234  1 images of operations: no operation needs them"], "          1,234")
     assert blobs_in(tmp_path) == [DIGEST.hex()]

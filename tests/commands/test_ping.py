@@ -16,8 +16,9 @@ from tinsmith.commands.ping import ping
 from tinsmith.commands.status import fetch_status
 from tinsmith.errors import ConfigError
 from tinsmith.http_client import keep_from_proxy
-from tinsmith.rl.config import ServerSection
-from tinsmith.rl.reach import require_server
+from tinsmith_rl.config import ServerSection
+from tinsmith_rl.errors import RlError
+from tinsmith_rl.reach import require_server
 
 HEALTH, MODELS = "/api/v1/healthz", "/api/v1/get_server_capabilities"
 READY: dict[str, Reply] = {
@@ -28,7 +29,7 @@ READY: dict[str, Reply] = {
 SILENT, SSH = b"", b"SSH-2.0-OpenSSH\r\n\r\n"
 
 
-PATIENCE = ("tinsmith.commands.ping._PATIENCE_S", "tinsmith.commands.status.TIMEOUT_S", "tinsmith.rl.reach._TIMEOUT_S")
+PATIENCE = ("tinsmith.commands.ping._PATIENCE_S", "tinsmith.commands.status.TIMEOUT_S", "tinsmith_rl.reach._TIMEOUT_S")
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def refusals(url: str) -> list[str]:
     """Of ping, of status and of the RL client."""
     said = [refusal(url)]
     for ask in (lambda: fetch_status(url), lambda: require_server(ServerSection(url, "tml-x", wait_s=0))):
-        with pytest.raises(ConfigError) as raised:
+        with pytest.raises((ConfigError, RlError)) as raised:
             ask()
         said.append(str(raised.value))
     return said

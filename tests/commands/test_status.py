@@ -9,7 +9,7 @@ from rich.console import Console
 from tests.answering import answering
 from tinsmith.commands.status import fetch_status, print_status
 from tinsmith.errors import ConfigError
-from tinsmith.rl.evaluation import print_metrics
+from tinsmith_rl.evaluation import print_metrics
 
 SESSION = "0c9c5a3e-5f2b-4b9e-8b0e-3f6b1f0f8f53"
 

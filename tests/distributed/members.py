@@ -24,9 +24,9 @@ from tests.bases import load
 from tests.distributed.devices import ON_GPUS, here, require_devices
 from tests.extent import EVERYTHING
 from tests.running import START_S
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.place import Place
+from tinsmith.training.parallel.process_group import ProcessGroup
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,14 +22,14 @@ import torch
 
 from tests.running import START_S
 from tinsmith.config import Config
-from tinsmith.distributed.meeting import LOOPBACK, interface_of, set_communication_variables
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.engine.records import GroupAnswers, Records
 from tinsmith.errors import ConfigError
 from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import ParentLink
 from tinsmith.protocol.place import Place, meeting_at
 from tinsmith.protocol.questions import Answering, Questions
+from tinsmith.training.parallel.meeting import LOOPBACK, interface_of, set_communication_variables
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.worker.bases import require_same
 
 
@@ -47,7 +47,7 @@ def main() -> None:
             print(error)
         else:
             total = torch.tensor([rank, 1])
-            group.sum(total)
+            group.all_reduce(total)
             print(total.tolist())
     group.close()
 

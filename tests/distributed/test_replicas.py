@@ -2,7 +2,7 @@
 
 Invariant: Several workers train, sample, save and learn by reinforcement as one does: weights to 1e-5 (of hybrid models to 1e-4), and the
 same tokens.
-Also: `tests/distributed/test_together.py`.
+Also: `tests/distributed/test_all_reduce.py`.
 
 Invariant: On several GPUs: workers that exchange over NCCL train as one does, in float32, to the same bounds or, after several steps
 through a server, five times these, with replicas, sharded weights and sequences of all workers (gradients of hybrid models to 5e-3); full
@@ -29,7 +29,7 @@ from tests.distributed.devices import ON_GPUS, ROUNDING
 from tests.extent import amount
 from tests.rl.test_run import config_of, logged, told
 from tests.running import START_S, serving
-from tinsmith.rl.trainer import train as train_policy
+from tinsmith_rl.trainer import train as train_policy
 
 STEP = types.AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1.0, grad_clip_norm=50.0)
 """Small enough that rounding does not grow from step to step; eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""

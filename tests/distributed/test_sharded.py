@@ -6,7 +6,7 @@ Also: `tests/distributed/test_replicas.py`.
 
 Invariant: Workers that share all weights write the files of one worker, byte for byte, each its part; when one cannot write, or dies,
 there is no checkpoint and nothing is left of it.
-Also: `tests/distributed/test_saving_together.py`, `tests/worker/test_joint_saves.py`, `tests/store/test_pieces.py`,
+Also: `tests/distributed/test_sharded_checkpoints.py`, `tests/worker/test_joint_saves.py`, `tests/store/test_pieces.py`,
 `tests/training/test_checkpoint.py`, `tests/engine/test_worker_group.py`.
 
 Invariant: All weights, sharded, train as on one worker; an attempt that fails on one alone counts no gradient twice and loses none; what
@@ -47,11 +47,11 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
+from tinsmith.training.parallel.checkpoint_shard import CheckpointShard
 from tinsmith.training.parallel.sharded_backend import ShardedBackend
 from tinsmith.training.parallel.sharded_layers import ShardedDecoder, shard
 from tinsmith.training.parallel.sharded_optimizer import ShardedOptimizer
 from tinsmith.training.parallel.sharded_weights import gathered
-from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.wire.chunks import Chunk
 
 T = TypeVar("T")
@@ -124,7 +124,8 @@ def whole(backend: LocalBackend, name: str, parts: Callable[[Any], Sequence[Tens
 
 def gradients(backend: LocalBackend) -> dict[str, dict[str, Tensor]]:
     """What all models have accumulated; nothing where there is nothing."""
-    return {name: whole(backend, name, lambda model: model.gradients) if backend.optimizers[name].gradients else {} for name in SHAPES}
+    some = {name: bool(backend.optimizers[name].accumulator.gradients) for name in SHAPES}
+    return {name: whole(backend, name, lambda model: model.accumulator.gradients) if some[name] else {} for name in SHAPES}
 
 
 def weights(backend: LocalBackend, *models: str) -> dict[str, dict[str, Tensor]]:
@@ -230,7 +231,7 @@ def write(
     assert part is not None
     done = Event()
 
-    def pieces(part: StatePart) -> Iterator[FilePiece]:
+    def pieces(part: CheckpointShard) -> Iterator[FilePiece]:
         for piece in part.pieces():
             yield piece
             done.wait()
@@ -306,9 +307,10 @@ def test_each_keeps_its_part_alone(member: Member) -> None:
     assert isinstance(base.decoder, ShardedDecoder)
     layers, before = base.decoder.sharded, held_bytes()
     slack = 8 * 32 * 64 * count  # tensors begin at multiples of 64 bytes, and parts are of one size
-    assert layers.whole_bytes / count <= layers.nbytes <= layers.whole_bytes / count + slack
-    assert layers.whole_bytes / 4 <= layers.buffer_bytes <= layers.whole_bytes / 4 + slack
-    assert abs(undivided - before - (layers.whole_bytes - layers.nbytes - layers.buffer_bytes)) <= slack
+    undivided_bytes, kept, buffers = 4 * sum(sizes), sum(map(len, layers.parts)), sum(map(len, layers.buffers))
+    assert undivided_bytes / count <= kept <= undivided_bytes / count + slack
+    assert undivided_bytes / 4 <= buffers <= undivided_bytes / 4 + slack
+    assert abs(undivided - before - (undivided_bytes - kept - buffers)) <= slack
 
     backend = ShardedBackend(base, TRAINING, member.group)
     backend.create_model("all", SHAPES["all"])
@@ -332,7 +334,7 @@ TRAINED = {
         ("image", "float32", True),
         ("hybrid", "float32", True),
         ("image", "float32", False),
-        *[("text", "float32", False)] * EVERYTHING,  # replicas of a text model are in test_together.py
+        *[("text", "float32", False)] * EVERYTHING,  # replicas of a text model are in test_all_reduce.py
     ],
     3: [("text", "float32", True), *[("image", "float32", True), ("text", "float32", False)] * EVERYTHING],  # shares and parts are uneven
 }
@@ -421,7 +423,7 @@ def test_what_fails_on_one_alone_counts_nothing_twice_and_loses_nothing(member: 
     clear(backend)
     for fault in (torch.OutOfMemoryError("out of memory"), ValueError("bad")):
         for where, (of, method, calls) in FAULTS.items():
-            with failing(backend.layers if of == "base" else model.sharded.layers, method, fault, member.rank == 1, calls):
+            with failing(backend.passes.layers if of == "base" else model.sharded.layers, method, fault, member.rank == 1, calls):
                 assert losses_of(backend, mine) == pytest.approx(losses, rel=WITHIN)
             for name, found in gradients(backend).items():
                 assert_near(found, expected[name], EXACT if name in LORA and member.rank != 1 and "all" not in where else WITHIN)
@@ -433,7 +435,7 @@ def test_a_worker_without_memory_lets_nobody_wait(member: Member) -> None:
     """What it has no room for is refused on all workers, and weights stay as they were."""
     backend = stepped(member)
     mine, model, before = own_share(member, backend), backend.optimizers["all"], weights(backend, "all")["all"]
-    with without_memory(member, model, "begin_pass"):
+    with without_memory(member, model.accumulator, "begin_pass"):
         failures = backend.run_pass(mine, backward=True).failures
     assert sorted(failures) == [place for place, work in enumerate(mine) if work.model_id == "all"]
     assert gradients(backend)["all"] == {}
@@ -442,7 +444,7 @@ def test_a_worker_without_memory_lets_nobody_wait(member: Member) -> None:
 
     def step_refused(error: type[TinsmithError], says: str, settings: AdamSettings = SETTINGS) -> None:
         refused(lambda: backend.optim_step("all", settings), error, says)
-        assert model.totals is None
+        assert model.accumulator.totals is None
         clear(backend)
 
     for lacking in ("claim_moments", "_checked"):
@@ -450,13 +452,13 @@ def test_a_worker_without_memory_lets_nobody_wait(member: Member) -> None:
         with without_memory(member, model, lacking):
             step_refused(TinsmithError, OUT_OF_MEMORY)
     backend.run_pass(mine, backward=True)
-    for part in (model.totals or [])[:1]:
+    for part in (model.accumulator.totals or [])[:1]:
         part[0] = torch.nan if member.rank == 1 else part[0]
     step_refused(UserError, "the gradient norm is nan")
     backend.run_pass(mine, backward=True)
     # Whichever has the part that would not stay finite says so.
     step_refused(UserError, "worker .*the update is not finite", replace(SETTINGS, lr=1e38, eps=0.0))
-    with without_memory(member, backend, "_require_memory"):
+    with without_memory(member, backend.memory, "require"):
         refused(lambda: backend.create_model("more", SHAPES["all"]), TinsmithError, OUT_OF_MEMORY)
         refused(lambda: backend.copy_part("all", optimizer=True), TinsmithError, OUT_OF_MEMORY)
     assert "more" not in backend.optimizers
@@ -515,7 +517,7 @@ def test_a_snapshot_has_the_weights_of_its_time(member: Member) -> None:
                     assert copy.dtype == dtype
                     assert_near(numbers_of(copy), {name: master.to(dtype) for name, master in masters[model].items()})
         assert all(any(not torch.equal(taken[0][1][model][name], later) for name, later in taken[1][1][model].items()) for model in SHAPES)
-    with without_memory(member, backend, "_require_memory", rank=0):
+    with without_memory(member, backend.memory, "require", rank=0):
         refused(lambda: snapshot(member, backend, "all"), TinsmithError, f"worker 0 of {member.count}: out of memory")
     refused(lambda: snapshot(member, backend, "nobody"), NotFoundError, "model nobody is not loaded")
     refusal = UserError("vLLM has no such adapters") if member.rank == 0 else None

@@ -16,7 +16,7 @@ from tinsmith.protocol.serving import ForgetCheckpoint
 from tinsmith.protocol.work import WorkerReady
 
 if TYPE_CHECKING:
-    from tinsmith.distributed.process_group import ProcessGroup
+    from tinsmith.training.parallel.process_group import ProcessGroup
 
 
 def enter(group: "ProcessGroup", is_apart: bool) -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     heartbeat.busy()
     import torch  # which takes seconds, in which heartbeats come
 
-    from tinsmith.distributed.process_group import ProcessGroup
+    from tinsmith.training.parallel.process_group import ProcessGroup
 
     group = ProcessGroup(Place(int(rank), int(count), meeting), torch.device("cpu"), None, heartbeat.exchanges)
     group.connect()

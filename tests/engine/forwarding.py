@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinsmith.engine.forward_queues import PassOrder
 from tinsmith.engine.forward_work import ForwardWork
+from tinsmith.engine.paces import Paces
 from tinsmith.engine.shares import divide
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, RunPass
@@ -23,14 +25,12 @@ class Device:
         """Operations that were given up, by their request ids."""
         self.is_shared = True
         self.forward = ForwardWork(
-            tokens_per_pass=1000,
-            max_pixels=1000,
+            PassOrder(Paces(tokens_per_pass=1000, workers=1, is_shared=lambda: self.is_shared), max_pixels=1000),
             next_number=itertools.count(1).__next__,
             send=self.sent.append,
             fail=lambda command, error, _: self.failed.append((command.request_id, error)),
             put_back=self.never,
             put_off=self.never,
-            is_shared=lambda: self.is_shared,
         )
 
     def never(self, *_: Any) -> None:
@@ -57,7 +57,7 @@ class Device:
 
     def compute(self, asked: RunPass, most: int = 1000) -> float:
         """Say that a pass is done; returns the seconds that it took."""
-        shares = divide(asked, self.forward.workers, 1000)
+        shares = divide(asked, self.forward.order.paces.workers, 1000)
         lengths = [share.lengths for share in shares if share is not None]
         took = [("tiny", True, each, sum(length + length**2 / 100 for length in each) / 1000) for each in lengths]
         results = [(*piece, [0]) for piece in asked.pieces]

@@ -13,13 +13,12 @@ import orjson
 from tinsmith.config import Config, SamplingConfig
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.records import Records
-from tinsmith.engine.trainer import Trainer
-from tinsmith.engine.worker_process import NO_STATUS
+from tinsmith.engine.scheduler import OperationScheduler
 from tinsmith.errors import DeviceLostError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Done
+from tinsmith.protocol.serving import Done, Status
 from tinsmith.protocol.work import PassDone, RunPass, WorkerReady, WorkerStatus
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CHECKPOINTS_DIR
@@ -92,12 +91,10 @@ class WorkerHere:
         """All passes that workers have told the results of."""
         self.is_stuck = False
         """Whether to do nothing that needs the device, as while something takes long on it."""
-        self.was_ever_ready = True
         self.end: str | None = None
         """Why it has ended, once it has."""
-        self.status: WorkerStatus = NO_STATUS
-        self.count, self.shown = 1, [{"pid": 0, "device": "cpu", "state": "ready"}]
-        self.sampled_tokens, self.busy_s, self.wait_s = 0, 0.0, float("inf")
+        self.status = Status([], [{"pid": 0, "device": "cpu", "state": "ready"}], 0, 0, 0, 0, {}, {})
+        self.count, self.busy_s, self.wait_s = 1, 0.0, float("inf")
         self.start()
         self.models: dict[str, ModelFacts] = {facts.name: facts for facts in self.worker.facts()}
 
@@ -161,11 +158,11 @@ class WorkerHere:
         return reason
 
 
-def is_idle(trainer: Trainer) -> bool:
+def is_idle(scheduler: OperationScheduler) -> bool:
     """Whether nothing is being computed, and nothing will be before a new command comes."""
-    begun = trainer.forward.operations or trainer.forward.complete or any(state.begun for state in trainer.models.values())
-    waits = trainer.models.put_off or trainer.crash_recovery.waiting or trainer.queue.ready()
-    return not (begun or waits or trainer.to_unload())
+    begun = scheduler.forward.operations or scheduler.forward.complete or any(state.begun for state in scheduler.models.values())
+    waits = scheduler.models.put_off or scheduler.crash_recovery.waiting or any(state.queue.head() for state in scheduler.models.values())
+    return not (begun or waits or scheduler.to_unload())
 
 
 class Here:
@@ -203,7 +200,7 @@ class Here:
         """Put a command into the log and wake the engine."""
         body = payload if isinstance(payload, bytes) else orjson.dumps(payload)
         self.store.append([NewCommand(f"s:train:{model}", seq, kind, body, **fields)])
-        self.engine.unread.add(f"s:train:{model}")
+        self.engine.log_reader.unread.add(f"s:train:{model}")
 
     def create(self, model: str, base_model: str = "tiny", rank: int = 4) -> None:
         model_id = f"s:train:{model}"
@@ -254,8 +251,8 @@ class Here:
     @property
     def is_at_rest(self) -> bool:
         engine = self.engine
-        waiting = engine.unread or engine.ended_sessions or engine.recorder.waiting or engine.has_lost
-        return not waiting and not engine.trainer.forward.passes and is_idle(engine.trainer) and self.process.is_resting
+        waiting = engine.log_reader.unread or engine.log_reader.ended_sessions or engine.recorder.waiting or engine.has_lost
+        return not waiting and not engine.scheduler.forward.passes and is_idle(engine.scheduler) and self.process.is_resting
 
     def until(self, seen: Callable[[], object]) -> None:
         """Go through the loop until that is true."""

@@ -17,7 +17,7 @@ import torch
 
 from tests.bases import png
 from tests.engine.here import Here, is_idle
-from tinsmith.engine.trainer import SAVE_AGAIN_S
+from tinsmith.engine.stepwise import SAVE_AGAIN_S
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.messages import Message
@@ -66,7 +66,7 @@ def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: He
     """Its session has ended by itself, so no client is there to save it again."""
     passed, now = 0.0, time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
-    trainer = here.engine.trainer
+    scheduler = here.engine.scheduler
     with monkeypatch.context() as patch:
         patch.setattr("tinsmith.training.checkpoint.save_file", no_space)
         here.optim("a", 1)
@@ -74,17 +74,17 @@ def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: He
         here.settle()
         assert str(here.error("a", 1)).startswith(UNSAVED)
         for _ in range(2):
-            assert SAVE_AGAIN_S - 30 < trainer.wait_s <= SAVE_AGAIN_S  # not again and again
-            assert list(trainer.operations.models) == [MODEL]
+            assert SAVE_AGAIN_S - 30 < scheduler.wait_s <= SAVE_AGAIN_S  # not again and again
+            assert list(scheduler.models.loaded) == [MODEL]
             passed += SAVE_AGAIN_S + 1
             here.process.is_stuck = True
             here.turn()
-            assert trainer.wait_s > 0  # it sleeps while the worker saves
+            assert scheduler.wait_s > 0  # it sleeps while the worker saves
             here.process.is_stuck = False
             here.settle()
     passed += SAVE_AGAIN_S + 1
     here.settle()
-    assert (trainer.operations.models, has_saved(here)) == ({}, True)
+    assert (scheduler.models.loaded, has_saved(here)) == ({}, True)
 
 
 def test_a_step_that_was_applied_is_reported_as_applied_once_the_database_takes_it(here: Here) -> None:
@@ -98,7 +98,11 @@ def test_a_step_that_was_applied_is_reported_as_applied_once_the_database_takes_
     here.optim("a", 5, learning_rate=-1.0)
     engine, optimizer = here.engine, here.backend().optimizers[MODEL]
     with here.locked():  # nothing is left but to record outcomes
-        here.until(lambda: not (engine.unread or engine.trainer.forward.passes) and is_idle(engine.trainer) and here.process.is_resting)
+        here.until(
+            lambda: (
+                not (engine.log_reader.unread or engine.scheduler.forward.passes) and is_idle(engine.scheduler) and here.process.is_resting
+            )
+        )
         assert [outcome.request_id for outcome in engine.recorder.waiting] == requests
         assert here.told[told:] == []
         assert [here.store.status(request) for request in requests] == ["queued"] * 5
@@ -114,7 +118,7 @@ def test_training_stops_when_too_much_waits_for_the_database_and_goes_on_afterwa
     here.forward("a", 3, [4])
     with here.locked():
         here.until(lambda: here.engine.recorder.is_full)
-        here.engine.trainer.queue.models[MODEL].next_seq = 3  # the next operation is ready
+        here.engine.scheduler.models[MODEL].queue.next_seq = 3  # the next operation is ready
         for _ in range(5):
             here.turn()
         assert len(here.process.passes) == 1
@@ -144,14 +148,15 @@ def test_operations_and_images_that_cannot_be_read_now_are_read_later(here: Here
     with unreadable(here):
         here.turn()
         assert here.engine.reading.is_failing
-    here.engine._read_log()
+    here.engine.log_reader.read()
+    here.engine.reading.succeeded()
     with unreadable(here):
         here.turn()  # the operations cannot be read
-        assert here.engine.trainer.models.put_off == {MODEL}
+        assert here.engine.scheduler.models.put_off == {MODEL}
         assert 0 < here.engine.patience() <= 5
-    here.until(lambda: here.engine.trainer.forward.operations)
+    here.until(lambda: here.engine.scheduler.forward.operations)
     assert here.engine.recorder.waiting == []
-    here.until(lambda: here.engine.trainer.models.put_off)  # the worker has not found the image
+    here.until(lambda: here.engine.scheduler.models.put_off)  # the worker has not found the image
     here.settle()
     assert reads >= 2
     assert [here.error("a", seq_id) for seq_id in (1, 2, 3)] == [None] * 3
@@ -163,8 +168,8 @@ def test_a_checkpoint_is_saved_once_the_database_takes_it_and_others_do_not_wait
     here.optim("a", 2)
     here.create("b")
     with here.locked():
-        here.until(lambda: here.engine.trainer.models.put_off and here.engine.recorder.waiting)
-        assert here.engine.trainer.models.put_off == {MODEL}
+        here.until(lambda: here.engine.scheduler.models.put_off and here.engine.recorder.waiting)
+        assert here.engine.scheduler.models.put_off == {MODEL}
         assert [outcome.request_id for outcome in here.engine.recorder.waiting] == ["s:train:b/0"]
         assert here.checkpoint_directories() == []
     here.settle()
@@ -178,12 +183,12 @@ def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_la
     with unreadable(here):
         here.say(EndSession("s", save=True))
         here.turn()
-        assert here.engine.trainer.models[MODEL].ending is None
+        assert here.engine.scheduler.models[MODEL].ending is None
     with here.locked():
-        here.until(lambda: here.engine.trainer.models.put_off)
-        assert MODEL in here.engine.trainer.operations.models
+        here.until(lambda: here.engine.scheduler.models.put_off)
+        assert MODEL in here.engine.scheduler.models.loaded
     here.settle()
-    assert (here.engine.trainer.operations.models, has_saved(here)) == ({}, True)
+    assert (here.engine.scheduler.models.loaded, has_saved(here)) == ({}, True)
     assert f"go on from its newest checkpoint, tinker://{MODEL}/weights/session-end, with" in str(here.error("a", 1))
 
 
@@ -192,10 +197,10 @@ def test_what_is_left_when_the_engine_stops_ends_with_an_error_also_if_its_model
 ) -> None:
     """What is computed in part, and what is queued: nobody is left to wait for. Nor is it said that anything is tried again."""
     monkeypatch.setattr("tinsmith.training.checkpoint.save_file", no_space)
-    here.engine.trainer.forward.tokens_per_pass["tiny"] = here.backend().tokens_per_pass = 3
+    here.engine.scheduler.forward.order.paces.full["tiny"] = here.backend().passes.tokens_per_pass = 3
     here.forward("a", 1, [3] * 8)
     here.optim("a", 2)
-    here.until(lambda: any(operation.results for operation in here.engine.trainer.forward.operations.get(MODEL, ())))
+    here.until(lambda: any(operation.results for operation in here.engine.scheduler.forward.operations.get(MODEL, ())))
     said = run_to_the_end(here, monkeypatch)
     assert f"model {MODEL} cannot be saved, and the server stops: " in caplog.text
     assert "tried again" not in caplog.text
@@ -225,7 +230,7 @@ def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(here: Here,
     with here.locked() as lock:
         here.until(lambda: here.engine.recorder.waiting)
         if left != "model":
-            here.engine.trainer.operations.models.clear()
+            here.engine.scheduler.models[MODEL].loaded = None
             here.process.is_ready = left == "worker"
 
         def hear(said: list[Message]) -> None:
@@ -240,7 +245,7 @@ def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(here: Here,
 def test_a_model_that_is_being_made_when_the_engine_is_stopped_does_not_keep_it(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     here.process.is_stuck = True
     here.create("b")
-    here.until(lambda: here.engine.trainer.models.running)
+    here.until(lambda: here.engine.scheduler.models.running)
     here.process.is_stuck = False
     said = run_to_the_end(here, monkeypatch)
     assert isinstance(said[-1], Bye)
@@ -254,7 +259,7 @@ def test_every_error_of_a_client_that_sent_ahead_names_the_checkpoint_of_the_sto
     for seq in range(1, 40, 2):
         here.forward("a", seq, [20])
         here.optim("a", seq + 1)
-    here.until(lambda: here.engine.trainer.forward.passes)
+    here.until(lambda: here.engine.scheduler.forward.passes)
     here.process.is_stuck = False
     for seq in range(41, 45):
         here.optim("a", seq)
@@ -274,7 +279,7 @@ def test_a_model_whose_load_failed_for_want_of_memory_ends_nothing_else(here: He
         here.create(model, rank=0)
     here.save("b", 1, "kept")
     here.settle()
-    monkeypatch.setattr("tinsmith.training.backend.require_memory", refuse)
+    monkeypatch.setattr("tinsmith.training.model_memory.require_memory", refuse)
     load = {"model_id": "s:train:c", "seq_id": 1, "path": "tinker://s:train:b/weights/kept", "optimizer": False}
     here.add("c", 1, "load_weights", load)
     here.optim("c", 2)

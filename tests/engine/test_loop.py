@@ -66,7 +66,7 @@ def test_what_came_while_an_engine_started_is_found_when_the_server_says_so(text
     here.process.is_ready = False
     here.turn()
     here.create("a")
-    here.engine.unread.clear()
+    here.engine.log_reader.unread.clear()
     here.new_worker()
     here.turn()
     assert any(isinstance(message, Ready) for message in here.said)

@@ -21,7 +21,7 @@ from tests.bases import png
 from tests.engine.forwarding import Device
 from tests.engine.here import IMAGE_TOKENS, LONG_S, Here
 from tinsmith.config import ImagesConfig, TrainingConfig
-from tinsmith.engine.passes import PASS_S
+from tinsmith.engine.paces import PASS_S
 from tinsmith.memory.pass_memory import Recomputation
 from tinsmith.models.base import BaseModel
 from tinsmith.models.images import ImageInput
@@ -117,16 +117,16 @@ def test_a_session_that_samples_counts_for_ten_minutes_also_after_its_end(here: 
     """Its samplers outlive it. They would count for ever, each that there ever was."""
     passed, now = 0.0, time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
-    trainer = here.engine.trainer
+    scheduler = here.engine.scheduler
     here.say(EndSession("other", save=False))
     for session in ("other", "s", "third", "other"):
         here.say(Sample(f"{session}:sample:0/0", 1, "nothing", None, 1, False, b""))
         passed += 200
-    assert trainer._is_shared()
-    assert list(trainer.sampling) == ["third", "other"]
+    assert scheduler.sessions.are_several()
+    assert list(scheduler.sessions.sampling) == ["third", "other"]
     passed += 401
-    assert not trainer._is_shared()
-    assert trainer.sampling == {}
+    assert not scheduler.sessions.are_several()
+    assert scheduler.sessions.sampling == {}
 
 
 def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(device: Device, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,7 +145,7 @@ def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(de
 
 def test_of_several_workers_each_has_its_share_of_a_pass_that_is_cut(device: Device) -> None:
     """Sequences that take longer by themselves go one to each worker; of short ones each gets about a second's work."""
-    device.forward.workers, device.forward.tokens_per_pass["tiny"] = 4, 4000
+    device.forward.order.paces.workers, device.forward.order.paces.full["tiny"] = 4, 4000
     for length, count, passes in ((400, 24, [6.0, 2.0, 2.0, 2.0, 2.0]), (100, 80, [0.4, 0.8, 1.0, 1.0, 0.8])):
         device.train("m", [length] * count)
         assert [took for _, took in device.computed(4000)] == pytest.approx(passes)
@@ -205,7 +205,7 @@ def test_an_answer_to_a_dropped_request_is_not_taken_for_that_of_the_next(here: 
     here.forward("a", 1, images=[png(1)])
     here.until(lambda: here.worker.passes.preparing)
     (message,) = here.worker.passes.preparing.values()
-    here.engine.trainer.take(Prepared(message.number - 1, message.operation, True, [7], [{}]))
+    here.engine.scheduler.take(Prepared(message.number - 1, message.operation, True, [7], [{}]))
     here.turn()
     assert here.process.passes == []
     released.set()
@@ -218,14 +218,14 @@ def test_an_answer_to_a_dropped_request_is_not_taken_for_that_of_the_next(here: 
 
 def fail_on_guilty(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass with the guilty datum raises, where torch would."""
-    run = here.backend()._run
+    run = here.backend().passes._run
 
     def failing(work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> list[DatumResult]:
         if any(len(datum.rendered) == GUILTY for datum in work):
             raise RuntimeError("a kernel failed")
         return run(work, backward, recomputation)
 
-    monkeypatch.setattr(here.backend(), "_run", failing)
+    monkeypatch.setattr(here.backend().passes, "_run", failing)
 
 
 def logprobs(here: Here, seq: int) -> NDArray[np.float32]:
@@ -274,11 +274,11 @@ def test_gradients_of_a_part_of_an_operation_that_failed_are_never_applied(
     assert here.error("a", 2) is None
     assert "the step was refused and the gradients are cleared, because an operation before it failed: seq_id 1" in str(here.error("a", 3))
     optimizer = here.backend().optimizers["s:train:a"]
-    assert optimizer.gradients is None
+    assert optimizer.accumulator.gradients is None
     assert all(torch.equal(old, new) for old, new in zip(before, optimizer.weights.tensors(), strict=True))
 
 
-@pytest.mark.parametrize("place", ["tinsmith.training.backend.LocalBackend.run_pass", "tinsmith.engine.trainer.encode_output"])
+@pytest.mark.parametrize("place", ["tinsmith.training.backend.LocalBackend.run_pass", "tinsmith.engine.outcomes.encode_output"])
 def test_an_error_beside_the_passes_fails_what_took_part_and_the_trainer_goes_on(
     here: Here, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

@@ -80,7 +80,7 @@ def another(here: Here, *names: str, rank: int = 4) -> None:
 
 def models(here: Here) -> list[str]:
     """Those that are loaded."""
-    return [model_id.removeprefix("s:train:") for model_id in here.engine.trainer.operations.models]
+    return [model_id.removeprefix("s:train:") for model_id in here.engine.scheduler.models.loaded]
 
 
 def copies(here: Here) -> list[int]:
@@ -192,7 +192,7 @@ def test_without_copies_what_was_stepped_is_lost_and_named_with_the_newest_check
         failed = here.outcome(model, seq)
         assert (failed.category, str(failed.error).startswith(reason), goes_on in str(failed.error)) == ("server", True, True)
         assert f"s:train:{model}/{seq}" in here.told
-    assert (models(here), here.engine.filed) == (["c"], {})
+    assert (models(here), here.engine.log_reader.filed) == (["c"], {})
     here.process.is_stuck = False
     here.new_worker()
     here.settle()
@@ -225,10 +225,10 @@ def test_what_was_under_way_is_run_again_if_no_finished_gradient_is_lost(make: C
     here.forward("a", 3, LENGTHS, target=3)
     here.optim("a", 4, learning_rate=0.1)
     here.save("a", 5, "kept")
-    here.until(lambda: here.engine.trainer.forward.passes)
+    here.until(lambda: here.engine.scheduler.forward.passes)
     here.worker.turn()
     here.turn()
-    (begun,) = here.engine.trainer.forward.operations["s:train:a"]
+    (begun,) = here.engine.scheduler.forward.operations["s:train:a"]
     assert (len(begun.results), len(begun.in_pass)) == (2, 1)
     die(here)
     here.settle()
@@ -241,7 +241,7 @@ def test_what_was_under_way_is_run_again_if_no_finished_gradient_is_lost(make: C
 def test_what_is_computed_and_not_recorded_is_computed_again(make: Callable[..., Here]) -> None:
     here = make()
     here.forward("a", 1, [4])
-    here.until(lambda: here.engine.trainer.forward.passes)
+    here.until(lambda: here.engine.scheduler.forward.passes)
     while not any(isinstance(message, PassDone) for message in here.process.wire.sent):
         here.process.work()
     here.process.die(REASON)  # its last words arrive with the news of its end
@@ -281,7 +281,7 @@ def test_a_step_under_way_is_refused_and_its_copy_not_taken_for_the_state(make: 
     here.forward("a", 3, LENGTHS, target=3)
     here.until(lambda: "s:train:a/3" in here.told)
     here.optim("a", 4, learning_rate=0.1)
-    here.until(lambda: here.engine.trainer.models.running)
+    here.until(lambda: here.engine.scheduler.models.running)
     while here.worker.copies.running or not any(isinstance(message, Answer) for message in here.process.wire.sent):
         here.process.work()
     if not heard:
@@ -323,7 +323,7 @@ def test_published_weights_are_gone_and_those_under_way_are_published_by_the_nex
         session = SamplingSession(f"s:sample:{seq}", "s", "tiny", f"s:train:a/{seq}", "s:train:a")
         body = {"model_id": "s:train:a", "seq_id": seq, "sampling_session_seq_id": seq}
         here.add("a", seq, "save_weights_for_sampler", body, sampling_session=session)
-    here.until(lambda: here.engine.trainer.models.running)
+    here.until(lambda: here.engine.scheduler.models.running)
     die(here)
     here.settle()
     assert results(here, 1, 2)
@@ -359,7 +359,7 @@ def test_a_model_whose_comeback_ends_the_workers_again_is_lost_and_others_come_b
     step(here, 1, "b")
     here.save("a", 3, "kept")
     here.settle()
-    crash_recovery = here.engine.trainer.crash_recovery
+    crash_recovery = here.engine.scheduler.crash_recovery
     die(here)
     die_when(here, lambda: crash_recovery.under_way is not None and crash_recovery.under_way[0] == "s:train:a")
     here.optim("a", 4)
@@ -378,7 +378,7 @@ def test_an_operation_that_ends_the_workers_again_fails_and_its_model_comes_back
     before = state(here)
     here.forward("a", 3, [4])
     here.optim("a", 4)
-    die_when(here, lambda: here.engine.trainer.forward.passes)
+    die_when(here, lambda: here.engine.scheduler.forward.passes)
     here.settle()
     failed = here.outcome("a", 3)
     assert (failed.error, failed.category) == (f"{REASON} while the operation was run, for the second time", "server")
@@ -386,7 +386,7 @@ def test_an_operation_that_ends_the_workers_again_fails_and_its_model_comes_back
     assert_same(state(here), before)
     step(here, 5)
     assert results(here, 5, 6)
-    assert here.engine.trainer.suspects == set()
+    assert here.engine.scheduler.outcomes.suspects == set()
 
 
 def test_a_damaged_copy_loses_its_model_and_no_other(here: Here) -> None:
@@ -421,11 +421,11 @@ def test_a_model_in_the_making_is_made_by_the_next_worker_and_not_by_a_third(her
     """It may be what ends them: every time, all other clients would lose their models."""
     here.create("b")
     here.forward("b", 1, [4])
-    die_when(here, lambda: "s:train:b" in here.engine.trainer.models.running, ends)
+    die_when(here, lambda: "s:train:b" in here.engine.scheduler.models.running, ends)
     here.create("d")
     here.settle()
     assert here.error("d", 0) is None
-    assert here.engine.trainer.suspects == set()
+    assert here.engine.scheduler.outcomes.suspects == set()
     if ends == 1:
         assert [here.error("b", seq) for seq in (0, 1)] == [None, None]
         assert "s:train:b" in here.backend().optimizers
@@ -442,7 +442,7 @@ def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doo
     here.said.clear()
     here.process.is_stuck = True
     here.optim("a", 3)
-    here.until(lambda: here.engine.trainer.models.running)
+    here.until(lambda: here.engine.scheduler.models.running)
     here.create("b")
     here.optim("a", 4)
     here.process.is_stuck = False
@@ -456,7 +456,7 @@ def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doo
         with here.locked():
             for _ in range(3):
                 here.turn()
-            assert here.engine.trainer.crash_recovery.under_way is None
+            assert here.engine.scheduler.crash_recovery.under_way is None
     assert not any(isinstance(message, Ready) for message in here.said)
     assert [here.store.status(name) for name in names] == ["queued"] * 3
     assert here.backend().optimizers == {}
@@ -464,7 +464,7 @@ def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doo
     assert [str(here.error("a", seq)).startswith(REASON) for seq in (3, 4)] == [True, True]
     assert (here.error("b", 0), here.engine.patience() > 0) == (None, True)
     assert here.backend().optimizers.keys() == {"s:train:b", "s:train:c"}
-    assert "s:train:a" not in here.engine.trainer.queue.models  # nothing of it is left to be called overdue
+    assert "s:train:a" not in here.engine.scheduler.models  # nothing of it is left to be called overdue
     told = [message for message in here.said if isinstance(message, Done | Ready)]
     order = [message.request_id if isinstance(message, Done) else "ready" for message in told]
     assert (sorted(order), order.index(names[0]) < order.index("ready")) == (sorted([*names, "ready"]), True)

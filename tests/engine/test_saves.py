@@ -75,7 +75,7 @@ def hold_save(here: Here, disk: SlowDisk, seq: int = 3, name: str = "kept") -> N
     """A save of `a` whose copy is there, and is being written."""
     disk.hold()
     here.save("a", seq, name)
-    here.until(lambda: here.engine.trainer.models[MODEL].saving and disk.reached.is_set())
+    here.until(lambda: here.engine.scheduler.models[MODEL].saving and disk.reached.is_set())
 
 
 def step_beside(here: Here, seq: int) -> None:
@@ -106,7 +106,7 @@ def test_a_save_is_of_before_the_steps_beside_it_which_are_those_without_one(
     hold_save(here, disk)
     step_beside(here, 4)
     assert (here.store.status(f"{MODEL}/3"), here.store.checkpoint(f"tinker://{MODEL}/weights/kept")) == ("queued", None)
-    assert here.engine.trainer.queued(MODEL) == 1
+    assert here.engine.scheduler.queued(MODEL) == 1
     disk.is_full = fails
     disk.released.set()
     here.settle()
@@ -136,7 +136,7 @@ def test_a_copy_that_fails_fails_the_save_before_anything_behind_it(here: Here, 
         here.settle()
     assert "no room for a copy" in str(here.error("a", 3))
     assert here.told[-2:] == [f"{MODEL}/3", f"{MODEL}/4"]
-    assert here.engine.trainer.models[MODEL].saving is None
+    assert here.engine.scheduler.models[MODEL].saving is None
 
 
 # ---- One at a time
@@ -150,13 +150,13 @@ def test_the_next_save_of_a_model_waits_for_the_one_before(here: Here, disk: Slo
     after = state(here)
     here.add("a", 6, "save_weights", {"model_id": MODEL, "seq_id": 6, "path": "kept", "overwrite": overwrite})
     here.forward("a", 7, LENGTHS)
-    here.until(lambda: here.engine.trainer.models[MODEL].next_is_save)
+    here.until(lambda: here.engine.scheduler.models[MODEL].next_is_save)
     for _ in range(5):
         here.turn()
     assert [here.store.status(f"{MODEL}/{seq}") for seq in (3, 6, 7)] == ["queued"] * 3
     disk.released.set()
     here.settle()
-    assert (disk.most, here.engine.trainer.models[MODEL].next_is_save) == (1, False)
+    assert (disk.most, here.engine.scheduler.models[MODEL].next_is_save) == (1, False)
     assert results(here, 3, 7)
     if overwrite:
         assert results(here, 6)
@@ -178,7 +178,7 @@ def test_a_save_that_a_step_has_overtaken_does_not_hold_the_state_of_its_model(h
         disk.released.set()
         here.settle()
         assert results(here, 3)
-        assert here.engine.trainer.operations.models[MODEL].origin is None
+        assert here.engine.scheduler.models.loaded[MODEL].origin is None
     die(here)
     disk.released.set()
     here.optim("a", 6)
@@ -186,7 +186,7 @@ def test_a_save_that_a_step_has_overtaken_does_not_hold_the_state_of_its_model(h
     lost = f"newest checkpoint, tinker://{MODEL}/weights/kept" if is_written else "it has no checkpoint to go on from"
     assert lost in str(here.error("a", 6))
     assert is_written or str(here.error("a", 3)).startswith(f"{REASON}, and there is no copy")
-    assert (here.engine.trainer.models, here.engine.trainer.operations.models) == ({}, {})
+    assert here.engine.scheduler.models == {}
 
 
 @uncopied
@@ -213,7 +213,7 @@ def test_a_step_that_runs_when_the_save_ends_counts_once_it_is_finished(here: He
     before = state(here)
     hold_save(here, disk)
     here.optim("a", 4, learning_rate=0.1)
-    here.until(lambda: here.engine.trainer.models[MODEL].running)
+    here.until(lambda: here.engine.scheduler.models[MODEL].running)
     here.process.work()
     (stepped,) = [message for message in here.process.wire.taken() if isinstance(message, Answer)]  # it may tell its status too
     disk.released.set()
@@ -221,11 +221,11 @@ def test_a_step_that_runs_when_the_save_ends_counts_once_it_is_finished(here: He
     if heard:
         here.process.wire.sent.append(stepped)
         here.until(lambda: f"{MODEL}/4" in here.told)
-        assert here.engine.trainer.operations.models[MODEL].origin is None
+        assert here.engine.scheduler.models.loaded[MODEL].origin is None
         return
     here.process.is_stuck = True
     die(here)
-    here.until(lambda: not here.engine.trainer.crash_recovery.waiting)
+    here.until(lambda: not here.engine.scheduler.crash_recovery.waiting)
     assert_same(state(here), before)
     here.settle()
     assert results(here, 4)
@@ -237,7 +237,7 @@ def test_a_step_that_runs_when_the_save_ends_counts_once_it_is_finished(here: He
 def test_a_save_that_is_cut_short_is_written_again_before_what_comes_behind_it(here: Here, disk: SlowDisk) -> None:
     before = state(here)
     hold_save(here, disk)
-    saving = here.engine.trainer.models[MODEL].saving
+    saving = here.engine.scheduler.models[MODEL].saving
     assert saving is not None
     number = saving.in_call
     assert number is not None
@@ -261,7 +261,7 @@ def test_a_save_that_is_cut_short_behind_a_step_fails_and_its_model_comes_back(h
     step_beside(here, 4)
     after = state(here)
     here.save("a", 6, "next")
-    here.until(lambda: here.engine.trainer.models[MODEL].next_is_save)
+    here.until(lambda: here.engine.scheduler.models[MODEL].next_is_save)
     die(here)
     disk.released.set()
     here.settle()
@@ -292,20 +292,20 @@ def test_a_model_goes_on_while_the_row_of_its_save_waits_and_nothing_is_written_
     here.process.is_stuck = True
     here.forward("a", 4, LENGTHS, target=4)
     here.optim("a", 5, learning_rate=0.1)
-    here.until(lambda: here.engine.trainer.forward.passes)
+    here.until(lambda: here.engine.scheduler.forward.passes)
     with here.locked():
         disk.released.set()
-        here.until(lambda: here.engine.trainer.models[MODEL].waits_for_row)
-        assert here.engine.trainer.wait_s < LONG_S
+        here.until(lambda: here.engine.scheduler.models[MODEL].waits_for_row)
+        assert here.engine.scheduler.wait_s < LONG_S
         here.process.is_stuck = False
-        here.until(lambda: here.engine.trainer.operations.models[MODEL].state == 2 and attempts >= 3)
-        assert here.engine.trainer.models.put_off == set()
+        here.until(lambda: here.engine.scheduler.models.loaded[MODEL].state == 2 and attempts >= 3)
+        assert here.engine.scheduler.models.put_off == set()
         assert f"{MODEL}/3" not in {outcome.request_id for outcome in here.engine.recorder.waiting}  # it has neither failed nor succeeded
         assert here.store.status(f"{MODEL}/3") == "queued"
     here.settle()
     assert results(here, 3, 4, 5)
     assert_same(tensors_of(saved(here)), before)
-    assert (disk.count, here.engine.trainer.backoff.is_failing) == (1, False)
+    assert (disk.count, here.engine.scheduler.waits.backoff.is_failing) == (1, False)
     assert here.checkpoint_directories() == [here.store.require_checkpoint(f"tinker://{MODEL}/weights/kept").directory]
 
 
@@ -316,7 +316,7 @@ def test_a_save_that_waits_for_its_row_outlives_the_worker(here: Here, disk: Slo
     step_beside(here, 4)
     with here.locked():
         disk.released.set()
-        here.until(lambda: here.engine.trainer.models[MODEL].waits_for_row)
+        here.until(lambda: here.engine.scheduler.models[MODEL].waits_for_row)
         die(here)
     here.settle()
     assert results(here, 3)
@@ -333,10 +333,10 @@ def test_a_model_is_unloaded_when_its_save_has_ended(here: Here, disk: SlowDisk,
     step_beside(here, 4)
     after = state(here)
     here.save("a", 6, "behind")
-    here.until(lambda: here.engine.trainer.models[MODEL].next_is_save)
+    here.until(lambda: here.engine.scheduler.models[MODEL].next_is_save)
     here.store.finish_session("s", "idle", None)
     here.say(EndSession("s", save=save))
-    here.until(lambda: here.engine.trainer.models[MODEL].cancelled)
+    here.until(lambda: here.engine.scheduler.models[MODEL].cancelled)
     assert models(here) == ["a"]
     disk.released.set()
     here.settle()
@@ -352,13 +352,13 @@ def test_a_model_is_unloaded_when_its_save_has_ended(here: Here, disk: SlowDisk,
 def test_an_engine_that_is_stopped_ends_the_saves_that_are_written(here: Here, disk: SlowDisk) -> None:
     """It says that it writes one, so the server has patience with it."""
     hold_save(here, disk)
-    assert here.engine.trainer.models.saving == MODEL
+    assert here.engine.scheduler.models.saving == MODEL
     step_beside(here, 4)
     after = state(here)
     threading.Timer(0.5, disk.released.set).start()
     here.engine._end()
-    assert here.engine.trainer.models.saving is None
-    assert here.engine.trainer.is_stopped
+    assert here.engine.scheduler.models.saving is None
+    assert here.engine.scheduler.is_stopped
     assert results(here, 3)
     assert_same(tensors_of(saved(here, "session-end")), after)
 
@@ -371,9 +371,9 @@ def test_an_engine_that_is_stopped_does_not_wait_for_ever_for_a_row(
     hold_save(here, disk)
     with here.locked():
         disk.released.set()
-        here.until(lambda: here.engine.trainer.models[MODEL].waits_for_row)
+        here.until(lambda: here.engine.scheduler.models[MODEL].waits_for_row)
         if is_lost:
-            here.engine.trainer.operations.models.pop(MODEL)  # as when it could not come back after its workers had ended
+            here.engine.scheduler.models[MODEL].loaded = None  # as when it could not come back after its workers had ended
         here.engine._end()
-    assert here.engine.trainer.is_stopped
+    assert here.engine.scheduler.is_stopped
     assert here.store.status(f"{MODEL}/3") == "queued"  # which the next server calls failed

@@ -147,7 +147,7 @@ def test_the_results_of_shares_are_read_as_those_of_one_worker() -> None:
     for place in range(5):
         assert (found[place].loss, found[place].metrics, found[place].logprobs.shape) == (losses[place], metrics[place], shapes[place])
         assert np.array_equal(found[place].logprobs, logprobs[place])
-    assert (device.failed, device.forward.tokens_per_pass["tiny"]) == ([], 25)
+    assert (device.failed, device.forward.order.paces.full["tiny"]) == ([], 25)
     assert device.sent == [Drop(["m/1", "m/3", "m/5"])]  # others hold the datums that a worker has computed
 
 

@@ -76,7 +76,7 @@ class SpokenFor(WorkerProcess):
         said, self.says = self.says, []
         return said
 
-    def kill(self) -> None:
+    def kill(self, wait: bool = True) -> None:
         """Be gone, and tell so if nobody has asked for it."""
         self.end, self.state = self.end or f"({self.fault})", "down"
 
@@ -178,12 +178,12 @@ def test_a_group_is_ready_once_when_its_last_worker_is(speak: Callable[..., Spok
     group = spoken.group
     group.start_if_due()
     assert (spoken.ready(0), spoken.ready(2)) == ([], [])
-    assert (group.is_ready, group.was_ever_ready, group.models) == (False, False, {})
+    assert (group.is_ready, group.models) == (False, {})
     group.send(CREATE)
     facts = ModelFacts(**FACTS.to_dict() | {"max_trained": 22, "max_sampled": 20})
     assert spoken.ready(1) == [WorkerReady([facts.to_dict()], "cpu 0")]
-    assert (group.is_ready, group.was_ever_ready, group.models) == (True, True, {"tiny": facts})
-    assert [(each["device"], each["state"]) for each in group.shown] == [(f"cpu {rank}", "ready") for rank in range(3)]
+    assert (group.is_ready, group.models) == (True, {"tiny": facts})
+    assert [(each["device"], each["state"]) for each in group.status.workers] == [(f"cpu {rank}", "ready") for rank in range(3)]
     assert spoken.told() == [[], [], []]
 
 
@@ -370,7 +370,7 @@ def test_a_pass_is_computed_by_all_and_told_as_one(pair: Spoken) -> None:
     pieces = [("m/1", 0), ("m/1", 1), ("n/1", 0), ("n/1", 1)]
     first, second = shares_of(pair, RunPass(1, "tiny", True, pieces, [9, 2, 3, 4]))
     assert (first.pieces, second.pieces) == (pieces[:1], pieces[1:])
-    assert [each["pass_tokens"] for each in pair.group.shown] == [9, 9]
+    assert [each["pass_tokens"] for each in pair.group.status.workers] == [9, 9]
     assert pair.says(1, computed(1, second)) == []
     (done,) = pair.says(0, computed(0, first))
     assert (done.number, done.results, done.failures, done.metrics) == (1, [(*piece, [1]) for piece in pieces], [], [[]] * 4)
@@ -383,7 +383,7 @@ def test_a_pass_is_computed_by_all_and_told_as_one(pair: Spoken) -> None:
     assert (done.results, done.failures) == ([("m/1", 1, [1])], [("n/1", 0, "UserError", "worker 1 cannot")])
     first, second = shares_of(pair, RunPass(3, "tiny", True, pieces[:1], [9]))
     assert second is None
-    assert [len(pair.says(0, computed(0, first))), *(each["pass_tokens"] for each in pair.group.shown)] == [1, 27, 11]
+    assert [len(pair.says(0, computed(0, first))), *(each["pass_tokens"] for each in pair.group.status.workers)] == [1, 27, 11]
 
 
 TOGETHER = RunPass(1, "tiny", True, [("m/1", 0)], [9], together=True)
@@ -393,7 +393,7 @@ def test_a_sequence_of_all_workers_is_given_to_all_and_told_once(pair: Spoken) -
     """With the numbers of the first: each has all of them."""
     (done,) = pair.ask(TOGETHER, {1: computed(1, TOGETHER, tokens=10), 0: computed(0, TOGETHER)})
     assert pair.told() == [[TOGETHER], [TOGETHER]]
-    assert [each["pass_tokens"] for each in pair.group.shown] == [4, 4]
+    assert [each["pass_tokens"] for each in pair.group.status.workers] == [4, 4]
     assert (done.results, done.failures, done.tokens_per_pass) == ([("m/1", 0, [1])], [], 20)
     assert np.frombuffer(done.payload[:8], np.float64).tolist() == [0.0]
     (done,) = pair.ask(TOGETHER, {rank: refused(rank, TOGETHER) for rank in range(2)})

@@ -8,7 +8,7 @@ import pytest
 from tests.rl.scripted import THINKING, tokenizer
 from tests.running import serving
 from tinsmith.models.tiny import write_tiny_model
-from tinsmith.rl.chat import ChatTemplate
+from tinsmith_rl.chat import ChatTemplate
 
 collect_ignore = [f"test_{name}.py" for name in ("tinker_cookbook", "verifiers") if not find_spec(name)]
 

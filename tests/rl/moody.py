@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, user
+from tinsmith_rl.env import ChatMessage, Env, Prompt, Step, user
 
 CLOSED: list[str] = []
 FREED = threading.Event()

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinsmith.models.tiny import write_tiny_model
-from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, user
-from tinsmith.rl.policy import Completion, SamplingRequest
-from tinsmith.rl.rollouts import EnvRollouts, RolloutSettings
-from tinsmith.rl.trajectory import EpisodeId, Trajectory
-from tinsmith.rl.workers import InlineWorkers
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
+from tinsmith_rl.chat import ChatTemplate
+from tinsmith_rl.env import ChatMessage, Env, Prompt, Step, user
+from tinsmith_rl.policy import Completion, SamplingRequest
+from tinsmith_rl.rollouts import EnvRollouts, RolloutSettings
+from tinsmith_rl.trajectory import EpisodeId, Trajectory
+from tinsmith_rl.workers import InlineWorkers
 
 THINKING = """
 {%- for message in messages -%}

@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from tests.running import tinsmith_here
-from tinsmith.rl.calls import EnvError, FailureCounter, TooManyFailuresError, call
-from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.env import Env, Prompt, Step, Teacher, image_part, user
-from tinsmith.rl.images import encode
-from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory
+from tinsmith_rl.calls import EnvError, FailureCounter, TooManyFailuresError, call
+from tinsmith_rl.chat import ChatTemplate
+from tinsmith_rl.env import Env, Prompt, Step, Teacher, image_part, user
+from tinsmith_rl.images import encode
+from tinsmith_rl.trajectory import EpisodeId, StopReason, Trajectory
 
 
 class Returns(Env, Teacher):
@@ -154,7 +154,7 @@ def test_an_environment_that_always_raises_ends_the_command(
     ran = tinsmith_here(command, str(file))
     remedy = "repair it, or raise env: max_failed_share=0.5; the first failure was ConnectionError: the simulator is busy"
     failed = f"environment 'tests.rl.moody:Absent' failed in {episodes} of {episodes} episodes"
-    assert (ran.returncode, ran.stderr) == (2, f"tinsmith: {failed}; {remedy}\n")
+    assert (ran.returncode, ran.stderr) == (2, f"tinsmith-rl: {failed}; {remedy}\n")
     assert "reward 0.000" not in ran.stdout
     (traceback,) = [message for message in caplog.messages if "Traceback" in message]
     assert traceback.endswith('    raise ConnectionError("the simulator is busy")\nConnectionError: the simulator is busy')

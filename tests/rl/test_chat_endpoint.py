@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tinsmith.rl.adapters.chat_endpoint import ChatEndpoint, ExternalChat
+from tinsmith_rl.adapters.chat_endpoint import ChatEndpoint, ExternalChat
 
 QUESTION = [{"role": "user", "content": "hot or cold?"}]
 

@@ -14,9 +14,9 @@ import pytest
 import tinker
 
 from tests.rl.test_run import QUIET, chatty, logged
-from tinsmith.rl.evaluation import run_evaluation
-from tinsmith.rl.resume import RunCheckpoints, RunState, load_state
-from tinsmith.rl.trainer import train
+from tinsmith_rl.evaluation import run_evaluation
+from tinsmith_rl.resume import RunCheckpoints, RunState, load_state
+from tinsmith_rl.trainer import train
 
 KEY = "tml-checkpoints"
 Named = Callable[[], set[str]]

@@ -12,12 +12,13 @@ from tinker.lib.public_interfaces.sampling_client import _load_tokenizer_from_mo
 from typer.testing import CliRunner
 
 from tinsmith.cli import app
-from tinsmith.errors import ConfigError
-from tinsmith.rl.config import begin_another, from_tree, load, to_tree
-from tinsmith.rl.env import Prompt, find, make
-from tinsmith.rl.evaluation import run_evaluation
-from tinsmith.rl.policy import tokenizer_of
-from tinsmith.rl.workers import make_workers
+from tinsmith_rl.__main__ import main
+from tinsmith_rl.config import begin_another, from_tree, load, to_tree
+from tinsmith_rl.env import Prompt, find, make
+from tinsmith_rl.errors import ConfigError
+from tinsmith_rl.evaluation import run_evaluation
+from tinsmith_rl.policy import tokenizer_of
+from tinsmith_rl.workers import make_workers
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "rl"
 SMALLEST: dict[str, Any] = {"model": {"base_model": "tiny"}, "env": {"name": "maze2d"}}
@@ -32,6 +33,31 @@ def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
     assert [from_tree({**SMALLEST, "training": {"mode": mode}}).staleness for mode in ("sync", "one_step_off")] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "training: {steps: 3}\ntraining: {steps: 4}\n",
+            "line 2 has the key 'training' of line 1 again; merge what stands below the two; it",
+        ),
+        ("training: [", "cannot read the configuration file .*run.yaml: while parsing a flow node .*; it must be YAML in UTF-8$"),
+        ("- training\n", "must hold sections such as 'server:', not a list"),
+        ("", "env: name is missing"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "run.yaml")
+
+
+def test_a_number_may_be_a_text_and_a_path_at_home() -> None:
+    """YAML takes 1e-4 for a text."""
+    config = from_tree({**SMALLEST, "training": {"learning_rate": "1e-4", "steps": "3"}, "output": {"directory": "~/run"}})
+    assert (config.training.learning_rate, config.training.steps) == (1e-4, 3)
+    assert config.output.directory == str(Path.home() / "run")
+
+
 def test_output_is_named_after_the_file_and_new_begins_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "maze.yaml").write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
@@ -44,7 +70,7 @@ def test_output_is_named_after_the_file_and_new_begins_beside_it(tmp_path: Path,
 
 
 MY_ENV = """
-from tinsmith.rl.env import Env, Step, register, user
+from tinsmith_rl.env import Env, Step, register, user
 
 class {name}(Env):
     def init(self, prompt): return [user("hi")], {{}}
@@ -57,18 +83,19 @@ register("registered-{name}", {name})
 def test_a_run_of_the_command_line_resumes_or_with_new_begins_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[str] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tinsmith.rl.reach.require_server", lambda _: None)
-    monkeypatch.setattr("tinsmith.rl.trainer.train", lambda config: trained.append(config.output.directory))
+    monkeypatch.setattr("tinsmith_rl.__main__.require_server", lambda _: None)
+    monkeypatch.setattr("tinsmith_rl.trainer.train", lambda config: trained.append(config.output.directory))
     (tmp_path / "maze.yaml").write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
     (tmp_path / "rl-output" / "maze").mkdir(parents=True)
     for options in ([], ["--new"]):
         assert CliRunner().invoke(app, ["rl", "maze.yaml", *options]).exit_code == 0
-    assert trained == ["rl-output/maze", "rl-output/maze-2"]
+        main(["maze.yaml", *options])
+    assert trained == ["rl-output/maze"] * 2 + ["rl-output/maze-2"] * 2
 
 
 def test_an_environment_may_lie_in_the_working_directory_or_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("tinsmith.rl.env._factories", {})
+    monkeypatch.setattr("tinsmith_rl.env._factories", {})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "else where").mkdir()
     for file, name in (("here_env.py", "Here"), ("else where/there_env.py", "There"), ("json.py", "Mine")):
@@ -118,6 +145,13 @@ def test_an_example_names_settings_and_an_environment_that_there_are(file: Path)
         ({"evaluation": {"samples": 2, "pass_at": [1, 4]}}, r"pass_at=\[4\] must lie between 1 and samples=2"),
         ({"evaluation": {"pass_at": "1"}}, "evaluation.pass_at='1' must be a list of whole numbers"),
         ({"env": {}}, "env: name is missing"),
+        ({"env": "maze2d"}, "env='maze2d' must be a section"),
+        ({"training": {"max_tokens": 8}}, "unknown key 'training.max_tokens'; did you mean 'generation.max_tokens'?"),
+        ({"evaluation": {"seeed": 8}}, "unknown key 'evaluation.seeed'; did you mean 'evaluation.seed'?"),
+        ({"model": {"xyz": 8}}, "unknown key 'model.xyz'; known here: base_model, start_from, rank"),
+        ({"training": {"learning_rate": "fast"}}, "training.learning_rate='fast' must be a number of at least 0$"),
+        ({"generation": {"top_p": float("nan")}}, "generation.top_p=nan must be a number from 0 to 1$"),
+        ({"training": {"overlong_filtering": 1}}, "training.overlong_filtering=1 must be true or false"),
         ({"env": {"import": "here_env", "name": "Here"}}, "env: import='here_env', name='Here' must be a Python file"),
     ],
 )

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tinker
 
-from tinsmith.rl.config import AdvantageKind
-from tinsmith.rl.datums import (
+from tinsmith_rl.config import AdvantageKind
+from tinsmith_rl.datums import (
     WeightedSample,
     advantages,
     has_variance,
@@ -17,8 +17,8 @@ from tinsmith.rl.datums import (
     response_logprobs,
     scales,
 )
-from tinsmith.rl.sequences import EncodedImage, PlacedImage, TokenSequence, text_sequence
-from tinsmith.rl.trajectory import TrainingSample, Turn, assemble
+from tinsmith_rl.sequences import EncodedImage, PlacedImage, TokenSequence, text_sequence
+from tinsmith_rl.trajectory import TrainingSample, Turn, assemble
 
 
 @pytest.mark.parametrize(

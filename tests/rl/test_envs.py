@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tinsmith.errors import ConfigError
-from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, Teacher, deregister, find, make, register, registered, user
-from tinsmith.rl.envs.questions import COLORS, ColorSquare
+from tinsmith_rl.env import ChatMessage, Env, Prompt, Step, Teacher, deregister, find, make, register, registered, user
+from tinsmith_rl.envs.questions import COLORS, ColorSquare
+from tinsmith_rl.errors import ConfigError
 
 SHIPPED = ["arithmetic", "color_square", "digit_sum", "guess_number", "maze2d"]
 
@@ -158,7 +158,7 @@ def test_an_environment_that_cannot_be_made_is_refused(name: str, options: dict[
 
 
 def test_environments_are_registered_once() -> None:
-    register("mine", "tinsmith.rl.envs.questions:Arithmetic")
+    register("mine", "tinsmith_rl.envs.questions:Arithmetic")
     try:
         assert registered() == (*SHIPPED, "mine")
         with pytest.raises(ConfigError, match="'mine' is registered already"):

@@ -10,10 +10,10 @@ from typing import Any, ParamSpec
 import pytest
 
 from tests.rl.scripted import Scripted
-from tinsmith.rl.env import Prompt
-from tinsmith.rl.groups import Group, GroupStream, Play
-from tinsmith.rl.policy import Policy
-from tinsmith.rl.rollouts import task_group
+from tinsmith_rl.env import Prompt
+from tinsmith_rl.groups import Group, GroupStream, Play
+from tinsmith_rl.policy import Policy
+from tinsmith_rl.rollouts import task_group
 
 P = ParamSpec("P")
 NOBODY = Scripted([])

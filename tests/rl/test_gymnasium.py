@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tinsmith.errors import ConfigError
-from tinsmith.rl.adapters.gymnasium import GymnasiumEnv
-from tinsmith.rl.env import Prompt
+from tinsmith_rl.adapters.gymnasium import GymnasiumEnv
+from tinsmith_rl.env import Prompt
+from tinsmith_rl.errors import ConfigError
 
 
 class Lamp(gymnasium.Env[NDArray[np.uint8], int]):

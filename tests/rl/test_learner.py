@@ -9,18 +9,18 @@ import tinker
 from numpy.typing import NDArray
 
 from tests.rl.scripted import END, ids, settings
-from tinsmith.errors import ConfigError
-from tinsmith.rl.calls import FailureCounter, TooManyFailuresError
-from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.config import TrainingSection, WarmupSection
-from tinsmith.rl.datums import kl, likelihood_datum, response_logprobs
-from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, Teacher, user
-from tinsmith.rl.groups import Group
-from tinsmith.rl.learner import Learner, warm_up, weighted_samples
-from tinsmith.rl.rollouts import EnvRollouts
-from tinsmith.rl.sequences import text_sequence
-from tinsmith.rl.trajectory import EpisodeId, StopReason, TrainingSample, Trajectory, Turn, assemble
-from tinsmith.rl.workers import InlineWorkers
+from tinsmith_rl.calls import FailureCounter, TooManyFailuresError
+from tinsmith_rl.chat import ChatTemplate
+from tinsmith_rl.config import TrainingSection, WarmupSection
+from tinsmith_rl.datums import kl, likelihood_datum, response_logprobs
+from tinsmith_rl.env import ChatMessage, Env, Prompt, Step, Teacher, user
+from tinsmith_rl.errors import ConfigError
+from tinsmith_rl.groups import Group
+from tinsmith_rl.learner import Learner, warm_up, weighted_samples
+from tinsmith_rl.rollouts import EnvRollouts
+from tinsmith_rl.sequences import text_sequence
+from tinsmith_rl.trajectory import EpisodeId, StopReason, TrainingSample, Trajectory, Turn, assemble
+from tinsmith_rl.workers import InlineWorkers
 
 
 def turn(prompt: list[int], sampled: list[int], reward: float = 0.0) -> Turn:

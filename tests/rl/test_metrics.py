@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tinsmith.errors import ConfigError
-from tinsmith.rl.config import from_tree
-from tinsmith.rl.datums import advantages
-from tinsmith.rl.env import Prompt
-from tinsmith.rl.groups import Group
-from tinsmith.rl.metrics import BatchWatch, make_trackers, pass_at_k, succeeded, trajectory_metrics
-from tinsmith.rl.sequences import text_sequence
-from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory, Turn, assemble
+from tinsmith_rl.config import from_tree
+from tinsmith_rl.datums import advantages
+from tinsmith_rl.env import Prompt
+from tinsmith_rl.errors import ConfigError
+from tinsmith_rl.groups import Group
+from tinsmith_rl.metrics import BatchWatch, make_trackers, pass_at_k, succeeded, trajectory_metrics
+from tinsmith_rl.sequences import text_sequence
+from tinsmith_rl.trajectory import EpisodeId, StopReason, Trajectory, Turn, assemble
 
 
 def trajectory(reward: float, tokens: int, reason: StopReason = "done") -> Trajectory:

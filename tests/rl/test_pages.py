@@ -12,11 +12,11 @@ from tests.bases import renderer
 from tests.rl.scripted import END, chunk_of, play
 from tinsmith.models.base import BaseModel
 from tinsmith.rendering.processor import LocalProcessor
-from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.datums import likelihood_datum
-from tinsmith.rl.env import user
-from tinsmith.rl.pages import write_jsonl, write_page
-from tinsmith.rl.trajectory import EpisodeId, Trajectory
+from tinsmith_rl.chat import ChatTemplate
+from tinsmith_rl.datums import likelihood_datum
+from tinsmith_rl.env import user
+from tinsmith_rl.pages import write_jsonl, write_page
+from tinsmith_rl.trajectory import EpisodeId, Trajectory
 
 
 def seen(template: ChatTemplate) -> Trajectory:

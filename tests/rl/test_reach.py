@@ -11,11 +11,11 @@ import pytest
 from tests.answering import NOBODY, answering
 from tests.running import tinsmith_here
 from tinsmith.commands.ping import ping
-from tinsmith.errors import ConfigError
-from tinsmith.rl import reach
-from tinsmith.rl.config import ModelSection, ServerSection
-from tinsmith.rl.policy import connect, open_policy, open_training_client
-from tinsmith.rl.reach import require_server
+from tinsmith_rl import reach
+from tinsmith_rl.config import ModelSection, ServerSection
+from tinsmith_rl.errors import ConfigError
+from tinsmith_rl.policy import connect, open_policy, open_training_client
+from tinsmith_rl.reach import require_server
 
 NO_URL = "url is empty and TINKER_BASE_URL is not set; give the server's URL, such as http://127.0.0.1:8000"
 NO_KEY = "api_key is empty and TINKER_API_KEY is not set; Tinsmith takes any key that begins with tml-, such as tml-anything"
@@ -43,11 +43,11 @@ def test_what_is_not_given_or_not_there_is_named(command: str, tmp_path: Path, m
     assert refused("") == f"server: {NO_URL}"
     (tmp_path / "run.yaml").write_text("server: {wait_s: 0}\nmodel: {base_model: tiny}\nenv: {name: arithmetic}\n")
     ran = tinsmith_here(command, str(tmp_path / "run.yaml"))
-    assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"tinsmith: server: {NO_URL}; {NO_KEY}\n")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"tinsmith-rl: server: {NO_URL}; {NO_KEY}\n")
     monkeypatch.setenv("TINKER_BASE_URL", f"{NOBODY}/")
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
     ran = tinsmith_here(command, str(tmp_path / "run.yaml"))
-    assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"tinsmith: {GONE}{REMEDY}\n")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"tinsmith-rl: {GONE}{REMEDY}\n")
 
 
 def test_a_server_that_starts_is_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -64,7 +64,7 @@ def test_a_server_that_starts_is_waited_for(monkeypatch: pytest.MonkeyPatch, cap
 def test_a_real_server_is_reached_at_once_though_a_proxy_is_set(
     server_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO, "tinsmith")
+    caplog.set_level(logging.INFO, "tinsmith_rl")
     require_server(ServerSection(server_url, "tml-test", wait_s=0))
     assert not caplog.records
     for name in ("no_proxy", "NO_PROXY"):

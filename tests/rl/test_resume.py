@@ -22,11 +22,11 @@ from rich.console import Console
 
 from tests.rl.test_run import QUIET, chatty, config_of, logged
 from tests.running import PROGRAM, serving
-from tinsmith.errors import ConfigError
 from tinsmith.models.tiny import write_tiny_model
-from tinsmith.rl.config import RlConfig, to_tree
-from tinsmith.rl.resume import FIXED_AT_START, MAY_CHANGE, MAY_DIFFER, RunState, load_state, locked, record_settings, starting_state
-from tinsmith.rl.trainer import train
+from tinsmith_rl.config import RlConfig, to_tree
+from tinsmith_rl.errors import ConfigError
+from tinsmith_rl.resume import FIXED_AT_START, MAY_CHANGE, MAY_DIFFER, RunState, load_state, locked, record_settings, starting_state
+from tinsmith_rl.trainer import train
 
 KEY = "tml-resume"
 SILENT = "http://127.0.0.1:9"
@@ -117,7 +117,7 @@ def test_a_run_goes_on_when_its_worker_and_its_server_are_killed(tmp_path: Path,
             state = running.result()
     assert [line["step"] for line in logged(out)] == list(range(1, 21))
     assert (state.step, state) == (20, state_of(out))
-    losses = [record.getMessage() for record in caplog.records if record.name == "tinsmith.rl.trainer"]
+    losses = [record.getMessage() for record in caplog.records if record.name == "tinsmith_rl.trainer"]
     assert any("the server has lost weights or the model" in loss for loss in losses)
     assert any(re.search(r"the run goes on from step \d+ with its last checkpoint, tinker://", loss) for loss in losses)
 

@@ -18,15 +18,17 @@ from PIL import Image
 
 from tests.rl.scripted import COUNTS, END, KEEPS_THOUGHTS, ON_DEMAND, OPENING, SHOUTS, THINKING, Script, Scripted, ids, play, settings
 from tests.rl.test_run import config_of
-from tinsmith.errors import ConfigError
-from tinsmith.rl.chat import ChatTemplate, TemplateError
-from tinsmith.rl.config import ModelSection, from_tree
-from tinsmith.rl.env import ChatMessage, Prompt, image_part, text_part, user
-from tinsmith.rl.policy import Completion, SamplingRequest, TinkerPolicy, chat_template, context_limit, tokenizer_of
-from tinsmith.rl.rollouts import EnvRollouts, file_prompts, prompt_of_group, prompts_of, rollout_settings, seed_prompts
-from tinsmith.rl.sequences import EncodedImage
-from tinsmith.rl.trajectory import EpisodeId, Trajectory
-from tinsmith.rl.workers import InlineWorkers
+from tinsmith_rl.chat import ChatTemplate, TemplateError
+from tinsmith_rl.config import ModelSection, from_tree
+from tinsmith_rl.configured_rollouts import rollout_settings
+from tinsmith_rl.env import ChatMessage, Prompt, image_part, text_part, user
+from tinsmith_rl.errors import ConfigError
+from tinsmith_rl.policy import Completion, SamplingRequest, TinkerPolicy, chat_template, context_limit, tokenizer_of
+from tinsmith_rl.prompts import file_prompts, prompt_of_group, prompts_of, seed_prompts
+from tinsmith_rl.rollouts import EnvRollouts
+from tinsmith_rl.sequences import EncodedImage
+from tinsmith_rl.trajectory import EpisodeId, Trajectory
+from tinsmith_rl.workers import InlineWorkers
 
 MakeTemplate = Callable[[str | None], ChatTemplate]
 Steps = list[tuple[list[ChatMessage], float, bool]]

@@ -5,6 +5,8 @@ Also: `tests/rl/test_groups.py`.
 """
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,21 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.cli import app
-from tinsmith.errors import ConfigError
-from tinsmith.rl.config import RlConfig, from_tree
-from tinsmith.rl.evaluation import run_evaluation
-from tinsmith.rl.resume import RunState, load_state
-from tinsmith.rl.trainer import train
+from tinsmith_rl.config import RlConfig, from_tree, to_tree
+from tinsmith_rl.errors import ConfigError
+from tinsmith_rl.evaluation import run_evaluation
+from tinsmith_rl.resume import RunState, load_state
+from tinsmith_rl.trainer import train
 
 QUIET = Console(quiet=True)
+ALONE = """
+import sys
+sys.modules |= dict.fromkeys(["tinsmith", "torch", "torchvision"])
+from tinsmith_rl.__main__ import main
+main(sys.argv[1:])
+"""
 ALWAYS_LOGGED = [
     *("reward", "response_tokens", "turns", "truncated", "entropy", "kl_sampler_trainer", "zero_variance_groups"),
     *("tokens/sampled", "tokens/sequence", "seconds/wait", "seconds/learn", "seconds/publish", "seconds/step", "seconds/left"),
@@ -42,6 +51,20 @@ def config_of(url: str, directory: Path, **sections: dict[str, Any]) -> RlConfig
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
     return from_tree(tree)
+
+
+def test_a_run_with_images_needs_neither_the_server_s_package_nor_torch(server_url: str, tmp_path: Path) -> None:
+    tree = to_tree(config_of(server_url, tmp_path / "run", training={"steps": 1}, warmup={"steps": 0}))
+    (tmp_path / "run.yaml").write_text(
+        json.dumps({**tree, "server": {"url": server_url, "api_key": "tml-test"}, "evaluation": {"model": str(tmp_path / "run")}})
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "rl")}
+    for options in ([], ["--eval"]):
+        command = [REAL_PYTHON, "-c", ALONE, *options, str(tmp_path / "run.yaml")]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, "PyTorch" in done.stderr) == (0, False), done.stderr
+    assert [line["step"] for line in logged(tmp_path / "run")] == [1]
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["trajectories"] == 64
 
 
 def chatty(url: str, directory: Path, **sections: dict[str, Any]) -> RlConfig:
@@ -73,7 +96,7 @@ def undisturbed(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> tu
     directory = tmp_path_factory.mktemp("undisturbed")
     config = config_of(server_url, directory, **EVALUATED, output={"trackers": ["tensorboard", "console"]})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("tinsmith.rl.trainer.SHOWN_EVERY_S", 0.0)
+        patched.setattr("tinsmith_rl.trainer.SHOWN_EVERY_S", 0.0)
         return directory, train(config, Console(file=(directory / "console").open("w"), width=80))
 
 

@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 from tinsmith.config import ImagesConfig
-from tinsmith.errors import UserError
-from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.images import encode
 from tinsmith.wire.images import decode
+from tinsmith_rl.chat import ChatTemplate
+from tinsmith_rl.errors import UserError
+from tinsmith_rl.images import encode
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
 

@@ -17,15 +17,15 @@ from transformers import AutoTokenizer
 
 from tests.rl.scripted import Scripted, ids, settings
 from tests.rl.test_run import QUIET, config_of, told
-from tinsmith.errors import ConfigError
-from tinsmith.rl.adapters.cookbook import CompleterOfPolicy, CookbookEnv, CookbookEnvGroupBuilder, CookbookRollouts, PolicyOfCompleter
-from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.env import Prompt, deregister, register
-from tinsmith.rl.policy import Policy, SamplingRequest, TinkerPolicy
-from tinsmith.rl.rollouts import EnvRollouts
-from tinsmith.rl.trainer import train
-from tinsmith.rl.trajectory import EpisodeId, TrainingSample, Trajectory
-from tinsmith.rl.workers import InlineWorkers
+from tinsmith_rl.adapters.cookbook import CompleterOfPolicy, CookbookEnv, CookbookEnvGroupBuilder, CookbookRollouts, PolicyOfCompleter
+from tinsmith_rl.chat import ChatTemplate
+from tinsmith_rl.env import Prompt, deregister, register
+from tinsmith_rl.errors import ConfigError
+from tinsmith_rl.policy import Policy, SamplingRequest, TinkerPolicy
+from tinsmith_rl.rollouts import EnvRollouts
+from tinsmith_rl.trainer import train
+from tinsmith_rl.trajectory import EpisodeId, TrainingSample, Trajectory
+from tinsmith_rl.workers import InlineWorkers
 
 SAID = ["4<|im_end|>", "2<|im_end|>", "1<|im_end|>"]
 """Guesses of the number of `Prompt(0)`, which is none of them, so that all three are made."""

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.rl.scripted import Scripted, ids, settings
-from tinsmith.errors import UserError
-from tinsmith.rl.adapters.verifiers import VerifiersEpisodes
-from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.env import Prompt, deregister, register
-from tinsmith.rl.rollouts import EnvRollouts
-from tinsmith.rl.trajectory import EpisodeId, Trajectory
-from tinsmith.rl.workers import make_workers
+from tinsmith_rl.adapters.verifiers import VerifiersEpisodes
+from tinsmith_rl.chat import ChatTemplate
+from tinsmith_rl.env import Prompt, deregister, register
+from tinsmith_rl.errors import UserError
+from tinsmith_rl.rollouts import EnvRollouts
+from tinsmith_rl.trajectory import EpisodeId, Trajectory
+from tinsmith_rl.workers import make_workers
 
 sys.path.append(str(Path(__file__).parent / "verifiers_parts"))
 PLAYER = {"harness": {"id": "countdown_tasks"}, "runtime": {"type": "subprocess"}}

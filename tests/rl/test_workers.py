@@ -14,12 +14,12 @@ import pytest
 from tests.preloaded import REAL_PYTHON
 from tests.rl.moody import CLOSED, FREED, Moody
 from tests.rl.scripted import Scripted, ids, settings
-from tinsmith.errors import ConfigError
-from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.env import Prompt, deregister, register
-from tinsmith.rl.rollouts import EnvRollouts
-from tinsmith.rl.trajectory import EpisodeId, Trajectory
-from tinsmith.rl.workers import ProcessWorkers, make_workers
+from tinsmith_rl.chat import ChatTemplate
+from tinsmith_rl.env import Prompt, deregister, register
+from tinsmith_rl.errors import ConfigError
+from tinsmith_rl.rollouts import EnvRollouts
+from tinsmith_rl.trajectory import EpisodeId, Trajectory
+from tinsmith_rl.workers import ProcessWorkers, make_workers
 
 Kind = Literal["inline", "thread", "process"]
 
@@ -98,7 +98,7 @@ def test_asynchronous_methods_have_a_time_out_and_an_environment_that_cannot_be_
 
 HANGING = """
 import asyncio, time
-from tinsmith.rl.workers import EnvTimeoutError, make_workers
+from tinsmith_rl.workers import EnvTimeoutError, make_workers
 
 class Forever:
     def step(self): time.sleep(300)
@@ -176,7 +176,7 @@ class Game:
 
 IN_ITS_DIRECTORY = """
 import asyncio
-from tinsmith.rl.workers import make_workers
+from tinsmith_rl.workers import make_workers
 
 async def run():
     workers = make_workers("process", 1, 600.0)
@@ -198,7 +198,7 @@ def test_a_process_imports_the_environment_of_the_working_directory_and_runs_not
     program.parent.mkdir()
     program.write_text(IN_ITS_DIRECTORY)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "rl")
     command = [REAL_PYTHON, str(program)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=LONG_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "{'PYTHONSAFEPATH': 0.0}\n", "")

@@ -11,8 +11,8 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 
 from tests.rl.test_run import logged
-from tinsmith.rl.config import from_tree
-from tinsmith.rl.trainer import train
+from tinsmith_rl.config import from_tree
+from tinsmith_rl.trainer import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "rl"
 

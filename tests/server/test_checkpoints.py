@@ -41,9 +41,9 @@ async def test_a_deleted_checkpoint_is_gone_at_once_and_its_files_soon(server: S
     saved = server.save(A)
     assert [(await manage(server, A, "DELETE")).status_code for _ in range(2)] == [200, 404]
     assert (await server.shown("checkpoints"))["checkpoints"] == []
-    assert server.hub.files.sizes(saved.directory) == {"weights": 10}
+    assert server.hub.files.at(saved.directory).sizes() == {"weights": 10}
     await server.hub.lifetimes.sweep()
-    assert server.hub.files.sizes(saved.directory) == {}
+    assert server.hub.files.at(saved.directory).sizes() == {}
 
 
 @pytest.mark.parametrize("method", ["DELETE", "POST /publish", "DELETE /publish", "PUT /ttl"])
@@ -83,7 +83,7 @@ async def test_a_copy_shares_files_and_outlives_its_source(server: Served) -> No
     for path, sizes in ((source.tinker_path, {"weights": 10}), (other, {"weights": 10}), (first, {})):
         await manage(server, path, "DELETE")
         sweep(server.store, server.hub.files)
-        assert server.hub.files.sizes(source.directory) == sizes
+        assert server.hub.files.at(source.directory).sizes() == sizes
 
 
 async def test_a_copy_into_a_session_takes_the_number_of_a_run(server: Served) -> None:

@@ -62,7 +62,7 @@ def test_an_image_is_a_file_named_by_its_digest_until_no_command_needs_it(store:
     digests = [DIGEST, other, DIGEST]
     store.append([NewCommand(MODEL, 1, "forward_backward", b"p", digests, IMAGE | {other: b"other"}), step(2, images=IMAGE)])
     assert [command.image_digests for command in store.queued(MODEL)] == [(), tuple(digests), (DIGEST,)]
-    assert [store.read_blob(digest) for digest in digests] == [DATA, b"other", DATA]
+    assert [store.blobs.read(digest) for digest in digests] == [DATA, b"other", DATA]
     file = tmp_path / "blobs" / DIGEST.hex()[:2] / DIGEST.hex()
     assert file.read_bytes() == DATA
     assert blobs_in(tmp_path) == sorted([file.name, other.hex()])
@@ -78,7 +78,7 @@ def test_images_of_commands_that_are_not_queued_go(store: Store, tmp_path: Path)
     """But not that of a command which is sent again."""
     store.append([step(1), step(3, images=IMAGE)])
     assert store.append([step(3, images=IMAGE)]) == [False]
-    assert store.read_blob(DIGEST) == DATA
+    assert store.blobs.read(DIGEST) == DATA
     store.record([done(3)])
     assert store.append([step(1, images=IMAGE)]) == [False]
     store.finish_session(SESSION, "success", None)
@@ -125,7 +125,7 @@ def test_an_image_that_is_deleted_while_a_command_is_appended_is_written_again(
 
     monkeypatch.setattr(BlobFiles, "write", interrupted)
     store.append([step(2, images=IMAGE)])
-    assert store.read_blob(DIGEST) == DATA
+    assert store.blobs.read(DIGEST) == DATA
 
 
 def test_a_disk_that_takes_no_image_takes_no_command(store: Store, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_damaged_image_is_refused_and_can_be_sent_again(store: Store, tmp_path
     store.append([step(1, images=IMAGE)])
     BlobFiles(tmp_path).path(DIGEST).write_bytes(bytes(len(DATA)))
     with pytest.raises(TinsmithError, match=f"{DIGEST.hex()} was damaged: its SHA-256 was another than its name"):
-        store.read_blob(DIGEST)
-    assert store.read_blob(DIGEST) is None
+        store.blobs.read(DIGEST)
+    assert store.blobs.read(DIGEST) is None
     store.append([step(2, images=IMAGE)])
-    assert store.read_blob(DIGEST) == DATA
+    assert store.blobs.read(DIGEST) == DATA

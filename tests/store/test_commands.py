@@ -164,7 +164,7 @@ def test_what_an_engine_left_is_given_up(store: Store) -> None:
     store.create_sampling_session(SamplingSession("s:sample:1", SESSION, "tiny"))
     assert store.fail_unfinished("the engine died") == [f"{MODEL}/2"]
     assert store.outcome(f"{MODEL}/1") == done(1)
-    assert store.read_blob(digest) is None
+    assert store.blobs.read(digest) is None
     sessions = [store.sampling_session(f"s:sample:{number}") for number in range(2)]
     assert [session and session.gone for session in sessions] == ["the engine died", None]
 

@@ -29,19 +29,19 @@ def write(files: CheckpointFiles) -> str:
 
 def test_what_is_written_is_read_until_it_is_removed(files: CheckpointFiles, tmp_path: Path) -> None:
     place, other = write(files), write(files)
-    assert files.sizes(place) == {"a": 10, "b": 0}
+    assert files.at(place).sizes() == {"a": 10, "b": 0}
     assert files.remaining_bytes(place) == 10
-    assert b"".join(files.read(place, "a", range(2, 7))) == b"23456"
-    assert b"".join(files.read(place, "b", range(0))) == b""
+    assert b"".join(files.at(place).read("a", range(2, 7))) == b"23456"
+    assert b"".join(files.at(place).read("b", range(0))) == b""
     with files.fetched(place) as directory:
         assert {file.name: file.read_bytes() for file in directory.iterdir()} == FILES
     assert list((tmp_path / "data" / "checkpoints").glob(".writing-*")) == []
     for _ in range(2):
         files.remove(place)
-        assert (files.sizes(place), files.remaining_bytes(place)) == ({}, 0)
+        assert (files.at(place).sizes(), files.remaining_bytes(place)) == ({}, 0)
     with pytest.raises(NotFoundError, match="deleted while it was read"), files.fetched(place) as directory:
         (directory / "a").read_bytes()
-    assert files.sizes(other) == {"a": 10, "b": 0}
+    assert files.at(other).sizes() == {"a": 10, "b": 0}
 
 
 def test_what_several_processes_have_filled_is_written_when_it_is_joined(files: CheckpointFiles, tmp_path: Path) -> None:
@@ -53,16 +53,16 @@ def test_what_several_processes_have_filled_is_written_when_it_is_joined(files: 
         joint.mkdir()
         for name, content in FILES.items():
             (joint / name).write_bytes(content)
-    assert [files.sizes(each) for each in (place, failed, abandoned)] == [{}] * 3
+    assert [files.at(each).sizes() for each in (place, failed, abandoned)] == [{}] * 3
     assert files.finished_places() == []
     assert files.remaining_bytes(abandoned) == 10
     with files.joined(place) as directory:
         assert directory == files.joint(place)
-    assert files.sizes(place) == {"a": 10, "b": 0}
+    assert files.at(place).sizes() == {"a": 10, "b": 0}
     with pytest.raises(ValueError, match="no"), files.joined(failed):
         raise ValueError("no")
     files.remove(abandoned)
-    assert [files.sizes(each) for each in (failed, abandoned)] == [{}] * 2
+    assert [files.at(each).sizes() for each in (failed, abandoned)] == [{}] * 2
     assert [path for path in tmp_path.rglob(".writing-*") if path.is_dir()] == []
 
 
@@ -72,7 +72,7 @@ def test_places_are_found_under_another_root_and_from_another_directory(tmp_path
     (tmp_path / "data").rename(tmp_path / "moved")
     monkeypatch.chdir("/")
     moved = CheckpointFiles(tmp_path / "moved")
-    assert [moved.sizes(place) for place in places] == [{"a": 10, "b": 0}] * 3
+    assert [moved.at(place).sizes() for place in places] == [{"a": 10, "b": 0}] * 3
 
 
 @pytest.mark.parametrize("name", ["a::b", "a?b", "a#b", "a%20b", "a=b c", "ü&~", "a[b]*"])
@@ -85,11 +85,11 @@ def test_a_directory_of_any_name_has_its_files(name: str, as_root: bool, tmp_pat
     files = CheckpointFiles(tmp_path / "data", str(tmp_path / name)) if as_root else CheckpointFiles(tmp_path / name)
     place, other = write(files), write(files)
     assert (tmp_path / name / ("" if as_root else "checkpoints") / place.rpartition("/")[2] / "a").read_bytes() == FILES["a"]
-    assert files.sizes(place) == {"a": 10, "b": 0}
-    assert b"".join(files.read(place, "a", range(10))) == FILES["a"]
+    assert files.at(place).sizes() == {"a": 10, "b": 0}
+    assert b"".join(files.at(place).read("a", range(10))) == FILES["a"]
     assert sorted(files.finished_places()) == sorted([place, other])
     files.remove(place)
-    assert (files.sizes(place), files.sizes(other)) == ({}, {"a": 10, "b": 0})
+    assert (files.at(place).sizes(), files.at(other).sizes()) == ({}, {"a": 10, "b": 0})
     assert neighbor.read_text() == "theirs"
 
 

@@ -38,12 +38,12 @@ def test_what_is_kept_can_be_read_until_its_session_is_forgotten(tmp_path: Path)
     store.append([step(1, b"one", IMAGE), step(2, b"two"), step(3, b"left")])
     commands = store.queued(MODEL)
     store.record([done(0), done(1), Outcome(f"{MODEL}/2", None, None, "bad", "user")])
-    assert [store.read_blob(digest) for digest in commands[1].image_digests] == [DATA]
+    assert [store.blobs.read(digest) for digest in commands[1].image_digests] == [DATA]
     store.close()
     store = Store.open(tmp_path, keep_bytes=KIB)
     assert store.fail_unfinished("the server stopped") == [f"{MODEL}/3"]
     assert [store.payload(command) for command in commands] == [b"create", b"one", b"two", b"left"]
-    assert store.read_blob(DIGEST) == DATA
+    assert store.blobs.read(DIGEST) == DATA
     store.finish_session(SESSION, "success", None)
     store.forget_ended(time.time() + 3600)
     assert store.status(f"{MODEL}/1") is None
@@ -78,7 +78,7 @@ def test_the_oldest_goes_when_there_is_too_much(tmp_path: Path) -> None:
         store.record([done(seq_id)])
         # Four of 2 KiB have room, and the first one, which is small, with them.
         assert kept(store, commands[: seq_id + 1]) == ([0] if seq_id == 4 else []) + list(range(seq_id - 3, seq_id + 1))
-        assert [store.read_blob(digest) is not None for digest in digests] == [False] * (seq_id - 4) + [True] * (12 - seq_id)
+        assert [store.blobs.read(digest) is not None for digest in digests] == [False] * (seq_id - 4) + [True] * (12 - seq_id)
 
 
 def test_queued_operations_do_not_count_and_never_go(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_an_image_stays_as_long_as_one_operation_has_it(tmp_path: Path) -> None:
     commands = store.queued(MODEL)
     store.record([done(seq_id) for seq_id in range(4)])
     assert kept(store, commands) == [2, 3]
-    assert store.read_blob(DIGEST) == DATA
+    assert store.blobs.read(DIGEST) == DATA
 
 
 def test_a_database_that_is_locked_after_the_outcome_costs_no_outcome(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

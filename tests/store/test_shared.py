@@ -100,7 +100,7 @@ def test_a_root_is_only_read(tmp_path: Path) -> None:
 def test_the_manifest_comes_last_into_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever finds it finds all files."""
     files = CheckpointFiles(tmp_path, f"memory://{uuid.uuid4().hex}")
-    system, _ = files._resolve(files.new_place())
+    system = files.at(files.new_place()).system
     put, names = type(system).put_file, []
 
     def note(self: object, local: str, remote: str) -> None:

@@ -71,7 +71,7 @@ def test_what_is_in_use_is_left_alone(store: Store, files: CheckpointFiles, late
         assert found(store, files) == []
         sweep(store, files, unknown=True)
         assert directory.exists()
-    assert [bool(files.sizes(place)) for place in (kept, sent)] == [True, True]
+    assert [bool(files.at(place).sizes()) for place in (kept, sent)] == [True, True]
 
 
 def test_expired_and_deleted_checkpoints_go_with_their_files(store: Store, files: CheckpointFiles) -> None:
@@ -85,7 +85,7 @@ def test_expired_and_deleted_checkpoints_go_with_their_files(store: Store, files
     ]
     for _ in range(2):
         sweep(store, files)
-        assert [files.sizes(place) for place in (expired, deleted, kept)] == [{}, {}, {"a": 10, "b": 0}]
+        assert [files.at(place).sizes() for place in (expired, deleted, kept)] == [{}, {}, {"a": 10, "b": 0}]
         assert found(store, files) == []
 
 
@@ -96,7 +96,7 @@ def test_files_that_a_living_copy_has_free_nothing(store: Store, files: Checkpoi
     set_checkpoint_ttl(store, "tinker://m/weights/a", -1)
     assert found(store, files) == [("tinker://m/weights/a", "has expired", 0)]
     sweep(store, files, unknown=True)
-    assert files.sizes(place) == {"a": 10, "b": 0}
+    assert files.at(place).sizes() == {"a": 10, "b": 0}
     original = replace(store.require_checkpoint(copy), tinker_path="tinker://m/weights/a", expires_at=1.0)
     set_checkpoint_ttl(store, copy, -1)
     store.put_checkpoint(original)
@@ -125,7 +125,7 @@ def test_what_a_crash_left_of_a_save_goes_after_a_day(
     assert ("files of .writing-abcdefgh", "they were never finished", 3) in garbage
     sweep(store, files)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [kept]
-    assert files.sizes(kept) == {"a": 10, "b": 0}
+    assert files.at(kept).sizes() == {"a": 10, "b": 0}
     assert found(store, files) == []
 
 
@@ -139,8 +139,8 @@ def test_files_that_the_database_does_not_know_go_on_request_only(store: Store, 
     (unknown,) = find_unknown(store, files)
     assert (unknown.what, unknown.reason, unknown.size_bytes) == (f"files of {orphan}", "the database does not know them", 10)
     sweep(store, files)
-    assert files.sizes(orphan) == {"a": 10, "b": 0}
+    assert files.at(orphan).sizes() == {"a": 10, "b": 0}
     sweep(store, files, unknown=True)
-    assert files.sizes(orphan) == {}
-    assert files.sizes(kept) == {"a": 10, "b": 0}
+    assert files.at(orphan).sizes() == {}
+    assert files.at(kept).sizes() == {"a": 10, "b": 0}
     assert all((tmp_path / "checkpoints" / foreign).exists() for foreign in ("notes", ".hidden"))

@@ -127,7 +127,7 @@ def test_logprobs_and_gradients_equal_peft(family_base: Callable[[str], BaseMode
         loss = loss - (torch.from_numpy(item.loss_inputs["weights"]) * expected).sum()
 
     loss.backward()
-    gradients = iter(backend.optimizers["a"].gradients or [])
+    gradients = iter(backend.optimizers["a"].accumulator.gradients or [])
     ours = {name: (next(gradients).cpu(), next(gradients).cpu()) for name in adapter.masters}
     for path, names in layers_of_adapter(base, adapter).items():
         module = twin.base_model.model.get_submodule(path)
@@ -225,7 +225,7 @@ def test_steps_equal_transformers_with_adamw(
             assert result.loss == pytest.approx(losses[-1].item(), rel=1e-4, abs=1e-3)
         adamw.zero_grad()
         torch.stack(losses).sum().backward()
-        for name, ours in zip(full(backend, "a").masters, backend.optimizers["a"].gradients or [], strict=True):
+        for name, ours in zip(full(backend, "a").masters, backend.optimizers["a"].accumulator.gradients or [], strict=True):
             theirs = parameters[name].grad
             assert theirs is not None
             assert_rounded(ours, theirs)

@@ -46,7 +46,7 @@ def backend_with(base: BaseModel, **ranks: int) -> LocalBackend:
 
 def gradients(backend: LocalBackend, name: str) -> list[Tensor]:
     """The accumulated gradients, which are then cleared."""
-    found = backend.optimizers[name].gradients
+    found = backend.optimizers[name].accumulator.gradients
     assert found is not None
     backend.clear_gradients(name)
     return found
@@ -190,7 +190,7 @@ def test_a_pass_without_gradients_gives_the_same_bits_and_leaves_gradients_alone
     backend, render = backend_with(hybrid_base, a=4), renderer(hybrid_base)
     work = [datum("a", render.render([random_tokens(0, 8)])), datum("a", render.render(image_chunks(hybrid_base, 2, 6)))]
     trained = compute(backend, work)
-    before = [gradient.clone() for gradient in backend.optimizers["a"].gradients or []]
+    before = [gradient.clone() for gradient in backend.optimizers["a"].accumulator.gradients or []]
     for result, scored in zip(trained, backend.run_pass(work, backward=False).results, strict=True):
         assert scored is not None
         np.testing.assert_array_equal(scored.logprobs, result.logprobs)
@@ -253,7 +253,7 @@ def test_a_model_that_is_deleted_frees_its_tensors(text_base: BaseModel) -> None
     compute(backend, work)
     for name in names:
         optimizer: Any = backend.optimizers[name]
-        held = [*optimizer.weights.leaves(), *optimizer.weights.buffers(), *optimizer.moments().values(), *optimizer.totals]
+        held = [*optimizer.weights.leaves(), *optimizer.weights.buffers(), *optimizer.moments().values(), *optimizer.accumulator.totals]
         alive += [weakref.ref(tensor) for tensor in held]
         del optimizer, held
         backend.delete_model(name)

@@ -22,8 +22,9 @@ from tinsmith.training.captured_pass import PATIENCE, CapturedPasses
 def replaying(base: BaseModel, **ranks: int) -> LocalBackend:
     """A backend whose small passes are replayed: as CUDA graphs on a GPU, elsewhere by calling the same functions on the same tensors."""
     backend = backend_with(base, **ranks)
-    backend.captured = CapturedPasses(base, backend.memory_retries.memory, 16, None if DEVICE == "cuda" else lambda function: function)
-    assert backend.captured.possible
+    record = None if DEVICE == "cuda" else lambda function: function
+    backend.memory.captured = CapturedPasses(base, backend.passes.memory_retries.memory, 16, record)
+    assert backend.memory.captured.possible
     return backend
 
 
@@ -58,7 +59,7 @@ def test_replayed_passes_are_those_that_are_not(base: BaseModel) -> None:
         compute(backend, work), compute(plain, work)
         for one in (backend, plain):  # the next row is computed with newer weights
             one.optim_step(model, STEP)
-    assert [kind.tokens for kind in backend.captured.passes] == [256]
+    assert [kind.tokens for kind in backend.memory.captured.passes] == [256]
 
 
 def test_other_passes_are_computed_as_they_are(base: BaseModel, vision_base: BaseModel) -> None:
@@ -69,14 +70,14 @@ def test_other_passes_are_computed_as_they_are(base: BaseModel, vision_base: Bas
         for _ in range(PATIENCE):
             compute(backend, work)
     backend.run_pass(work_of(base, "a", 20), backward=False)
-    assert not backend.captured.passes
-    assert not CapturedPasses(base, backend.memory_retries.memory, 16).possible or DEVICE == "cuda"
+    assert not backend.memory.captured.passes
+    assert not CapturedPasses(base, backend.passes.memory_retries.memory, 16).possible or DEVICE == "cuda"
     if DEVICE == "cpu":
         seeing = replaying(vision_base, a=4)
         images = [datum("a", renderer(vision_base).render(image_chunks(vision_base, 0, 20)))]
         for _ in range(PATIENCE):
             compute(seeing, images)
-        assert not seeing.captured.passes
+        assert not seeing.memory.captured.passes
 
 
 def test_small_texts_of_several_adapters_are_replayed_one_by_one(base: BaseModel) -> None:
@@ -89,11 +90,11 @@ def test_small_texts_of_several_adapters_are_replayed_one_by_one(base: BaseModel
         work = [*work_of(base, "a", 20, 30, seed=seed), *work_of(base, "b", 40, seed=seed + 5), *work_of(base, "a", 9, seed=seed + 7)]
         for found, wanted in zip(compute(backend, work), compute(plain, work), strict=True):
             np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=BOUND, atol=BOUND)
-        for graph in backend.captured.passes.values():
+        for graph in backend.memory.captured.passes.values():
             graph.seconds = 0.0
     for model in ("a", "b"):
         assert_same(gradients(backend, model), gradients(plain, model), BOUND)
-    assert len(backend.captured.passes) == 2
+    assert len(backend.memory.captured.passes) == 2
 
 
 def test_graphs_give_way_to_passes_that_need_their_memory_and_come_back_after_a_while(
@@ -104,17 +105,17 @@ def test_graphs_give_way_to_passes_that_need_their_memory_and_come_back_after_a_
     work = [*work_of(base, "a", 20), *work_of(base, "b", 20)]
     for _ in range(PATIENCE):
         compute(backend, work)
-    assert len(backend.captured.passes) == 2
-    assert backend._give_back()
+    assert len(backend.memory.captured.passes) == 2
+    assert backend.memory.give_back()
     compute(backend, work)
-    assert (len(backend.captured.passes), backend.captured.held) == (0, 0)
+    assert (len(backend.memory.captured.passes), backend.memory.captured.held) == (0, 0)
     for _ in range(2 + PATIENCE):
         compute(backend, work)
-    assert len(backend.captured.passes) == 2
+    assert len(backend.memory.captured.passes) == 2
 
 
 def test_models_with_delta_nets_are_not_captured(hybrid_base: BaseModel) -> None:
-    assert not CapturedPasses(hybrid_base, backend_with(hybrid_base).memory_retries.memory, 16, lambda function: function).possible
+    assert not CapturedPasses(hybrid_base, backend_with(hybrid_base).passes.memory_retries.memory, 16, lambda function: function).possible
 
 
 @pytest.mark.parametrize("reason", ["fails", "differs"])
@@ -126,10 +127,10 @@ def test_what_cannot_be_captured_is_computed_as_it_is(base: BaseModel, reason: s
             raise RuntimeError("operation not permitted when stream is capturing")
         return lambda: None
 
-    backend.captured = CapturedPasses(base, backend.memory_retries.memory, 16, record)
+    backend.memory.captured = CapturedPasses(base, backend.passes.memory_retries.memory, 16, record)
     for seed in range(PATIENCE + 1):
         work = work_of(base, "a", 30, 50, seed=seed)
         compute(backend, work), compute(plain, work)
     assert_same(gradients(backend, "a"), gradients(plain, "a"), BOUND)
-    assert not backend.captured.passes
+    assert not backend.memory.captured.passes
     assert ("not permitted" if reason == "fails" else "computes something else") in caplog.text

@@ -18,7 +18,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import read_about, read_state, weights_from, write_state
-from tinsmith.training.parallel.state_part import TensorFile
+from tinsmith.training.parallel.checkpoint_shard import TensorFile
 
 SETTINGS = AdamSettings(0.01, (0.9, 0.95), 1e-8, 0.1, 0.5)
 

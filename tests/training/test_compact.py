@@ -101,7 +101,7 @@ def test_it_takes_the_memory_that_is_planned(base: BaseModel) -> None:
     backend.run_pass([datum("a", renderer(base).render([random_tokens(0, 9)]))], backward=True)
     held = sum(tensor.nbytes for kept in model.remembered.values() for tensor in kept.tensors)
     assert planned.moments <= held < 1.02 * planned.moments  # scales of blocks that are not full
-    assert sum(tensor.nbytes for tensor in model.totals) == planned.gradients == 2 * count
+    assert sum(tensor.nbytes for tensor in model.accumulator.totals) == planned.gradients == 2 * count
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(base: BaseMode
         backend.run_pass([datum("a", renderer(base).render([random_tokens(0, 9)]))], backward=True)
         with pytest.raises(UserError, match="the update is not finite"):
             backend.optim_step("a", bad)
-        assert model.gradients is None
+        assert model.accumulator.gradients is None
     assert_equal(masters(backend), before)
     assert_equal(model.moments().values(), moments)
 
@@ -184,7 +184,8 @@ def test_workers_of_a_host_keep_their_shares_of_its_memory(family_dir: Callable[
     shape = LoraShape(0, seed=0)
     counts = [sum(parameter.numel() for parameter in base.full_targets(shape).values()) for base in bases]
     for backend in backends:
-        backend.share_host(sum(full_bytes(count, torch.bfloat16, "compact-host").host for count in counts), backends)
+        share = sum(full_bytes(count, torch.bfloat16, "compact-host").host for count in counts)
+        backend.memory.share_host(share, [each.memory for each in backends])
     first.create_model("a", shape)
     second.create_model("b", shape)
     for backend in backends:

@@ -69,7 +69,7 @@ def gradients(weights: Weights, seed: int) -> list[Tensor]:
 
 def accumulate(optimizer: ModelOptimizer, found: list[Tensor]) -> None:
     """One pass, which leaves what it is given as it is."""
-    optimizer.contribution([gradient.clone() for gradient in found])()
+    optimizer.accumulator.contribution([gradient.clone() for gradient in found])()
 
 
 def resumed(optimizer: ModelOptimizer, weights: Weights) -> ModelOptimizer:
@@ -148,13 +148,14 @@ def test_steps_with_changing_settings_equal_torch(make: Callable[[], ModelOptimi
             found: list[Tensor | None] = [*gradients(optimizer.weights, 10 * number + each)]
             if passes > 1 and each != 1:
                 found[each // 2] = None
-            before = [total.clone() for total in optimizer.gradients or []]
-            add = optimizer.contribution([None if gradient is None else gradient.clone() for gradient in found])
-            assert_equal(optimizer.gradients or [], before)
+            before = [total.clone() for total in optimizer.accumulator.gradients or []]
+            add = optimizer.accumulator.contribution([None if gradient is None else gradient.clone() for gradient in found])
+            assert_equal(optimizer.accumulator.gradients or [], before)
             add()
             sums = [total if gradient is None else total + gradient.float() for total, gradient in zip(sums, found, strict=True)]
-            assert_equal(optimizer.gradients or [], sums)
-        assert {total.dtype for total in optimizer.totals or []} == {HALF if optimizer.kernels and passes == 1 else torch.float32}
+            assert_equal(optimizer.accumulator.gradients or [], sums)
+        kept_in = HALF if optimizer.kernels and passes == 1 else torch.float32
+        assert {total.dtype for total in optimizer.accumulator.totals or []} == {kept_in}
         assert optimizer.step(chosen)["grad_norm"] == pytest.approx(reference.step(sums, chosen), rel=1e-6)
         reference.assert_like(optimizer.weights)
         if (bounds := optimizer.bounds) is not None:  # they prove that the next step is finite
@@ -172,9 +173,9 @@ def test_gradients_that_share_their_memory_count_once_each() -> None:
     masters = {name: torch.zeros(3, 4, device=DEVICE) for name in ("one", "two", "three")}
     optimizer = ModelOptimizer(FullWeights(LoraShape(0, 0), masters, torch.float32))
     shared, joint = torch.ones(3, 4, device=DEVICE), torch.ones(6, 4, device=DEVICE)
-    optimizer.contribution([shared, shared, joint[3:]])()
-    optimizer.contribution([torch.ones(3, 4, device=DEVICE) for _ in masters])()
-    assert all(total.eq(2).all() for total in optimizer.gradients or [])
+    optimizer.accumulator.contribution([shared, shared, joint[3:]])()
+    optimizer.accumulator.contribution([torch.ones(3, 4, device=DEVICE) for _ in masters])()
+    assert all(total.eq(2).all() for total in optimizer.accumulator.gradients or [])
     assert joint.eq(1).all()
 
 
@@ -184,8 +185,8 @@ def test_gradients_of_which_some_are_float32_already_count_as_they_are(make: Cal
     optimizer, plain = make(), make()
     for each in (optimizer, plain):
         accumulate(each, gradients(each.weights, 0))
-    assert optimizer.totals is not None
-    optimizer.totals[0] = optimizer.totals[0].float()
+    assert optimizer.accumulator.totals is not None
+    optimizer.accumulator.totals[0] = optimizer.accumulator.totals[0].float()
     norms = [each.step(SETTINGS[2])["grad_norm"] for each in (optimizer, plain)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     assert_equal(optimizer.weights.tensors(), plain.weights.tensors())
@@ -233,7 +234,7 @@ def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(
     with pytest.raises(UserError, match=message):
         optimizer.step(settings(**changed))
     assert_equal(everything(optimizer), before)
-    assert optimizer.gradients is None
+    assert optimizer.accumulator.gradients is None
     assert all(tensor.grad is None for tensor in optimizer.weights.tensors())
     accumulate(optimizer, zero_somewhere)
     optimizer.step(settings())
@@ -284,7 +285,7 @@ def test_weights_of_a_base_that_lie_otherwise_are_trained_as_gradients_lie(dtype
     before = {name: tensor.clone() for name, tensor in optimizer.weights.named_tensors().items()}
     assert all(torch.equal(before[name], parameter) for name, parameter in parameters.items())
     assert all(leaf.is_contiguous() for leaf in optimizer.weights.leaves())
-    optimizer.contribution([torch.ones_like(leaf) for leaf in optimizer.weights.leaves()])()
+    optimizer.accumulator.contribution([torch.ones_like(leaf) for leaf in optimizer.weights.leaves()])()
     optimizer.step(SETTINGS[0])
     for name, tensor in optimizer.weights.named_tensors().items():
         torch.testing.assert_close(tensor.float(), before[name] - SETTINGS[0].lr, rtol=2**-7 * (dtype == torch.bfloat16) + 1e-6, atol=1e-3)

@@ -52,14 +52,14 @@ def test_one_bad_datum_fails_alone_and_the_results_of_the_others_are_their_own(
     work = [datum("ab"[i % 2], render.render([random_tokens(i, 5 + i)]), i) for i in range(7)]
     alone = [result for item in work if item is not work[2] for result in compute(backend, [item])]
     expected = {name: gradients(backend, name) for name in "ab"}
-    run, error = backend._run, ERRORS[kind]
+    run, error = backend.passes._run, ERRORS[kind]
 
     def failing(some: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> list[DatumResult]:
         if isinstance(error, Exception) and any(item is work[2] for item in some):
             raise error
         return run(some, backward, recomputation)
 
-    monkeypatch.setattr(backend, "_run", failing)
+    monkeypatch.setattr(backend.passes, "_run", failing)
     if kind == "gone":
         work[2] = replace(work[2], model_id="gone")
     elif kind == "shape":
@@ -75,7 +75,7 @@ def test_one_bad_datum_fails_alone_and_the_results_of_the_others_are_their_own(
         np.testing.assert_allclose(together.logprobs, one.logprobs, rtol=2e-6, atol=1e-5)
     for name in "ab":
         assert_same(gradients(backend, name), expected[name])
-    assert (backend.tokens_per_pass < backend.config.tokens_per_pass) == (kind == "memory")
+    assert (backend.passes.tokens_per_pass < backend.config.tokens_per_pass) == (kind == "memory")
 
 
 @pytest.mark.parametrize(("dtype", "passes_before"), [("float32", 0), ("bfloat16", 1)])
@@ -119,7 +119,7 @@ def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(fami
     backend = backend_with(base, a=4)
     work = [datum("a", renderer(base).render([random_tokens(0, 300)]))]
     peaks = []
-    for recomputation in (KEEP_ALL, backend.memory_retries.memory.smallest):
+    for recomputation in (KEEP_ALL, backend.passes.memory_retries.memory.smallest):
         with CountedMemory(base.network.parameters()) as counted:
             run_packed(base, work, [backend.optimizers["a"]], True, backend.config.logits_chunk, recomputation)
         peaks.append(counted.peak)
@@ -133,11 +133,11 @@ def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(fami
     assert limited.refused == 1
     assert outcome.failures == {}
     assert all(torch.equal(one, other) for one, other in zip(gradients(backend, "a"), expected, strict=True))
-    assert backend.tokens_per_pass == backend.config.tokens_per_pass
+    assert backend.passes.tokens_per_pass == backend.config.tokens_per_pass
     with CountedMemory(base.network.parameters(), limit=recomputed / 2):
         refused = backend.run_pass(work, backward=True)
     assert "a sequence of 300 tokens needs more memory than cpu has left" in refused.failures[0]
-    assert backend.optimizers["a"].gradients is None
+    assert backend.optimizers["a"].accumulator.gradients is None
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="limits the memory of a GPU")
@@ -150,7 +150,7 @@ def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: C
     backend.create_model("a", LoraShape(4, 0))
     work = [datum("a", renderer(base).render([random_tokens(0, tokens)]))]
     allocated, reserved = [], []
-    for recomputation in (KEEP_ALL, backend.memory_retries.memory.smallest):
+    for recomputation in (KEEP_ALL, backend.passes.memory_retries.memory.smallest):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         run_packed(base, work, [backend.optimizers["a"]], True, backend.config.logits_chunk, recomputation)
@@ -162,9 +162,10 @@ def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: C
     backend.run_pass(work, backward=True)
     expected = gradients(backend, "a")
     backend.clear_gradients("a")
-    chosen, more = [], backend.memory_retries.more
-    backend.memory_retries.first = lambda tokens, backward: KEEP_ALL  # type: ignore[method-assign]
-    backend.memory_retries.more = lambda recomputation, *rest, **how: chosen.append(recomputation) or more(recomputation, *rest, **how)  # type: ignore[func-returns-value,method-assign]
+    retries = backend.passes.memory_retries
+    chosen, more = [], retries.more
+    retries.first = lambda tokens, backward: KEEP_ALL  # type: ignore[method-assign]
+    retries.more = lambda recomputation, *rest, **how: chosen.append(recomputation) or more(recomputation, *rest, **how)  # type: ignore[func-returns-value,method-assign]
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((kept + recomputed) / 2 / torch.cuda.get_device_properties(0).total_memory)
     try:
@@ -210,13 +211,13 @@ def test_a_sequence_that_waited_in_host_memory_may_do_so_again(monkeypatch: pyte
 def test_passes_grow_again_after_a_while(text_base: BaseModel) -> None:
     backend, work = backend_with(text_base, a=4), [datum("a", renderer(text_base).render([random_tokens(0, 5)]))]
     whole = backend.config.tokens_per_pass
-    backend.tokens_per_pass = whole // 4
+    backend.passes.tokens_per_pass = whole // 4
     found = []
     for _ in range(2 * PATIENCE):
-        found.append(backend.tokens_per_pass)
+        found.append(backend.passes.tokens_per_pass)
         backend.run_pass(work, backward=False)
     assert found == [whole // 4] * PATIENCE + [whole // 2] * PATIENCE
-    assert backend.tokens_per_pass == whole
+    assert backend.passes.tokens_per_pass == whole
 
 
 @pytest.fixture
@@ -247,18 +248,18 @@ def test_a_pass_is_split_and_gives_the_same_gradients_and_what_can_never_fit_is_
 
     def run_short_of_memory(work: Sequence[DatumWork]) -> Mapping[int, str]:
         for mib in (32, 16, 8, 4, 2, 1, 0):
-            backend.tokens_per_pass = 8192
+            backend.passes.tokens_per_pass = 8192
             for name in backend.optimizers:
                 backend.clear_gradients(name)
             leave(mib * 2**20)
             outcome = backend.run_pass(work, backward=True)
             leave(math.inf)
-            if outcome.failures or backend.tokens_per_pass < 8192:
+            if outcome.failures or backend.passes.tokens_per_pass < 8192:
                 break
         return outcome.failures
 
     assert run_short_of_memory(work) == {}
-    assert backend.tokens_per_pass <= 2048
+    assert backend.passes.tokens_per_pass <= 2048
     for name in "ab":
         assert_same(gradients(backend, name), expected[name], 1e-4)
     failures = run_short_of_memory([datum("a", render.render([random_tokens(0, 8000)]))])
@@ -282,7 +283,7 @@ def test_a_step_without_memory_changes_nothing_and_the_model_goes_on(tmp_path: P
         backend.optim_step("starved", SETTINGS)
     leave(math.inf)
     assert all(torch.equal(a, b) for a, b in zip(before, starved.weights.tensors(), strict=True))
-    assert (starved.gradients, starved.moments()) == (None, {})
+    assert (starved.accumulator.gradients, starved.moments()) == (None, {})
     step_all(backend, work)
     assert all(torch.equal(a, b) for a, b in zip(fed.weights.tensors(), starved.weights.tensors(), strict=True))
 

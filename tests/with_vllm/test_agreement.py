@@ -13,7 +13,7 @@ from tests.bases import png
 from tests.rl.test_run import QUIET, config_of, logged
 from tests.running import Server
 from tests.with_vllm.talking import FREE, check_snapshots, learn, sample, snapshot, text_logprobs, worst_difference
-from tinsmith.rl.trainer import train as train_policy
+from tinsmith_rl.trainer import train as train_policy
 
 
 @pytest.fixture

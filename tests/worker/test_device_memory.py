@@ -2,7 +2,7 @@
 
 Invariant: Plan and server say the same of how long a sequence trains and what the cache holds, on one worker and on several that share a
 host.
-Also: `tests/distributed/test_together.py`, `tests/commands/test_plan.py`.
+Also: `tests/distributed/test_all_reduce.py`, `tests/commands/test_plan.py`.
 """
 
 from collections.abc import Callable

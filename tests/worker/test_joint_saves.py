@@ -24,8 +24,8 @@ from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.pieces import FilePiece, write_pieces
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import SavedState, write_state
+from tinsmith.training.parallel.checkpoint_shard import CheckpointShard
 from tinsmith.training.parallel.flat_row import FlatRow
-from tinsmith.training.parallel.state_part import StatePart
 from tinsmith.training.update_check import ENTRIES
 from tinsmith.worker import joint_saves
 from tinsmith.worker.background import Background
@@ -47,7 +47,7 @@ def backend(family_dir: Callable[[str], Path]) -> LocalBackend:
     return made
 
 
-def part_of(state: SavedState, rank: int) -> StatePart:
+def part_of(state: SavedState, rank: int) -> CheckpointShard:
     """What one of COUNT workers would have of it: two tensors in each row."""
     names = list(state.tensors)
     groups = [names[first : first + 2] for first in range(0, len(names), 2)]
@@ -63,7 +63,7 @@ def part_of(state: SavedState, rank: int) -> StatePart:
 
     moments = None if state.moments is None else {entry: cut(entry) for entry in ENTRIES}
     step = None if state.moments is None else state.moments[f"{names[0]}.step"]
-    return StatePart(state.about if rank == WRITER else None, rows, rank, cut(""), moments, step)
+    return CheckpointShard(state.about if rank == WRITER else None, rows, rank, cut(""), moments, step)
 
 
 class Workers:
@@ -136,7 +136,7 @@ def test_the_files_are_those_of_one_worker(workers: Workers, backend: LocalBacke
         write_state(state, tmp_path / "alone")
     expected = contents(tmp_path / "alone")
     told = workers.written((exported_to if is_export else saved_to)(workers.place), state)
-    assert (workers.files.sizes(workers.place), workers.files.finished_places()) == ({}, [])
+    assert (workers.files.at(workers.place).sizes(), workers.files.finished_places()) == ({}, [])
     workers.finish(told)
     with workers.files.fetched(workers.place) as directory:
         assert contents(directory) == expected

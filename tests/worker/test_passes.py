@@ -248,7 +248,7 @@ def test_a_pass_that_nobody_waits_for_is_given_up_between_layers_and_adds_no_gra
     bench.run(6, ("m/0", 0), ("m/1", 0))
     whole = bench.answer()
     assert (len(whole.results), whole.failures) == (2, [])  # one of its operations is wanted
-    before = [total.clone() for total in bench.backend.optimizers["m"].totals or ()]
+    before = [total.clone() for total in bench.backend.optimizers["m"].accumulator.totals or ()]
     assert before
     wanted_until = {"before": 0, "forward": 2, "backward": looks - 1}[where]
     looks = 0
@@ -257,7 +257,7 @@ def test_a_pass_that_nobody_waits_for_is_given_up_between_layers_and_adds_no_gra
     assert looks == wanted_until + 1
     assert done.results == []
     assert [failure[:3] for failure in done.failures] == [("m/1", 1, "GivenUpError"), ("m/2", 0, "GivenUpError")]
-    after = bench.backend.optimizers["m"].totals or ()
+    after = bench.backend.optimizers["m"].accumulator.totals or ()
     assert all(map(torch.equal, before, after))
     wanted_until = 10**9
     bench.run(8, ("m/2", 1))

@@ -33,10 +33,13 @@ from tinsmith.store.store import Store
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TargetIds, TargetLogprobs, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, encode_sample_response
-from tinsmith.worker import samples
+from tinsmith.worker import sample_results
+from tinsmith.worker.admission import STARTED_BYTES
 from tinsmith.worker.background import SMALL_BYTES, Background
-from tinsmith.worker.samples import Samples, SamplingBase
-from tinsmith.worker.snapshots import Snapshot, Snapshots
+from tinsmith.worker.samples import Samples
+from tinsmith.worker.sampling_base import SamplingBase
+from tinsmith.worker.snapshots import Snapshots
+from tinsmith.worker.weights_reader import Snapshot
 
 BLANKS = b" " * (SMALL_BYTES + 1)
 """Make any request a large one."""
@@ -67,9 +70,13 @@ class Bench:
     recorded: RecordedSequences
 
     @property
+    def base(self) -> SamplingBase:
+        return self.samples.bases["tiny"]
+
+    @property
     def beside(self) -> list[Background]:
         """The threads beside the device."""
-        return [self.samples.rendering, self.samples.images, self.samples.disk]
+        return [self.samples.admission.rendering, self.samples.admission.images, self.samples.admission.disk]
 
     def step(self) -> None:
         """What the worker does between two looks at its device's work."""
@@ -118,7 +125,7 @@ def bench(text_base: BaseModel, tmp_path: Path) -> Bench:
 
 
 def test_samples_go_on_with_newer_inflight_weights_and_say_so(bench: Bench, text_base: BaseModel) -> None:
-    snapshots = bench.samples.snapshots
+    snapshots = bench.samples.admission.snapshots
     first, second = (random_adapter(text_base, seed=seed, ref=new_ref(f"s:train:0/{seed}", "s:train:0")) for seed in (1, 3))
     snapshots.publish("tiny", "s:train:0/inflight", first)
     snapshots.publish("tiny", "s:train:0/1", first.snapshot(new_ref("s:train:0/1")))
@@ -144,10 +151,10 @@ def test_a_sample_that_fails_harms_no_other(bench: Bench, text_base: BaseModel, 
             raise ValueError("too large")
         return encode_sample_response(sequences, *more)
 
-    monkeypatch.setattr(samples, "encode_sample_response", failing)
+    monkeypatch.setattr(sample_results, "encode_sample_response", failing)
     misshapen = random_adapter(text_base)
     misshapen.working["lm_head"] = LoraPair(*(tensor[:, :1] for tensor in misshapen.working["lm_head"]))
-    bench.samples.snapshots.publish("tiny", "s:train:0/1", misshapen)
+    bench.samples.admission.snapshots.publish("tiny", "s:train:0/1", misshapen)
     bench.recorded.close()
     expected = {
         "broken": (sample("broken", "s:train:0/1"), "server", False),
@@ -167,7 +174,7 @@ def test_a_sample_that_fails_harms_no_other(bench: Bench, text_base: BaseModel, 
     assert answers["cannot be written"] == "internal error: ValueError('too large')"
     assert "recorded_sequences.sqlite cannot be used: " in answers["s:sample:0/1"]
     assert [len(answers[name][0]) for name in ("healthy", "large")] == [4, 4]
-    assert (bench.samples.load(), bench.samples.started, bench.samples.sessions) == ((0, 0), {}, {"tiny": {}})
+    assert (bench.samples.load(), bench.base.started, bench.base.sessions) == ((0, 0), {}, {})
     assert not any(bench.sampler.cache.users)
 
 
@@ -179,7 +186,7 @@ def test_a_sample_that_fails_harms_no_other(bench: Bench, text_base: BaseModel, 
 def test_what_is_not_finite_is_an_error_of_its_request(bench: Bench, text_base: BaseModel, asked: dict[str, Any]) -> None:
     """Weights of NaN give tokens of log-probability NaN. Who samples others beside them gets theirs."""
     sick = random_adapter(text_base, b_scale=np.nan)
-    bench.samples.snapshots.publish("tiny", "s:train:0/1", sick)
+    bench.samples.admission.snapshots.publish("tiny", "s:train:0/1", sick)
     bench.samples.add(sample("sick", "s:train:0/1", **asked))
     bench.samples.add(sample("healthy", **asked))
     bench.settle()
@@ -207,10 +214,10 @@ def test_what_another_sampler_answers_is_looked_at_too(where: str, wrong: float 
 
 def test_what_was_sampled_is_recorded_before_its_client_is_answered(bench: Bench) -> None:
     """And what an ended session sampled is forgotten."""
-    with occupied(bench.samples.disk):
+    with occupied(bench.samples.admission.disk):
         bench.samples.add(sample("s:sample:0/1", num_samples=2, record_stability_info=True))
         bench.samples.add(sample("s:sample:0/2"))
-        bench.until(lambda: bench.sent and not bench.samples.started)
+        bench.until(lambda: bench.sent and not bench.base.started)
         assert bench.answers().keys() == {"s:sample:0/2"}
     bench.settle()
     (done,) = bench.sent
@@ -262,13 +269,13 @@ def image_sample(request_id: str, number: int, **asked: Any) -> Sample:
 def test_sessions_share_the_room_for_prompts_that_are_decoded(vision_base: BaseModel, tmp_path: Path) -> None:
     """A few hundred bytes of an image become megabytes of pixel values. Each session has one in any case."""
     bench = bench_of(vision_base, tmp_path, max_running=4)
-    with occupied(bench.samples.images):
+    with occupied(bench.samples.admission.images):
         for number in range(32):
             bench.samples.add(image_sample(f"s{number % 8}:sample:0/{number}", number))
         for _ in range(40):
             bench.step()
-        assert bench.samples.decoding["tiny"].keys() == {f"s{number}" for number in range(8)}
-        assert bench.samples.decoding["tiny"].total() <= 4 + 4 / 2 + 4 / 3 + 8
+        assert bench.base.decoding.keys() == {f"s{number}" for number in range(8)}
+        assert bench.base.decoding.total() <= 4 + 4 / 2 + 4 / 3 + 8
     bench.settle()
     assert len(bench.answers()) == 32
 
@@ -276,25 +283,25 @@ def test_sessions_share_the_room_for_prompts_that_are_decoded(vision_base: BaseM
 def test_no_text_waits_for_images_large_or_small(vision_base: BaseModel, tmp_path: Path) -> None:
     """Whatever a session sends of images, and however many sequences it wants of them. Once an image is decoded, it takes no thread."""
     bench = bench_of(vision_base, tmp_path, max_running=4)
-    small, blanks = image_sample("s:sample:0/0", 5, num_samples=3), b" " * samples.STARTED_BYTES
+    small, blanks = image_sample("s:sample:0/0", 5, num_samples=3), b" " * STARTED_BYTES
     assert len(small.payload) < SMALL_BYTES
     images = [image_sample(f"s:sample:{number}/0", number) for number in range(1, 4)]
-    with occupied(bench.samples.images):
+    with occupied(bench.samples.admission.images):
         bench.samples.add(small)
         for message in images:
             bench.samples.add(replace(message, payload=message.payload + blanks))
         texts = [large(sample(f"text:sample:0/{number}")) for number in range(3)] + [sample("text:sample:0/3")]
         for message in texts:
             bench.samples.add(message)
-        bench.until(lambda: len(bench.sent) == 4 and bench.samples.decoding["tiny"]["s"] >= 4)
-        assert sum(bench.samples.rendering_bytes.values()) > samples.STARTED_BYTES
+        bench.until(lambda: len(bench.sent) == 4 and bench.base.decoding["s"] >= 4)
+        assert sum(bench.samples.admission.rendering_bytes.values()) > STARTED_BYTES
         assert bench.answers().keys() == {message.request_id for message in texts}
-        assert (bench.samples.load()[0], bench.samples.decoding["tiny"]["s"]) == (0, 4)  # the others wait for their session's bytes
-        assert not any(started.message.payload for started in bench.samples.started.values())
+        assert (bench.samples.load()[0], bench.base.decoding["s"]) == (0, 4)  # the others wait for their session's bytes
+        assert not any(started.message.payload for started in bench.base.started.values())
     bench.settle()
     assert len(bench.answers()) == 4
-    assert (bench.samples.rendering_bytes, bench.samples.decoding, bench.samples.on_the_way.total()) == ({}, {"tiny": {}}, 0)
-    with occupied(bench.samples.images):
+    assert (bench.samples.admission.rendering_bytes, bench.base.decoding, bench.base.on_the_way) == ({}, {}, 0)
+    with occupied(bench.samples.admission.images):
         bench.samples.add(image_sample("s:sample:9/0", 5))
         bench.until(lambda: bench.sent)
     assert len(bench.answers()["s:sample:9/0"][0]) == 4
@@ -302,7 +309,7 @@ def test_no_text_waits_for_images_large_or_small(vision_base: BaseModel, tmp_pat
 
 @pytest.mark.parametrize("how", ["sample", "session"])
 def test_a_sample_that_is_cancelled_while_it_is_rendered_never_runs(bench: Bench, how: str) -> None:
-    with occupied(bench.samples.rendering):
+    with occupied(bench.samples.admission.rendering):
         bench.samples.add(large(sample("s:sample:0/0")))
         bench.step()
         assert bench.samples.load() == (0, 1)
@@ -315,7 +322,7 @@ def test_a_sample_that_is_cancelled_while_it_is_rendered_never_runs(bench: Bench
         bench.until(lambda: bench.sent)
     bench.settle()
     assert [(message.request_id, message.run) for message in bench.sent] == [("s:sample:0/0", 2)]
-    assert (bench.samples.started, bench.samples.sessions, bench.samples.rendering_bytes) == ({}, {"tiny": {}}, {})
+    assert (bench.base.started, bench.base.sessions, bench.samples.admission.rendering_bytes) == ({}, {}, {})
     assert not any(bench.sampler.cache.users)
 
 
@@ -324,7 +331,7 @@ def test_a_sample_that_is_cancelled_while_it_is_rendered_never_runs(bench: Bench
 
 def spilled(bench: Bench, base: BaseModel, *snapshot_ids: str) -> None:
     """Publish snapshots that are on the disk only."""
-    snapshots = bench.samples.snapshots
+    snapshots = bench.samples.admission.snapshots
     snapshots.memory_bytes = 0
     for number, snapshot_id in enumerate((*snapshot_ids, "s:train:99/1")):
         snapshots.publish("tiny", snapshot_id, random_adapter(base, seed=number, ref=new_ref(snapshot_id)))
@@ -337,7 +344,7 @@ def test_weights_are_read_in_a_thread_once_for_all_that_wait_for_them_who_alone_
 ) -> None:
     good, bad = "s:train:0/1", "s:train:1/1"
     spilled(bench, text_base, good, bad)
-    counts, failing, find = Counter[str](), {bad}, bench.samples.snapshots.reader
+    counts, failing, find = Counter[str](), {bad}, bench.samples.admission.snapshots.reader
 
     def reader(base_model: str, weights_id: str) -> Callable[[], Snapshot]:
         def read() -> Snapshot:
@@ -349,8 +356,8 @@ def test_weights_are_read_in_a_thread_once_for_all_that_wait_for_them_who_alone_
         found = find(base_model, weights_id)
         return read
 
-    monkeypatch.setattr(bench.samples.snapshots, "reader", reader)
-    with occupied(bench.samples.disk):
+    monkeypatch.setattr(bench.samples.admission.snapshots, "reader", reader)
+    with occupied(bench.samples.admission.disk):
         for number in range(2):
             bench.samples.add(sample(f"good/{number}", good))
             bench.samples.add(sample(f"bad/{number}", bad))
@@ -374,14 +381,14 @@ def test_weights_are_read_in_a_thread_once_for_all_that_wait_for_them_who_alone_
 
 def test_a_sample_that_is_cancelled_while_its_weights_are_read_never_runs(bench: Bench, text_base: BaseModel) -> None:
     spilled(bench, text_base, "s:train:0/1")
-    with occupied(bench.samples.disk):
+    with occupied(bench.samples.admission.disk):
         for number in range(2):
             bench.samples.add(sample(f"s:sample:0/{number}", "s:train:0/1"))
         bench.step()
         bench.samples.cancel("s:sample:0/0", run=1)
     bench.settle()
     assert list(bench.answers()) == ["s:sample:0/1"]
-    assert (bench.samples.needing, bench.samples.on_the_way.total()) == ({}, 0)
+    assert (bench.samples.admission.needing, bench.base.on_the_way) == ({}, 0)
 
 
 # ---- Streams

@@ -26,7 +26,8 @@ from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 from tinsmith.training.checkpoint import About, SavedState, write_state
 from tinsmith.wire.paths import CheckpointPath
-from tinsmith.worker.snapshots import Key, Snapshots, Spill, Written
+from tinsmith.worker.snapshots import Snapshots
+from tinsmith.worker.spill import Key, Spill, Written
 
 
 def make(base: BaseModel, data_dir: Path, limit_bytes: float = 0) -> Snapshots:
@@ -262,7 +263,7 @@ def test_what_failed_for_another_reason_is_tried_again_too(text_base: BaseModel,
 
     spill = Spill(tmp_path / "spill")
     with monkeypatch.context() as patched:
-        patched.setattr("tinsmith.worker.snapshots.write_state", run_out)
+        patched.setattr("tinsmith.worker.spill.write_state", run_out)
         put(spill, ONE, text_base)
         spill._thread.submit(lambda: None).result()  # it has been tried by now
     with pytest.raises(MemoryError):

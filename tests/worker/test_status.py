@@ -19,7 +19,7 @@ def test_memory_is_reported_again_when_a_pass_was_computed(monkeypatch: pytest.M
     held = iter(range(100))
     monkeypatch.setattr(status, "memory_held", lambda: {"gpu": next(held)})
     monkeypatch.setattr(status, "EVERY_S", 0.0)
-    idle: Any = SimpleNamespace(load=lambda: (0, 0), finished=0, sampled_tokens=0)
+    idle: Any = SimpleNamespace(load=lambda: (0, 0), results=SimpleNamespace(finished=0, sampled_tokens=0))
     sent: list[Message] = []
     reporter = WorkerStatusReporter(cast(Samples, idle), sent.append)
     reporter.report()

@@ -1,1 +1,1 @@
-"""The work of the commands that a person types, a file each. `cli.py` declares their options and imports one when it is run."""
+"""The commands that a person types, one file each. `cli.py` declares their options and imports one when it runs."""

@@ -1,8 +1,8 @@
 """`tinsmith backup`: copies a data directory, also while a server uses it.
 
-The database is copied first, in the state of one moment, then images, unless their operation has ended meanwhile. The checkpoints that the
-database names are complete and never change, so their directories can be copied afterwards. If a client replaces one meanwhile, the new one
-is copied. Checkpoints elsewhere (`--checkpoint-root`) are copied into the data directory of the copy, which therefore needs nothing else.
+The database comes first, in the state of one moment, then images whose operations have not ended. Checkpoints never change and come last;
+for one that a client replaces meanwhile, the new one is copied. Those elsewhere (`--checkpoint-root`) are copied into the copy's data
+directory.
 """
 
 import shlex
@@ -24,22 +24,22 @@ from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store, opened
 
 _BEGUN = ".new"
-"""Suffix of a file that is being written."""
+"""Suffix of unfinished files."""
 
 
 @dataclass(frozen=True)
 class _Side:
-    """The opened database and files of the original or the copy."""
+    """Database and files of the original or the copy."""
 
     store: Store
     files: CheckpointFiles
 
 
 def back_up(data_dir: Path, target: Path) -> Iterator[str]:
-    """Copy a data directory to `target`, which must be empty or not exist; yield one line for each checkpoint.
+    """Copy a data directory to `target`, empty or new; yield a line for each checkpoint.
 
-    Raises ConfigError for directories that cannot be used, and TinsmithError if the copy cannot be written, of which nothing is left, or,
-    after everything else was copied, if checkpoints are damaged or have no files.
+    Raises ConfigError for unusable directories. Raises TinsmithError if the copy cannot be written, and then leaves nothing, or, at the
+    end, if checkpoints are damaged or have no files.
     """
     require_data(data_dir)
     require_empty(target)
@@ -64,15 +64,15 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
 
 
 def _copy_database(source: Path, target: Path) -> None:
-    """Copy the state of one moment, with the write-ahead log, while other processes may write."""
+    """Copy the state of one moment, log included, while others may write."""
     with closing(sqlite3.connect(source)) as reader, closing(sqlite3.connect(target)) as writer:
         reader.backup(writer)
 
 
 def _copy_files(data_dir: Path, target: Path) -> None:
-    """Copy the other files, such as the key that signs URLs and the journal of samples.
+    """Copy the other files, such as the signing key and the journal of samples.
 
-    Recorded sequences are left out: they last a day, and their file changes while it is copied.
+    Recorded sequences are left out: they last a day, and change while they are copied.
     """
     for file in data_dir.iterdir():
         left_out = file.name.startswith((FILE_NAME, recorded_sequences.FILE_NAME)) or file.name == disk.LOCK_NAME or file.suffix == _BEGUN
@@ -81,10 +81,7 @@ def _copy_files(data_dir: Path, target: Path) -> None:
 
 
 def _copy_checkpoints(original: _Side, copy: _Side, problems: list[str]) -> Iterator[str]:
-    """Copy the files of every checkpoint in the copied database; append damaged or missing ones to `problems`.
-
-    Meanwhile clients may delete and replace checkpoints. For one that was replaced, the new one is copied.
-    """
+    """Copy every checkpoint of the copied database, or the one that replaced it; append damaged ones to `problems`."""
     waiting = _by_directory(catalog.every_checkpoint(copy.store))
     while waiting:
         directory = next(iter(waiting))
@@ -106,7 +103,7 @@ def _copy_checkpoints(original: _Side, copy: _Side, problems: list[str]) -> Iter
 
 
 def _keep_rows(copy: _Side, directory: str, paths: str) -> Iterator[str]:
-    """Keep the rows of a directory that was copied, even if it is damaged; drop them if there was nothing to copy."""
+    """Keep the rows of a copied directory, damaged or not; drop them if there was none."""
     if _copied(copy, directory).is_dir():
         catalog.move_checkpoints_in(copy.store, directory, _name(directory))
         yield paths
@@ -122,17 +119,15 @@ def _by_directory(checkpoints: Iterable[Checkpoint]) -> dict[str, list[Checkpoin
 
 
 def _name(directory: str) -> str:
-    """The name in the copy."""
     return directory.rpartition("/")[2]
 
 
 def _copied(copy: _Side, directory: str) -> Path:
-    """The path in the copy."""
     return Path(copy.files.shown(_name(directory)))
 
 
 def _copy_directory(original: _Side, copy: _Side, directory: str) -> str | None:
-    """Copy the files of a checkpoint; returns what is wrong with them."""
+    """Copy a checkpoint's files; returns what is wrong with them."""
     shown = original.files.shown(directory)
     try:
         with original.files.fetched(directory) as found, copy.files.written(_name(directory)) as files:
@@ -147,7 +142,7 @@ def _copy_directory(original: _Side, copy: _Side, directory: str) -> str | None:
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    """Copy all files below a directory. Raises FileNotFoundError if one is deleted meanwhile or there are none."""
+    """Copy all files of a directory. Raises FileNotFoundError if there are none, or one is deleted meanwhile."""
     files = [file for file in source.rglob("*") if file.is_file()]
     if not files:
         raise FileNotFoundError(source)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from tinsmith.commands.tables import table
 from tinsmith.config import Config, base_model_sources
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, reported
 from tinsmith.models.files import problems
 from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
 from tinsmith.protocol.devices import visible_gpus, worker_count
@@ -33,9 +33,8 @@ RANK = 32
 """Rank of sampled adapters in estimates."""
 GIB = 2**30
 EXTRAS = {"demo": ("tinker", "matplotlib", "sklearn"), "tests": ("tinker", "pytest", "peft", "httpx", "hypothesis")}
-"""Modules that parts of the project need beside those for serving."""
+"""Modules that these parts need beside those for serving."""
 INSTALLERS = {"demo": "make demo", "tests": "make dev"}
-"""What installs them."""
 
 State = Literal["ok", "note", "missing"]
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
@@ -43,7 +42,7 @@ _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report. `missing` means that serving as asked for cannot work."""
+    """A line of the report. `missing` means that serving cannot work."""
 
     subject: str
     state: State
@@ -51,7 +50,7 @@ class Finding:
 
 
 def run_doctor(config: Config, console: Console) -> int:
-    """Print the report; the exit code is 1 if something is missing."""
+    """Print the report; returns the exit code, 1 if something is missing."""
     machine = look_around()
     sections = {
         "machine": [*_machine(machine), *_or_missing("workers", _workers(config, machine))],
@@ -63,21 +62,14 @@ def run_doctor(config: Config, console: Console) -> int:
         sections["what fits"] = list(_models(config, machine))
     sections["features"] = list(_features(machine))
     for title, findings in sections.items():
-        console.print(_table(title, findings))
+        console.print(table(((each.subject, Text(each.state, _STYLES[each.state]), each.detail) for each in findings), title=title))
     missing = dict.fromkeys(finding.subject for findings in sections.values() for finding in findings if finding.state == "missing")
     console.print(Text(f"missing: {', '.join(missing)}", "bold red") if missing else Text("nothing is missing", "bold green"))
     return 1 if missing else 0
 
 
-def _table(title: str, findings: list[Finding]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for finding in findings:
-        table.add_row(Text(finding.subject), Text(finding.state, _STYLES[finding.state]), Text(finding.detail))
-    return table
-
-
 def _or_missing(subject: str, findings: Iterator[Finding]) -> Iterator[Finding]:
-    """The findings, and a ConfigError that ends them as one more."""
+    """The findings; a ConfigError ends them as one more."""
     try:
         yield from findings
     except ConfigError as error:
@@ -95,7 +87,7 @@ def _machine(machine: Machine) -> Iterator[Finding]:
 
 
 def _workers(config: Config, machine: Machine) -> Iterator[Finding]:
-    """How many workers a server would start here, and whether PyTorch can use a GPU for each."""
+    """Workers that would start, and whether PyTorch can use a GPU for each."""
     usable, visible = len(machine.gpus), visible_gpus()
     count = worker_count(config, usable=usable)
     fewer = ""
@@ -147,7 +139,7 @@ def _address(config: Config) -> Iterator[Finding]:
 
 
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
-    """The sizes of each base model, and whether all of them fit."""
+    """Sizes of each base model, and whether all fit."""
     from tinsmith.memory.plan import place_here, plan_base  # here, because these import transformers
     from tinsmith.memory.sizing import size_of
     from tinsmith.models.base import loading_of
@@ -156,14 +148,13 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     known: dict[str, Sizes] = {}
     for name, source in base_model_sources(config).items():
         wrong = list(problems(source, whole=True))
-        if wrong:
-            yield from (Finding(name, "missing", problem) for problem in wrong)
-            continue
-        try:
-            known[name] = replace(size_of(source, loading_of(config)), parts=workers if config.shards_weights else 1)
-            _load_all_but_weights(source)
-        except (ConfigError, OSError, ValueError) as error:  # transformers cannot read, or fetch, the configuration
-            yield Finding(name, "missing", str(error).splitlines()[0])
+        yield from (Finding(name, "missing", problem) for problem in wrong)
+        unreadable: list[Exception] = []  # by transformers, or it cannot be fetched
+        with reported((ConfigError, OSError, ValueError), unreadable.append):
+            if not wrong:
+                known[name] = replace(size_of(source, loading_of(config)), parts=workers if config.shards_weights else 1)
+                _load_all_but_weights(source)
+        yield from (Finding(name, "missing", str(error).splitlines()[0]) for error in unreadable)
     if not known:
         return
     place = place_here(next(iter(known.values())), machine, config, workers)
@@ -194,7 +185,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _load_all_but_weights(source: str) -> None:
-    """Load tokenizer and image processor from a directory; others would be downloaded. Raises ConfigError."""
+    """Load tokenizer and image processor of a directory. Raises ConfigError."""
     from tinsmith.models.base import load_tokenizer  # here, because these import transformers
     from tinsmith.models.families import IMAGE_FAMILIES, read_config
     from tinsmith.rendering.processor import LocalProcessor
@@ -206,14 +197,13 @@ def _load_all_but_weights(source: str) -> None:
 
 
 def _count(config: Config, machine: Machine) -> int:
-    """Return the number of workers that would start."""
     with suppress(ConfigError):  # which `_workers` reports
         return worker_count(config, usable=len(machine.gpus))
     return max(1, config.distributed.workers)
 
 
 def _cache(planned: "BasePlan") -> Iterator[Finding]:
-    """The local sampler's cache. Raises ConfigError if it is too small for one sequence."""
+    """The local sampler's cache. Raises ConfigError if no sequence fits."""
     from tinsmith.memory.cache_sizes import BLOCK
 
     cache, shape = planned.cache, planned.cache_shape
@@ -240,7 +230,7 @@ def _to_train(planned: "BasePlan") -> dict[str, int]:
 
 
 def _full_training(known: "dict[str, Sizes]", left: int, config: Config) -> Iterator[Finding]:
-    """Whether all parameters of each base model can be trained in the `left` bytes."""
+    """Whether each base model's parameters can all be trained in `left` bytes."""
     from tinsmith.memory.budget import full_state  # here, because it imports transformers
 
     if not config.training.trains:

@@ -1,7 +1,4 @@
-"""`tinsmith export` and `tinsmith import`: checkpoints to and from the formats of PEFT and transformers.
-
-Both work beside a running server: the files of a checkpoint are written once and never changed.
-"""
+"""`tinsmith export` and `tinsmith import`: checkpoints to and from the formats of PEFT and transformers, beside a server too."""
 
 import contextlib
 import logging
@@ -34,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, base_source: str | None) -> None:
-    """Write a checkpoint as a PEFT adapter, or merged into its base as a transformers model, as full weights always are.
+    """Write a checkpoint as a PEFT adapter, or, with `merge`, as a transformers model; full weights need it.
 
-    `base_source` is where the base model is now, if it has moved; an adapter then names its base so. Raises TinsmithError: no such
-    checkpoint, `directory` is in use, another base model or none to be had, full weights without `merge`.
+    `base_source` is where the base model is now, if it has moved; the adapter then names it. Raises TinsmithError: no such checkpoint,
+    `directory` in use, another base model or none, full weights without `merge`.
     """
     require_empty(directory)
     kind = parse_path(path).kind
@@ -69,9 +66,9 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
 
 @contextlib.contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
-    """A directory to fill, whose files come to `directory` when the body ends, or not at all.
+    """A directory whose files come to `directory` when the body ends, or not at all; killed exports are cleaned up.
 
-    What killed exports have left is deleted. Raises TinsmithError for a full disk, and ConfigError if another export fills `directory`.
+    Raises TinsmithError for a full disk, ConfigError if another export fills `directory`.
     """
     home = directory if directory.is_dir() else directory.parent  # what is there may be a mount or the working directory: keep it
     try:
@@ -97,9 +94,9 @@ def _whole(directory: Path) -> Iterator[Path]:
 
 
 def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str) -> list[str]:
-    """Make a checkpoint for training and one for sampling of a PEFT adapter; returns their paths.
+    """Make a checkpoint to train and one to sample of a PEFT adapter; returns their paths.
 
-    `base_model` is [NAME=]PATH_OR_HUB_ID, as the server is given it. Raises TinsmithError: not a LoRA adapter of that base, name taken.
+    `base_model` is as the server is given it. Raises TinsmithError: no LoRA adapter of that base, or name taken.
     """
     paths = imported_paths(name)
     base_name, source = base_model_source(base_model)
@@ -127,7 +124,7 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
 
 
 def _fingerprint(source: str, fetch: bool) -> str | None:
-    """The fingerprint of a base model, if its weights are here; with `fetch` those of a Hub id are downloaded."""
+    """The fingerprint of a base model, if its weights are here; `fetch` downloads those of a Hub id."""
     if fetch and not Path(source).is_dir():
         remedy = "give --base-model a directory that has them"
         with translated(

@@ -1,7 +1,7 @@
-"""`tinsmith gc`: deletes expired checkpoints and files that nothing refers to.
+"""`tinsmith gc`: deletes expired checkpoints and unused files, beside a server too.
 
-It may run beside a server. If none runs, it also deletes snapshots and kept copies that an earlier engine left. Complete checkpoints that
-are not in the database are kept, because `tinsmith recover` can add them; `unknown` deletes them too.
+If none runs, also snapshots and kept copies of an earlier engine. Complete checkpoints without a row are kept, because `tinsmith recover`
+adds them; `unknown` deletes them.
 """
 
 import shlex
@@ -16,7 +16,7 @@ from tinsmith.store.sweep import Garbage, find_garbage, find_unknown, sweep
 
 
 def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[str]:
-    """Delete unused files, unless `dry_run`; yield one line for each of them, then a total. Raises TinsmithError."""
+    """Delete unused files, unless `dry_run`; yield a line for each, then a total. Raises TinsmithError."""
     with opened(data_dir) as store, only_user(data_dir) as alone:
         files = CheckpointFiles(data_dir)
         left = _left_by_engine(data_dir) if alone else []
@@ -37,14 +37,14 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
 
 
 def _images(store: Store) -> list[Garbage]:
-    """Images left by a process that died before it had written its operation."""
+    """Images whose process died before it wrote the operation."""
     unused = store.unused_blobs()
     size = sum(file.size for file in unused)
     return [Garbage(f"{len(unused)} images of operations", "no operation needs them", size)] if unused else []
 
 
 def _left_by_engine(data_dir: Path) -> list[Garbage]:
-    """Snapshots and kept copies on the disk. Call it only if no server uses the directory."""
+    """Snapshots and kept copies on the disk. Only if no server uses the directory."""
     found = []
     for name, what in ((SNAPSHOTS_DIR, "snapshots"), (KEPT_DIR, "kept copies of models")):
         size = sum(file.stat().st_size for file in (data_dir / name).rglob("*") if file.is_file())

@@ -1,7 +1,4 @@
-"""`tinsmith ping`: what keeps a client from a server.
-
-The SDK repeats what is not answered for minutes, without a word.
-"""
+"""`tinsmith ping`: what keeps a client from a server. The SDK would repeat its requests for minutes, without a word."""
 
 import json
 import os
@@ -14,7 +11,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import SplitResult, urlsplit
 
-from tinsmith.errors import ConfigError, translated
+from tinsmith.errors import ConfigError, reported, translated
 from tinsmith.http_client import HEALTH, is_local, misled_by, one_line, open_url, proxy_of, why_unanswered, without_user
 
 _CAPABILITIES = "/api/v1/get_server_capabilities"
@@ -24,9 +21,9 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def ping(url: str, key: str, base_model: str) -> str:
-    """Return a line that describes the server at a URL. `key` and `base_model` may be empty.
+    """A line that describes the server at a URL. `key` and `base_model` may be empty.
 
-    Raises ConfigError that says what is wrong: scheme, path, port, host, TLS, proxy, readiness, key or base model.
+    Raises ConfigError: scheme, path, port, host, TLS, proxy, readiness, key or base model.
     """
     full = url.rstrip("/")
     parts, url = _checked(full), without_user(full)
@@ -53,7 +50,7 @@ def ping(url: str, key: str, base_model: str) -> str:
 
 
 def _checked(url: str) -> SplitResult:
-    """The parts of a URL that may be that of a server. Raises ConfigError."""
+    """The parts of a server's URL. Raises ConfigError."""
     shown = one_line(without_user(url))
     # Without the error's text: it quotes what it takes for the port, such as a password.
     no_url = f"{shown} is no URL: a port is a number, [ ] hold an address; give one such as http://127.0.0.1:8000"
@@ -71,7 +68,7 @@ def _checked(url: str) -> SplitResult:
 
 
 def _connect(host: str, port: int, secure: bool) -> None:
-    """Connect, with TLS if it is `secure`. Raises ConfigError naming host, port or TLS."""
+    """Connect, and speak TLS if `secure`. Raises ConfigError naming host, port or TLS."""
 
     def why_unreachable(error: OSError) -> str:
         if isinstance(error, ConnectionRefusedError):
@@ -98,14 +95,12 @@ def _connect(host: str, port: int, secure: bool) -> None:
 
 
 def _connection(host: str, port: int) -> socket.socket:
-    """A connection to the first address that takes one. Raises OSError, or ConfigError for a name without an address."""
+    """A connection to the first address that takes one. Raises OSError, or ConfigError for a name without one."""
     found: list[Any] = []
 
     def look_up() -> None:
-        try:
+        with reported((OSError, UnicodeError), found.append):
             found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as error:
-            found.append(error)
 
     looking = threading.Thread(target=look_up, daemon=True)  # a name server may keep one waiting for half a minute
     looking.start()
@@ -113,17 +108,15 @@ def _connection(host: str, port: int) -> socket.socket:
     if not found or isinstance(found[0], Exception):
         why = found[0] if found else f"no name server answers within {_PATIENCE_S:g} s"
         raise ConfigError(f"the host {host!r} has no address ({why}): correct the name, or give its number")
-    failure: OSError = OSError("it has no address")
+    failures = [OSError("it has no address")]
     for *_, address in found[0]:
-        try:
+        with reported(OSError, failures.append):
             return socket.create_connection(address[:2], _PATIENCE_S)
-        except OSError as error:
-            failure = error
-    raise failure
+    raise failures[-1]
 
 
 def _require_ready(url: str, full: str, parts: SplitResult) -> None:
-    """Raise ConfigError unless a server answers that can take work. `full` has user and password."""
+    """Raise ConfigError unless a server answers that is ready. `full` has user and password."""
     other = f"what answers at {url} is no Tinker server: correct the port or the host"
     try:
         with open_url(full + HEALTH, _PATIENCE_S) as reply:
@@ -180,7 +173,6 @@ def _base_models(url: str, full: str, key: str) -> list[str]:
 
 
 def _field(body: bytes, name: str) -> str:
-    """A text in a JSON object, or ""."""
     with suppress(ValueError, KeyError, TypeError):
         found = json.loads(body)[name]
         return found if isinstance(found, str) else ""

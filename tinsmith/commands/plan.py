@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from tinsmith.commands.tables import table
 from tinsmith.memory.plan import FullPlan, ModePlan, Plan
 from tinsmith.models.machine import size_text
 
@@ -13,29 +13,25 @@ _LIMITS = {"memory": "the memory", "context": "the model's context"}
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the plan for a person."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for subject, detail in _lines(plan):
-        table.add_row(Text(subject), Text(detail))
+    """Print the plan."""
     console.print(Text(f"{plan.model} ({plan.architecture}, {plan.parameters:,} parameters in {plan.dtype}) on {plan.device}", "bold"))
-    console.print(table)
+    console.print(table(_lines(plan)))
     if plan.workers > 1:
         console.print()
         _print_modes(plan, console)
 
 
 def _print_modes(plan: Plan, console: Console) -> None:
-    """A row for each way of using several GPUs, and the chosen one."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for head in (f"on each of {plan.workers}", "trains", "base model", "trained model", "cache", "longest sequence"):
-        table.add_column(Text(head))
+    """A row for each use of several GPUs, and the choice."""
+    rows = []
     for each in plan.modes:
         sizes = (each.weight_bytes, each.model_bytes, each.cache_bytes)
         longest = f"{each.longest_sequence:,} tokens" if each.fits else "does not fit"
         if each.fits and each.longest_together > each.longest_sequence:
             longest += f"; {each.longest_together:,} on all together"
-        table.add_row(*map(Text, (each.mode, each.trains, *map(size_text, sizes), longest)))
-    console.print(table)
+        rows.append((each.mode, each.trains, *map(size_text, sizes), longest))
+    heads = (f"on each of {plan.workers}", "trains", "base model", "trained model", "cache", "longest sequence")
+    console.print(table(rows, heads))
     for trains, mode, why in _chosen(plan.modes):
         console.print(Text(f"{trains}: {mode}, {why}"))
 
@@ -52,7 +48,6 @@ def _chosen(modes: list[ModePlan]) -> Iterator[tuple[str, str, str]]:
 
 
 def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Subject and detail of each line."""
     longest = plan.longest_sequence
     groups = " + ".join(f"{group} {count:,}" for group, count in plan.lora_parameters.items())
     if plan.rank:

@@ -1,7 +1,8 @@
-"""`tinsmith serve` and `tinsmith warm`: the configuration, checked as a whole, and what runs with it."""
+"""`tinsmith serve` and `tinsmith warm`: checks the configuration as a whole, and runs a server."""
 
 import importlib.util
 import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tinsmith.errors import ConfigError
 
 
 def serve(config: Config) -> None:
-    """Serve until Ctrl-C. Raises ConfigError for what cannot work, before anything slow is imported."""
+    """Serve until Ctrl-C. Raises ConfigError before anything slow is imported."""
     _require_servable(config)
     from tinsmith.server.main import run_server
 
@@ -19,7 +20,7 @@ def serve(config: Config) -> None:
 
 
 def warm(config: Config) -> float:
-    """Start as `serve` does, and end when the engine is ready; returns the seconds it took. What was compiled and checked is kept.
+    """Start as `serve` until the engine is ready; returns the seconds it took.
 
     Raises ConfigError as `serve`, and with vLLM servers, which are not ready when the engine is.
     """
@@ -48,65 +49,58 @@ def _require_servable(config: Config) -> None:
 
 
 def configuration_of(file: Path | None, options: dict[str, Any]) -> Config:
-    """The configuration of `serve`, `doctor` and `plan`. Raises ConfigError as `load`, and for options without effect."""
+    """The configuration of `serve`, `doctor` and `plan`. Raises ConfigError as `load`, and for idle options."""
     given = {name: value for name, value in options.items() if value is not None}
     config = load(file, given, os.environ)
-    sampler = config.sampling.sampler
-    unused = [each.option for each in settings() if each.path[0] == "vllm" and each.name in given]
-    if sampler != "vllm" and unused:
-        raise ConfigError(f"{', '.join(unused)} has no effect with sampler={sampler}; add --sampler vllm, or leave it out")
-    idle = [each.option for each in settings() if each.path[0] == "training" and each.name in given.keys() - {"train", "logits_chunk"}]
-    if not config.training.trains and idle:
-        raise ConfigError(f"{', '.join(idle)} has no effect with train=none; leave it out, or let the server train")
-    if not config.training.trains and sampler == "none":
-        raise ConfigError("train=none is not possible with sampler=none: nothing would be left to serve")
-    if config.only_compares and config.vllm.vllm_urls and config.models.memory_share != 1:
-        raise ConfigError(
-            f"memory_share={config.models.memory_share:g} has no effect with train=none and vllm_urls, with which this server uses no GPU; "
-            "leave it out"
-        )
-    if config.training.sequence_parallel_from:
-        if config.shards_weights:
-            raise ConfigError(f"sequence_parallel_from is not possible with shard={config.distributed.shard}; leave one of them out")
-        if config.models.deterministic:
-            raise ConfigError("sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker")
-    if sampler == "vllm" and config.models.deterministic:
-        raise ConfigError(
-            "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local"
-        )
-    _check_turns(config)
-    _check_ray(config)
+    for problem in _contradictions(config, given.keys()):
+        raise ConfigError(problem)
     return config
 
 
-def _check_turns(config: Config) -> None:
-    turn_s = config.vllm.vllm_turn_s
-    if not turn_s:
-        return
+def _contradictions(config: Config, given: Collection[str]) -> Iterator[str]:
+    """Each setting that is impossible, or idle, beside others. `given` are the names of options."""
+    sampler, trains = config.sampling.sampler, config.training.trains
+    unused = [each.option for each in settings() if each.path[0] == "vllm" and each.name in given]
+    if sampler != "vllm" and unused:
+        yield f"{', '.join(unused)} has no effect with sampler={sampler}; add --sampler vllm, or leave it out"
+    idle = [each.option for each in settings() if each.path[0] == "training" and each.name in set(given) - {"train", "logits_chunk"}]
+    if not trains and idle:
+        yield f"{', '.join(idle)} has no effect with train=none; leave it out, or let the server train"
+    if not trains and sampler == "none":
+        yield "train=none is not possible with sampler=none: nothing would be left to serve"
+    if config.only_compares and config.vllm.vllm_urls and config.models.memory_share != 1:
+        share = f"memory_share={config.models.memory_share:g}"
+        yield f"{share} has no effect with train=none and vllm_urls, with which this server uses no GPU; leave it out"
+    if config.training.sequence_parallel_from and config.shards_weights:
+        yield f"sequence_parallel_from is not possible with shard={config.distributed.shard}; leave one of them out"
+    if config.training.sequence_parallel_from and config.models.deterministic:
+        yield "sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker"
+    if sampler == "vllm" and config.models.deterministic:
+        yield "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local"
+    if config.vllm.vllm_turn_s:
+        yield from _contradict_turns(config)
+    if config.distributed.ray_address:
+        yield from _contradict_ray(config)
+
+
+def _contradict_turns(config: Config) -> Iterator[str]:
+    turns = f"vllm_turn_s={config.vllm.vllm_turn_s:g}"
     if not config.training.trains:
-        raise ConfigError(
-            f"vllm_turn_s={turn_s:g} has no effect with train=none, where vLLM servers never wait for a trainer; leave it out"
-        )
+        yield f"{turns} has no effect with train=none, where vLLM servers never wait for a trainer; leave it out"
     if config.vllm.vllm_urls:
-        raise ConfigError(f"vllm_turn_s={turn_s:g} is possible only with vLLM servers that Tinsmith starts; leave it or vllm_urls out")
+        yield f"{turns} is possible only with vLLM servers that Tinsmith starts; leave it or vllm_urls out"
     if config.vllm.vllm_tensor_parallel > 1:
-        raise ConfigError(
-            f"vllm_turn_s={turn_s:g} puts each vLLM server on the trainer's GPU, and vllm_tensor_parallel="
-            f"{config.vllm.vllm_tensor_parallel} divides it over several; leave one of them out"
-        )
+        several = f"vllm_tensor_parallel={config.vllm.vllm_tensor_parallel}"
+        yield f"{turns} puts each vLLM server on the trainer's GPU, and {several} divides it over several; leave one of them out"
     if config.distributed.workers > 1:
-        raise ConfigError(f"vllm_turn_s={turn_s:g} is possible with one worker, not with workers={config.distributed.workers}")
+        yield f"{turns} is possible with one worker, not with workers={config.distributed.workers}"
 
 
-def _check_ray(config: Config) -> None:
-    address, device = config.distributed.ray_address, config.models.device
-    if not address:
-        return
+def _contradict_ray(config: Config) -> Iterator[str]:
+    ray, device = f"ray_address={config.distributed.ray_address}", config.models.device
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"ray_address={address} needs the package ray; install it with: {installer('ray')}")
+        yield f"{ray} needs the package ray; install it with: {installer('ray')}"
     if ":" in device:
-        raise ConfigError(
-            f"ray_address={address} and device={device} contradict each other: Ray gives each worker its GPU; use --device cuda"
-        )
+        yield f"{ray} and device={device} contradict each other: Ray gives each worker its GPU; use --device cuda"
     if config.sampling.sampler == "vllm":
-        raise ConfigError(f"ray_address={address} is not possible with sampler=vllm: its servers would use GPUs that Ray has not reserved")
+        yield f"{ray} is not possible with sampler=vllm: its servers would use GPUs that Ray has not reserved"

@@ -1,4 +1,4 @@
-"""`tinsmith status`: asks a running server what it does, and prints the answer."""
+"""`tinsmith status`: asks a server what it does, and prints that."""
 
 import json
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tinsmith.commands.tables import table
 from tinsmith.errors import ConfigError, printable, translated
 from tinsmith.http_client import open_url, why_unanswered, without_user
 
@@ -17,7 +18,7 @@ TIMEOUT_S = 10.0
 
 
 def fetch_status(url: str) -> dict[str, Any]:
-    """The answer of the status route. Raises ConfigError if no Tinsmith server answers."""
+    """The answer of the status route. Raises ConfigError if no Tinsmith server gives one."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url={without_user(url)!r} must begin with http:// or https://")
     shown = without_user(url)
@@ -37,7 +38,6 @@ def fetch_status(url: str) -> dict[str, Any]:
 
 
 def _escaped(content: Any) -> Any:
-    """An answer with printable texts."""
     if isinstance(content, dict):
         return {printable(name): _escaped(value) for name, value in content.items()}
     if isinstance(content, list):
@@ -46,7 +46,7 @@ def _escaped(content: Any) -> Any:
 
 
 def print_status(status: dict[str, Any], console: Console) -> None:
-    """Print what `fetch_status` returned. Names become `Text`, because Rich reads parts such as `:train:` as markup."""
+    """Print an answer. Names become `Text`, which Rich reads no markup in."""
     engine, samples, rates = status["engine"], status["samples"], status["tokens_per_second"]
     reason = f": {engine['reason']}" if engine["reason"] else ""
     busy = f", busy with one task for {engine['busy_s']:,.0f} s" if engine["busy_s"] >= 1 else ""
@@ -74,11 +74,4 @@ def _base(base: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table | str:
-    if not rows:
-        return f"{title}: none"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold", header_style="dim")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+    return table(rows, columns, title) if rows else f"{title}: none"

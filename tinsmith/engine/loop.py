@@ -14,10 +14,13 @@ from pathlib import Path
 
 from tinsmith.config import Config
 from tinsmith.engine.checkpoints import CheckpointRows
+from tinsmith.engine.log_reader import LogReader
+from tinsmith.engine.model_state import ModelStates
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.recorder import Backoff, Recorder
+from tinsmith.engine.scheduler import OperationScheduler
+from tinsmith.engine.status import StatusReporter
 from tinsmith.engine.stopping import Stopping
-from tinsmith.engine.trainer import Trainer
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.protocol.heartbeat import Heartbeat
@@ -38,11 +41,9 @@ from tinsmith.protocol.serving import (
     Saving,
     Shutdown,
     Starting,
-    Status,
     Wake,
 )
 from tinsmith.protocol.work import WorkerReady
-from tinsmith.store import ids
 from tinsmith.store.database import BUSY_S
 from tinsmith.store.files import KEPT_DIR, CheckpointFiles
 from tinsmith.store.records import Outcome
@@ -50,17 +51,11 @@ from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
 
-READ_AT_ONCE = 1000
-"""Commands taken from the log in one read."""
-
 IDLE_S = 1.0
 """Seconds that an idle engine sleeps before it looks whether its server and its workers still live."""
 
 DATABASE_BUSY_S = 0.5
 """Seconds that the engine waits for the database's lock before it goes on with other work."""
-
-STATUS_S = 1.0
-"""Least time between two reports for `tinsmith status`."""
 
 WORKER_EXIT_S = 60.0
 """Seconds that a worker may take to end when told to, after its last pass; vLLM servers may need a while."""
@@ -78,18 +73,12 @@ class Engine:
         self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
         shutil.rmtree(Path(config.data_dir) / KEPT_DIR, ignore_errors=True)  # of models that ended with the engine before
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
-        operations = Operations(config, CheckpointRows(self.store, files), lambda: self.workers.models, workers.send)
+        models = ModelStates(workers.send)
+        operations = Operations(config, CheckpointRows(self.store, files), lambda: self.workers.models, models)
         self.recorder = Recorder(self.store, self._recorded, config.training.max_unrecorded_mib * 2**20)
-        self.trainer = Trainer(config, workers.count, operations, self.recorder.record, workers.send)
-        self.reported: Status | None = None
-        self.status_at = 0.0
-        self.filed: dict[str, set[int]] = {}
-        """seq_ids of the commands that are read and not recorded, by model."""
-        self.unread: set[str] = set()
-        self.reads_all = True
-        """Whether other models than `unread` may have new commands too."""
-        self.ended_sessions: list[EndSession] = []
-        """Sessions to end once all that is in the log before is filed."""
+        self.scheduler = OperationScheduler(config, workers.count, operations, self.recorder.record, workers.send)
+        self.log_reader = LogReader(self.store, self.scheduler)
+        self.status = StatusReporter(self.scheduler, workers, link.send)
         self.lost: dict[str, str] = {}
         """Models that ended with a worker, and why, until that is in the log."""
         self.returning: dict[str, str] = {}
@@ -136,15 +125,14 @@ class Engine:
         """Take in one message of the server."""
         match message:
             case Wake():
-                self.unread.update(message.models)
-                self.reads_all |= not message.models
+                self.log_reader.wake(message)
             case Sample() | CancelSample() | ForgetCheckpoint():
                 if isinstance(message, Sample):
-                    self.trainer.sampled(ids.session_of(message.request_id))
+                    self.scheduler.sessions.sampled(message.session_id)
                 self.workers.send(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
             case EndSession():
                 self.workers.send(message)
-                self.ended_sessions.append(message)
+                self.log_reader.ended_sessions.append(message)
             case Shutdown():
                 self.stopping = True
 
@@ -156,7 +144,7 @@ class Engine:
             case WorkerReady():
                 self._tell_ready()
             case _:
-                self.trainer.take(message)
+                self.scheduler.take(message)
 
     def _tell_ready(self) -> None:
         if self.workers.is_ready and not self.has_lost:
@@ -168,12 +156,13 @@ class Engine:
         """Read new commands, give the worker what is due, and record what has ended."""
         self.recorder.flush()
         self._record_lost()
-        if (self.unread or self.reads_all or self.ended_sessions) and not self.has_lost and self.reading.wait_s == 0:
-            self._read_log()  # what is lost fails with its model in the log and is not to be filed
-        self.trainer.fail_overdue()
+        if self.log_reader.has_news and not self.has_lost and self.reading.wait_s == 0:
+            with self._tried_later("new operations wait"):
+                self.log_reader.read()  # what is lost fails with its model in the log and is not to be filed
+        self.scheduler.fail_overdue()
         if self._may_train:
-            self.trainer.turn()
-        self._report_status()
+            self.scheduler.turn()
+        self.status.report()
 
     @property
     def has_lost(self) -> bool:
@@ -188,8 +177,8 @@ class Engine:
         waits = [IDLE_S, self.workers.wait_s]
         waits += [self.recorder.backoff.wait_s] if self.recorder.waiting else []
         waits += [self.reading.wait_s] if self.reading.is_failing and not (self.has_lost and self.recorder.waiting) else []
-        waits += [self.trainer.wait_s] if self._may_train else []
-        deadline = self.trainer.overdue_at
+        waits += [self.scheduler.wait_s] if self._may_train else []
+        deadline = self.scheduler.overdue_at
         waits += [] if deadline is None else [max(0.0, deadline - time.monotonic())]
         return min(waits)
 
@@ -204,80 +193,24 @@ class Engine:
         else:
             self.reading.succeeded()
 
-    def _read_log(self) -> None:
-        """File everything that is new in the log, then end the sessions that have ended; later, if the log cannot be read."""
-        with self._tried_later("new operations wait"):
-            if self.reads_all or self.ended_sessions:  # there may be commands in the log whose wake-up is still to come
-                self.unread.update(self.store.queued_models())
-                self.reads_all = False
-            for model_id in sorted(self.unread):
-                self._read_model(model_id)
-                self.unread.discard(model_id)
-            for message in self.ended_sessions:
-                self.trainer.end_session(message.session_id, message.save)
-            self.ended_sessions.clear()
-
-    def _read_model(self, model_id: str) -> None:
-        more = True
-        while more:  # a read that is not full was the last: what is appended after it comes with a wake-up of its own
-            filed = self.filed.get(model_id, set())
-            commands = self.store.queued(model_id, filed, READ_AT_ONCE)
-            for command in commands:
-                self.filed.setdefault(model_id, set()).add(command.seq_id)
-                self.trainer.add(command)
-            more = len(commands) == READ_AT_ONCE
-
     def _recorded(self, outcome: Outcome) -> None:
-        model_id, _, seq_id = outcome.request_id.rpartition("/")
-        filed = self.filed.get(model_id)
-        if filed is not None:
-            filed.discard(int(seq_id))
-            if not filed:
-                del self.filed[model_id]
+        self.log_reader.recorded(outcome)
         self.link.send(Done.of(outcome))
-
-    def _report_status(self) -> None:
-        """Tell the server what engine and workers do, for `tinsmith status`, if that has changed and the last report is old enough."""
-        if (now := time.monotonic()) < self.status_at:
-            return
-        self.status_at = now + STATUS_S
-        trainer, of_workers = self.trainer, self.workers.status
-        status = Status(
-            models=[
-                {
-                    "model_id": model_id,
-                    "base_model": model.base_model,
-                    "queued": trainer.queued(model_id),
-                    "trained_tokens": trainer.models[model_id].trained_tokens,
-                }
-                for model_id, model in trainer.operations.models.items()
-            ],
-            workers=self.workers.shown,
-            running_samples=of_workers.running_samples,
-            waiting_samples=of_workers.waiting_samples,
-            trained_tokens=trainer.trained_tokens,
-            sampled_tokens=self.workers.sampled_tokens,
-            memory=of_workers.memory,
-            graphs=of_workers.graphs,
-        )
-        if status != self.reported:
-            self.reported = status
-            self.link.send(status)
 
     # ---- A worker's end, and ours
 
     def _worker_ended(self, reason: str) -> None:
-        if not self.workers.was_ever_ready:
+        if not self.workers.models:
             raise ConfigError(f"{reason} before it could take work; its output above says why")
         log.error("%s; another is started in %.0f s", reason, self.workers.wait_s)
-        self.trainer.workers_ended(reason)
-        self.lost |= self.trainer.take_lost()
-        self.returning |= dict.fromkeys(self.trainer.crash_recovery.waiting, reason)
+        self.scheduler.crash_recovery.workers_ended(reason)
+        self.lost |= self.scheduler.crash_recovery.take_lost()
+        self.returning |= dict.fromkeys(self.scheduler.crash_recovery.waiting, reason)
         self.link.send(Recovering(reason))
 
     def _record_lost(self) -> None:
         """Write down what ended with a worker, after the outcomes that it had brought about; later, if the database takes nothing."""
-        self.lost |= self.trainer.take_lost()
+        self.lost |= self.scheduler.crash_recovery.take_lost()
         if not self.has_lost or self.recorder.waiting or self.reading.wait_s > 0:
             return
         with self._tried_later("what the worker had waits"):
@@ -295,15 +228,15 @@ class Engine:
         """
         deadline = time.monotonic() + BUSY_S
         told = None
-        stopping = Stopping(self.trainer)
-        while (self.workers.is_ready and not self.trainer.is_stopped) or (self.recorder.waiting and time.monotonic() < deadline):
+        stopping = Stopping(self.scheduler)
+        while (self.workers.is_ready and not self.scheduler.is_stopped) or (self.recorder.waiting and time.monotonic() < deadline):
             if self.workers.is_ready:
                 stopping.turn(give_up=time.monotonic() >= deadline)
-            saving = self.trainer.models.saving
-            if saving != told or self.recorder.waiting or self.trainer.models.wait_for_database:
+            saving = self.scheduler.models.saving
+            if saving != told or self.recorder.waiting or self.scheduler.models.wait_for_database:
                 told = saving
                 self.link.send(Saving())
             self.receive(min(self.patience(), DATABASE_BUSY_S))
             self.recorder.flush()
-        for model_id in self.trainer.crash_recovery.waiting:
+        for model_id in self.scheduler.crash_recovery.waiting:
             log.error("model %s could not be saved and is lost: its worker had just ended", model_id)

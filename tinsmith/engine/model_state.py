@@ -1,77 +1,30 @@
-"""The state of one model: what its workers hold, from where new ones can restore it, and what is under way for it.
+"""The state of one model: its commands that wait, what its workers hold, and what is under way for it but for `ForwardWork`."""
 
-Its commands wait in `CommandQueue`, and what is computed of its forward work in `ForwardWork`.
-"""
-
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
+from tinsmith.engine.command_queue import CommandQueue
+from tinsmith.engine.loaded_model import LoadedModel
 from tinsmith.engine.running import Running
-from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.work import CreateModel, LoadModel
-from tinsmith.store.records import Command
-
-
-@dataclass(frozen=True)
-class Fresh:
-    """A model that was created and never stepped: its seed says it all."""
-
-    shape: LoraShape
-    lasts: bool = True
-
-    def call(self, number: int, base_model: str, model_id: str) -> CreateModel:
-        """Return the call that restores the model on a new worker."""
-        return CreateModel(number, base_model, model_id, asdict(self.shape))
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Files: of a checkpoint, or of a kept copy."""
-
-    name: str
-    """The checkpoint's path, or what messages call the copy."""
-    directory: str
-    optimizer: bool
-    """Whether the optimizer's state is part of it. Without it the optimizer starts anew, as it did when the model was loaded from there."""
-    lasts: bool = False
-    """Whether no client can delete or replace it, as with a kept copy."""
-
-    def call(self, number: int, base_model: str, model_id: str) -> LoadModel:
-        """Return the call that restores the model on a new worker."""
-        return LoadModel(number, base_model, model_id, self.name, self.directory, self.optimizer)
-
-
-@dataclass
-class LoadedModel:
-    """A model between create_model and the end of its session."""
-
-    model_id: str
-    base_model: str
-    shape: LoraShape
-    spoiled: str | None = None
-    """The reason why the gradients since the last optim_step are not what the client asked for."""
-    origin: Fresh | Saved | None = None
-    """Place of the state that the last finished step left; None if there is none, and the model ends with its workers."""
-    added_seq: int = -1
-    """seq_id of the newest operation that is finished and has added gradients."""
-    stepped_seq: int = -1
-    """seq_id of the newest optim_step that is finished, whether it was applied or has failed."""
-    told_of_empty_step: bool = False
-    """The log has been told that it took a step without gradients."""
-    state: int = 0
-    """The number of the state that the last finished step, or load, has left: each leaves another."""
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether finished operations have added gradients since the last step."""
-        return self.added_seq > self.stepped_seq
+from tinsmith.errors import NotFoundError
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.work import ClearGradients, DeleteModel
+from tinsmith.store.records import REJECTED, Command
 
 
 @dataclass(eq=False)
 class ModelState:
-    """What is under way for a model, from its first command until it is unloaded or lost."""
+    """A model, from its first command until it is unloaded or lost.
+
+    create_model -> `loaded` -> `ending`: it is saved, if its client did not end the session, and unloaded
+                    workers end: it waits in `CrashRecovery` to be loaded again, or is lost
+    """
 
     model_id: str
+    queue: CommandQueue = field(default_factory=CommandQueue)
+    loaded: LoadedModel | None = None
+    """What the workers hold, from the end of create_model until it is unloaded or lost."""
     running: Running | None = None
     """The operation that runs and is no forward work."""
     saving: Running | None = None
@@ -108,7 +61,47 @@ class ModelState:
 
 
 class ModelStates(dict[str, ModelState]):
-    """Those of all models, by id."""
+    """Those of all models, by id. `send` tells the workers."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    @property
+    def loaded(self) -> dict[str, LoadedModel]:
+        return {model_id: state.loaded for model_id, state in self.items() if state.loaded is not None}
+
+    def find(self, model_id: str) -> LoadedModel | None:
+        return self[model_id].loaded if model_id in self else None
+
+    def require(self, model_id: str) -> LoadedModel:
+        model = self.find(model_id)
+        if model is None:
+            raise NotFoundError(f"model {model_id} is not loaded: its create_model failed, or its session is over; create a model")
+        return model
+
+    def spoil_step(self, model_id: str, reason: str) -> None:
+        """Let the next optim_step be refused: the gradients are not what the client asked for."""
+        if (model := self.find(model_id)) is not None:
+            model.spoiled = reason
+
+    def after_failure(self, command: Command, reason: str) -> None:
+        """Leave the model in a known state: a failed optim_step ends its step and drops the gradients, a failed contribution spoils it."""
+        model = self.find(command.model_id)
+        if model is None:
+            return
+        if command.kind == "optim_step":
+            model.spoiled = None
+            model.stepped_seq = command.seq_id
+            self._send(ClearGradients(model.base_model, command.model_id))
+        elif command.kind in ("forward_backward", REJECTED):
+            model.spoiled = f"seq_id {command.seq_id}: {reason}"
+
+    def unload(self, state: ModelState) -> None:
+        """Free a model, if it was ever created, and its snapshots."""
+        model, state.loaded = state.loaded, None
+        if model is not None:
+            self._send(DeleteModel(model.base_model, state.model_id))
 
     @property
     def put_off(self) -> set[str]:

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,37 +89,6 @@ class ForwardOperation:
         results = self.in_order
         means = {f"{name}:mean": sum(result.metrics[name] for result in results) / len(results) for name in results[0].metrics}
         return {"loss:sum": self.loss} | means
-
-
-PASS_S = 1.0
-"""Most seconds of the device for a pass, because others wait for its end. A sequence is not divided."""
-
-
-@dataclass
-class Pace:
-    """Estimates how long passes of one direction on a base model take, or a worker's share of them.
-
-    Nothing is known before the first one, nor of sequences longer than those computed.
-    """
-
-    tokens: float = inf
-    """Most tokens of a pass of about `PASS_S`."""
-    quick: int = 0
-    """The longest sequence of a pass that took less than half of that: two of them may be at the worker."""
-    slow: int = 0
-    """The longest sequence that took more than `PASS_S` by itself."""
-
-    def learn(self, lengths: Sequence[int], seconds: float) -> None:
-        """Take in what a pass of sequences of these lengths took."""
-        total, rate = sum(lengths), sum(lengths) / seconds
-        if seconds > PASS_S:
-            self.tokens = max(1, rate * PASS_S)
-        else:
-            self.tokens = max(self.tokens, min(2 * total, rate * PASS_S))
-        if seconds < PASS_S / 2:
-            self.quick = max(self.quick, *lengths)
-        else:
-            self.quick = min(self.quick, max(lengths) - 1)
 
 
 @dataclass(frozen=True)

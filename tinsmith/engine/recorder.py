@@ -7,6 +7,7 @@ operation has had its effect, and a client that repeats a step applies it twice.
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from tinsmith.errors import StoreUnavailableError
 from tinsmith.store.records import Outcome
@@ -42,17 +43,19 @@ class Backoff:
         self._interval_s = self._due_at = 0.0
 
 
+@dataclass(eq=False)
 class Recorder:
-    """Outcomes on their way to the log. `tell` gets each one that is there, for the server."""
+    """Outcomes on their way to the log. `tell` gets each one that is there, for the server.
 
-    def __init__(self, store: Store, tell: Callable[[Outcome], None], limit_bytes: float) -> None:
-        """Over `limit_bytes` of results that the database has not taken, `is_full` asks for no more."""
-        self.store = store
-        self.tell = tell
-        self.limit_bytes = limit_bytes
-        self.waiting: list[Outcome] = []
-        """Outcomes that are not in the log, oldest first."""
-        self.backoff = Backoff()
+    Over `limit_bytes` of results that the database has not taken, `is_full` asks for no more.
+    """
+
+    store: Store
+    tell: Callable[[Outcome], None]
+    limit_bytes: float
+    waiting: list[Outcome] = field(default_factory=list)
+    """Outcomes that are not in the log, oldest first."""
+    backoff: Backoff = field(default_factory=Backoff)
 
     @property
     def is_full(self) -> bool:

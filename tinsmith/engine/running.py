@@ -9,7 +9,6 @@ Where the database takes nothing, a step yields the reason, and is sent None whe
 worker twice and the database in between is one function, and no thread waits.
 """
 
-import logging
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ from typing import Any, TypeVar
 from tinsmith.errors import StoreUnavailableError, TinsmithError
 from tinsmith.protocol.work import Call
 from tinsmith.store.records import Command
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -69,15 +66,3 @@ class Running:
         except StopIteration as end:
             ended: Ended = end.value
             return ended
-
-
-def log_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:
-    """Log how much an operation was, what came out, how long it took (since monotonic `started_at`), and how long it had waited.
-
-    The wait is counted by the clock, which two processes share and somebody may have set.
-    """
-    seconds = time.monotonic() - started_at
-    log.info(
-        "model=%s seq_id=%d kind=%s tokens=%d %s seconds=%.3f queued=%.3f",
-        *(command.model_id, command.seq_id, command.kind, tokens, detail, seconds, max(0.0, time.time() - seconds - command.created_at)),
-    )

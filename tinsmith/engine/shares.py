@@ -117,7 +117,7 @@ class SharedWork:
             case TakeSnapshot():
                 self._ask(message, self._everyone if self.config.compares_with_copy else self.samplers)
             case SaveModel() | ExportModel():  # one where all have the same; of sharded weights each gives its part
-                self._ask(message, self._everyone if self.config.shards_weights else [self._writer_of(message.model_id)])
+                self._ask(message, self._everyone if self.config.shards_weights else [writer_of(message.model_id, len(self.workers))])
             case Sample():
                 self.workers[self.routing.choose(message)].send(message)
             case CancelSample():
@@ -143,13 +143,10 @@ class SharedWork:
             self.pass_tokens[rank] += sum(share.lengths)
             self.workers[rank].send(share)
 
-    def _writer_of(self, model_id: str) -> int:
-        return writer_of(model_id, len(self.workers))
-
     def _ask(self, message: Asked, ranks: Sequence[int]) -> None:
         self.awaited[message.number] = Awaited(message, ranks)
         for rank in ranks:
-            if isinstance(message, OptimStep) and rank != self._writer_of(message.model_id):
+            if isinstance(message, OptimStep) and rank != writer_of(message.model_id, len(self.workers)):
                 self.workers[rank].send(replace(message, copy=""))
             else:
                 self.workers[rank].send(message)
@@ -201,7 +198,7 @@ class SharedWork:
                 return [self._prepared(asked, awaited)]
             case FinishSave() as asked:
                 if awaited.of(Answer):
-                    self._forget_checkpoint(asked.tinker_path)
+                    self._tell_all(ForgetCheckpoint(asked.tinker_path))  # an earlier one of this path may have been sampled
                 return list(awaited.replies.values())
             case SaveModel() | ExportModel() as asked if self.config.shards_weights and len(awaited.of(Answer)) < len(self.workers):
                 self._finish(asked, awaited)
@@ -245,12 +242,12 @@ class SharedWork:
         pieces = [piece for part in awaited.of(PartWritten).values() for piece in part.pieces]
         row = asked.checkpoint
         finish = FinishSave(asked.number, row["directory"], pieces, failure.error_type, failure.error, row["tinker_path"])
-        self._ask(finish, [self._writer_of(asked.model_id)])
+        self._ask(finish, [writer_of(asked.model_id, len(self.workers))])
 
     def _called(self, asked: Call, awaited: Awaited) -> list[Message]:
         failed, answered = awaited.of(CallFailed), awaited.of(Answer)
         if isinstance(asked, SaveModel | ExportModel) and answered and len(self.workers) > 1:
-            self._forget_checkpoint(asked.checkpoint["tinker_path"])
+            self._tell_all(ForgetCheckpoint(asked.checkpoint["tinker_path"]))
         if failed and answered:
             rank, failure = next(iter(failed.items()))
             match asked:
@@ -265,12 +262,8 @@ class SharedWork:
         if isinstance(asked, CreateModel | LoadModel) and not failed:
             self.loaded.add(asked.model_id)
         if isinstance(asked, OptimStep | SaveModel | ExportModel) and not failed:  # the one that writes says more than the others
-            return [answered[self._writer_of(asked.model_id)]]
+            return [answered[writer_of(asked.model_id, len(self.workers))]]
         return [next(iter((failed or answered).values()))]
-
-    def _forget_checkpoint(self, path: str) -> None:
-        """An earlier checkpoint of this path may have been sampled."""
-        self._tell_all(ForgetCheckpoint(path))
 
     def _break(self, rank: int, reason: str) -> None:
         """End the group: what its workers hold is not the same."""

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.place import Place, meeting_at
-from tinsmith.protocol.serving import Starting
-from tinsmith.protocol.work import DropFiles, WorkerReady, WorkerStatus
+from tinsmith.protocol.serving import Starting, Status
+from tinsmith.protocol.work import DropFiles, WorkerReady
 from tinsmith.store.files import SNAPSHOTS_DIR
 
 LOOK_FOR_HOSTS_S = 1.0
@@ -45,14 +46,14 @@ class WorkerGroup:
         self.workers = [WorkerProcess(each, engine, program, self.launcher) for each in configs]
         self.count = count
         self.models: dict[str, ModelFacts] = {}
-        """Base models that all serve, once the first group is ready."""
+        """Base models that all serve; empty until a group was ready."""
         self.last_messages: list[Message] = []
         """Messages of a group that has ended which `receive` did not return."""
         self._pass_tokens = [0] * count
         """Tokens of passes that were given to each, by rank, those before it included."""
         self.work = SharedWork(config, self.workers, self._pass_tokens)
-        self._meeting: OwnDirectory | None = None
-        """Directory in which workers on this host find each other."""
+        self._meeting = ExitStack()
+        """Deletes the directory in which workers on this host find each other, if there is one."""
         self._look_at = 0.0
         self._left: list[str] = []
         """Directories of saves that ended with the workers before."""
@@ -61,10 +62,6 @@ class WorkerGroup:
     @property
     def is_ready(self) -> bool:
         return all(worker.is_ready for worker in self.workers)
-
-    @property
-    def was_ever_ready(self) -> bool:
-        return bool(self.models)
 
     @property
     def busy_s(self) -> float:
@@ -79,28 +76,22 @@ class WorkerGroup:
         return max(self._look_at - time.monotonic(), *(worker.wait_s for worker in self.workers))
 
     @property
-    def sampled_tokens(self) -> int:
-        return sum(worker.sampled_tokens for worker in self.workers)
-
-    @property
-    def status(self) -> WorkerStatus:
-        """Status of all workers together."""
+    def status(self) -> Status:
+        """Status of all workers together, for an engine that says the rest."""
         of_workers = [worker.status for worker in self.workers]
-        return WorkerStatus(
+        return Status(
+            models=[],
+            workers=[
+                {"pid": each.pid, "device": _device_of(each), "state": each.state, "pass_tokens": tokens}
+                for each, tokens in zip(self.workers, self._pass_tokens, strict=True)
+            ],
             running_samples=sum(each.running_samples for each in of_workers),
             waiting_samples=sum(each.waiting_samples for each in of_workers),
-            sampled_tokens=sum(each.sampled_tokens for each in of_workers),
+            trained_tokens=0,
+            sampled_tokens=sum(worker.sampled_tokens for worker in self.workers),
             memory=_sums([each.memory for each in of_workers]),
             graphs=_sums([each.graphs for each in of_workers]),
         )
-
-    @property
-    def shown(self) -> list[dict[str, object]]:
-        """Process, device and state of each, and the tokens of its shares of passes, for `tinsmith status`."""
-        return [
-            {"pid": each.pid, "device": _device_of(each), "state": each.state, "pass_tokens": tokens}
-            for each, tokens in zip(self.workers, self._pass_tokens, strict=True)
-        ]
 
     @property
     def _runs(self) -> bool:
@@ -116,13 +107,14 @@ class WorkerGroup:
         if hosts is None:
             self._look_at = time.monotonic() + LOOK_FOR_HOSTS_S
             return
-        self._forget_meeting()
+        self._meeting.close()
         shutil.rmtree(Path(self.config.data_dir) / SNAPSHOTS_DIR, ignore_errors=True)  # they ended with the workers before
         self._told = False
         meeting = ""
         if self.count > 1 and not hosts:
-            self._meeting = OwnDirectory("tinsmith-meeting-", Path(tempfile.gettempdir()))
-            meeting = f"file://{self._meeting.path}/store"
+            directory = OwnDirectory("tinsmith-meeting-", Path(tempfile.gettempdir()))
+            self._meeting.callback(directory.close)
+            meeting = f"file://{directory.path}/store"
         answers = GroupAnswers(self.records)
         for rank, worker in enumerate(self.workers):
             worker.answers = answers.answer
@@ -149,7 +141,7 @@ class WorkerGroup:
             time.sleep(0.01)
             reasons += self._ends()
         for worker in self.workers:
-            worker.begin_to_kill()
+            worker.kill(wait=False)
         for worker in self.workers:
             worker.kill()
             worker.ended()
@@ -158,7 +150,7 @@ class WorkerGroup:
         ]
         self._left += self.work.written
         self.work = SharedWork(self.config, self.workers, self._pass_tokens)
-        self._forget_meeting()
+        self._meeting.close()
         worker, reason = min(reasons, key=lambda end: end[0].follows)
         return f"{worker.place.name}: {reason}" if self.count > 1 or worker.place.host else reason
 
@@ -172,14 +164,9 @@ class WorkerGroup:
             worker.begin_to_stop()
         for worker in self.workers:
             worker.stop(max(0.0, deadline - time.monotonic()))
-        self._forget_meeting()
+        self._meeting.close()
         self.launcher.close()
         self.records.close()
-
-    def _forget_meeting(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
 
     # ---- Messages
 

@@ -250,15 +250,12 @@ class WorkerProcess:
         self._start_at = time.monotonic() + self._delay_s
         return reason
 
-    def begin_to_kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-
-    def kill(self) -> None:
+    def kill(self, wait: bool = True) -> None:
         """End the worker at once, if one runs; `ended` tells of it."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            if wait:
+                self.process.wait()
 
     def begin_to_stop(self) -> None:
         if self.link is not None:

@@ -25,7 +25,8 @@ def step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, workin
     """
     tensors = (master, gradient, first, second, working)
     if not all(tensor.is_contiguous() for tensor in tensors):
-        step_as_written(*tensors, factors)
+        step_as_written(master, gradient, first, second, factors)
+        working.copy_(master)
         return
     launch: Any = _step
     f = factors

@@ -39,11 +39,11 @@ class Factors:
 
 
 @torch.no_grad()
-def step_as_written(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, working: Tensor, factors: Factors) -> None:
-    """Compute one step; arguments are those of `step` in `kernels/adamw.py`."""
+def step_as_written(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, factors: Factors) -> None:
+    """Update a master and both of its moments (float32) in place. `gradient` may be of any precision."""
     g = gradient.float() * factors.scale
-    first.mul_(factors.beta1).add_(g * (1 - factors.beta1))
-    second.mul_(factors.beta2).add_(g * (1 - factors.beta2) * g)
-    denominator = second.sqrt().div_(factors.root).add_(factors.eps)
-    master.mul_(factors.decay).sub_((first * factors.rate).div_(denominator))
-    working.copy_(master)
+    first.mul_(factors.beta1).add_(g, alpha=1 - factors.beta1)
+    second.mul_(factors.beta2).addcmul_(g, g, value=1 - factors.beta2)
+    del g  # before more memory is taken
+    master.mul_(factors.decay)
+    master.addcdiv_(first, (second.sqrt() / factors.root).add_(factors.eps), value=-factors.rate)

@@ -6,10 +6,13 @@ A device that is lost passes: it is lost to every other command as well.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from tinsmith.errors import DeviceLostError, TinsmithError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -28,3 +31,11 @@ def failing_into(report: Callable[[TinsmithError], None], *passing: type[Tinsmit
     except Exception as error:
         log.exception("unexpected error")
         report(TinsmithError(f"internal error: {error!r}"))
+
+
+def result_or_error(work: Callable[[], T]) -> T | TinsmithError:
+    """Return what `work` returns, or the error that `failing_into` would report."""
+    failures: list[TinsmithError] = []
+    with failing_into(failures.append):
+        return work()
+    return failures[0]

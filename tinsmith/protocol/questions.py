@@ -15,7 +15,7 @@ import numpy as np
 import zmq
 
 from tinsmith.errors import StoreUnavailableError, TinsmithError
-from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.boundary import result_or_error
 from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import question_address
 from tinsmith.protocol.messages import Message
@@ -190,7 +190,5 @@ class Answering:
 
 def answer_to(question: Message, answers: Answers) -> Message:
     """The message that answers a question, also if that fails."""
-    failures: list[TinsmithError] = []
-    with failing_into(failures.append):
-        return answers(question)
-    return NotAnswered(type_of(failures[0]), str(failures[0]))
+    answer = result_or_error(lambda: answers(question))
+    return NotAnswered(type_of(answer), str(answer)) if isinstance(answer, TinsmithError) else answer

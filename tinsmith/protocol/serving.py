@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from tinsmith.protocol.messages import Message
+from tinsmith.store import ids
 from tinsmith.store.records import Category, Outcome
 
 
@@ -34,6 +35,15 @@ class Sample(Message):
     stream: bool
     """Whether its tokens are told as they come (`SampleEvents`)."""
     payload: bytes
+
+    @property
+    def session_id(self) -> str:
+        return ids.session_of(self.request_id)
+
+    @property
+    def name(self) -> str:
+        """Name of this run in its sampler."""
+        return f"{self.request_id}@{self.run}"
 
 
 @dataclass(frozen=True)

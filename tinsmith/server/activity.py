@@ -1,4 +1,4 @@
-"""The engine's last status, and the tokens per second that it trained and sampled over the last minute."""
+"""The engine's last status, and its tokens per second over the last minute."""
 
 import time
 from collections import deque
@@ -16,7 +16,7 @@ class Activity:
     def __init__(self) -> None:
         self._last: Status | None = None
         self._counts: deque[tuple[float, int, int]] = deque()
-        """Monotonic time, and the tokens trained and sampled until then. Only the first entry is older than the window."""
+        """Monotonic time, and tokens trained and sampled until then. Only the first entry is older than the window."""
 
     def take(self, status: Status) -> None:
         """Take in a report."""
@@ -28,12 +28,12 @@ class Activity:
         self._forget_before(now - WINDOW_S)
 
     def clear(self) -> None:
-        """Forget the reports of an engine that has ended: the next one counts from zero."""
+        """Forget an engine that has ended: the next one counts from zero."""
         self._last = None
         self._counts.clear()
 
     def describe(self) -> dict[str, Any]:
-        """The reply of the status route: what is loaded and running, tokens per second, memory in bytes, graphs made."""
+        """The reply of the status route."""
         self._forget_before(time.monotonic() - WINDOW_S)
         first, last = (self._counts[0], self._counts[-1]) if self._counts else ((0.0, 0, 0), (0.0, 0, 0))
         status = self._last or Status([], [], 0, 0, 0, 0, {}, {})

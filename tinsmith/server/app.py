@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, error replies, and a clear answer for the parts of the Tinker API that are not built."""
+"""The FastAPI application: routes, error replies, and an answer for the parts of the Tinker API that are not built."""
 
 from fastapi import FastAPI, Request, Response
 

@@ -1,11 +1,11 @@
-"""The store for the event loop. One thread does all writes, one after the other; commands that arrive during a write share the next one."""
+"""The store for the event loop. One thread does all writes; commands that arrive during a write share the next one."""
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
-from tinsmith.errors import StoreUnavailableError
+from tinsmith.errors import StoreUnavailableError, reported
 from tinsmith.store.records import NewCommand
 from tinsmith.store.store import Store
 
@@ -25,7 +25,7 @@ class AsyncStore:
         self._image_writer = ThreadPoolExecutor(1, "image-writer")
         self._readers = ThreadPoolExecutor(_READ_THREADS, "store-reader")
         self._open_group: tuple[list[NewCommand], asyncio.Task[list[bool]]] | None = None
-        """Commands for the next transaction, and the task that commits it."""
+        """Commands of the next transaction, and the task that commits it."""
         self._turn = asyncio.Lock()
 
     async def read(self, method: Callable[Concatenate[Store, Params], Result], *args: Params.args, **kwargs: Params.kwargs) -> Result:
@@ -33,16 +33,12 @@ class AsyncStore:
         return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: method(self._store, *args, **kwargs))
 
     async def write(self, method: Callable[Concatenate[Store, Params], Result], *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        """A writing method of Store."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: method(self._store, *args, **kwargs))
 
     async def append(self, command: NewCommand) -> bool:
-        """Append one command as `Store.append` does. Its model must exist or come with it.
-
-        Its images are written first, by a thread that nobody waits for but this command.
-        """
+        """Append a command, after its images. Its model must exist or come with it; returns as `Store.append`."""
         if command.images:
-            await asyncio.get_running_loop().run_in_executor(self._image_writer, self._store.write_blobs, command.images)
+            await asyncio.get_running_loop().run_in_executor(self._image_writer, self._store.blobs.write, command.images)
         if self._open_group is None:
             group: list[NewCommand] = []
             self._open_group = group, asyncio.create_task(self._commit(group))
@@ -58,15 +54,14 @@ class AsyncStore:
             return await self.write(Store.append, group)
 
     def missing(self) -> str:
-        """Describe the loss of the database's file if it is not in its directory any more, else empty. It takes microseconds."""
-        try:
+        """Say how the database's file has left its directory; empty if it has not. Takes microseconds."""
+        found: list[str] = []
+        with reported(StoreUnavailableError, lambda error: found.append(str(error))):
             self._store.require_there()
-        except StoreUnavailableError as error:
-            return str(error)
-        return ""
+        return "".join(found)
 
     def close(self) -> None:
-        """Wait until everything is written, and end the threads."""
+        """Wait for what is being written, and end the threads."""
         self._image_writer.shutdown()
         self._writer.shutdown()
         self._readers.shutdown()

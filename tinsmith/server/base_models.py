@@ -1,4 +1,4 @@
-"""The base models that the engine serves, as it described them when it was ready."""
+"""The base models that the engine serves, as its Ready message described them."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -10,30 +10,29 @@ from tinsmith.store.records import Checkpoint
 
 
 class BaseModels:
-    """Base models by name. They stay known while the engine is restarted, because the next one serves the same."""
+    """Base models by name. They stay known while the engine is restarted: the next one serves the same."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, ModelFacts] = {}
 
     def replace(self, models: list[dict[str, Any]]) -> None:
-        """Replace all by the models of a Ready message."""
         self._by_name = {facts.name: facts for facts in (ModelFacts(**model) for model in models)}
 
     def all(self) -> list[ModelFacts]:
-        """All base models in the order of the configuration. Raises EngineUnavailableError before the first engine is ready."""
+        """All, in the order of the configuration. Raises EngineUnavailableError before an engine was ready."""
         if not self._by_name:
             raise EngineUnavailableError("the engine is still loading its models; send the request again")
         return list(self._by_name.values())
 
     @property
     def longest(self) -> int | None:
-        """The longest context window of all; None before the first engine is ready."""
+        """The longest context window; None before an engine was ready."""
         return max((facts.max_context for facts in self._by_name.values()), default=None)
 
     def find(self, name: str, from_here: bool = False) -> ModelFacts:
         """The model that `NAME` or `NAME:suffix` means. Raises NotFoundError, or EngineUnavailableError as `all`.
 
-        A client on this machine (`from_here`) that gives the directory of one is told its name.
+        A client on this machine (`from_here`) that gives a model's directory is told its name.
         """
         known = {facts.name: facts for facts in self.all()}
         served = self.directories().get(name) if from_here and name not in known else None
@@ -42,18 +41,18 @@ class BaseModels:
         return known[find_base(name, known)]
 
     def directories(self) -> dict[str, str]:
-        """The names of the models that lie in directories of this machine, by directory."""
+        """Names by directory, of models that lie in one."""
         return {facts.tokenizer_id: facts.name for facts in self._by_name.values() if Path(facts.tokenizer_id).is_absolute()}
 
     def name_of(self, asked: str) -> str:
-        """The configured name of the model that `asked` means; `asked` itself if that model is not served (any more)."""
+        """The configured name of the model that `asked` means; `asked` itself if it is not served."""
         with suppress(NotFoundError):
             return find_base(asked, self._by_name)
         return asked
 
 
 def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:
-    """Raise UserError if the base model has another architecture than the checkpoint. The engine compares the sizes on loading."""
+    """Raise UserError if the checkpoint is of another architecture. The engine compares sizes when it loads."""
     if checkpoint.architecture != facts.architecture:
         raise UserError(
             f"base_model {facts.name!r} is of architecture {facts.architecture}, but {checkpoint.tinker_path} was saved for "

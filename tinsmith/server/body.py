@@ -16,28 +16,25 @@ from tinsmith.wire.compression import TooLargeError, decompress, decompress_begi
 from tinsmith.wire.json_body import ModelT, parse_json
 
 _JSON_BYTES = 64 * 1024
-"""Limit of JSON bodies of a few fields."""
 
 _SMALL_BYTES = 16 * 1024
-"""Bodies up to this size are parsed on the event loop: it takes milliseconds at worst."""
+"""Bodies up to this size are parsed on the event loop, in milliseconds at worst."""
 
 _PARTS_AT_A_TIME = 2
-"""Large bodies that are read from in one iteration of the event loop, some 256 KiB each, which takes a millisecond. If dozens that
-arrive at once were all read from, an iteration would take a tenth of a second, and a small request takes several."""
+"""Large bodies that are read from in one iteration of the event loop: up to 256 KiB each, a millisecond. More would keep small requests
+waiting, each of which takes several iterations."""
 
 _END_BYTES = 2048
-"""Number of bytes at the beginning and the end of a body that are searched for its session."""
+"""Bytes at each end of a body that are searched for its session."""
 _OWNED_ID = re.compile(rb"([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}):(?:train|sample):[0-9]")
-"""The id of a model or of a sampling session."""
 
 Result = TypeVar("Result")
 
 
 async def read_body(request: Request, max_bytes: int, setting: str | None = None) -> bytes:
-    """The whole JSON body, decompressed; for routes whose bodies are small.
+    """The whole JSON body, decompressed; for routes of small bodies.
 
-    Raises TooLargeError beyond `max_bytes`, which `setting` allows if there is one for it; UserError for a body that says to be of another
-    type, and for an unknown or broken Content-Encoding.
+    Raises TooLargeError beyond `max_bytes`, which `setting` may name; UserError for another Content-Type or a bad Content-Encoding.
     """
     encoding = _encoding(request, "application/json")
     body = await _received(request, max_bytes, setting)
@@ -50,7 +47,7 @@ async def read_json(request: Request, model_cls: type[ModelT]) -> ModelT:
 
 
 async def drop_body(request: Request, max_bytes: int) -> None:
-    """Receive a JSON body that nobody needs, as it was sent. Raises as `read_body`."""
+    """Receive a JSON body that nobody needs. Raises as `read_body`."""
     _encoding(request, "application/json")
     await _received(request, max_bytes, None)
 
@@ -59,23 +56,18 @@ class LargeBodies:
     """Reads bodies of megabytes, many at once, without keeping small requests waiting."""
 
     def __init__(self, is_session: Callable[[str], bool] = bool) -> None:
-        """Must be made in the event loop's thread. `parser` starts by itself with the first large body.
-
-        `is_session` says whether there is a session of that id: those that nobody created share one turn.
-        """
+        """Make it in the event loop's thread. `is_session` tells real session ids: made-up ones share one turn."""
         self.parser = ParserProcess()
         self._is_session = is_session
         self._waiting: deque[asyncio.Future[None]] = deque()
-        """Bodies of which more may be read, the longest waiting first."""
+        """Bodies waiting to be read on, the longest waiting first."""
 
     async def read_parsed(
         self, request: Request, max_bytes: int, setting: str | None, media_type: str, parse: Callable[..., Result], *args: object
     ) -> Result:
-        """`parse(body, *args)` of the whole body, decompressed. What is not small is parsed by `ParserProcess.run`, clients in turn.
+        """`parse(body, *args)` of the whole body, decompressed: small ones here, others by `ParserProcess.run`, clients in turn.
 
-        A client is an address, behind a proxy here the last in X-Forwarded-For. API keys are not checked; anyone may have many.
-
-        Raises as `read_body`, `parse` and `ParserProcess.run` do.
+        A client is an address, behind a proxy here the last in X-Forwarded-For: API keys are not checked. Raises as those three do.
         """
         encoding = _encoding(request, media_type)
         body = await _received(request, max_bytes, setting, self._turn)
@@ -87,7 +79,6 @@ class LargeBodies:
         return await self.parser.run(parse, body, encoding, max_bytes, *args, client=client, session=known)
 
     async def _turn(self) -> None:
-        """Wait until it is this body's turn to read on."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         if not self._waiting:
@@ -96,7 +87,7 @@ class LargeBodies:
         await turn
 
     def _give_turns(self) -> None:
-        """Called once in each iteration of the event loop while bodies wait."""
+        """Run once in each iteration of the event loop while bodies wait."""
         for _ in range(min(_PARTS_AT_A_TIME, len(self._waiting))):
             turn = self._waiting.popleft()
             if not turn.done():  # its client may have gone away
@@ -106,7 +97,7 @@ class LargeBodies:
 
 
 def _small(body: bytes, encoding: str) -> bytes | None:
-    """The body, decompressed, if it is small then; None if it is not, or may not be."""
+    """The decompressed body; None if it is not small, or may not be."""
     if len(body) > _SMALL_BYTES:
         return None
     if encoding == "identity":
@@ -120,7 +111,7 @@ def _small(body: bytes, encoding: str) -> bytes | None:
 
 
 def _session_of(body: bytes, encoding: str) -> str:
-    """The session whose id stands where the SDK writes it, at the beginning of protobuf and at the end of JSON; "" if none does."""
+    """The session whose id stands where the SDK writes it: near the beginning in protobuf, near the end in JSON; '' if none does."""
     ends = [body[:_END_BYTES], body[-_END_BYTES:]]
     if encoding == "zstd":
         with contextlib.suppress(UserError):  # more is wrong with it than that
@@ -130,7 +121,7 @@ def _session_of(body: bytes, encoding: str) -> str:
 
 
 def _encoding(request: Request, media_type: str) -> str:
-    """The Content-Encoding: identity or zstd. Raises UserError for another one, or another Content-Type than `media_type` or none."""
+    """Identity or zstd. Raises UserError for another Content-Encoding or Content-Type."""
     headers = request.headers
     has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
     given = headers.get("content-type", "" if has_body else media_type)
@@ -143,9 +134,9 @@ def _encoding(request: Request, media_type: str) -> str:
 
 
 async def _received(request: Request, max_bytes: int, setting: str | None, turn: Callable[[], Awaitable[None]] | None = None) -> bytes:
-    """The body as it was sent. What is beyond `_SMALL_BYTES` is read part by part, after `turn` each.
+    """The body as it was sent; beyond `_SMALL_BYTES` each part waits for `turn`.
 
-    BytesIO grows in place and gives out its own buffer; to join a list of parts would stop the loop while megabytes are copied.
+    BytesIO grows in place and gives out its own buffer; joining a list would stop the loop while megabytes are copied.
     """
     received = io.BytesIO()
     async for part in request.stream():

@@ -12,11 +12,11 @@ from tinsmith.wire.paths import parse_path
 OWNER = "local"
 """This version has no accounts: everything belongs to the user who runs the server."""
 NO_PROJECT = "default"
-"""Name that the API gives to the project of sessions without one."""
+"""The API's name for the project of sessions without one."""
 
 
 def timestamp(unix: float) -> str:
-    """A Unix time as the API writes it: ISO 8601, in UTC."""
+    """A Unix time in ISO 8601, UTC."""
     return datetime.fromtimestamp(unix, UTC).isoformat()
 
 
@@ -35,10 +35,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def describe_run(run: TrainingRun, base_model: str) -> dict[str, Any]:
-    """A training run as the API lists it. A model that was lost or could not be created is `corrupted`.
-
-    `status`, which the SDK's type does not have, tells apart models that were lost, finished by their client, or unloaded by the server.
-    """
+    """A training run as the API lists it. `status`, which the SDK's type lacks, tells lost, finished and unloaded models apart."""
     rank = run.model.lora_config["rank"]
     return {
         "training_run_id": run.model.model_id,
@@ -81,7 +78,6 @@ def describe_session(found: SessionSummary) -> dict[str, Any]:
 
 
 def _status(found: SessionSummary) -> dict[str, Any] | None:
-    """The state of a session; None if it has ended and its client did not say how."""
     if found.finished_at is None:
         return {"type": "active"}
     if found.finish_reason in CLIENT_REASONS:
@@ -90,7 +86,7 @@ def _status(found: SessionSummary) -> dict[str, Any] | None:
 
 
 def as_texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Metadata as replies carry it, with text values only: a value that is not text becomes its JSON."""
+    """Metadata with text values only, as replies carry it: other values become JSON."""
     if metadata is None:
         return None
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}

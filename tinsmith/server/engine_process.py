@@ -64,7 +64,6 @@ class EngineProcess:
         self._fault = ""
         """The reason for which the engine that runs, or has just ended, was to end; empty if nobody knows."""
         self.ready = asyncio.Event()
-        """Set once an engine was ready."""
         self._was_ready = False
         """Whether the engine that runs, or has just ended, was ever ready."""
         self._beaten = False
@@ -80,7 +79,6 @@ class EngineProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine can take work."""
         return self.state == "ready"
 
     @property

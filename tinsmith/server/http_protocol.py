@@ -1,9 +1,8 @@
 """HTTP/1.1 on one connection: uvicorn's httptools protocol with limits on headers and on waiting.
 
-uvicorn closes a connection that is idle behind a reply, and no other: one that sends nothing, half a header or half a body stays for ever.
-
-While a header is incomplete, httptools joins its pieces again and again: a header of 100 MB would stop the event loop for 20 seconds.
-uvicorn has no limit for this; its `h11_max_incomplete_event_size` is for h11 only.
+uvicorn closes only connections that are idle behind a reply; with half a header or body they would stay for ever. And httptools joins the
+pieces of a header again and again: 100 MB of one would stop the event loop for 20 seconds. uvicorn's `h11_max_incomplete_event_size` is for
+h11 only.
 """
 
 import asyncio
@@ -20,37 +19,35 @@ _PIECE_BYTES = 16 * 1024
 """Bytes that are parsed before the limit is checked again."""
 
 _BODY_BYTES_PER_S = 4096
-"""Least rate of a body, over each `idle_s`. Phones upload ten times as fast; at a byte a minute a body would stay open for ever."""
+"""Least rate of a body over each `idle_s`, a tenth of what phones upload."""
 
 _MANY_PARTS, _PART_BYTES = 1024, 60
-"""A body in more parts has so many bytes in each, on average: each takes as long as some kilobytes. A read may cut one of 64 in two."""
+"""A body of more parts needs so many bytes in each, on average: a part costs as much as some kilobytes. A read may cut one of 64 in two."""
 
 _LINGER_S = 2.0
-"""Seconds that a refused connection stays open. If it were closed at once, the client could not read the reason."""
+"""Seconds that a refused connection stays open, so that the client can read the reason."""
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """The protocol with the limits. That of a header also covers the trailers and chunk extensions of a chunked body."""
+    """The protocol with limits. That of headers covers trailers and chunk extensions too."""
 
     max_header_kib = 64
-    """Limit of request line and headers together, in KiB."""
     idle_s = 75.0
-    """Seconds that the client may take for a whole header, and for as much of a body as `_BODY_BYTES_PER_S` allows."""
+    """Seconds for a whole header, and for as much of a body as `_BODY_BYTES_PER_S` allows."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Takes the arguments that uvicorn passes."""
         super().__init__(*args, **options)
         self.outside_body = 0
-        """Bytes since the last part of a body or the end of the last header."""
+        """Bytes since the last part of a body, or the end of the last header."""
         self.in_body = False
         self.came = 0
         """Bytes of the body since `waiting_since`."""
         self.is_chunked = False
         self.parts = self.part_bytes = 0
-        """The number of parts of the body that have come, and their bytes."""
+        """Parts of the body that have come, and their bytes."""
         self.refused = False
         self.waiting_since = 0.0
-        """Since when the client has owed us what comes next, if it does; in the loop's time."""
+        """The loop's time since which the client has owed us what comes next, if it does."""
         self.look_again: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -66,7 +63,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.look_again.cancel()
 
     def _look(self) -> None:
-        """Close the connection if its client has owed us something for too long; else look again when it will have."""
+        """Close the connection if its client has owed us something for too long; else look again later."""
         now = self.loop.time()
         if self.flow.read_paused:
             self.waiting_since = now + self.idle_s  # it is we who wait; afterwards the client gets its time
@@ -78,12 +75,12 @@ class BoundedHttp(HttpToolsProtocol):
             self.look_again = self.loop.call_later(min(self.idle_s, left), self._look)
 
     def on_message_begin(self) -> None:
-        """A header begins."""
+        """Await a header."""
         super().on_message_begin()
         self.waiting_since = self.loop.time()
 
     def on_response_complete(self) -> None:
-        """The next request may come."""
+        """Await the next request."""
         super().on_response_complete()
         self.waiting_since = self.loop.time()
 
@@ -100,7 +97,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self._refuse()
 
     def on_headers_complete(self) -> None:
-        """The header is complete, so counting starts again."""
+        """Begin to count the body."""
         super().on_headers_complete()
         self.outside_body = self.came = self.parts = self.part_bytes = 0
         self.in_body = True
@@ -108,7 +105,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.waiting_since = self.loop.time()
 
     def on_body(self, body: bytes) -> None:
-        """Bodies have a limit of their own."""
+        """Refuse a body in too many small parts; they cost far more than their bytes."""
         self.parts += 1
         self.part_bytes += len(body)
         if self.refused or (self.is_chunked and self.parts > _MANY_PARTS and self.part_bytes < self.parts * _PART_BYTES):
@@ -125,7 +122,7 @@ class BoundedHttp(HttpToolsProtocol):
             self.waiting_since = self.loop.time() + (self.idle_s if self.flow.read_paused else 0.0)  # or `_look` may miss a pause
 
     def on_message_complete(self) -> None:
-        """The next request begins. Of one that was refused the rest was not read: it never becomes complete."""
+        """Await the next request. A refused one never becomes complete."""
         if self.refused:
             return
         super().on_message_complete()
@@ -147,5 +144,5 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def http_protocol(max_header_kib: int, idle_s: float) -> type[BoundedHttp]:
-    """The protocol class for uvicorn with limits of `max_header_kib` KiB and `idle_s` seconds."""
+    """The protocol class for uvicorn, with these limits."""
     return type("LimitedHttp", (BoundedHttp,), {"max_header_kib": max_header_kib, "idle_s": idle_s})

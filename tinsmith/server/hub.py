@@ -1,4 +1,4 @@
-"""State that the routes share: the store, the engine, and everything that waits for one of them."""
+"""State that the routes share."""
 
 from pathlib import Path
 
@@ -29,19 +29,18 @@ from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.store.store import Store
 
 _KNOWN_MODELS = 4096
-"""Models that need not be looked up again."""
 
 
 class Hub:
     """The state of a running server."""
 
     def __init__(self, config: Config, store: Store, data_dir: Path) -> None:
-        """Nothing runs yet; `engine.run` starts the engine. Must be made in the event loop."""
+        """Make it in the event loop; `engine.run` starts the engine."""
         self.config = config
         self.store = AsyncStore(store)
         self.files = CheckpointFiles(data_dir, config.checkpoint_root, only_read=not config.training.trains)
         self.shared = None if config.training.trains else SharedCheckpoints(self.files)
-        """Checkpoints of another server, for a server that only samples."""
+        """Checkpoints of another server; for one that only samples."""
         self.signer = UrlSigner(data_dir)
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server)
@@ -56,10 +55,10 @@ class Hub:
         self._places = private_places(config, data_dir)
         self._known_models: LRUCache[str, bool] = LRUCache(_KNOWN_MODELS)
         self._ended: dict[str, bool] = {}
-        """Sessions that have ended and that the engine has not been told of, and whether it is to save their models."""
+        """Ended sessions that the engine does not know of, and whether it is to save their models."""
 
     def take(self, message: Message) -> None:
-        """Take in a message of the engine."""
+        """Handle a message of the engine."""
         if isinstance(message, Ready):
             self.base_models.replace(message.models)
         elif isinstance(message, Done):
@@ -75,7 +74,7 @@ class Hub:
             self._end_sample(message)
 
     def told(self, reason: str, category: str | None = None) -> str:
-        """Return the text of an error for clients, with the server's directories replaced unless the error is the client's ("user")."""
+        """The text of an error for clients, without the server's directories unless it is the client's own error ("user")."""
         return reason if category == "user" else without_paths(reason, self._places | self.base_models.directories())
 
     def _end_sample(self, message: SampleDone | SampleFailed) -> None:
@@ -88,28 +87,28 @@ class Hub:
         self.waiters.deliver(message.request_id, message)
 
     async def engine_ready(self) -> None:
-        """An engine has begun to take work: it is told of what came in while it was not ready."""
+        """Tell a new engine what came in while there was none."""
         await self.engine.notify(Wake([]))
         await self._tell_ended()
 
     async def engine_absent(self, reason: str) -> None:
-        """There is no engine: what was queued or running for it is over."""
+        """Give up what was queued or running for an engine that is gone."""
         await self.store.write(Store.fail_unfinished, reason)
         self.queued.clear()
         self.activity.clear()
         self._lose_samples()
 
     def _lose_samples(self) -> None:
-        """Fail the samples that run: what computed them is gone. Clients send those again whose weights are still there."""
+        """Fail the samples that run. Clients send those again whose weights are still there."""
         for request_id in self.samples.lose_running():
             self.sample_reports.add(request_id, "failed")
         self.sampling_sessions.forget_snapshots()
         self.waiters.all_look_again()
 
     async def end_session(self, session_id: str, save: bool) -> None:
-        """The session is finished in the store: cancel its samples, unload its models, with `save` as checkpoints, and drop its snapshots.
+        """End a session that is finished in the store: cancel samples, unload models, with `save` as checkpoints, drop snapshots.
 
-        An engine that is not ready is told when it is: it may find commands of this session in the log.
+        An engine that is not ready is told later: it may find the session's commands in the log.
         """
         self._ended[session_id] = save
         self.lifetimes.ended(session_id)
@@ -126,14 +125,14 @@ class Hub:
             self._ended.pop(session_id, None)
 
     async def session(self, session_id: str) -> Session:
-        """The session. Raises NotFoundError if it was never created."""
+        """The session. Raises NotFoundError."""
         session = await self.store.read(Store.session, session_id)
         if session is None:
             raise NotFoundError(f"session {session_id!r} does not exist")
         return session
 
     async def model(self, model_id: str) -> Model:
-        """The model. Raises NotFoundError if it was never created."""
+        """The model. Raises NotFoundError."""
         model = await self.store.read(Store.model, model_id)
         if model is None:
             raise NotFoundError(f"model {model_id!r} does not exist")
@@ -145,7 +144,7 @@ class Hub:
             raise UserError(f"session {session_id} is finished; create a new one")
 
     async def require_model(self, model_id: str) -> None:
-        """Raise as `model`. One that trains is looked up once."""
+        """Raise as `model`; asks the store once for each."""
         if model_id not in self._known_models:
             await self.model(model_id)
             self._known_models[model_id] = True
@@ -162,7 +161,7 @@ def comes_from_here(request: Request) -> bool:
 
 
 def hub_of(request: Request) -> Hub:
-    """The hub of the server that got this request."""
+    """The hub of this request's server."""
     hub: Hub = request.app.state.hub
     return hub
 

@@ -1,9 +1,7 @@
-"""Ends what has expired: sessions whose clients have gone away, unfetched results, and checkpoints.
+"""Ends sessions whose clients have gone away, drops unfetched results and expired checkpoints, and checks the database.
 
-The same round reads the database now and then, to notice damage while there still are models to be saved.
-
-When a session was last heard of is kept in memory, so that a heartbeat does not wait for the database, and in monotonic time, so that
-setting the clock ends no session.
+When a session was last heard of is kept in memory, so that no heartbeat waits for the database, and in monotonic time, so that setting the
+clock ends no session.
 """
 
 import asyncio
@@ -25,30 +23,29 @@ log = logging.getLogger(__name__)
 
 _LONGEST_ROUND_S = 30.0
 _CHECK_S = 60.0
-"""Least seconds from one check of the database to the next."""
+"""Least seconds between two checks of the database."""
 _CHECK_PAUSE = 100
-"""The time between two checks, in times of what one takes."""
+"""Least pause between two checks, as a multiple of what one takes."""
 
 
 class Lifetimes:
     """The times at which sessions were last heard of, and the round that ends what is over."""
 
     def __init__(self, config: ServerConfig, store: AsyncStore, files: CheckpointFiles) -> None:
-        """No session ends earlier than `session_idle_s` after the first round, because clients could not reach this server before."""
+        """No session ends before `session_idle_s` after the first round: clients could not reach this server earlier."""
         self._config = config
         self._store = store
         self._files = files
         self._seen: dict[str, float] = {}
-        """Monotonic time of the last request or heartbeat of each session, or of the round that first met it."""
+        """Monotonic time of each session's last request or heartbeat, or of the round that first met it."""
         self._open: set[str] = set()
-        """Sessions that were found open in the database and have not ended since."""
+        """Sessions that were open in the database and have not ended since."""
         self.damage = ""
-        """Damage that the last check of the database found; empty if it was sound."""
+        """Damage that the last check found, or empty."""
         self._check_at = 0.0
 
     @property
     def round_s(self) -> float:
-        """Seconds between two rounds."""
         return min(_LONGEST_ROUND_S, self._config.session_idle_s / 4)
 
     def saw(self, owned_id: str) -> None:
@@ -56,20 +53,19 @@ class Lifetimes:
         self.saw_session(ids.session_of(owned_id))
 
     def saw_session(self, session_id: str) -> None:
-        """Note a heartbeat. Only sessions that were open in the last round are remembered: anyone can make up an id."""
+        """Note a heartbeat. Only sessions of the last round are remembered: anyone can make up an id."""
         if session_id in self._seen:
             self._seen[session_id] = time.monotonic()
 
     def began(self, session_id: str) -> None:
-        """Note that a session was created."""
         self._open.add(session_id)
 
     def knows(self, session_id: str) -> bool:
-        """Whether there is such a session, as far as is known without the database: one is met when it begins, or in the first round."""
+        """Whether there is such a session, without asking the database: it is met when it begins or in the first round."""
         return session_id in self._open or session_id in self._seen
 
     async def is_open(self, session_id: str) -> bool:
-        """Whether there is such a session and it has not ended. It is looked up once, so that heartbeats do not wait for the database."""
+        """Whether a session exists and has not ended. Looked up once: heartbeats must not wait for the database."""
         if session_id not in self._open:
             session = await self._store.read(Store.session, session_id)
             if session is None or session.finished_at is not None:
@@ -78,13 +74,12 @@ class Lifetimes:
         return True
 
     def ended(self, session_id: str) -> None:
-        """Note that a session is finished in the database."""
         self._open.discard(session_id)
 
     async def end_idle_sessions(self) -> AsyncIterator[str]:
-        """Finish the sessions without heartbeat and request for `session_idle_s`.
+        """Finish sessions that were silent for `session_idle_s`.
 
-        Yields the id of each as soon as it is finished, so that the caller can end its work even if the next one fails.
+        Yields each as soon as it is finished, so that its work ends even if the next one fails.
         """
         open_sessions = await self._store.read(Store.open_sessions)
         now, idle_s = time.monotonic(), self._config.session_idle_s
@@ -97,7 +92,7 @@ class Lifetimes:
                 yield session_id
 
     async def drop_results(self) -> None:
-        """Forget results older than `result_ttl_s`, and those of sessions that were finished before the last round."""
+        """Drop results older than `result_ttl_s`, and those of sessions that ended before the last round."""
         now = time.time()
         await self._store.write(Store.drop_results, now - self._config.result_ttl_s, now - self.round_s)
         await self._store.write(Store.give_back_space)
@@ -109,11 +104,11 @@ class Lifetimes:
             log.info("%d rows of sessions that ended long ago are deleted", forgotten)
 
     async def sweep(self) -> None:
-        """Delete expired checkpoints and files that belong to none. It runs among the reads: an object store may be slow to delete."""
+        """Delete expired checkpoints and files of none. Runs among the reads: an object store may delete slowly."""
         await self._store.read(sweep, self._files)
 
     async def check_database(self) -> None:
-        """Read the whole database if that is due. Raises ConfigError if it is damaged."""
+        """Read the whole database, if due. Raises ConfigError if it is damaged."""
         began = time.monotonic()
         if began < self._check_at:
             return
@@ -129,9 +124,9 @@ class Lifetimes:
 
 
 async def keep_up(lifetimes: Lifetimes, on_session_end: Callable[[str], Awaitable[None]]) -> None:
-    """One round after the other until cancelled. `on_session_end` is awaited with the id of each session that has ended.
+    """Run rounds until cancelled; `on_session_end` is awaited with the id of each session that ends.
 
-    Each part of a round fails alone: an error with one session does not keep the models of another loaded.
+    Each part of a round fails alone.
     """
     while True:
         await asyncio.sleep(lifetimes.round_s)

@@ -1,4 +1,4 @@
-"""Running a server: starting and stopping the HTTP side, the engine process and the process that parses large requests."""
+"""Starts and stops a server: HTTP, the engine process and the process that parses large requests."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 
 from tinsmith.config import Config
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, translated
 from tinsmith.logs import start_logging
 from tinsmith.server.app import create_app
 from tinsmith.server.http_protocol import http_protocol
@@ -31,24 +31,23 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _OPEN_FILES = 65536
-"""The limit on open files to ask for. The usual soft limit of 1024 is reached by the connections of three clients."""
+"""Limit on open files to ask for: connections of three clients reach the usual 1024."""
 _HTTP_GRACE_S = 2
-"""Seconds that replies may still take once the server stops."""
+"""Seconds for replies once the server stops."""
 
 
 def run_server(config: Config) -> None:
-    """Serve until SIGINT, SIGTERM, or SIGHUP of a terminal that is closed. A second signal ends the server at once, with SystemExit.
+    """Serve until SIGINT, SIGTERM or SIGHUP. A second signal ends the server at once, with SystemExit.
 
-    Raises ConfigError: no base model, an address that cannot be used, a data_dir that cannot be used or that another server uses, a damaged
-    database, or an engine that ends before it was ever ready.
+    Raises ConfigError: no base model, an unusable address, data_dir or database, or an engine that was never ready.
     """
     _run(config, until_ready=False)
 
 
 def warm_up(config: Config) -> float:
-    """Run a server until its engine is ready, for what the next start finds then.
+    """Run a server until its engine is ready, for what the next start finds then; returns the seconds it took.
 
-    Returns the seconds it took. Raises as `run_server` does.
+    Raises as `run_server`.
     """
     began = time.monotonic()
     _run(config, until_ready=True)
@@ -84,21 +83,23 @@ def _allow_open_files() -> None:
 
 @contextlib.contextmanager
 def listening(config: Config) -> Iterator[socket.socket]:
-    """A socket at the address that a server is to listen on. Raises ConfigError if that is not possible."""
+    """A socket at the server's address. Raises ConfigError."""
     host, port = config.server.host, config.server.port
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
+
+    def why_not(error: OSError) -> str:
         used = error.errno == errno.EADDRINUSE
         remedy = f"another program listens there; stop it, or choose another port with --port {port + 1}" if used else str(error)
-        raise ConfigError(f"cannot listen on host={host} port={port}: {remedy}") from error
+        return f"cannot listen on host={host} port={port}: {remedy}"
+
+    with translated(OSError, ConfigError, why_not):
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     with listener:
         yield listener
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn, but signals are left to `_serve`: uvicorn would raise them again before the engine has ended."""
+    """uvicorn without its signal handlers, which would end the process before the engine."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -106,7 +107,7 @@ class _HttpServer(uvicorn.Server):
 
 
 def http_config(hub: Hub) -> uvicorn.Config:
-    """Return uvicorn's configuration for `hub`."""
+    """The uvicorn configuration for `hub`."""
     server = hub.config.server
     return uvicorn.Config(
         create_app(hub),

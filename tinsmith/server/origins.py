@@ -1,7 +1,7 @@
-"""Refusing what web pages send: a page that a browser shows could otherwise use a server on this machine or in this network.
+"""Refuses requests of web pages, which could otherwise use a server on the browser's machine or network.
 
-A page of another site sends its own address as Origin. One whose name was made to point here (DNS rebinding) sends that name as Host, so a
-name must be one of this server's; an address of numbers cannot be made to point elsewhere.
+A page of another site sends its own address as Origin. One whose name was made to point here (DNS rebinding) sends that name as Host: a
+name must be one of this server's, and an address of numbers cannot be made to point elsewhere.
 """
 
 import ipaddress
@@ -17,17 +17,16 @@ from tinsmith.server.replies import json_reply
 
 
 class Origins:
-    """An ASGI application that serves another one's requests, unless a web page of another site has sent them (HTTP 403)."""
+    """An ASGI application in front of another; it refuses web pages of other sites (HTTP 403)."""
 
     def __init__(self, app: ASGIApp, listens_on: str, allowed_hosts: Iterable[str]) -> None:
-        """`listens_on` is the address of the server; `allowed_hosts` are further names that lead to it."""
+        """`listens_on` is the server's address; `allowed_hosts` are further names that lead to it."""
         self.app = app
         self.allowed = {name.lower() for name in allowed_hosts}
         self.names = {"localhost", socket.gethostname().lower(), listens_on.lower(), *self.allowed}
         self.refusal = lru_cache(1024)(self._refusal)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve or refuse a request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         host = origin = None
@@ -42,7 +41,7 @@ class Origins:
         return await self.app(scope, receive, send)
 
     def _refusal(self, host: bytes | None, origin: bytes | None) -> str:
-        """Return the reason why a request with these headers is refused; empty if it is served."""
+        """The reason why a request with these headers is refused, or empty."""
         address = "" if host is None else host.decode("latin-1").lower()
         name = _name_of(f"//{address}")
         if host is not None and name not in self.names and not _is_address(name):
@@ -56,7 +55,7 @@ class Origins:
 
 
 def _name_of(url: str) -> str:
-    """The host's name, without port; empty if there is none."""
+    """The host's name without port, or empty."""
     with suppress(ValueError):
         return urlsplit(url).hostname or ""
     return ""

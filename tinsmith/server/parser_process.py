@@ -1,9 +1,8 @@
 """A process beside the server that decompresses and parses large request bodies.
 
-Protobuf, JSON and base64 hold the interpreter's lock while they work on megabytes. In a thread of the server they would keep every other
-request waiting, heartbeats included; in a process of their own they do not. The server starts this process early and sends it one body at
-a time over a socket; clients take turns, and so do the sessions of each. The process ends when the server closes the socket or dies, and
-is started again if it dies itself.
+Protobuf, JSON and base64 hold the interpreter's lock while they work on megabytes: in a thread of the server they would stop every other
+request. The server sends one body at a time over a socket; clients take turns, and so do the sessions of each. The process ends with the
+socket, and is started again if it dies.
 """
 
 import asyncio
@@ -38,38 +37,35 @@ _NEEDED = ("tinsmith.wire.forward_backward", "tinsmith.server.sample_checks")
 """Imported before the first body comes."""
 
 _NICE = 5
-"""The process gives way to those that serve, train and sample, where they have too few processors: only those who send large bodies wait
-for it."""
+"""Priority below those that serve, train and sample: only senders of large bodies wait for it."""
 
 Result = TypeVar("Result")
 
 
 class ParserProcess:
-    """The server's end, for one event loop. One thread talks to the process, so bodies are parsed one after the other."""
+    """The server's end, for one event loop. One thread talks to the process, one body after the other."""
 
     def __init__(self) -> None:
         """Nothing runs yet: the process starts with `start`, or with the first body."""
         self._waiting: dict[str, Turns[asyncio.Future[None]]] = {}
-        """Bodies whose turn has not come, by client; the first is the next to be served."""
+        """Bodies whose turn has not come, by client; the first client is next."""
         self._busy = False
         self._thread = ThreadPoolExecutor(1, "parser")
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
     def start(self) -> None:
-        """Start the process, without waiting for it."""
         self._thread.submit(self._connected)
 
     async def run(
         self, parse: Callable[..., Result], body: bytes, encoding: str, max_bytes: int, *args: object, client: str = "", session: str = ""
     ) -> Result:
-        """`parse(body, *args)`, computed in the process. `parse` is a function of a module; arguments and result can be pickled.
+        """`parse(body, *args)`, computed in the process. `parse` is a function of a module; arguments and result are pickled.
 
-        The next body is of the client that was served longest ago, and of that one's session that was: many sessions get no more turns.
+        The next body is of the client, and then of its session, that was served longest ago: many sessions get no more turns.
 
-        With `encoding` "zstd" the body is decompressed first, to at most `max_bytes`. A result may refer to the body that `parse` got: if
-        that is the body as it was sent, it is not copied back. Raises what `decompress` and `parse` raise, and EngineUnavailableError if
-        the process dies meanwhile.
+        With `encoding` "zstd" the body is first decompressed, to at most `max_bytes`. A result may refer to the body: as it was sent, it is
+        not copied back. Raises as `decompress` and `parse`, and EngineUnavailableError if the process dies.
         """
         job = pickle.dumps((parse, args, encoding, max_bytes))
         if self._busy:
@@ -95,7 +91,6 @@ class ParserProcess:
             raise
 
     def _give_turn(self) -> None:
-        """Let the next body be parsed."""
         while self._waiting:
             client = next(iter(self._waiting))
             sessions = self._waiting.pop(client)
@@ -168,7 +163,7 @@ class _AnswerReader(pickle.Unpickler):
 
 
 def _receive(connection: socket.socket, size: int) -> bytearray:
-    """So many bytes. Raises EOFError if the other end closes before."""
+    """Receive `size` bytes. Raises EOFError if the other end closes before."""
     received = bytearray(size)
     view = memoryview(received)
     while view:
@@ -180,7 +175,7 @@ def _receive(connection: socket.socket, size: int) -> bytearray:
 
 
 def _answer(job: bytes | bytearray, body: bytes) -> bytes:
-    """The result of one job, or the error that it raised, pickled."""
+    """The pickled result of a job, or the error that it raised."""
     parse, args, encoding, max_bytes = pickle.loads(job)
     answer = io.BytesIO()
     try:
@@ -196,7 +191,7 @@ def _answer(job: bytes | bytearray, body: bytes) -> bytes:
 
 
 def main() -> None:
-    """Answer the server at the socket whose file descriptor is the first argument, until it is closed."""
+    """Answer the server at the socket of the given descriptor, until it is closed."""
     leave_signals_to_server()
     start_logging("parser")
     os.nice(_NICE)

@@ -1,7 +1,7 @@
-"""The size of the training operations that are queued, in all and for each session, and when a new one has to wait.
+"""Limits the size of queued training operations, in all and by session.
 
-They are in the store, so this limits the disk, not the memory. An operation that has to wait is answered 429: the SDK sends the same seq_id
-again after `Retry-After`, for about five minutes, so the sequence gets no hole.
+They are in the store, so this limits the disk, not the memory. An operation over it is answered 429: the SDK repeats it for some five
+minutes, so the sequence gets no hole.
 """
 
 import logging
@@ -16,11 +16,11 @@ from tinsmith.store import ids
 log = logging.getLogger(__name__)
 
 _KNOWN_MODELS = 4096
-"""The number of models whose last ended operation is remembered."""
+"""Models whose last ended operation is remembered."""
 
 
 class QueuedOperations:
-    """Bytes of payloads and images by request id. In memory only, since a server that starts has no queued operations."""
+    """Bytes of payloads and images by request id. In memory: a server that starts has no queued operations."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._limits = config.max_queued_mib * 2**20, config.max_queued_session_mib * 2**20
@@ -34,9 +34,9 @@ class QueuedOperations:
     def admit(self, model_id: str, seq_id: int, size: int) -> bool:
         """Count an operation of `size` bytes. False if it is counted already. Raises BackpressureError if it has to wait.
 
-        The SDK cuts a large call into parts and sends the first one last, once the server has accepted all others. So an operation that
-        others of its model wait for is always accepted. And while the first part is missing, the others are not held to their session's
-        limit: nothing that is queued of their model can run, and so make room, before they are accepted.
+        The SDK sends the first part of a large call last, once all others are accepted. So an operation that others of its model wait for
+        is always accepted, and while it is missing, the others are not held to their session's limit: nothing queued of their model could
+        run and make room.
         """
         request_id, session_id = ids.request_id(model_id, seq_id), ids.session_of(model_id)
         if request_id in self._sizes:
@@ -60,7 +60,7 @@ class QueuedOperations:
             raise BackpressureError(reason)
 
     def end(self, request_id: str) -> None:
-        """The operation has ended, or was not accepted. One that is not counted is ignored."""
+        """Count an operation no more that has ended, or was not accepted."""
         size, key = self._sizes.pop(request_id, None), ids.parse_request_id(request_id)
         if size is None or key is None:
             return
@@ -75,7 +75,7 @@ class QueuedOperations:
             del self._of_session[session_id]
 
     def clear(self) -> None:
-        """Forget everything: the engine has ended, and its operations with it."""
+        """Forget everything: the engine has ended."""
         self._sizes.clear()
         self._of_session.clear()
         self._of_model.clear()

@@ -1,8 +1,8 @@
 """HTTP replies: results as JSON or protobuf, and exceptions as a status with {"detail": ...}.
 
 An error gets the status that makes the SDK do the right thing: it repeats a request for minutes after 408, 409, 429 and 5xx, submits a
-sample again after 410, and raises any other error at once. What an error of the server says of its directories is for the log alone. One of
-the request is told as it is: it holds what the client sent, and none of these.
+sample again after 410, and raises any other at once. Directories of the server are for the log alone; an error of the request is told as it
+is.
 """
 
 import logging
@@ -33,18 +33,17 @@ from tinsmith.wire.compression import TooLargeError
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-"""Seconds after which a request may be repeated that was answered 429, or 503 for the database. The SDK obeys up to 60; after 429 its
-samples pause for 1 or 5 s, whatever this says."""
+"""Seconds after which to repeat what was answered 429, or 503 for the database. The SDK obeys up to 60; its samples pause 1 or 5 s after
+429, whatever this says."""
 
 PROTOBUF = "application/x-protobuf"
-"""The media type of protobuf requests and replies."""
 
 _PLACES = ("_HOME", "_CACHE", "_DIR")
 """Suffixes of environment variables that hold a directory."""
 
 
 class GoneError(UserError):
-    """Error for something that has ended and that the client may start again (HTTP 410)."""
+    """Something has ended that the client may start again (HTTP 410)."""
 
 
 class ForbiddenError(UserError):
@@ -62,7 +61,7 @@ _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
     (EngineUnavailableError, 503),
     (TinsmithError, 500),
 )
-"""Status by class of the error; the first class that fits decides."""
+"""The first class that fits decides."""
 
 
 def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -81,7 +80,7 @@ def future_reply(request_id: str, **more: Any) -> Response:
 
 
 def failed_reply(error: str, category: str) -> Response:
-    """The outcome of an operation that failed: to the SDK a final answer, so it comes with status 200."""
+    """The outcome of a failed operation: a final answer to the SDK, so with status 200."""
     return json_reply({"error": error, "category": category})
 
 
@@ -93,7 +92,7 @@ def add_error_replies(app: FastAPI) -> None:
 
 
 def private_places(config: Config, data_dir: Path) -> dict[str, str]:
-    """The directories of a server that clients are not told of, each with what they read in its place."""
+    """Directories that clients are not told of, each with what they read instead."""
     named = [(sys.prefix, "PYTHON"), (sys.base_prefix, "PYTHON"), (str(Path(__file__).parents[2]), "TINSMITH")]
     with suppress(OSError):  # it may be deleted
         named.append((str(Path.cwd()), "."))
@@ -107,7 +106,7 @@ def private_places(config: Config, data_dir: Path) -> dict[str, str]:
 
 
 def without_paths(text: str, places: Mapping[str, str]) -> str:
-    """`text` with the words of `places` wherever a path begins with one of these directories."""
+    """`text` with the words of `places` in the place of these directories."""
     longest_first = sorted((place for place in places if place.strip("/")), key=len, reverse=True)
     begins, ends = r"(?:(?<![\w/.-])|(?<=://)|(?<=:///))", r"(?![\w-]|\.+[\w-])"  # after file:// too, and at the end of a sentence
     pattern = rf"{begins}(?:{'|'.join(map(re.escape, longest_first))}){ends}"

@@ -1,4 +1,4 @@
-"""Checks a sample before the engine sees it: its body alone, then with the facts about the base model."""
+"""Checks a sample before the engine sees it: its body alone, then against its base model."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -17,17 +17,15 @@ class ReceivedSample:
     """An asample body as it came in."""
 
     request: SampleRequest
-    """Its images have no bytes: only the engine needs them, and it gets `body`."""
+    """Its images have no bytes: the engine gets `body`."""
     headers: list[ImageHeader | UserError]
-    """The size of each image of the prompt in order, or what is wrong with it."""
+    """The size of each image in order, or what is wrong with it."""
     body: bytes
-    """The JSON, as the engine gets it."""
     digest: bytes
-    """SHA-256 of `body`."""
 
 
 def receive_sample(body: bytes, limits: RequestsConfig, images: ImagesConfig) -> ReceivedSample:
-    """Parse a body and read the headers of its images. Raises UserError for what is wrong whatever the base model is, NotBuiltError."""
+    """Parse a body and the headers of its images. Raises UserError for what no base model takes, and NotBuiltError."""
     check_size(body, limits)
     request = parse_sample_request(body)
     headers = [_header(chunk, images) for chunk in request.prompt if isinstance(chunk, ImageChunk)]
@@ -46,11 +44,7 @@ def _header(chunk: ImageChunk, limits: ImagesConfig) -> ImageHeader | UserError:
 
 
 def check_sample(received: ReceivedSample, facts: ModelFacts, limits: ImagesConfig) -> None:
-    """Raise UserError for what can be known to be wrong with a sample of this base model.
-
-    Token ids outside the vocabulary, unusable images, too many pixels, an empty prompt, more tokens than the model can take, questions that
-    do not fit the prompt.
-    """
+    """Raise UserError for what is known to be wrong with a sample of this base model, before its prompt is rendered."""
     request, headers = received.request, iter(received.headers)
     length, known, pixels = 0, True, dict[bytes, int]()
     for index, chunk in enumerate(request.prompt):

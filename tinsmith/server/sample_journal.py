@@ -1,16 +1,15 @@
-"""The samples that clients wait for, in a file that outlives the server: a record when one is accepted, another when its end was seen.
+"""The samples that clients wait for, in a file that outlives the server: a record for each that is accepted, another once its end was seen.
 
-The database is not touched: a sample must not wait for it. Nothing is synced either: the file has to survive the death of the process, and
-no client goes on waiting when the whole machine is down.
+Not in the database, for which no sample should wait, and not synced: when the whole machine is down, no client goes on waiting.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tinsmith.errors import ConfigError, StoreUnavailableError
+from tinsmith.errors import ConfigError, StoreUnavailableError, reported, translated
 from tinsmith.store import append_file, ids
 from tinsmith.store.append_file import AppendFile
 from tinsmith.store.disk import oldest_beyond
@@ -19,40 +18,38 @@ log = logging.getLogger(__name__)
 
 _FILE_NAME = "samples.journal"
 _SPARE_BYTES = 2**20
-"""Bytes beyond twice its records that the file may hold before seen ones are taken out."""
+"""Bytes beyond twice its records that the file may hold before it is rewritten."""
 _MOST_BYTES = 64 * 2**20
-"""Bytes of samples that are waited for. Beyond it the oldest are forgotten; their clients are long gone."""
+"""Beyond it the oldest samples are forgotten; their clients are long gone."""
 
 
 class SampleJournal:
     """The samples that clients wait for."""
 
     def __init__(self, data_dir: Path) -> None:
-        """Read what the server before left, and begin a new file with the samples that are still waited for.
+        """Read what the server before left, and begin a new file with what is still waited for.
 
-        Damaged parts are skipped, with one warning. Raises ConfigError for a file that cannot be read or written.
+        Damaged parts are skipped, with one warning. Raises ConfigError for an unusable file.
         """
         self._path = data_dir / _FILE_NAME
         self.waiting: dict[str, None] = {}
-        """Ids of samples, in the order in which they came."""
-        try:
+        """Ids of samples, oldest first."""
+        remedy = "see to that, or delete it and samples are not sent again"
+        with translated(OSError, ConfigError, lambda error: f"{self._path} cannot be used: {error}; {remedy}"):
             if self._path.exists():
                 self._read()
             self._file = AppendFile(self._path, self._records())
-        except OSError as error:
-            raise ConfigError(f"{self._path} cannot be used: {error}; see to that, or delete it and samples are not sent again") from error
 
     def add(self, request_id: str) -> None:
-        """A client sent this sample. Raises StoreUnavailableError, and nothing is noted, if the disk does not take it."""
-        try:
+        """Note a sample. Raises StoreUnavailableError, and notes nothing, if the disk does not take it."""
+        cannot = "no sample can be noted at the moment"
+        with translated(OSError, StoreUnavailableError, lambda error: f"{cannot}: {error}; free space on its disk"):
             self._file.append({"waits": request_id})
-        except OSError as error:
-            raise StoreUnavailableError(f"no sample can be noted at the moment: {error}; free space on its disk") from error
         self.waiting[request_id] = None
         self._shorten()
 
     def strike(self, request_id: str) -> None:
-        """The client has seen how this sample ended, or will never ask."""
+        """Forget a sample: its client has seen its end, or will never ask."""
         if request_id in self.waiting:
             del self.waiting[request_id]
             with self._warning(f"the end of sample {request_id} is not noted"):  # a later server may ask its client to send it again
@@ -78,7 +75,7 @@ class SampleJournal:
             )
 
     def _records(self) -> list[Any]:
-        """A record for each sample that is waited for, as many as there is room for."""
+        """The samples that are waited for, as many as there is room for."""
         sizes = {request_id: len(append_file.encode({"waits": request_id})) for request_id in self.waiting}
         for request_id in list(oldest_beyond(_MOST_BYTES, sum(sizes.values()), sizes.items())):
             del self.waiting[request_id]
@@ -89,12 +86,8 @@ class SampleJournal:
             with self._warning("it is not shortened"):
                 self._file.rewrite(self._records())
 
-    @contextmanager
-    def _warning(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            log.warning("%s: %s: %s", self._path, what, error)
+    def _warning(self, what: str) -> AbstractContextManager[None]:
+        return reported(OSError, partial(log.warning, "%s: %s: %s", self._path, what))
 
 
 def _is_sample(request_id: str) -> bool:

@@ -1,10 +1,9 @@
-"""Reports the samples that have ended to clients that ask about all of theirs with one poll (retrieve_futures).
+"""Reports ended samples to clients that ask about all of theirs with one poll (retrieve_futures).
 
-Several clients may share a sampling session; each has its own list of reports. A report has a number, its cursor, which only rises, and is
-kept until the client has sent that cursor back. A server that starts takes cursors from its clock, so that they are higher than those of
-the server before it; if the clock was set back, it continues from the cursor that the client sends. Samples that the former server had
-accepted and not reported are reported as failed: the client then asks for the result, is told that the sample is unknown, and sends it
-again.
+Each client of a sampling session has its own reports. A report's number, its cursor, only rises; the report is kept until the client sends
+that cursor back. Cursors come from the clock, so that a server's are higher than those of the server before; if the clock was set back,
+they go on from the cursor that the client sends. Samples that the former server did not report are reported as failed: the client asks for
+the result, and then sends the sample again.
 """
 
 import asyncio
@@ -34,7 +33,6 @@ class Report:
     """Bytes of its result."""
 
     def to_json(self) -> dict[str, Any]:
-        """The report as it is sent."""
         size = {"response_payload_uncompressed_size": self.size} if self.state == "finished" else {}
         return {"state": self.state, "request_id": self.request_id, **size}
 
@@ -44,26 +42,25 @@ class _Mailbox:
     reports: deque[Report] = field(default_factory=deque)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
     cursor: int = 0
-    """Cursor of the newest report."""
     polls: int = 0
-    """The number that wait for a report."""
+    """Polls that wait for a report."""
 
     def next_cursor(self) -> int:
         self.cursor = max(self.cursor + 1, time.time_ns() // 1000)
         return self.cursor
 
     def go_on_behind(self, seen: int) -> None:
-        """If the client sends a cursor higher than any of ours, which a former server gave it, number our reports from there."""
+        """Number our reports behind a cursor of a former server that is higher than ours."""
         if seen > self.cursor:
             self.cursor = seen
             self.reports = deque(replace(report, cursor=self.next_cursor()) for report in self.reports)
 
 
 class SampleReports:
-    """All reports that clients have not seen yet."""
+    """All reports that clients have not seen."""
 
     def __init__(self, ttl_s: float, journal: SampleJournal) -> None:
-        """A report that its client does not ask for is kept for `ttl_s` seconds."""
+        """Reports that nobody asks for are kept for `ttl_s` seconds."""
         self._ttl_s = ttl_s
         self._journal = journal
         self._boxes: dict[Client, _Mailbox] = {}
@@ -75,7 +72,7 @@ class SampleReports:
         self._journal.add(request_id)
 
     def refuse(self, request_id: str) -> None:
-        """Note that a sample is not accepted after all."""
+        """Note that a sample was not accepted after all."""
         self._journal.strike(request_id)
 
     def add(self, request_id: str, state: Literal["finished", "failed"], size: int = 0) -> None:
@@ -88,15 +85,14 @@ class SampleReports:
         box.filled.set()
 
     def forget(self, session_id: str) -> None:
-        """Forget a session that has ended."""
         for request_id in [known for known in self._journal.waiting if ids.session_of(known) == session_id]:
             self._journal.strike(request_id)
         self._boxes = {client: box for client, box in self._boxes.items() if ids.session_of(client[0]) != session_id}
 
     async def after(self, client: Client, cursor: int, timeout_s: float) -> list[Report]:
-        """The reports after `cursor`, waited for up to `timeout_s` seconds. Those up to it have reached the client and are dropped.
+        """The reports after `cursor`, waited for up to `timeout_s` seconds. Those up to it are dropped: the client has them.
 
-        An empty mailbox that nobody waits at is dropped too: anyone can poll as any number of clients. The next poll brings its cursor.
+        An empty mailbox where nobody waits is dropped too: anyone can poll as any number of clients.
         """
         box = self._boxes.setdefault(client, _Mailbox())
         box.polls += 1

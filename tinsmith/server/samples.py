@@ -1,7 +1,4 @@
-"""The samples that run or wait to be fetched.
-
-They are in memory only. A client that asks for a sample that is not here is told so (HTTP 410), and the SDK then sends it again.
-"""
+"""The samples that run or wait to be fetched, in memory only. A client that asks for another gets HTTP 410, and the SDK sends it again."""
 
 import asyncio
 import itertools
@@ -20,10 +17,10 @@ from tinsmith.store import ids
 log = logging.getLogger(__name__)
 
 _FETCHED_TTL_S = 60.0
-"""Seconds that a result is kept after it was sent: the reply may be lost, and is then asked for again."""
+"""Seconds that a result is kept after it was sent, in case the reply is lost."""
 
 _BYTES_PER_TOKEN = 64
-"""About what a streamed token takes in memory, with its log-probability."""
+"""About the memory of a streamed token with its log-probability."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +28,14 @@ class StreamedTokens:
     """New tokens of one sequence of a sample."""
 
     index: int
-    """Its number among the sample's `num_samples` sequences."""
+    """Its number among the sample's sequences."""
     tokens: list[int]
     logprobs: list[float]
     """Log-probability of each token, at the temperature of the request."""
 
 
 class _Stream:
-    """Tokens of a streamed sample so far, for any number of readers."""
+    """Tokens of a streamed sample, for any number of readers."""
 
     def __init__(self) -> None:
         self.events: list[StreamedTokens] = []
@@ -74,22 +71,20 @@ class PendingSample:
 
     request_id: str
     run: int
-    """Numbers the runs of this server. A request id that its client gives up and sends again gets another run, and the engine's messages
-    name the run that they belong to."""
+    """A number for each run: a request id that is given up and sent again gets another, and the engine's messages name theirs."""
     num_samples: int
     size: int
     """Bytes of the request's body."""
     stream: _Stream | None = None
-    """Only of a sample that was started with `stream`."""
+    """None unless it was started with `stream`."""
     digest: bytes = b""
-    """SHA-256 of the request's body."""
     outcome: SampleDone | SampleFailed | None = None
     """None while it runs."""
     finished_bytes: int = field(default=0, init=False)
     """Bytes of its result once it has finished."""
 
     def check_repeat(self, digest: bytes) -> None:
-        """Raise UserError if a request with this key is not the one that was accepted, by the digest of its body."""
+        """Raise UserError if a request with this key has another body than the accepted one."""
         if digest != self.digest:
             raise UserError(
                 f"sample {self.request_id} was sent with a body of digest {self.digest.hex()[:12]}, and now with one of digest "
@@ -98,13 +93,12 @@ class PendingSample:
 
     @property
     def sequence_ids(self) -> list[str]:
-        """One id for each sequence of the reply, in order."""
         return [ids.sequence_id(self.request_id, index) for index in range(self.num_samples)]
 
 
 @dataclass(frozen=True)
 class _Limit:
-    """Limit of what may be unfinished at a time: the setting, its value, and the unit."""
+    """A limit of unfinished samples: setting, value and unit."""
 
     setting: str
     value: int
@@ -125,7 +119,6 @@ class SampleBook:
     """All samples by request id."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """A result waits for `sample_result_ttl_s` seconds to be fetched, and all results take at most `max_finished_sample_mib`."""
         self._ttl_s = config.sample_result_ttl_s
         self._max_finished_bytes = config.max_finished_sample_mib * 2**20
         self._of_all = (
@@ -139,25 +132,24 @@ class SampleBook:
         self._samples: dict[str, PendingSample] = {}
         self._runs = itertools.count(1)
         self._unfinished: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-        """Sequences and bytes of the samples that run, by session."""
+        """Sequences and bytes of running samples, by session."""
         self._unfinished_totals = [0, 0]
         """The same of all sessions."""
         self._finished_bytes: Counter[str] = Counter()
-        """Bytes of the results that are kept, by session."""
+        """Bytes of kept results, by session."""
         self._unfetched: dict[str, float] = {}
-        """Until when each result is kept that was not fetched (monotonic time), in the order in which the samples finished."""
+        """Monotonic time until which each result is kept that was not fetched, in the order in which they came."""
         self._fetched: dict[str, float] = {}
-        """The same of results that were sent to their client, in the order in which they were."""
+        """The same of fetched results, in the order in which they were sent."""
 
     def find(self, request_id: str) -> PendingSample | None:
-        """The sample, if it runs or waits to be fetched."""
         self._drop_expired()
         return self._samples.get(request_id)
 
     def add(self, request_id: str, num_samples: int, size: int, stream: bool = False, digest: bytes = b"") -> PendingSample:
-        """Note a new sample whose body has `size` bytes and this digest. With `stream` its tokens can be followed while it runs.
+        """Note a new sample; with `stream` its tokens can be followed.
 
-        Raises BackpressureError if too many are unfinished, of all sessions or of its own, and UserError if it is too much even alone.
+        Raises BackpressureError if too many are unfinished, in all or of its session, and UserError if it is too much even alone.
         """
         self._drop_expired()
         session = ids.session_of(request_id)
@@ -172,7 +164,7 @@ class SampleBook:
         return sample
 
     def remove(self, request_id: str) -> PendingSample | None:
-        """Forget a sample that never reached the engine, that its client gave up, or whose result was fetched; returns it."""
+        """Forget a sample that is fetched, given up, or never reached the engine; returns it."""
         sample = self._samples.pop(request_id, None)
         if sample is None:
             return None
@@ -187,17 +179,17 @@ class SampleBook:
         return sample
 
     def add_tokens(self, events: Iterable[tuple[str, int, int, list[int], list[float]]]) -> None:
-        """Take the tokens of a `SampleEvents` message. Those of a run that is over, or is not streamed, are passed over."""
+        """Take streamed tokens. Those of a run that is over are passed over."""
         for request_id, run, index, tokens, logprobs in events:
             sample = self._samples.get(request_id)
             if sample is not None and sample.run == run and sample.outcome is None and sample.stream is not None:
                 sample.stream.add(StreamedTokens(index, tokens, logprobs))
 
     def follow(self, request_id: str, run: int) -> AsyncIterator[StreamedTokens]:
-        """The tokens of a sample that was added with `stream`: those that it has given, then each as it comes, until it is done.
+        """The tokens of a sample that was added with `stream`, from the first on, until it is done.
 
-        Raises NotFoundError if this run is not known (any more), UserError if it is not streamed. The iterator raises the error with which
-        the sample fails, and GoneError if it is lost or given up.
+        Raises NotFoundError for an unknown run, UserError for one that is not streamed. The iterator raises the error of a failed sample,
+        and GoneError if it is lost or given up.
         """
         sample = self.find(request_id)
         if sample is None or sample.run != run:
@@ -207,12 +199,12 @@ class SampleBook:
         return _follow(sample, sample.stream)
 
     def fetched(self, request_id: str) -> None:
-        """The result was sent to its client, so it is not kept much longer."""
+        """Note that a result was sent: it is not kept much longer."""
         if self._unfetched.pop(request_id, None) is not None:
             self._fetched[request_id] = time.monotonic() + _FETCHED_TTL_S
 
     def finish(self, outcome: SampleDone | SampleFailed) -> bool:
-        """Keep how a sample ended. False for a run that is not known (any more)."""
+        """Keep how a sample ended. False for an unknown run."""
         sample = self._samples.get(outcome.request_id)
         if sample is None or sample.outcome is not None or sample.run != outcome.run:
             return False
@@ -228,14 +220,13 @@ class SampleBook:
         return True
 
     def lose_running(self) -> list[str]:
-        """Forget what was running: its engine died. Returns its ids."""
+        """Forget what runs: its engine died."""
         lost = [key for key, sample in self._samples.items() if sample.outcome is None]
         for key in lost:
             self.remove(key)
         return lost
 
     def end_session(self, session_id: str) -> list[str]:
-        """Forget all samples of a session; returns their ids."""
         gone = [key for key in self._samples if ids.session_of(key) == session_id]
         for key in gone:
             self.remove(key)
@@ -257,7 +248,7 @@ class SampleBook:
                 self.remove(earliest)
 
     def _drop_over_limit(self, newest: PendingSample) -> None:
-        """Make room for the newest result: drop those that were fetched, then the oldest of the session whose results take the most."""
+        """Make room for the newest result: drop fetched ones, then the oldest of the session that keeps the most."""
         while self._finished_bytes.total() > self._max_finished_bytes:
             dropped = next(iter(self._fetched), None)
             if dropped is None:

@@ -1,4 +1,4 @@
-"""Sampling sessions whose weights exist. Each is looked up in the store once, so that samples do not touch the database."""
+"""Sampling sessions whose weights exist, each looked up once: samples must not wait for the database."""
 
 from collections.abc import Callable
 
@@ -17,13 +17,13 @@ class SamplingSessions:
     """Sampling sessions by id."""
 
     def __init__(self, store: AsyncStore, told: Callable[[str, str | None], str]) -> None:
-        """They are looked up in `store`. `told` is what clients may read of an error, by its category."""
+        """`told` is what clients may read of an error, by its category."""
         self._store = store
         self._told = told
         self._ready: dict[str, SamplingSession] = {}
 
     async def find(self, sampling_session_id: str) -> SamplingSession:
-        """A session whose weights exist. Raises NotFoundError with the reason if it is unknown, unfinished or gone."""
+        """A session whose weights exist. Raises NotFoundError with the reason."""
         session = self._ready.get(sampling_session_id)
         if session is None:
             session = await self._look_up(sampling_session_id)
@@ -48,9 +48,8 @@ class SamplingSessions:
         return session
 
     def forget(self, session_id: str) -> None:
-        """Forget the sampling sessions of a session that has ended."""
         self._ready = {key: ready for key, ready in self._ready.items() if ready.session_id != session_id}
 
     def forget_snapshots(self) -> None:
-        """Forget those that sample from snapshots: their engine has died."""
+        """Forget those of snapshots: their engine has died."""
         self._ready = {key: ready for key, ready in self._ready.items() if ready.snapshot_id is None}

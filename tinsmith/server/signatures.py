@@ -1,4 +1,4 @@
-"""Signed download URLs that expire: with one of them a file can be fetched without an API key until then, and no other file."""
+"""Signed download URLs: each gives one file without an API key, until it expires."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ _KEY_BYTES = 32
 
 
 class UrlSigner:
-    """Signs with a key in the data directory that only its owner can read. The key stays, so URLs outlive a restart of the server."""
+    """Signs with a key in the data directory, readable by its owner alone. URLs outlive a restart of the server."""
 
     def __init__(self, data_dir: Path) -> None:
         """Make the key if there is none. Raises ConfigError for a file of another size."""
@@ -30,11 +30,11 @@ class UrlSigner:
         self._signer = itsdangerous.Signer(key, salt="tinsmith download", digest_method=hashlib.sha256)
 
     def sign(self, expires: int, *parts: str) -> str:
-        """The signature of a URL that stands for these parts and expires at `expires` (Unix time)."""
+        """The signature of a URL for these parts that expires at `expires` (Unix time)."""
         return self._signer.get_signature(_message(expires, parts)).decode()
 
     def check(self, signature: str, expires: int, *parts: str) -> None:
-        """Raise ForbiddenError unless `sign` made this signature of these parts and it has not expired."""
+        """Raise ForbiddenError unless `sign` made this signature and it has not expired."""
         if not self._signer.verify_signature(_message(expires, parts), signature.encode()):
             raise ForbiddenError("the signature of this URL is not valid; ask for a new URL")
         if expires <= time.time():

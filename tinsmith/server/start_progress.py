@@ -1,16 +1,19 @@
-"""The progress of an engine's start, and the seconds left: each step is expected to take what it took the last time."""
+"""Tells how far an engine's start is. Each step is expected to take what it took the last time."""
 
 import json
 import logging
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+from tinsmith.errors import reported
 from tinsmith.protocol.serving import Starting
 
 log = logging.getLogger(__name__)
 
 FILE = "start_times.json"
-"""A file in the data directory: seconds of each step of the last start that took it, by step."""
+"""File in the data directory: seconds of each step when it was last taken."""
 
 
 class StartProgress:
@@ -20,30 +23,26 @@ class StartProgress:
         self._file = data_dir / FILE
         self._last = _read(self._file)
         self._taken: dict[str, float] = {}
-        """Seconds of the steps of this start that are done."""
+        """Seconds of the finished steps of this start."""
         self._current = Starting("", [])
         self._since = time.monotonic()
 
     def begin(self) -> None:
-        """A process starts, and has told nothing yet."""
         self._taken, self._current, self._since = {}, Starting("", []), time.monotonic()
 
     def take(self, message: Starting) -> None:
-        """The next step begins."""
         self._close_step()
         self._current = message
 
     def finish(self) -> None:
-        """The start is complete. What it took is written down, for the next one."""
+        """End the start, and write down what it took."""
         self._close_step()
         self._current = Starting("", [])
         self._last |= self._taken
         new = self._file.with_suffix(".new")
-        try:
+        with reported(OSError, partial(log.warning, "the next start cannot say how long it takes: %s")):
             new.write_text(json.dumps(self._last, indent=1))
             new.replace(self._file)
-        except OSError as error:
-            log.warning("the next start cannot say how long it takes: %s", error)
 
     def _close_step(self) -> None:
         now = time.monotonic()
@@ -53,7 +52,7 @@ class StartProgress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end of the start; None if one of its steps was never taken before, or nothing is known of them yet."""
+        """Seconds to the end of the start; None if they cannot be guessed."""
         steps = [self._current.step, *self._current.to_come]
         if not all(step in self._last for step in steps):
             return None
@@ -62,7 +61,7 @@ class StartProgress:
 
     @property
     def text(self) -> str:
-        """Return what the engine does and how long it takes, as a sentence."""
+        """A sentence for people."""
         if not self._current.step:
             return "the engine is starting"
         done, count, left_s = len(self._taken), len(self._taken) + 1 + len(self._current.to_come), self.left_s
@@ -71,13 +70,9 @@ class StartProgress:
 
 
 def _read(file: Path) -> dict[str, float]:
-    """Return the seconds in the file; nothing if there is none, or if it is damaged: they are only a guess."""
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        log.warning("%s is passed over: %s", file, error)
-        return {}
-    known = content if isinstance(content, dict) else {}
-    return {str(step): float(seconds) for step, seconds in known.items() if isinstance(seconds, int | float)}
+    """The seconds in the file; none if it is missing or damaged: they are only a guess."""
+    known: object = None
+    with reported((OSError, ValueError), partial(log.warning, "%s is passed over: %s", file)), suppress(FileNotFoundError):
+        known = json.loads(file.read_text())
+    steps = known.items() if isinstance(known, dict) else ()
+    return {str(step): float(seconds) for step, seconds in steps if isinstance(seconds, int | float)}

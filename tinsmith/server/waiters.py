@@ -1,8 +1,7 @@
-"""Long polls that wait for a request id, and how they get its outcome.
+"""Long polls that wait for a request id.
 
-The engine's message brings the outcome to the polls that wait for it, so they need not read the store. The store remains the truth: a poll
-for a request that is not known to run, or whose engine has died, looks there, and if a message was lost, the next poll finds the outcome
-there.
+The engine's message brings them the outcome, without the store. The store remains the truth: polls look there for what is not known to run,
+and after a message was lost.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ Ended = TypeVar("Ended")
 
 
 async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait up to `timeout_s` seconds for an event; returns whether it is set."""
+    """Wait up to `timeout_s` seconds for an event; returns whether it came."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()
@@ -23,7 +22,7 @@ async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
 
 
 class Waiters(Generic[Ended]):
-    """All polls that wait now, and the requests that are known to run, for which the store need not be read."""
+    """The polls that wait now, and the requests known to run."""
 
     def __init__(self) -> None:
         self._polls: defaultdict[str, set[asyncio.Future[Ended | None]]] = defaultdict(set)
@@ -31,11 +30,11 @@ class Waiters(Generic[Ended]):
         self._closed = False
 
     def expect(self, request_id: str) -> None:
-        """Note that the engine will report how this request ends, so that polls for it do not read the store until then."""
+        """Note that the engine will report this request: until then polls need not read the store."""
         self._running.add(request_id)
 
     async def wait_for(self, request_id: str, look: Callable[[], Awaitable[Ended | None]], timeout_s: float) -> Ended | None:
-        """The outcome, which is delivered or which `look` finds; None after `timeout_s` seconds or `close`."""
+        """The outcome, delivered or found by `look`; None after `timeout_s` seconds or `close`."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             with self._registered(request_id) as poll:  # before looking, so that an outcome that is delivered meanwhile is not missed
@@ -64,11 +63,10 @@ class Waiters(Generic[Ended]):
                 del self._polls[request_id]
 
     def deliver(self, request_id: str, ended: Ended) -> None:
-        """Answer the polls for this request."""
         self._end(request_id, ended)
 
     def look_again(self, request_id: str) -> None:
-        """Make the polls for this request look for its outcome: it is not known to run any more."""
+        """Make the polls for this request look: it is not known to run any more."""
         self._end(request_id, None)
 
     def _end(self, request_id: str, ended: Ended | None) -> None:
@@ -78,12 +76,11 @@ class Waiters(Generic[Ended]):
                 poll.set_result(ended)
 
     def all_look_again(self) -> None:
-        """Make every poll look for its outcome."""
         self._running.clear()
         for request_id in self._polls:
             self.look_again(request_id)
 
     def close(self) -> None:
-        """Make every poll, waiting now or later, look once and return."""
+        """Make every poll, now or later, look once and return."""
         self._closed = True
         self.all_look_again()

@@ -1,10 +1,9 @@
-"""Files to which records are only ever appended, framed so that damage to one costs no other.
+"""Files to which records are only appended, framed so that damage to one costs no other.
 
-A record is JSON behind a header of 12 bytes: a mark, its length and its CRC-32, both as 32-bit little-endian numbers. A reader that meets
-something else goes on at the next mark. A last record without an end was being written when the process died, and is left out without
-complaint.
+A record is JSON behind a mark, its length and its CRC-32, both 32-bit little-endian. A reader that meets something else goes on at the next
+mark. A last record that is cut off was being written when the process died, and is no damage.
 
-Nothing is synced: records survive the death of a process, and a power cut may take the last ones.
+Nothing is synced: a power cut may take the last records, the death of a process none.
 """
 
 import errno
@@ -27,11 +26,10 @@ _HEADER = struct.Struct("<4sII")
 
 @dataclass(frozen=True)
 class Content:
-    """What was read from a file."""
+    """The content of a file."""
 
     records: list[Any]
     damaged: int
-    """Places where something else stood."""
 
 
 class AppendFile:
@@ -44,7 +42,7 @@ class AppendFile:
         self.rewrite(records)
 
     def append(self, record: Any) -> None:
-        """Add a record. Raises OSError; then the file is as it was."""
+        """Add a record. Raises OSError, and then has changed nothing."""
         content = encode(record)
         written = os.write(self._file, content)
         if written < len(content):  # a disk takes the part that it has room for
@@ -53,7 +51,7 @@ class AppendFile:
         self.size += written
 
     def rewrite(self, records: Iterable[Any]) -> None:
-        """Replace all records. Raises OSError; then the file is as it was."""
+        """Replace all records. Raises OSError, and then has changed nothing."""
         temporary = self._path.with_suffix(".new")
         content = b"".join(map(encode, records))
         temporary.unlink(missing_ok=True)  # it may be a link
@@ -102,5 +100,5 @@ def _parts(data: bytes) -> Iterator[bytes | None]:
 
 
 def _is_cut_off(rest: bytes, size: int) -> bool:
-    """Whether a file ends with the beginning of a record of `size` bytes, header included, or of its header."""
+    """Whether a file ends inside a record of `size` bytes, header included."""
     return _MARK.startswith(rest[: len(_MARK)]) and (len(rest) < _HEADER.size or len(rest) < size)

@@ -1,11 +1,10 @@
-"""Encoded images as files that are named by the SHA-256 of their bytes: `blobs/ab/abcd...` below the data directory.
+"""Encoded images as files named by the SHA-256 of their bytes: `blobs/ab/abcd...` in the data directory.
 
-A file is written before the row that refers to it is committed, so a process that dies leaves a file without a row, never a row without its
-file. It is deleted only in a write transaction, once no row refers to it, and a transaction that adds a row checks that the file still
-exists (`Store.append`, `Store.delete_unused_blobs`).
+A file is written before the row that refers to it is committed, and deleted only in a write transaction, once no row does; the transaction
+that adds a row checks that the file is still there (`Store.append`, `Store.delete_unused_blobs`). So a process that dies may leave a file
+without a row, never a row without its file.
 
-Files are renamed into place and not synced: like their commands they survive the death of any process, and a power cut may damage them. The
-bytes that are read are compared with the digest.
+Files are renamed into place and not synced: a power cut may damage them, so the bytes read are compared with the digest.
 """
 
 import hashlib
@@ -21,7 +20,6 @@ from tinsmith.errors import StoreUnavailableError, TinsmithError, translated
 from tinsmith.store.disk import renamed
 
 BLOBS_DIR = "blobs"
-"""Below a data directory."""
 _WRITING_PREFIX = ".writing-"
 _WRITING_S = 86400.0
 """Older unfinished files were left by a process that died."""
@@ -33,9 +31,8 @@ class BlobFile:
 
     path: Path
     sha256: bytes | None
-    """None for one that was never finished."""
+    """None if it was never finished."""
     size: int
-    """Bytes."""
 
 
 class BlobFiles:
@@ -45,12 +42,11 @@ class BlobFiles:
         self._directory = data_dir / BLOBS_DIR
 
     def path(self, sha256: bytes) -> Path:
-        """The path of a blob, whether it is there or not."""
         name = sha256.hex()
         return self._directory / name[:2] / name
 
     def write(self, blobs: Mapping[bytes, bytes]) -> None:
-        """Write the blobs, given by digest, that are not there yet. Raises StoreUnavailableError."""
+        """Write the blobs that are not there yet, by digest. Raises StoreUnavailableError."""
         with _available(self._directory):
             for sha256, data in blobs.items():
                 path = self.path(sha256)
@@ -58,9 +54,9 @@ class BlobFiles:
                     _write(path, data)
 
     def read(self, sha256: bytes) -> bytes | None:
-        """The blob with this digest, if it is there. Raises StoreUnavailableError: it cannot be read now.
+        """The blob, if it is there. Raises StoreUnavailableError if it cannot be read now.
 
-        Raises TinsmithError: its file is damaged, and is deleted, so that the blob is written when it is sent again.
+        Raises TinsmithError for a damaged file, and deletes it, so that the blob is written when it is sent again.
         """
         path = self.path(sha256)
         with _available(path), suppress(FileNotFoundError):
@@ -81,7 +77,7 @@ class BlobFiles:
         return False
 
     def remove(self, sha256: bytes) -> None:
-        """Delete a blob, if it is there. Only in a transaction that writes and has seen that nothing refers to it."""
+        """Delete a blob, if it is there. Only in a write transaction that has seen that nothing refers to it."""
         with _available(self._directory):
             self.path(sha256).unlink(missing_ok=True)
 
@@ -104,7 +100,6 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _available(path: Path) -> AbstractContextManager[None]:
-    """Turn an error of the operating system into a StoreUnavailableError."""
     return translated(
         OSError,
         StoreUnavailableError,

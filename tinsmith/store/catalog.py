@@ -1,4 +1,4 @@
-"""Lists and manages runs, checkpoints and sessions, as the REST part of the API does. Each function is one transaction."""
+"""Runs, checkpoints and sessions, as the REST part of the API lists and manages them. Each function is one transaction."""
 
 import json
 import time
@@ -74,7 +74,7 @@ class Page:
 
 
 def list_runs(store: Store, page: Page, project_id: str | None) -> tuple[list[TrainingRun], int]:
-    """Runs, newest first, and their number; with `project_id` only those of its sessions."""
+    """Runs, newest first, and their number; of one project if given."""
     condition: ColumnElement[bool] = true() if project_id is None else sessions.c.project_id == project_id
     with store.reading() as connection:
         found = connection.execute(_RUNS.where(condition).order_by(*_RUN_ORDER).limit(page.limit).offset(page.offset))
@@ -111,7 +111,7 @@ def list_checkpoints(store: Store, page: Page) -> tuple[list[Checkpoint], int]:
 
 
 def list_run_checkpoints(store: Store, model_id: str) -> list[Checkpoint]:
-    """The checkpoints of one run, newest first. Raises NotFoundError if there is neither run nor checkpoint."""
+    """The checkpoints of a run, newest first. Raises NotFoundError if there is neither run nor checkpoint."""
     with store.reading() as connection:
         found = connection.execute(_CHECKPOINTS.where(checkpoints.c.model_id == model_id), {"now": time.time()}).all()
         if not found and not connection.execute(select(exists().where(models.c.model_id == model_id))).scalar():
@@ -150,7 +150,7 @@ def delete_checkpoint(store: Store, tinker_path: str) -> None:
 def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: int, ttl_seconds: float | None) -> str:
     """Add a checkpoint of a new run that shares the files of `source`; returns its path. A repeat returns the same.
 
-    Raises NotFoundError: no such source or session. Raises UserError: malformed path, or the run exists and is no copy of that source.
+    Raises NotFoundError for source or session, UserError if the run exists and is no copy of that source.
     """
     now = time.time()
     parts = parse_path(source)
@@ -224,7 +224,7 @@ class SessionSummary:
     user_metadata: dict[str, Any] | None
     finished_at: float | None
     finish_reason: str | None
-    """Of the client, or why the server ended it; None while it is open."""
+    """The client's, or why the server ended it; None while it is open."""
     finish_detail: str | None
     checkpoints: int
     checkpoint_bytes: int
@@ -235,14 +235,14 @@ class SessionFilter:
     """Conditions of a search; None is no condition."""
 
     session_id: str | None = None
-    """With `display_name`, sessions that match either are found."""
+    """Beside `display_name`, either may match."""
     display_name: str | None = None
-    """Words that must all occur in the name, in any case."""
+    """Words that all occur in the name, in any case."""
     project_ids: Sequence[str | None] | None = None
     """None in it means sessions without a project."""
     user_metadata: dict[str, str] | None = None
     statuses: Sequence[tuple[str, Sequence[str] | None]] | None = None
-    """("active", None), or ("client_finished", reasons or None for all). Any other status matches nothing."""
+    """("active", None), or ("client_finished", reasons or None for all). Others match nothing."""
     before: tuple[float, str] | None = None
     """Created_at and session_id of the last session on the previous page."""
 
@@ -325,7 +325,7 @@ def _conditions(wanted: SessionFilter) -> list[ColumnElement[bool]]:
 
 
 def _place(created_at: float, session_id: str) -> Tuple:
-    """A position in the order of sessions, with the exact created_at: clients round it to microseconds."""
+    """A position in the order of sessions. Clients round created_at to microseconds; this is exact."""
     exact = select(sessions.c.created_at).where(sessions.c.session_id == session_id).scalar_subquery()
     return tuple_(func.coalesce(exact, created_at), session_id)
 

@@ -1,10 +1,10 @@
 """Saved checkpoints.
 
-A checkpoint exists as soon as it has a row. Its files are complete in `directory` before the row is written, and never change. Several rows
-may name the same directory: a copy is a row of its own.
+A checkpoint exists once it has a row. Its files are complete in `directory` before that, and never change. A copy is another row with the
+same directory.
 
-No directory is forgotten, whichever process dies when: one is noted as begun before anything is written to it, until it has a row, and as
-discarded in the transaction that removes its last row, until its files are deleted.
+No directory is forgotten, whichever process dies: it is noted as begun before it is written, until it has a row, and as discarded when its
+last row is removed, in that transaction, until its files are deleted.
 """
 
 import time
@@ -22,7 +22,7 @@ from tinsmith.wire.paths import CheckpointKind, parse_path
 
 COLUMNS = [checkpoints.c[name] for name in Checkpoint.__dataclass_fields__]
 ALIVE = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > bindparam("now"))
-"""Condition for rows that have not expired; takes `now`."""
+"""Condition for rows that have not expired by `now`."""
 
 _FIND = select(*COLUMNS).where(checkpoints.c.tinker_path == bindparam("key"), ALIVE)
 _SAVED_FOR: dict[CheckpointKind, str] = {"training": "for training", "sampler": "for sampling", "external": "to be downloaded"}
@@ -34,32 +34,31 @@ _REMEDY: dict[CheckpointKind, str] = {
 
 
 class CheckpointStore(Transactions):
-    """Checkpoints and the directories of their files. Each method is one transaction."""
+    """Checkpoints and their directories. Each method is one transaction."""
 
     def announce_checkpoint(self, directory: str) -> None:
-        """Note that files are going to be written to a directory. Without a row they are deleted a day later."""
+        """Note that files will be written to a directory. Without a row they are deleted a day later."""
         begin = insert(begun_directories).prefix_with("OR REPLACE")
         with self.writing() as connection:
             connection.execute(begin, {"directory": directory, "begun_at": time.time()})
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Add a checkpoint, whose files are complete; one of the same path is replaced, and its files are discarded.
+        """Add a checkpoint whose files are complete, in the place of one of the same path.
 
-        It may be called again for the same directory, for example after StoreUnavailableError: if the path has these files already, nothing
-        changes.
+        A repeat with the same directory, such as after StoreUnavailableError, changes nothing.
         """
         with self.writing_durably() as connection:
             put(connection, checkpoint, time.time())
 
     def checkpoint(self, tinker_path: str) -> Checkpoint | None:
-        """The checkpoint of this path, if there is one that has not expired."""
+        """The living checkpoint of this path."""
         with self.reading() as connection:
             return find(connection, tinker_path, time.time())
 
     def require_checkpoint(self, tinker_path: str, kind: CheckpointKind | None = None) -> Checkpoint:
         """The checkpoint of this path.
 
-        Raises UserError: malformed, or saved for another purpose than `kind`. Raises NotFoundError: never saved, or expired.
+        Raises UserError: malformed, or not of this `kind`. Raises NotFoundError: never saved, or expired.
         """
         saved_for = parse_path(tinker_path).kind
         if kind is not None and saved_for != kind:
@@ -77,13 +76,12 @@ class CheckpointStore(Transactions):
             raise UserError(f"{' and '.join(taken)} exist already; import under another name, or delete what is there first")
 
     def expired_checkpoints(self) -> list[Checkpoint]:
-        """Expired checkpoints that still have rows, oldest first."""
         expired = select(*COLUMNS).where(checkpoints.c.expires_at <= time.time()).order_by(checkpoints.c.expires_at)
         with self.reading() as connection:
             return [Checkpoint(*row) for row in connection.execute(expired)]
 
     def drop_expired_checkpoints(self) -> list[Checkpoint]:
-        """Remove and return expired checkpoints. Their files are discarded."""
+        """Remove and return expired checkpoints; discard their files."""
         now = time.time()
         drop = delete(checkpoints).where(checkpoints.c.expires_at <= now).returning(*COLUMNS)
         with self.writing_durably() as connection:
@@ -92,7 +90,7 @@ class CheckpointStore(Transactions):
         return expired
 
     def discarded_directories(self) -> list[str]:
-        """Directories to delete: no checkpoint names them, and no save that began within the last day writes to them."""
+        """Directories to delete: no checkpoint names them, and no save of the last day writes to them."""
         discarded = select(discarded_directories.c.directory).order_by(discarded_directories.c.discarded_at)
         begun_at = begun_directories.c.begun_at
         left = select(begun_directories.c.directory).where(begun_at < time.time() - WRITING_S).order_by(begun_at)
@@ -100,18 +98,14 @@ class CheckpointStore(Transactions):
             return [*connection.execute(discarded).scalars(), *connection.execute(left).scalars()]
 
     def living_directories(self) -> set[str]:
-        """Directories of checkpoints that have not expired."""
-        with self.reading() as connection:
-            return set(connection.execute(select(checkpoints.c.directory).where(ALIVE), {"now": time.time()}).scalars())
+        return set(self._column(select(checkpoints.c.directory).where(ALIVE), now=time.time()))
 
     def known_directories(self) -> set[str]:
-        """Directories that are named by a checkpoint, begun or discarded."""
+        """Directories of checkpoints, and begun or discarded ones."""
         known = union(*[select(table.c.directory) for table in (checkpoints, begun_directories, discarded_directories)])
-        with self.reading() as connection:
-            return set(connection.execute(known).scalars())
+        return set(self._column(known))
 
     def forget_directory(self, directory: str) -> None:
-        """Note that the files of a directory are deleted."""
         with self.writing() as connection:
             _forget(connection, directory)
 
@@ -120,7 +114,7 @@ class CheckpointStore(Transactions):
 
 
 def put(connection: Connection, checkpoint: Checkpoint, now: float) -> None:
-    """Add a checkpoint; one of the same path is replaced. If the path has these files already, nothing changes."""
+    """Add a checkpoint in the place of one of the same path. If that has these files already, nothing changes."""
     own = checkpoints.c.tinker_path == checkpoint.tinker_path
     if connection.execute(select(checkpoints.c.directory).where(own)).scalar() == checkpoint.directory:
         return
@@ -131,13 +125,13 @@ def put(connection: Connection, checkpoint: Checkpoint, now: float) -> None:
 
 
 def find(connection: Connection, tinker_path: str, now: float) -> Checkpoint | None:
-    """The checkpoint of this path, if there is one that has not expired."""
+    """The living checkpoint of this path."""
     row = connection.execute(_FIND, {"key": tinker_path, "now": now}).first()
     return None if row is None else Checkpoint(*row)
 
 
 def discard_unused(connection: Connection, directories: Iterable[str], now: float) -> None:
-    """Discard those directories that no checkpoint names any more."""
+    """Discard directories that no checkpoint names."""
     for directory in set(directories):
         if not connection.execute(select(exists().where(checkpoints.c.directory == directory))).scalar():
             discard = insert(discarded_directories).prefix_with("OR REPLACE")
@@ -150,7 +144,7 @@ def _forget(connection: Connection, directory: str) -> None:
 
 
 def absent(connection: Connection, tinker_path: str) -> NotFoundError:
-    """The error for a path of no checkpoint, with the reason as far as it is known."""
+    """The error for a path of no checkpoint, with the reason if it is known."""
     model_id = parse_path(tinker_path).model_id
     row = find(connection, tinker_path, now=0.0)
     if row is not None and row.expires_at is not None:

@@ -1,6 +1,6 @@
-"""The command log: training operations, their results, and which images they need.
+"""The command log: training operations, their results and their images.
 
-The payload and images of an operation are dropped when its outcome is recorded, or kept up to a limit: `kept_bytes` is then their size.
+Payload and images are dropped with the outcome, or kept up to a limit: `kept_bytes` is then their size.
 """
 
 import hashlib
@@ -100,11 +100,8 @@ class CommandStore(Transactions):
     """Reads the command log. Each method is one transaction."""
 
     def check_repeat(self, new: NewCommand) -> None:
-        """Raise UserError if a command that `append` has not queued has the key of another operation."""
-        with self.reading() as connection:
-            first = connection.execute(
-                select(commands.c.kind, commands.c.digest).where(_BY_KEY), {"model_id": new.model_id, "seq_id": new.seq_id}
-            ).first()
+        """Raise UserError if a command that was not queued has the key of another operation."""
+        first = self._first(select(commands.c.kind, commands.c.digest).where(_BY_KEY), model_id=new.model_id, seq_id=new.seq_id)
         if first is None:
             return
         digest = _digest(new)
@@ -117,28 +114,25 @@ class CommandStore(Transactions):
             )
 
     def queued_models(self) -> list[str]:
-        """The ids of the models that have queued commands."""
         with self.reading() as connection:
             return _queued_models(connection)
 
     def queued(self, model_id: str, known: Collection[int] = (), limit: int = 1000) -> list[Command]:
-        """Up to `limit` queued commands of one model by seq_id, without those whose seq_id is in `known`.
+        """Up to `limit` queued commands of a model by seq_id, but for `known` ones.
 
-        Commands may become visible in another order than their ids: ask for all that is new of a model, never for what follows an id.
+        Commands may become visible in another order than their ids: ask for all that is new, never for what follows an id.
         """
         with self.reading() as connection:
             return _queued(connection, model_id, known, limit)
 
     def payload(self, command: Command) -> bytes:
-        """Return the payload of a command, without its images. Raises NotFoundError if it is dropped."""
-        with self.reading() as connection:
-            found: bytes | None = connection.execute(_PAYLOAD, {"command_id": command.id}).scalar()
-        if found is None:
+        """The payload of a command, without images. Raises NotFoundError if it is dropped."""
+        found = self._first(_PAYLOAD, command_id=command.id)
+        if found is None or found.payload is None:
             raise NotFoundError(f"operation {command.request_id} has ended, and what it was sent with is dropped")
-        return found
+        return bytes(found.payload)
 
     def outcome(self, request_id: str) -> Outcome | None:
-        """The outcome of an operation; None if it has none, or is not in the log."""
         row = self._find(_OUTCOME, request_id)
         return None if row is None else Outcome(request_id, *row)
 
@@ -149,13 +143,10 @@ class CommandStore(Transactions):
 
     def _find(self, statement: Select[*tuple[Any, ...]], request_id: str) -> Row[*tuple[Any, ...]] | None:
         key = ids.parse_request_id(request_id)
-        if key is None:
-            return None
-        with self.reading() as connection:
-            return connection.execute(statement, {"model_id": key[0], "seq_id": key[1]}).first()
+        return None if key is None else self._first(statement, model_id=key[0], seq_id=key[1])
 
     def drop_results(self, before: float, ended_before: float) -> None:
-        """Drop results from before `before` (Unix time), and those of sessions that ended before `ended_before`. Errors stay."""
+        """Drop results from before `before` (Unix time), and of sessions that ended before `ended_before`. Errors stay."""
         drop = update(commands).where(commands.c.status == "done").values(status="dropped", result=None)
         ended = sessions.c.finished_at >= before, sessions.c.finished_at < ended_before
         of_ended = commands.c.model_id.in_(select(models.c.model_id).join_from(models, sessions).where(*ended))
@@ -177,10 +168,7 @@ def _queued(connection: Connection, model_id: str, known: Collection[int], limit
 
 
 def append(connection: Connection, new: NewCommand, now: float) -> bool:
-    """Append one command with its rows; whether it is queued. Nothing changes if its key is in the log.
-
-    An operation on a model that has ended is recorded as failed. Raises NotFoundError if there is no such model.
-    """
+    """Append a command as `Store.append`, with its rows; returns whether it is queued."""
     if new.model is not None:
         insert_model(connection, new.model, now)
     refused = refusal(connection, new.model_id, now)
@@ -221,16 +209,12 @@ class Released:
     """What finishing commands releases."""
 
     kept_bytes: int = 0
-    """Bytes that are kept."""
     digests: Sequence[bytes] = ()
-    """Images that these commands no longer need; others may."""
+    """Images that these commands no longer need."""
 
 
 def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep: bool) -> Released:
-    """Finish queued commands, which with `keep` keep payloads and images. The first outcome of each counts.
-
-    Each model notes the highest seq_id that succeeded. Raises NotFoundError for a malformed request id.
-    """
+    """Finish queued commands as `Store.record`; with `keep` payloads and images stay."""
     kept = 0
     digests: list[bytes] = []
     applied: dict[str, int] = {}
@@ -256,7 +240,6 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
 
 
 def _finished(outcome: Outcome, model_id: str, seq_id: int, now: float) -> dict[str, Any]:
-    """Key and values of the row of a finished command."""
     return {
         "model": model_id,
         "seq": seq_id,
@@ -275,12 +258,12 @@ def _drop_references(connection: Connection, command_id: int) -> Sequence[bytes]
 
 
 def kept_bytes(connection: Connection) -> int:
-    """Bytes that are kept of finished commands; a shared image counts for each."""
+    """Bytes kept of finished commands; a shared image counts for each."""
     return int(connection.execute(_ALL_KEPT).scalar_one())
 
 
 def drop_kept(connection: Connection, most_bytes: int) -> Released:
-    """Drop payloads and images of the oldest finished commands until at most `most_bytes` are left."""
+    """Drop payloads and images of the oldest finished commands until `most_bytes` are left."""
     digests: list[bytes] = []
     with connection.execute(_OLDEST_KEPT) as oldest_first:
         dropped = list(oldest_beyond(most_bytes, kept_bytes(connection), ((row.id, row.kept_bytes) for row in oldest_first)))
@@ -295,7 +278,7 @@ def _drop_input(connection: Connection, command_id: int) -> Sequence[bytes]:
 
 
 def drop_kept_with(connection: Connection, digest: bytes) -> None:
-    """Drop what is kept of finished commands with this image, which is gone."""
+    """Drop what is kept of finished commands with an image that is gone."""
     for command_id in connection.execute(_KEPT_WITH, {"digest": digest}).scalars().all():
         _drop_input(connection, command_id)
 
@@ -311,10 +294,7 @@ def used(connection: Connection) -> set[bytes]:
 
 
 def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool) -> list[str]:
-    """Fail all that is queued, give up all living models and snapshots, and return the request ids that failed.
-
-    The error of an operation names the newest checkpoint of its model.
-    """
+    """Fail all that is queued, lose all living models and snapshots; returns the request ids that failed."""
     lose_all_models(connection)
     failed, _ = _fail_queued(connection, dict.fromkeys(_queued_models(connection), reason), now, keep)
     living = sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None)
@@ -323,9 +303,9 @@ def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool)
 
 
 def lose_models(connection: Connection, reasons: Mapping[str, str], now: float, keep: bool) -> tuple[list[Outcome], Released]:
-    """Fail all that is queued for these models, each for its reason, and give up the models and their snapshots.
+    """Fail what is queued for these models, each for its reason, and lose the models and their snapshots.
 
-    Returns the outcomes, which also name the model's newest checkpoint, and what they release.
+    Returns the outcomes and what they release. Each error names the model's newest checkpoint.
     """
     failed, released = _fail_queued(connection, reasons, now, keep)
     for model_id in reasons:
@@ -343,6 +323,6 @@ def _fail_queued(connection: Connection, reasons: Mapping[str, str], now: float,
 
 
 def lose_snapshots(connection: Connection, reasons: Mapping[str, str]) -> None:
-    """Give up the published snapshots of these models, each for its reason. Those whose save is queued are still to come."""
+    """Give up these models' snapshots, each for its reason; not those whose save is queued."""
     for model_id, reason in reasons.items():
         connection.execute(_LOSE_SNAPSHOTS, {"model": model_id, "reason": reason})

@@ -1,15 +1,15 @@
 """Opens the SQLite file, sets its modes, and migrates an older schema.
 
-In WAL mode several processes can read while one writes. A transaction that is going to write begins with BEGIN IMMEDIATE, so that it waits
-for its turn instead of failing halfway.
+In WAL mode several processes read while one writes. Transactions that write begin with BEGIN IMMEDIATE: they wait for their turn instead of
+failing halfway.
 
-A commit with synchronous=NORMAL survives the death of any process, but a power cut may undo it: enough for commands, because their models
-do not survive a power cut either. A commit with synchronous=FULL is on the disk when it returns, with all that was committed before. It is
-used for rows which say that a checkpoint exists or that its files may be deleted.
+A commit with synchronous=NORMAL survives the death of any process but perhaps no power cut: enough for commands, whose models do not
+either. One with synchronous=FULL is on the disk when it returns, with all before it; for rows which say that a checkpoint exists or that
+its files may be deleted.
 
-A file that is deleted or replaced while it is open goes on taking commits, which nobody finds after a restart; so does the log beside it,
-tinsmith.db-wal. So transactions with synchronous=FULL first compare the open files with those in the directory. Others go on: they let
-files of checkpoints be written, which `tinsmith recover` finds.
+An open file that is deleted or replaced goes on taking commits that nobody finds after a restart, and so does its log, tinsmith.db-wal. So
+transactions with synchronous=FULL first compare the open files with those in the directory. Others go on: they let checkpoints be written,
+which `tinsmith recover` finds.
 """
 
 import json
@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, select
+from sqlalchemy import URL, CompoundSelect, Connection, Engine, Row, Select, create_engine, event, inspect, select
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DatabaseError
 
@@ -31,27 +31,24 @@ from tinsmith.store.disk import make_directory, sync
 
 FILE_NAME = "tinsmith.db"
 REVISIONS = "tinsmith.store:revisions"
-"""Where Alembic finds the revisions."""
 
 _PRAGMAS = ("journal_mode=WAL", f"journal_size_limit={64 * 2**20}", "foreign_keys=ON")
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
 """Only an empty file can be told to give back deleted space (`give_back_space`)."""
 _BESIDE = ("-wal", "-shm")
-"""What SQLite keeps beside a database."""
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Primary error codes of SQLite for a damaged file."""
 
 BUSY_S = 30.0
-"""Longest wait of a transaction for the lock."""
+"""Longest wait for the lock."""
 
+_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
 _REMEDY = {
-    sqlite3.SQLITE_BUSY: "another program has locked it: let that end (a backup?)",
-    sqlite3.SQLITE_LOCKED: "another program has locked it: let that end (a backup?)",
+    **dict.fromkeys(_LOCKED, "another program has locked it: let that end (a backup?)"),
     sqlite3.SQLITE_FULL: "free space on its disk",
     sqlite3.SQLITE_IOERR: "look for a full or broken disk",
     sqlite3.SQLITE_READONLY: "make file, directory and disk writable",
     sqlite3.SQLITE_CANTOPEN: "look for missing files, permissions, or too many open files",
-    sqlite3.SQLITE_PROTOCOL: "another program has locked it: let that end (a backup?)",
     sqlite3.SQLITE_NOMEM: "free memory",
 }
 """By SQLite's primary error code, for errors that are no fault of the statement."""
@@ -59,41 +56,41 @@ _REMEDY = {
 
 @dataclass(frozen=True)
 class _OpenFile:
-    """The files of an open database."""
-
     path: Path
     identities: Mapping[Path, tuple[int, int]]
     """Device and inode of each."""
 
     @classmethod
     def find(cls, path: Path) -> "_OpenFile":
-        """Those in the directory now."""
         beside = (path.with_name(path.name + suffix) for suffix in _BESIDE)
         found = {each: each.stat() for each in (path, *(each for each in beside if each.exists()))}
         return cls(path, {each: (there.st_dev, there.st_ino) for each, there in found.items()})
 
     def require_there(self) -> None:
-        """Raise StoreUnavailableError if one is gone or was replaced, or the database is empty."""
+        """Raise StoreUnavailableError if one is gone or was replaced or emptied."""
         for path, identity in self.identities.items():
-            try:
-                found = path.stat()
-            except OSError as error:
-                self._refuse(path, f"is gone ({error.strerror})")
-            if (found.st_dev, found.st_ino) != identity:
-                self._refuse(path, "was replaced")
-            if path == self.path and not found.st_size:
-                self._refuse(path, "was emptied")
+            what = _changed(path, identity, may_be_empty=path != self.path)
+            if what:
+                raise StoreUnavailableError(
+                    f"the database {path} {what} while the server runs: put this very file back; or save what is loaded, stop the server, "
+                    f"and run `tinsmith recover --data-dir {shlex.quote(str(self.path.parent))}`, which registers the checkpoints again"
+                )
 
-    def _refuse(self, path: Path, what: str) -> NoReturn:
-        raise StoreUnavailableError(
-            f"the database {path} {what} while the server runs: put this very file back; or save what is loaded, stop the server, and "
-            f"run `tinsmith recover --data-dir {shlex.quote(str(self.path.parent))}`, which registers the checkpoints again"
-        )
+
+def _changed(path: Path, identity: tuple[int, int], may_be_empty: bool) -> str:
+    """Return what happened to the file of this device and inode, if anything."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        return f"is gone ({error.strerror})"
+    if (found.st_dev, found.st_ino) != identity:
+        return "was replaced"
+    return "" if found.st_size or may_be_empty else "was emptied"
 
 
 @dataclass(frozen=True)
 class Database:
-    """One SQLite file, with two kinds of commits. Transactions that write need the execution option `write=True`."""
+    """One SQLite file, with two kinds of commits. Writing needs the execution option `write=True`."""
 
     file: _OpenFile
     normal: Engine
@@ -101,11 +98,11 @@ class Database:
     durable: Engine
     """synchronous=FULL."""
     held: Engine
-    """Stays open, because SQLite deletes the files beside the database with its last connection."""
+    """Stays open: with the last connection SQLite deletes the files beside the database."""
 
 
 class Transactions:
-    """The kinds of transactions of a database, and the care for its file. For any thread."""
+    """A database's kinds of transactions, and the care for its file. For any thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -113,34 +110,39 @@ class Transactions:
         self._durable = database.durable.execution_options(write=True)
 
     def reading(self) -> AbstractContextManager[Connection]:
-        """A transaction that only reads."""
         return self._database.normal.begin()
 
     def writing(self) -> AbstractContextManager[Connection]:
-        """A transaction that writes."""
         return self._write.begin()
+
+    def _first(self, statement: Select[*tuple[Any, ...]], **values: Any) -> Row[*tuple[Any, ...]] | None:
+        with self.reading() as connection:
+            return connection.execute(statement, values).first()
+
+    def _column(self, statement: Select[Any] | CompoundSelect[Any], **values: Any) -> list[Any]:
+        with self.reading() as connection:
+            return list(connection.execute(statement, values).scalars())
 
     def writing_durably(self) -> AbstractContextManager[Connection]:
         """A transaction that survives a power cut once it has ended."""
         return self._durable.begin()
 
     def close(self) -> None:
-        """Close all connections."""
         for engine in (self._database.normal, self._database.durable, self._database.held):
             engine.dispose()
 
     def require_there(self) -> None:
-        """Raise StoreUnavailableError if the database's file is not in its directory any more."""
+        """Raise StoreUnavailableError if the file has left its directory."""
         self._database.file.require_there()
 
     def check(self) -> None:
-        """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone, both with the remedy."""
+        """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone."""
         file = self._database.file
         with _connected(_engine(file.path, "NORMAL", BUSY_S, file)) as connection:  # one that is open has pages in memory
             _require_sound(connection, file.path)
 
     def give_back_space(self, spare_pages: int = 2**14, most_pages: int = 2**12) -> None:
-        """Shorten the file by up to `most_pages` of 4 KiB, if more than `spare_pages` are free."""
+        """Shorten the file by up to `most_pages` of 4 KiB, if over `spare_pages` are free."""
         with self._database.normal.connect() as connection:
             driver = connection.connection.driver_connection
             assert driver is not None
@@ -151,10 +153,10 @@ class Transactions:
 
 
 def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
-    """Open the database in `data_dir`; create both if they do not exist.
+    """Open the database in `data_dir`; create both if needed.
 
-    Raises ConfigError: the directory or file cannot be used, is damaged, or of an unknown version. Later, transactions raise
-    StoreUnavailableError after waiting `busy_s` seconds for the lock, or if the disk is full or fails.
+    Raises ConfigError: unusable, damaged, or of an unknown version. Transactions raise StoreUnavailableError after `busy_s` seconds without
+    the lock, or if the disk is full or fails.
     """
     path = data_dir / FILE_NAME
     with translated(OSError, ConfigError, lambda error: f"data_dir={data_dir} cannot be made: {error}"):
@@ -179,7 +181,7 @@ def require_data(data_dir: Path) -> None:
 def look_into(data_dir: Path) -> bool:
     """Read the whole database of a directory, beside a server too; False if there is none.
 
-    Raises ConfigError: it cannot be read, is damaged, or of an unknown version.
+    Raises ConfigError: unusable, damaged, or of an unknown version.
     """
     path = (data_dir / FILE_NAME).absolute()
     if not path.exists():
@@ -206,14 +208,12 @@ def _require_sound(connection: Connection, path: Path) -> None:
         raise damaged(path, found)
 
 
-@contextmanager
-def _usable(path: Path) -> Iterator[None]:
-    """Turn errors of a file that is opened into a ConfigError."""
-    try:
-        yield
-    except (DatabaseError, StoreUnavailableError) as error:
+def _usable(path: Path) -> AbstractContextManager[None]:
+    def why_not(error: DatabaseError | StoreUnavailableError) -> str:
         reason = error.orig if isinstance(error, DatabaseError) else error
-        raise ConfigError(f"{path} cannot be opened as a database: {reason}; see to that and start again") from error
+        return f"{path} cannot be opened as a database: {reason}; see to that and start again"
+
+    return translated((DatabaseError, StoreUnavailableError), ConfigError, why_not)
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def _engine(
     only_read: bool = False,
     is_new: bool = False,
 ) -> Engine:
-    """Connections to a database. With `file`, new ones and transactions with FULL are refused once it has left its directory."""
+    """Connections to a database. With `file`, new ones and FULL transactions are refused once it has left its directory."""
 
     def require_there(*_: Any) -> None:
         if file is not None:
@@ -285,7 +285,7 @@ def damaged(path: Path, found: str) -> ConfigError:
 
 
 def check_available(error: BaseException) -> None:
-    """Raise StoreUnavailableError for errors in `_REMEDY`."""
+    """Raise StoreUnavailableError for errors of `_REMEDY`."""
     code = getattr(error, "sqlite_errorcode", None)  # missing if the module itself was misused
     if isinstance(error, sqlite3.Error) and code is not None and code & 0xFF in _REMEDY:
         raise StoreUnavailableError(
@@ -313,7 +313,7 @@ def _bring_to_our_version(connection: Connection, path: Path) -> None:
 
 
 def _is_older(connection: Connection, path: Path) -> bool:
-    """Whether a database is to be migrated. Raises ConfigError: damaged, or of an unknown version."""
+    """Whether to migrate a database. Raises ConfigError: damaged, or of an unknown version."""
     tables = set(inspect(connection).get_table_names())
     if not tables:
         raise damaged(path, "it is empty")
@@ -340,7 +340,7 @@ def _is_older(connection: Connection, path: Path) -> bool:
 
 
 def _upgrade(connection: Connection) -> None:
-    """Migrate in the transaction of `connection`: whole, or not at all."""
+    """Migrate within the transaction: whole, or not at all."""
     from alembic import command  # only here: it takes a tenth of a second, and most databases need no migration
     from alembic.config import Config
 

@@ -1,6 +1,6 @@
-"""SHA-256 of large files, block by block, computed by several threads.
+"""SHA-256 of large files, block by block: several threads share the work, and damage is located.
 
-Blocks use all cores, and tell which part of a file is damaged. The digest of a file of one block is what `sha256sum` prints.
+The digest of a file of one block is what `sha256sum` prints.
 """
 
 import hashlib
@@ -34,12 +34,12 @@ def blocks_of(path: Path, start: int, size: int) -> list[Block]:
 
 
 def digests_of(blocks: Sequence[Block]) -> list[str]:
-    """SHA-256 of each block in hexadecimal; if the file ends inside a block, of what it has. Raises OSError."""
+    """SHA-256 of each block in hexadecimal; of what there is, if the file ends before. Raises OSError."""
     return of_each(blocks, _digest_of)
 
 
 def of_each(blocks: Sequence[Block], function: Callable[[Block], T]) -> list[T]:
-    """Results of a function of each block, computed by several threads."""
+    """Results of a function of each block, by several threads."""
     if len(blocks) < 2:
         return list(map(function, blocks))
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(blocks))) as threads:
@@ -47,7 +47,7 @@ def of_each(blocks: Sequence[Block], function: Callable[[Block], T]) -> list[T]:
 
 
 def parts_of(block: Block) -> Iterator[memoryview]:
-    """The bytes of a block, or fewer if the file ends before, each part until the next is read."""
+    """The bytes of a block, or fewer if the file ends before; each part is valid until the next."""
     left = block.size
     buffer = memoryview(bytearray(min(_READ_BYTES, left)))
     with block.path.open("rb", buffering=0) as file:

@@ -1,16 +1,16 @@
 """Syncs, locks and limits of files.
 
-A lock lets only one server use a data directory: a second one would fail the operations of the first.
+A lock keeps a second server, which would fail the first one's operations, from a data directory.
 """
 
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, translated
 
 Key = TypeVar("Key")
 
@@ -18,7 +18,7 @@ LOCK_NAME = "server.lock"
 
 
 def sync(path: Path) -> None:
-    """Sync the content of a file, or the names in a directory. Raises OSError."""
+    """Sync a file's content, or the names in a directory. Raises OSError."""
     with opened(path, os.O_RDONLY) as descriptor:
         os.fsync(descriptor)
 
@@ -35,7 +35,7 @@ def opened(path: Path, flags: int, mode: int = 0o777) -> Iterator[int]:
 
 @contextmanager
 def renamed(temporary: Path, target: Path) -> Iterator[None]:
-    """Rename a file that the body writes to `target`; if anything fails with OSError, delete it."""
+    """Rename the file that the body writes to `target`; delete it upon an OSError."""
     try:
         yield
         temporary.rename(target)
@@ -45,7 +45,7 @@ def renamed(temporary: Path, target: Path) -> Iterator[None]:
 
 
 def make_directory(directory: Path) -> None:
-    """Create a directory and its parents, synced to the disk, unless they exist. Raises OSError."""
+    """Create a directory and its parents, synced, unless they exist. Raises OSError."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -53,7 +53,7 @@ def make_directory(directory: Path) -> None:
 
 
 def oldest_beyond(most_bytes: int, all_bytes: int, oldest_first: Iterable[tuple[Key, int]]) -> Iterator[Key]:
-    """Keys of the oldest entries (key, bytes) that have to go so that at most `most_bytes` of `all_bytes` are left."""
+    """Keys of the oldest entries (key, bytes) that must go so that at most `most_bytes` of `all_bytes` are left."""
     for key, size in oldest_first:
         if all_bytes <= most_bytes:
             return
@@ -62,21 +62,21 @@ def oldest_beyond(most_bytes: int, all_bytes: int, oldest_first: Iterable[tuple[
 
 
 def open_lock(path: Path, flags: int = os.O_CREAT) -> IO[str]:
-    """Open a file to lock it, made if there is none. Neither it nor what a link leads to is written. Raises ConfigError."""
+    """Open a file to lock it, made if there is none. Links are not followed, nothing is written. Raises ConfigError."""
     with _lockable(path):
         return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666), "w")
 
 
 @contextmanager
 def only_user(data_dir: Path) -> Iterator[bool]:
-    """Hold the lock of a data directory. Yields False, without a lock, if another process has it."""
+    """Hold the lock of a data directory. Yields False if another process has it."""
     path = data_dir / LOCK_NAME
     with open_lock(path) as lock:
         yield _locked(path, lock, fcntl.LOCK_EX)
 
 
 def is_used(data_dir: Path) -> bool:
-    """Whether a process holds the lock of a data directory, which need not exist. Raises ConfigError as `only_user`."""
+    """Whether a process holds the lock of a data directory, which need not exist. Raises ConfigError."""
     path = data_dir / LOCK_NAME
     if not os.path.lexists(path):
         return False
@@ -92,10 +92,9 @@ def _locked(path: Path, lock: IO[str], kind: int) -> bool:
     return False
 
 
-@contextmanager
-def _lockable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
+def _lockable(path: Path) -> AbstractContextManager[None]:
+    def why_not(error: OSError) -> str:
         why = "it is a link" if path.is_symlink() else error.strerror
-        raise ConfigError(f"{path} cannot be locked: {why}; remove it, and let the server write to {path.parent}") from error
+        return f"{path} cannot be locked: {why}; remove it, and let the server write to {path.parent}"
+
+    return translated(OSError, ConfigError, why_not)

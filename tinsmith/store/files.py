@@ -1,7 +1,7 @@
-"""The files of checkpoints: directories that are written once, completely or not at all.
+"""Files of checkpoints: directories that are written once, completely or not at all.
 
-A checkpoint's row names its place: a name below the data directory's `checkpoints`, or the path or URL of a directory below a configured
-root. So the data directory can be moved, and the root changed. All access goes through fsspec.
+A checkpoint's row names its place: a name below the data directory's `checkpoints`, or a path or URL below a configured root. So the data
+directory can be moved, and the root changed.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ CHECKPOINTS_DIR = "checkpoints"
 SNAPSHOTS_DIR = "snapshots"
 """Snapshots for which memory has no room."""
 KEPT_DIR = "kept_copies"
-"""What models come back from when a worker has died."""
+"""Copies that restore models after a crash."""
 ABOUT_FILE = "checkpoint.json"
-"""Says what a checkpoint is, and its base model."""
+"""Names the base model of a checkpoint."""
 WRITING_PREFIX = ".writing-"
-"""Prefix of the name of an unfinished directory; the final name follows."""
+"""Begins the name of an unfinished directory; the final name follows."""
 _JOINT = "joint"
-"""Suffix of an unfinished directory that several processes fill."""
+"""Ends the name of one that several processes fill."""
 WRITING_S = 86400.0
 """Older unfinished directories were left by a process that died."""
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -42,13 +42,13 @@ _BLOCK_BYTES = 2**20
 
 
 def kept_copies(data_dir: Path, model_id: str) -> Path:
-    """Return the place of a model's kept copies: a digest, because clients choose parts of a model id."""
+    """The place of a model's kept copies. A digest: clients choose parts of a model id."""
     return data_dir.resolve() / KEPT_DIR / hashlib.sha256(model_id.encode()).hexdigest()[:32]
 
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """A temporary directory to fill. It is synced and renamed to `directory` when the body ends, and deleted if it fails."""
+    """A temporary directory to fill, synced and renamed to `directory` at the end, or deleted if the body fails."""
     with tempfile.TemporaryDirectory(
         prefix=f"{WRITING_PREFIX}{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True
     ) as temporary:
@@ -74,10 +74,9 @@ def deleted_at_last(directory: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A directory of checkpoint files in the data directory, finished or not."""
+    """A directory of checkpoint files in the data directory."""
 
     name: str
-    """`remove` takes it as a place."""
     place: str
     """Its place once it is finished; empty for a temporary copy."""
     finished: bool
@@ -86,7 +85,7 @@ class Entry:
 
 
 def _errors_of(system: AbstractFileSystem) -> tuple[type[Exception], ...]:
-    """Errors with which a file system refuses something or does not answer."""
+    """Errors with which a file system refuses, or does not answer."""
     if "s3" in system.protocol:
         from botocore.exceptions import BotoCoreError  # s3fs installs it
 
@@ -94,203 +93,206 @@ def _errors_of(system: AbstractFileSystem) -> tuple[type[Exception], ...]:
     return (OSError,)
 
 
-@contextmanager
-def _using(system: AbstractFileSystem, path: str) -> Iterator[None]:
-    """Turn errors of a file system into a TinsmithError. A FileNotFoundError stays as it is."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except _errors_of(system) as error:
-        raise TinsmithError(f"the place {path} of checkpoint files cannot be used: {error}") from error
+@dataclass(frozen=True)
+class Directory:
+    """A directory of checkpoint files, on a disk or in an object store, whose errors become TinsmithError."""
 
+    system: AbstractFileSystem
+    path: str
 
-class CheckpointFiles:
-    """Reads, writes and deletes directories of checkpoint files, given by place."""
-
-    def __init__(self, data_dir: Path, root: str = "", only_read: bool = False) -> None:
-        """New directories are made below `root`, a directory or URL; by default in the data directory.
-
-        With `only_read` another server writes there. Raises ConfigError for a root that cannot be used.
-        """
-        self._home = (data_dir / CHECKPOINTS_DIR).resolve()
-        # A place outlives the working directory of the process that writes it.
-        self._root = root.rstrip("/") if "://" in root or not root else str(Path(root).expanduser().resolve())
-        make_directory(self._home)
-        if root:
-            self._check(root, only_read)
-
-    def _check(self, root: str, only_read: bool) -> None:
-        """List the root, or write a small file there, so that one that cannot be used is found at the start."""
-        if "://" in root and not root.partition("://")[2].strip("/"):
-            raise ConfigError(f"checkpoint_root={root!r} names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
-        trouble = (ImportError, FileNotFoundError, ValueError, TinsmithError)  # an unknown kind of store, or no access
-        with translated(trouble, ConfigError, lambda error: f"checkpoint_root={root!r} cannot be used: {error}"):
-            system, path = self._resolve(f"{self._root}/{WRITING_PREFIX}{uuid.uuid4().hex}")
-            if only_read:
-                self._require_readable(system)
-                return
-            with _using(system, self._root):
-                if isinstance(system, LocalFileSystem):
-                    make_directory(Path(path).parent)
-                system.pipe_file(path, b"")
-                system.rm_file(path)
-
-    def _require_readable(self, system: AbstractFileSystem) -> None:
-        if isinstance(system, LocalFileSystem) and not system.isdir(self._resolve(self._root)[1]):
-            raise TinsmithError("there is no such directory; start the server that writes to it first, or mount it here")
-        self.places_below_root()
-
-    def new_place(self) -> str:
-        """A random place, where nothing is."""
-        name = uuid.uuid4().hex
-        return f"{self._root}/{name}" if self._root else name
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.system, LocalFileSystem)
 
     @contextmanager
-    def written(self, place: str) -> Iterator[Path]:
-        """A local directory to fill. When the body ends, its files are at `place` and synced; if it fails, there are none."""
-        system, path = self._resolve(place)
-        if isinstance(system, LocalFileSystem):
-            with whole_directory(Path(path)) as directory:
-                yield directory
+    def _used(self) -> Iterator[None]:
+        """Raise errors of the file system as TinsmithError, but for FileNotFoundError."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except _errors_of(self.system) as error:
+            raise TinsmithError(f"the place {self.path} of checkpoint files cannot be used: {error}") from error
+
+    def require_usable(self, only_read: bool) -> None:
+        """List the directory, or write a small file there. Raises TinsmithError."""
+        if only_read:
+            if self.is_local and not self.system.isdir(self.path):
+                raise TinsmithError("there is no such directory; start the server that writes to it first, or mount it here")
+            self.names()
             return
-        with self._scratch() as directory:
-            yield directory
-            _upload(directory, system, path)
+        with self._used():
+            if self.is_local:
+                make_directory(Path(self.path))
+            probe = f"{self.path}/{WRITING_PREFIX}{uuid.uuid4().hex}"
+            self.system.pipe_file(probe, b"")
+            self.system.rm_file(probe)
 
-    def joint(self, place: str) -> Path:
-        """The directory that several processes fill with what is to be at `place`. The first of them makes it.
+    def names(self) -> list[str]:
+        """Names of finished directories in it; in an object store also of those being written."""
+        names: list[str] = []
+        with suppress(FileNotFoundError), self._used():  # an object store has no directory before something is in it
+            names = [str(found).rstrip("/").rpartition("/")[2] for found in self.system.ls(self.path, detail=False)]
+        return [name for name in sorted(names) if _NAME.fullmatch(name)]
 
-        For an object store, which takes no bytes at a position, it is in the data directory.
-        """
-        system, path = self._resolve(place)
-        home = Path(path).parent if isinstance(system, LocalFileSystem) else self._home
-        return home / f"{WRITING_PREFIX}{Path(path).name}-{_JOINT}"
+    def _all_sizes(self) -> dict[str, int]:
+        with self._used():
+            found = self.system.find(self.path, detail=True)
+        return {name.removeprefix(f"{self.path}/"): info["size"] for name, info in sorted(found.items())}
 
-    @contextmanager
-    def joined(self, place: str) -> Iterator[Path]:
-        """Complete what several processes have written to `joint`, otherwise as `written`."""
-        system, path = self._resolve(place)
-        with deleted_at_last(self.joint(place)) as directory:
-            yield directory
-            if isinstance(system, LocalFileSystem):
-                _put_in_place(directory, Path(path))
-            else:
-                _upload(directory, system, path)
-
-    @contextmanager
-    def fetched(self, place: str) -> Iterator[Path]:
-        """A local directory with the files. Raises NotFoundError if they have been deleted."""
-        system, path = self._resolve(place)
-        gone = "the files of this checkpoint are gone: it was deleted while it was read"
-        with translated(FileNotFoundError, NotFoundError, lambda _: gone):
-            if isinstance(system, LocalFileSystem):
-                yield Path(path)
-                return
-            with self._scratch() as scratch:
-                for name in self._all_sizes(place):
-                    with _using(system, path):
-                        system.get_file(f"{path}/{name}", str(scratch / name))
-                yield scratch
-
-    @contextmanager
-    def _scratch(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=self._home) as scratch:
-            yield Path(scratch)
-
-    def shown(self, place: str) -> str:
-        """The path or URL of a place, for messages."""
-        return place if "/" in place else str(self._home / place)
-
-    def sizes(self, place: str) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """Size in bytes of each file by name, without the manifest; empty if nothing is there."""
-        return {name: size for name, size in self._all_sizes(place).items() if name != MANIFEST}
+        return {name: size for name, size in self._all_sizes().items() if name != MANIFEST}
 
-    def _all_sizes(self, place: str) -> dict[str, int]:
-        system, path = self._resolve(place)
-        with _using(system, path):
-            found = system.find(path, detail=True)
-        return {name.removeprefix(f"{path}/"): info["size"] for name, info in sorted(found.items())}
+    def total(self) -> int:
+        return sum(self._all_sizes().values())
 
-    def read(self, place: str, name: str, wanted: range) -> Iterator[bytes]:
+    def manifest(self) -> bytes | None:
+        with suppress(FileNotFoundError), self._used():
+            content: bytes = self.system.cat_file(f"{self.path}/{MANIFEST}")
+            return content
+        return None
+
+    def read(self, name: str, wanted: range) -> Iterator[bytes]:
         """Bytes of a file that `sizes` names, in blocks."""
-        system, path = self._resolve(place)
-        with _using(system, path), system.open(f"{path}/{name}", "rb") as file:
+        with self._used(), self.system.open(f"{self.path}/{name}", "rb") as file:
             file.seek(wanted.start)
             left = len(wanted)
             while left and (block := file.read(min(_BLOCK_BYTES, left))):
                 left -= len(block)
                 yield block
 
+    def copy_to(self, target: Path) -> None:
+        for name in self._all_sizes():
+            with self._used():
+                self.system.get_file(f"{self.path}/{name}", str(target / name))
+
+    def upload(self, source: Path) -> None:
+        """Write the files of a local directory, the manifest last: other servers look for that."""
+        with self._used():
+            files = [file for file in source.rglob("*") if file.is_file()]
+            for file in sorted(files, key=lambda file: (file.name == MANIFEST, file)):
+                self.system.put_file(str(file), f"{self.path}/{file.relative_to(source).as_posix()}")
+
+    def remove(self) -> None:
+        with suppress(FileNotFoundError), self._used():
+            self.system.rm(self.path, recursive=True)
+
+
+class CheckpointFiles:
+    """The directories of checkpoint files, by place."""
+
+    def __init__(self, data_dir: Path, root: str = "", only_read: bool = False) -> None:
+        """New directories are made below `root`, a directory or URL, or else in the data directory.
+
+        With `only_read` another server writes there. Raises ConfigError for an unusable root.
+        """
+        self._home = (data_dir / CHECKPOINTS_DIR).resolve()
+        # A place outlives the working directory of the process that writes it.
+        self._root = root.rstrip("/") if "://" in root or not root else str(Path(root).expanduser().resolve())
+        make_directory(self._home)
+        if not root:
+            return
+        if "://" in root and not root.partition("://")[2].strip("/"):
+            raise ConfigError(f"checkpoint_root={root!r} names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
+        trouble = (ImportError, FileNotFoundError, ValueError, TinsmithError)  # an unknown kind of store, or no access
+        with translated(trouble, ConfigError, lambda error: f"checkpoint_root={root!r} cannot be used: {error}"):
+            self.at(self._root).require_usable(only_read)
+
+    def at(self, place: str) -> Directory:
+        """The directory of a place, there or not."""
+        shown = self.shown(place)
+        if "://" not in shown:  # fsspec would cut a path at `::`, and remove what is in front of it
+            return Directory(LocalFileSystem(), shown)
+        if "::" in shown:
+            raise TinsmithError(f"{shown}: fsspec takes '::' in a URL for a chain of stores; choose a URL without it")
+        # Listings are not cached, because other processes write as well.
+        return Directory(*url_to_fs(shown, use_listings_cache=False))
+
+    def shown(self, place: str) -> str:
+        """The path or URL of a place, for messages."""
+        return place if "/" in place else str(self._home / place)
+
+    def new_place(self) -> str:
+        name = uuid.uuid4().hex
+        return f"{self._root}/{name}" if self._root else name
+
+    @contextmanager
+    def written(self, place: str) -> Iterator[Path]:
+        """A local directory to fill. At the end its files are at `place` and synced, or nothing is if the body fails."""
+        target = self.at(place)
+        if target.is_local:
+            with whole_directory(Path(target.path)) as directory:
+                yield directory
+            return
+        with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=self._home) as scratch:
+            yield Path(scratch)
+            target.upload(Path(scratch))
+
+    def _begun(self, target: Directory) -> tuple[Path, str]:
+        """Parent, and beginning of the name, of unfinished directories: for an object store in the data directory."""
+        path = Path(target.path)
+        return path.parent if target.is_local else self._home, f"{WRITING_PREFIX}{path.name}-"
+
+    def joint(self, place: str) -> Path:
+        """The directory in which several processes put what is to be at `place`. The first of them makes it."""
+        home, prefix = self._begun(self.at(place))
+        return home / f"{prefix}{_JOINT}"
+
+    @contextmanager
+    def joined(self, place: str) -> Iterator[Path]:
+        """Complete what is in `joint`, otherwise as `written`."""
+        target = self.at(place)
+        with deleted_at_last(self.joint(place)) as directory:
+            yield directory
+            if target.is_local:
+                _put_in_place(directory, Path(target.path))
+            else:
+                target.upload(directory)
+
+    @contextmanager
+    def fetched(self, place: str) -> Iterator[Path]:
+        """A local directory with the files. Raises NotFoundError if they have been deleted."""
+        source = self.at(place)
+        gone = "the files of this checkpoint are gone: it was deleted while it was read"
+        with translated(FileNotFoundError, NotFoundError, lambda _: gone):
+            if source.is_local:
+                yield Path(source.path)
+                return
+            with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=self._home) as scratch:
+                source.copy_to(Path(scratch))
+                yield Path(scratch)
+
     def remove(self, place: str) -> None:
         """Delete a directory, if it is there, and unfinished ones that were to become it."""
-        for system, path in self._all_of(place):
-            with suppress(FileNotFoundError), _using(system, path):
-                system.rm(path, recursive=True)
+        for directory in self._all_of(place):
+            directory.remove()
 
     def remaining_bytes(self, place: str) -> int:
-        """Bytes that `remove` would free."""
-        total = 0
-        for system, path in self._all_of(place):
-            with _using(system, path):
-                total += sum(info["size"] for info in system.find(path, detail=True).values())
-        return total
+        return sum(directory.total() for directory in self._all_of(place))
 
-    def _all_of(self, place: str) -> list[tuple[AbstractFileSystem, str]]:
-        """The directory of a place and unfinished ones that were to become it, each as file system and path."""
-        system, path = self._resolve(place)
-        home = Path(path).parent if isinstance(system, LocalFileSystem) else self._home
-        begun = home.glob(f"{WRITING_PREFIX}{Path(path).name}-*")
-        return [*((LocalFileSystem(), str(unfinished)) for unfinished in begun), (system, path)]
+    def _all_of(self, place: str) -> list[Directory]:
+        """The directory of a place, behind unfinished ones that were to become it."""
+        target = self.at(place)
+        home, prefix = self._begun(target)
+        return [*(Directory(LocalFileSystem(), str(begun)) for begun in home.glob(f"{prefix}*")), target]
 
     def entries(self) -> list[Entry]:
         """All directories in the data directory, with or without a row."""
         return [entry for path in sorted(self._home.iterdir()) if (entry := _entry(path)) is not None]
 
     def finished_places(self) -> list[str]:
-        """The places of finished directories, in the data directory and below the root."""
+        """Places of finished directories, in the data directory and below the root."""
         places = [entry.place for entry in self.entries() if entry.finished]
         return places + [place for place in self.places_below_root() if place.rpartition("/")[2] not in places]
 
     def places_below_root(self) -> list[str]:
-        """The places of finished directories below the root; in an object store also of those being written."""
-        if not self._root:
-            return []
-        system, path = self._resolve(self._root)
-        names: list[str] = []
-        with suppress(FileNotFoundError), _using(system, path):  # an object store has no directory before something is in it
-            names = [str(found).rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False)]
-        return [f"{self._root}/{name}" for name in sorted(names) if _NAME.fullmatch(name)]
-
-    def manifest(self, place: str) -> bytes | None:
-        """The manifest of a place, if it has one yet."""
-        system, path = self._resolve(place)
-        with suppress(FileNotFoundError), _using(system, path):
-            content: bytes = system.cat_file(f"{path}/{MANIFEST}")
-            return content
-        return None
-
-    def _resolve(self, place: str) -> tuple[AbstractFileSystem, str]:
-        """The file system of a place, and its path there."""
-        shown = self.shown(place)
-        if "://" not in shown:  # fsspec would cut a path at `::`, and remove what is in front of it
-            return LocalFileSystem(), shown
-        if "::" in shown:
-            raise TinsmithError(f"{shown}: fsspec takes '::' in a URL for a chain of stores; choose a URL without it")
-        # Listings are not cached, because other processes write as well.
-        system, path = url_to_fs(shown, use_listings_cache=False)
-        return system, path
-
-
-def _upload(directory: Path, system: AbstractFileSystem, path: str) -> None:
-    with _using(system, path):
-        files = [file for file in directory.rglob("*") if file.is_file()]
-        for file in sorted(files, key=lambda file: (file.name == MANIFEST, file)):  # other servers look for the manifest
-            system.put_file(str(file), f"{path}/{file.relative_to(directory).as_posix()}")
+        """Places of finished directories below the root, as `Directory.names`."""
+        return [f"{self._root}/{name}" for name in self.at(self._root).names()] if self._root else []
 
 
 def _entry(path: Path) -> Entry | None:
-    """The entry for a path; None for a name that is not ours, or if it has just been deleted."""
+    """The entry for a path; None for a name that is not ours, or if it was just deleted."""
     finished = _NAME.fullmatch(path.name) is not None
     if not finished and not path.name.startswith(WRITING_PREFIX):
         return None

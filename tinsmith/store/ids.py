@@ -26,17 +26,17 @@ def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
 
 
 def inflight_id(model_id: str) -> str:
-    """The id of a model's newest weights, which its inflight sampling sessions use."""
+    """The id of a model's newest weights, for its inflight sampling sessions."""
     return f"{model_id}{_INFLIGHT}"
 
 
 def is_inflight(weights_id: str) -> bool:
-    """Whether this is an id of `inflight_id`."""
+    """Whether `inflight_id` made this id."""
     return weights_id.endswith(_INFLIGHT)
 
 
 def clone_of(seq_id: int) -> int:
-    """The number of the client that sent a sample, of those that share its sampling session."""
+    """The number of the client that sent a sample, within its sampling session."""
     return seq_id // _CLONE
 
 
@@ -60,7 +60,7 @@ def sequence_id(sample: str, index: int) -> str:
 
 
 def parse_request_id(text: str) -> tuple[str, int] | None:
-    """(owner id, seq_id) of a request id, or None for any other text."""
+    """(owner id, seq_id) of a request id; None for other texts."""
     owner_id, found, number = text.rpartition("/")
     if not found or not (number.isascii() and number.isdigit()) or len(number) > len(str(_MAX_NUMBER)):
         return None

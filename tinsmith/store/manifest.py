@@ -1,7 +1,6 @@
-"""`manifest.json`, which describes a checkpoint and is written after all other files of its directory.
+"""`manifest.json` of a checkpoint, written after all its other files.
 
-It holds the checkpoint's row, so that `tinsmith recover` can add it to a database, and digests of every file, so that a damaged one is
-refused when it is read.
+It holds the row, with which `tinsmith recover` adds it to a database, and digests, by which damage is found.
 """
 
 import hashlib
@@ -29,7 +28,6 @@ class FileDigests:
     """One file of a checkpoint."""
 
     size: int
-    """Bytes."""
     sha256: list[str]
     """Of each block of BLOCK_BYTES, in hexadecimal."""
 
@@ -39,17 +37,17 @@ class Manifest:
     """The content of a manifest."""
 
     checkpoint: dict[str, Any]
-    """The row when it was saved, without the directory."""
+    """The row as it was saved, without the directory."""
     files: dict[str, FileDigests]
     """By name relative to the directory."""
 
     def row(self, directory: str) -> Checkpoint:
-        """The row of the checkpoint, with its files in `directory`."""
+        """The checkpoint's row, with its files in `directory`."""
         return Checkpoint(**self.checkpoint, directory=directory)
 
 
 def write_manifest(directory: Path, checkpoint: Checkpoint, durable: bool = True) -> None:
-    """Write the manifest of a complete directory, and sync its files if they are `durable`. Raises OSError."""
+    """Write the manifest of a complete directory; sync the files if they are `durable`. Raises OSError."""
     row = {name: value for name, value in asdict(checkpoint).items() if name != "directory"}
     found = sorted(file for file in directory.rglob("*") if file.is_file())
     sizes = {file: file.stat().st_size for file in found}
@@ -72,7 +70,7 @@ def _sync_all(files: Iterable[Path]) -> None:
 
 
 def parse_manifest(text: str | bytes, shown: str) -> Manifest:
-    """The manifest in `text`; `shown` names its directory. Raises TinsmithError if it is damaged or of another format."""
+    """The manifest in `text`; `shown` names its directory. Raises TinsmithError if damaged or of another format."""
     whole = False
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(text)
@@ -91,14 +89,14 @@ def parse_manifest(text: str | bytes, shown: str) -> Manifest:
 
 
 def read_manifest(directory: Path, shown: str) -> Manifest:
-    """The manifest of a directory. Raises TinsmithError if there is none, or as `parse_manifest`."""
+    """The manifest of a directory. Raises TinsmithError: none, or as `parse_manifest`."""
     with translated(FileNotFoundError, TinsmithError, lambda _: f"{shown}/{NAME} is missing; {REMEDY}"):
         text = (directory / NAME).read_bytes()
     return parse_manifest(text, shown)
 
 
 def verify_files(manifest: Manifest, directory: Path, shown: str, names: Iterable[str] | None = None) -> None:
-    """Raise TinsmithError unless these files (all, without `names`) are what was written. Several threads read them."""
+    """Raise TinsmithError unless these files (default: all) are what was written."""
     chosen = [name for name in manifest.files if names is None or name in names]
     for name in chosen:
         expected, path = manifest.files[name], directory / name

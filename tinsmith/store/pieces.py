@@ -1,7 +1,7 @@
 """Files that several processes write together, and the check that all pieces are there.
 
-Each process writes and syncs its pieces and tells of them. One that has heard of all compares the files with that: a file system may lose
-bytes that two hosts write into the same page, and a piece that nobody wrote would read as zeros.
+Each process writes, syncs and tells of its pieces; one that has heard of all compares the files. A file system may lose bytes that two
+hosts write into the same page, and a piece that nobody wrote would read as zeros.
 """
 
 import os
@@ -16,7 +16,7 @@ from tinsmith.store.digests import Block, of_each, parts_of
 from tinsmith.store.disk import opened
 
 LARGEST = 64 * 2**20
-"""Larger pieces are cut, so that several threads can compare them."""
+"""Larger pieces are cut, for several threads to compare."""
 
 Told = Sequence[tuple[str, int, int, int]]
 """Written pieces: file name, position, size in bytes, and CRC-32."""
@@ -32,10 +32,7 @@ class FilePiece:
 
 
 def write_pieces(directory: Path, pieces: Iterable[FilePiece], between_hosts: bool = False) -> list[tuple[str, int, int, int]]:
-    """Write pieces of files in `directory`, while other processes, with `between_hosts` on other hosts, write others.
-
-    They are on the disk when this returns. Raises OSError.
-    """
+    """Write and sync pieces of files while other processes, with `between_hosts` on other hosts, write others. Raises OSError."""
     directory.mkdir(mode=0o700, exist_ok=True)
     told: list[tuple[str, int, int, int]] = []
     files: dict[str, int] = {}
@@ -56,7 +53,7 @@ def write_pieces(directory: Path, pieces: Iterable[FilePiece], between_hosts: bo
 
 
 def check_pieces(directory: Path, told: Told) -> None:
-    """Raise TinsmithError unless the files hold every piece that was told of, and nothing else."""
+    """Raise TinsmithError unless the files hold every told piece, and nothing else."""
     by_file: dict[str, list[tuple[int, int, int]]] = {}
     for name, start, size, crc in told:
         by_file.setdefault(name, []).append((start, size, crc))

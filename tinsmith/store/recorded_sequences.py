@@ -1,8 +1,8 @@
-"""Records tokens and log-probabilities of samples with record_stability_info, for the loss stable_reinforce.
+"""Records samples with record_stability_info, for the loss stable_reinforce.
 
-As Tinker documents it, a sequence belongs to its session and can be trained on for one day, which begins anew with each use. The records
-are in a SQLite file of their own, so that no sample waits for the database. They survive the death of any process, and a power cut may take
-the last ones. A file that is damaged, or of another version, is replaced by an empty one, and backups leave it out.
+As Tinker documents it, a sequence belongs to its session and can be trained on for a day, which begins anew with each use. The records have
+a SQLite file of their own, so that no sample waits for the database; a power cut may take the last ones. A file that is damaged, or of
+another version, is replaced by an empty one, and backups leave it out.
 """
 
 import fcntl
@@ -31,13 +31,12 @@ T = TypeVar("T")
 FILE_NAME = "recorded_sequences.sqlite"
 
 LIFETIME_S = 24 * 3600.0
-"""Seconds for which a sequence can be trained on."""
+"""Seconds that a sequence can be trained on."""
 
 _VERSION = 1
 _PURGE_S = 60.0
-"""Seconds between two purges."""
 _LEFT_SHARE = 0.9
-"""Share of the limit that is left when some have to go, so that not every sample purges."""
+"""Share of the limit that a purge leaves, so that not every sample purges."""
 _ROW_BYTES = 200
 """Roughly, beside the arrays."""
 
@@ -60,7 +59,7 @@ class RecordedSequences:
     """The records of one data directory, for any thread of one process."""
 
     def __init__(self, data_dir: Path, max_bytes: float, lifetime_s: float = LIFETIME_S) -> None:
-        """The least recently used go first. Raises ConfigError if the file can be neither opened nor replaced."""
+        """The least recently used go first. Raises ConfigError for a file that cannot be replaced."""
         self._path = data_dir / FILE_NAME
         self._max_bytes = max_bytes
         self._lifetime_s = lifetime_s
@@ -72,7 +71,7 @@ class RecordedSequences:
         self._purged_at = -_PURGE_S  # so that the first record looks for what has expired
 
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
-        """Keep sequences by id; those of the same ids are replaced. Raises StoreUnavailableError."""
+        """Keep sequences by id. Raises StoreUnavailableError."""
         expires_at = time.time() + self._lifetime_s
         rows = [
             (
@@ -95,7 +94,7 @@ class RecordedSequences:
         self._transact(insert)
 
     def find(self, sequence_ids: Iterable[str]) -> dict[str, RecordedSequence]:
-        """Those of these sequences that are there, which are kept for another day. Raises StoreUnavailableError."""
+        """Those of these sequences that are there; they are kept for another day. Raises StoreUnavailableError."""
         named = json.dumps(list(sequence_ids))
         which = "WHERE expires_at > ? AND sequence_id IN (SELECT value FROM json_each(?))"
 
@@ -121,14 +120,13 @@ class RecordedSequences:
         self._transact(delete)
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._connection.close()
 
     # ---- The file
 
     def _open(self) -> tuple[sqlite3.Connection, int]:
-        """A connection to the file, or to an empty one in its place, and the total size of its rows."""
+        """A connection to the file, or an empty one in its place, and the size of its rows."""
         try:
             return self._connect()
         except sqlite3.DatabaseError as error:
@@ -137,14 +135,12 @@ class RecordedSequences:
             return self._replace(error)
 
     def _replace(self, error: sqlite3.Error) -> tuple[sqlite3.Connection, int]:
-        """Delete the file and open a new one."""
         log.warning("%s is replaced by an empty file, because it is damaged or of another version: %s", self._path, error)
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(FILE_NAME + suffix).unlink(missing_ok=True)
         return self._connect()
 
     def _connect(self) -> tuple[sqlite3.Connection, int]:
-        """A connection without implicit transactions, and the total size of all rows."""
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30.0)
         try:
             connection.execute("PRAGMA journal_mode=WAL")
@@ -160,7 +156,7 @@ class RecordedSequences:
             raise
 
     def _transact(self, use: Callable[[sqlite3.Connection], T]) -> T:
-        """Return the result of `use`, run in one transaction; again on an empty file, if this one turns out to be damaged."""
+        """Run `use` in a transaction; again on an empty file, if this one is damaged."""
         with self._lock, self._named(TinsmithError, "stop the server, delete the file and sample again what was recorded"), available():
             try:
                 return self._attempt(use)
@@ -177,11 +173,11 @@ class RecordedSequences:
             return use(self._connection)
 
     def _named(self, ours: type[TinsmithError], remedy: str) -> AbstractContextManager[None]:
-        """Turn errors of the file into one of ours that names it."""
+        """Turn errors of the file into `ours`, with its name."""
         return translated((sqlite3.Error, OSError), ours, lambda error: f"{self._path} cannot be used: {error}; {remedy}")
 
     def _purge(self, connection: sqlite3.Connection) -> None:
-        """Delete what has expired, once a minute, and what is beyond the limit."""
+        """Delete what has expired, once a minute, and what is over the limit."""
         now = time.monotonic()
         if now - self._purged_at >= _PURGE_S:
             self._purged_at = now

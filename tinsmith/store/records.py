@@ -1,4 +1,4 @@
-"""The dataclasses that the store takes and returns."""
+"""Dataclasses that the store takes and returns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,18 +22,18 @@ CommandKind = Literal[
     "load_weights",
     "rejected",
 ]
-"""Kinds of training operations. `tinsmith/wire` says how each kind's payload is read."""
+"""Kinds of training operations; `tinsmith/wire` reads the payload of each."""
 REJECTED: Literal["rejected"] = "rejected"
-"""Kind of an operation that was refused when it came in. It keeps its place in the sequence; its payload is its error."""
+"""An operation refused when it came in. It keeps its place in the sequence; its payload is its error."""
 
 SESSION_END = "session-end"
-"""Name of the checkpoint that the server makes of a model when it unloads it."""
+"""Name of the checkpoint of a model that the server unloads."""
 
 CLIENT_REASONS = ("success", "errored", "interrupted")
-"""Reasons that a client can give for the end of its session."""
+"""Reasons of clients for the end of a session."""
 
 ModelStatus = Literal["creating", "ready", "failed", "finished", "unloaded", "lost", "copied"]
-"""`sessions.py` says what each means. A copied model was never loaded: it only holds copies of checkpoints."""
+"""`sessions.py` explains them. A copied model only holds copies of checkpoints."""
 Category = Literal["user", "server"]
 
 
@@ -45,7 +45,6 @@ class Session:
     created_at: float
     """Unix time, as all times here."""
     finished_at: float | None
-    """None while the session is open."""
 
 
 @dataclass(frozen=True)
@@ -55,39 +54,39 @@ class Model:
     model_id: str
     session_id: str
     base_model: str
-    """As the client asked for it, perhaps with a ":suffix"."""
+    """As the client named it, perhaps with a ":suffix"."""
     lora_config: dict[str, Any]
     optimizer_config: dict[str, Any]
     user_metadata: dict[str, Any] | None
     status: ModelStatus = "creating"
     applied_seq: int | None = None
-    """The highest seq_id of its operations that succeeded; None before it is created. Written in the transaction of the outcome.
+    """The highest seq_id that succeeded, written in the transaction of its outcome; None before the model is created.
 
-    The effect of each of them is in the model, and nothing of a failed one. A failed forward_backward also fails the next optim_step, and a
-    failed optim_step drops the gradients before it.
+    Each success is in the model, and nothing of a failure. A failed forward_backward fails the next optim_step too, and a failed optim_step
+    drops the gradients before it.
     """
 
 
 @dataclass(frozen=True)
 class SamplingSession:
-    """The weights that a series of samples is drawn from."""
+    """The weights that a series of samples uses."""
 
     sampling_session_id: str
     session_id: str
     base_model: str
     snapshot_id: str | None = None
-    """Request id of the save that made the snapshot to sample from."""
+    """Request id of the save that made its snapshot."""
     model_id: str | None = None
     model_path: str | None = None
-    """The checkpoint to sample from, instead of a snapshot."""
+    """Its checkpoint, if it has no snapshot."""
     gone: str | None = None
-    """Why its weights no longer exist; None while they do."""
+    """The reason why its weights are gone, if they are."""
     inflight: bool = False
-    """Whether it samples the newest weights of its model instead of `snapshot_id`."""
+    """Whether it samples its model's newest weights instead of `snapshot_id`."""
 
     @property
     def weights_id(self) -> str | None:
-        """What to sample from: a checkpoint, a snapshot, or None for the base weights."""
+        """A checkpoint, a snapshot, or None for the base weights."""
         return ids.inflight_id(self.model_id) if self.inflight and self.model_id else self.model_path or self.snapshot_id
 
 
@@ -100,7 +99,7 @@ class Checkpoint:
     kind: CheckpointKind
     name: str
     directory: str
-    """A name below the data directory's `checkpoints`, or a path or URL. Copies share the directory."""
+    """A name below the data directory's `checkpoints`, a path or a URL. Copies share it."""
     base_model: str
     """As it was configured."""
     architecture: str
@@ -110,7 +109,6 @@ class Checkpoint:
     user_metadata: dict[str, str] | None
     created_at: float
     expires_at: float | None
-    """None if it never expires."""
     public: bool = False
     """Gives nobody access: the server has a single user."""
 
@@ -134,15 +132,15 @@ class NewCommand:
     kind: CommandKind
     payload: bytes
     image_digests: Sequence[bytes] = ()
-    """SHA-256 of each image that the payload leaves out, in order."""
+    """SHA-256 of each image of the payload, in order."""
     images: Mapping[bytes, bytes] = field(default_factory=dict)
     """The encoded images by digest."""
     model: Model | None = None
-    """The model that the command creates."""
+    """The model that it creates."""
     sampling_session: SamplingSession | None = None
-    """The sampling session that the command creates."""
+    """The sampling session that it creates."""
     digest: bytes | None = None
-    """SHA-256 of what a repeat must repeat; None for that of the payload."""
+    """SHA-256 that a repeat must have; None for that of the payload."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ class Command:
     """A queued training operation; `Store.payload` has its payload."""
 
     id: int
-    """Position in the log. A lower id may become visible after a higher one."""
+    """Its position in the log. A lower id may appear after a higher one."""
     model_id: str
     seq_id: int
     kind: CommandKind
@@ -158,7 +156,7 @@ class Command:
     """Size when unpacked (`wire/compression.py`)."""
     created_at: float
     image_digests: tuple[bytes, ...] = ()
-    """SHA-256 of each image that the payload leaves out, in order (`Store.read_blob`)."""
+    """SHA-256 of each image of the payload, in order (`BlobFiles.read`)."""
 
     @property
     def request_id(self) -> str:
@@ -175,10 +173,8 @@ class Outcome:
     error: str | None
     category: Category | None
     resolved: dict[str, Any] | None = None
-    """What the operation read or wrote outside of its payload, so that a replay need not look it up again.
-
-    The directory of a checkpoint that was loaded or saved; for create_model the seed and the fingerprint of the base model.
-    """
+    """Things that it used or wrote beside its payload, for a replay: the directory of a checkpoint; for create_model the seed and the base
+    model's fingerprint."""
 
 
 @dataclass(frozen=True, eq=False)

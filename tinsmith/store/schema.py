@@ -1,6 +1,6 @@
 """The tables. Times are Unix seconds.
 
-A change of any table needs a new REVISION, and a module in `revisions/versions` that brings a database of the revision before to it.
+A change needs a new REVISION, and a module in `revisions/versions` that migrates from the one before.
 """
 
 from sqlalchemy import (
@@ -22,9 +22,9 @@ from sqlalchemy import (
 )
 
 REVISION = "5"
-"""The newest Alembic revision. Revisions are numbers, so that one which is not known here can be told to be newer."""
+"""The newest Alembic revision, a number: an unknown one can be told to be newer."""
 BASELINE = "5"
-"""The oldest revision of which databases are migrated; those before were never released."""
+"""The oldest revision to migrate from; older ones were never released."""
 
 metadata = MetaData()
 

@@ -13,7 +13,7 @@ run, and with it its last operation, whose time says when it was last used.
 import time
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, func, or_, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError
@@ -24,7 +24,7 @@ from tinsmith.store.schema import checkpoints, command_images, commands, models,
 
 MODEL_COLUMNS = [models.c[name] for name in Model.__dataclass_fields__]
 MOST_COMMANDS = 10_000
-"""Most operations that one transaction deletes: others wait for it."""
+"""Most operations that one transaction deletes."""
 
 _SESSION = select(*[sessions.c[name] for name in Session.__dataclass_fields__]).where(sessions.c.session_id == bindparam("key"))
 _MODEL = select(*MODEL_COLUMNS).where(models.c.model_id == bindparam("key"))
@@ -36,7 +36,7 @@ _INSERT_SAMPLING = insert(sampling_sessions).on_conflict_do_nothing()
 _LIVING = models.c.status.in_(("creating", "ready"))
 _ENDED_BY_CLIENT = select(sessions.c.session_id).where(sessions.c.finish_reason.in_(CLIENT_REASONS))
 _FINISH_WITH_CLIENT = update(models).where(_LIVING, models.c.session_id.in_(_ENDED_BY_CLIENT)).values(status="finished")
-"""A model may have been added when its client had just ended the session."""
+"""A model may have come when its client had just ended the session."""
 _OWNER = select(models.c.status, sessions.c.finish_reason).join_from(models, sessions).where(models.c.model_id == bindparam("key"))
 _NEWEST = (
     select(checkpoints.c.tinker_path)
@@ -75,20 +75,19 @@ class SessionStore(Transactions):
     """Sessions, models and sampling sessions. Each method is one transaction."""
 
     def create_session(self, session_id: str, description: dict[str, Any]) -> None:
-        """Add a session. `description` holds tags, user_metadata, sdk_version, project_id and display_name."""
+        """Add a session, with tags, user_metadata, sdk_version, project_id and display_name."""
         now = time.time()
         with self.writing() as connection:
             connection.execute(sessions.insert(), {"session_id": session_id, "created_at": now, "last_seen_at": now} | description)
 
     def session(self, session_id: str) -> Session | None:
-        """The session with this id."""
-        row = self._row(_SESSION, session_id)
+        row = self._first(_SESSION, key=session_id)
         return None if row is None else Session(*row)
 
     def finish_session(self, session_id: str, reason: str, detail: str | None) -> bool:
-        """End a session with its sampling sessions, and its models if its client ends it. False if it was finished before or is unknown.
+        """End a session with its sampling sessions, and its models if its client ends it. False if it was over or is unknown.
 
-        If the server ends the session, the engine saves its models and then unloads them.
+        If the server ends it, the engine saves and then unloads the models.
         """
         own = sessions.c.session_id == session_id
         end = update(sessions).where(own, sessions.c.finished_at.is_(None))
@@ -102,81 +101,73 @@ class SessionStore(Transactions):
         return ended
 
     def open_sessions(self) -> list[str]:
-        """The ids of sessions that are not finished."""
-        with self.reading() as connection:
-            return list(connection.execute(select(sessions.c.session_id).where(sessions.c.finished_at.is_(None))).scalars())
+        return self._column(select(sessions.c.session_id).where(sessions.c.finished_at.is_(None)))
 
     def model(self, model_id: str) -> Model | None:
-        """The model with this id."""
-        row = self._row(_MODEL, model_id)
+        row = self._first(_MODEL, key=model_id)
         return None if row is None else Model(*row)
 
     def unload_model(self, model_id: str) -> None:
-        """Note that a model was saved as a checkpoint and removed from the engine."""
+        """Note that a model was saved and removed from the engine."""
         with self.writing() as connection:
             connection.execute(update(models).where(models.c.model_id == model_id, _LIVING).values(status="unloaded"))
 
     def refusal(self, model_id: str) -> str | None:
-        """Why a model takes no operations any more, with the remedy; None if it takes some. Raises NotFoundError."""
+        """The reason why a model takes no operations, with the remedy, if it takes none. Raises NotFoundError."""
         with self.reading() as connection:
             refused = refusal(connection, model_id, time.time())
         return None if refused is None else refused[0]
 
     def create_sampling_session(self, new: SamplingSession) -> bool:
-        """Add a sampling session. False, and nothing is changed, if its id exists."""
+        """Add a sampling session. False if its id exists."""
         with self.writing() as connection:
             return insert_sampling_session(connection, new, time.time())
 
     def join_sampling_session(self, sampling_session_id: str) -> int | None:
-        """A new number, from 1 on, for one more client of a sampling session; None if there is no such session."""
+        """A number, from 1 on, for one more client of a sampling session, if there is such a session."""
         clones = sampling_sessions.c.clones
         joined = update(sampling_sessions).where(sampling_sessions.c.sampling_session_id == sampling_session_id).values(clones=clones + 1)
         with self.writing() as connection:
             return connection.execute(joined.returning(clones)).scalar()
 
     def sampling_session(self, sampling_session_id: str) -> SamplingSession | None:
-        """The sampling session with this id."""
-        row = self._row(_SAMPLING, sampling_session_id)
+        row = self._first(_SAMPLING, key=sampling_session_id)
         return None if row is None else SamplingSession(*row)
-
-    def _row(self, statement: Select[*tuple[Any, ...]], key: str) -> Row[*tuple[Any, ...]] | None:
-        with self.reading() as connection:
-            return connection.execute(statement, {"key": key}).first()
 
 
 # ---- Parts of transactions
 
 
 def insert_model(connection: Connection, new: Model, now: float) -> bool:
-    """Add a model. False, and nothing is changed, if its id exists."""
+    """Add a model. False if its id exists."""
     return connection.execute(_INSERT_MODEL, vars(new) | {"created_at": now}).rowcount == 1
 
 
 def insert_sampling_session(connection: Connection, new: SamplingSession, now: float) -> bool:
-    """Add a sampling session. False, and nothing is changed, if its id exists."""
+    """Add a sampling session. False if its id exists."""
     return connection.execute(_INSERT_SAMPLING, vars(new) | {"created_at": now}).rowcount == 1
 
 
 def end_creation(connection: Connection, model_id: str, succeeded: bool) -> None:
-    """Note how the creation of a model ended. A model that is finished already stays so."""
+    """Note how a model's creation ended, unless it is finished already."""
     created = update(models).where(models.c.model_id == model_id, models.c.status == "creating")
     connection.execute(created.values(status="ready" if succeeded else "failed"))
 
 
 def lose_all_models(connection: Connection) -> None:
-    """Note that all living models have ended with the engine."""
+    """Note that all living models ended with the engine."""
     connection.execute(_FINISH_WITH_CLIENT)
     connection.execute(update(models).where(_LIVING).values(status="lost"))
 
 
 def lose_model(connection: Connection, model_id: str) -> None:
-    """Note that a living model has ended with its worker."""
+    """Note that a living model ended with its worker."""
     connection.execute(_FINISH_WITH_CLIENT.where(models.c.model_id == model_id))
     connection.execute(update(models).where(models.c.model_id == model_id, _LIVING).values(status="lost"))
 
 
 def refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Category] | None:
-    """Error and category for an operation on a model that has ended; None if it has not. Raises NotFoundError."""
+    """Error and category for an operation on a model that has ended, if it has. Raises NotFoundError."""
     owner = connection.execute(_OWNER, {"key": model_id}).first()
     if owner is None:
         raise NotFoundError(f"model {model_id!r} does not exist")
@@ -197,7 +188,7 @@ def refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Cat
 
 
 def how_to_go_on(connection: Connection, model_id: str, now: float) -> str:
-    """The end of a message: the newest checkpoint to continue from, or how to have one next time."""
+    """The end of a message: the newest checkpoint, or how to have one next time."""
     path = connection.execute(_NEWEST, {"key": model_id, "now": now}).scalar()
     if path is None:
         return "it has no checkpoint to go on from: create a new model, and call save_state from time to time"
@@ -205,10 +196,10 @@ def how_to_go_on(connection: Connection, model_id: str, now: float) -> str:
 
 
 def images_of_ended(connection: Connection, before: float) -> list[bytes]:
-    """Images of operations of sessions that were finished before then (Unix time)."""
+    """Images of sessions that were finished before then (Unix time)."""
     return list(connection.execute(_IMAGES_OVER, {"before": before}).scalars())
 
 
 def forget_ended(connection: Connection, before: float, most: int = MOST_COMMANDS) -> int:
-    """Delete rows of sessions that were finished before then (Unix time), of at most `most` operations; returns their number."""
+    """Delete rows of sessions finished before then (Unix time), of at most `most` operations; returns their number."""
     return sum(connection.execute(step, {"before": before, "most": most}).rowcount for step in _FORGET)

@@ -1,15 +1,16 @@
-"""Checkpoints that another server writes below the root of our checkpoint files, found by their manifests.
+"""Checkpoints that another server writes below our root, found by their manifests.
 
-A server that only samples looks there for what its own database does not know. It keeps what it finds in memory, and lists do not show it;
-the other server alone deletes it.
+A server that only samples looks there for what its database does not know. It keeps what it finds in memory, lists do not show it, and only
+the other server deletes it.
 """
 
 import logging
 import time
+from functools import partial
 from threading import Lock
 from typing import Protocol
 
-from tinsmith.errors import NotFoundError, TinsmithError
+from tinsmith.errors import NotFoundError, TinsmithError, reported
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.manifest import parse_manifest
 from tinsmith.store.records import Checkpoint
@@ -19,18 +20,18 @@ log = logging.getLogger(__name__)
 
 
 class SharedCheckpoints:
-    """Checkpoints to sample from below the root of `files`, for several threads."""
+    """Checkpoints to sample below the root of `files`, for any thread."""
 
     def __init__(self, files: CheckpointFiles) -> None:
         self.files = files
         self._lock = Lock()
         self._rows: dict[str, Checkpoint | None] = {}
-        """By place, of all manifests that were read; None if it is no checkpoint to sample from."""
+        """All manifests that were read, by place; None for no checkpoint to sample."""
 
     def find(self, tinker_path: str) -> Checkpoint | None:
         """The newest living checkpoint of this path.
 
-        Raises TinsmithError if the root cannot be read, or if there is none and a manifest, which may be its own, cannot.
+        Raises TinsmithError if the root is unreadable, or there is none and a manifest, perhaps its own, is unreadable.
         """
         with self._lock:
             unreadable = self._look()
@@ -41,28 +42,23 @@ class SharedCheckpoints:
         return max(alive, key=lambda row: row.created_at, default=None)
 
     def _look(self) -> list[TinsmithError]:
-        """Read new manifests and forget deleted ones. Returns why others could not be read."""
+        """Read new manifests and forget deleted ones; returns errors of others."""
         unreadable: list[TinsmithError] = []
         places = self.files.places_below_root()
         self._rows = {place: self._rows[place] for place in places if place in self._rows}
         for place in places:
             if place not in self._rows:
-                try:
-                    text = self.files.manifest(place)
-                except TinsmithError as error:  # what is wrong with one checkpoint must not hide the others
-                    unreadable.append(error)
-                    continue
-                if text is not None:
-                    self._rows[place] = self._row(place, text)
+                with reported(TinsmithError, unreadable.append):  # what is wrong with one checkpoint must not hide the others
+                    text = self.files.at(place).manifest()
+                    if text is not None:
+                        self._rows[place] = self._row(place, text)
         return unreadable
 
     def _row(self, place: str, text: bytes) -> Checkpoint | None:
-        try:
+        with reported(TinsmithError, partial(log.warning, "a checkpoint of another server is left out: %s")):
             row = parse_manifest(text, self.files.shown(place)).row(place)
-        except TinsmithError as error:
-            log.warning("a checkpoint of another server is left out: %s", error)
-            return None
-        return row if row.kind == "sampler" else None
+            return row if row.kind == "sampler" else None
+        return None
 
 
 class SavedRows(Protocol):
@@ -74,7 +70,7 @@ class SavedRows(Protocol):
 
 
 def require_sampled(store: SavedRows, shared: SharedCheckpoints | None, tinker_path: str) -> Checkpoint:
-    """The checkpoint of a path: in the database, or else a shared one. Raises as `Store.require_checkpoint`."""
+    """The checkpoint of a path, in the database, or else a shared one. Raises as `Store.require_checkpoint`."""
     try:
         return store.require_checkpoint(tinker_path, "sampler")
     except NotFoundError:

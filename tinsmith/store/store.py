@@ -1,18 +1,19 @@
-"""What must survive the death of a process. Each method is one transaction, and any thread may call it.
+"""All that survives the death of a process. Each method is one transaction, and any thread may call it.
 
-A method that returns has committed. Changes of checkpoints then survive a power cut too (`database.py`). Images are files (`blobs.py`):
-written before the transaction that needs them, deleted after the one that releases them.
+A method that returns has committed; changes of checkpoints survive a power cut too (`database.py`). Images are files (`blobs.py`): written
+before the transaction that needs them, deleted after the one that releases them.
 """
 
 import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Self
 
-from tinsmith.errors import StoreUnavailableError
+from tinsmith.errors import StoreUnavailableError, reported
 from tinsmith.store import commands, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
 from tinsmith.store.checkpoints import CheckpointStore
@@ -34,48 +35,45 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
     def __init__(self, database: Database, blobs: BlobFiles, keep_bytes: int) -> None:
         """Use `Store.open`."""
         super().__init__(database)
-        self._blobs = blobs
+        self.blobs = blobs
+        """Images. They may be written ahead of the `append` of their command."""
         self._keep_bytes = keep_bytes
         self._kept_bytes: int | None = None
-        """What is kept of finished operations, as this process counts it; None before it has counted."""
+        """Bytes kept of finished operations, as counted here; None before that."""
         self._unused: set[bytes] = set()
-        """Images that may be unused and are still to be deleted."""
+        """Images to be deleted, if unused."""
 
     @classmethod
     def open(cls, data_dir: Path, busy_s: float = BUSY_S, keep_bytes: int = 0) -> Self:
-        """The store in `data_dir`, made if there is none. Raises ConfigError for an unusable directory or a newer schema.
+        """The store in `data_dir`, made if there is none. Raises ConfigError as `open_database`.
 
-        Payloads and images of finished operations stay up to `keep_bytes`; the oldest go first. A method raises StoreUnavailableError, and
-        changes nothing, if the database is locked for `busy_s` seconds or its disk is full or fails.
+        Payloads and images of finished operations stay up to `keep_bytes`; the oldest go first. Methods raise StoreUnavailableError, and
+        change nothing, if the database is locked for `busy_s` seconds or its disk is full or fails.
         """
         return cls(open_database(data_dir, busy_s), BlobFiles(data_dir), keep_bytes)
 
     def append(self, new: Sequence[NewCommand]) -> list[bool]:
-        """Append commands; True for each that is queued. One whose (model_id, seq_id) is in the log changes nothing.
+        """Append commands; True for each that is queued. If its (model_id, seq_id) is in the log, nothing changes.
 
-        An operation on a model that has ended is recorded as failed. Raises NotFoundError, and appends none, if a model does not exist.
+        On a model that has ended it is recorded as failed. Raises NotFoundError, and appends none, if a model does not exist.
         """
         now = time.time()
         with_images = [command for command in new if command.images]
         for command in with_images:
-            self._blobs.write(command.images)  # before the database is locked: it may take a while
+            self.blobs.write(command.images)  # before the database is locked: it may take a while
         with self.writing() as connection:
             queued = [commands.append(connection, command, now) for command in new]
             for command in with_images:
-                self._blobs.write(command.images)  # again: while there was no row, one may have been deleted with its last other row
+                self.blobs.write(command.images)  # again: while there was no row, one may have been deleted with its last other row
         if with_images and not all(queued):
             self.delete_unused_blobs(digest for command in with_images for digest in command.images)
         return queued
 
-    def write_blobs(self, images: Mapping[bytes, bytes]) -> None:
-        """Write images, given by digest, ahead of the `append` of their command."""
-        self._blobs.write(images)
-
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Finish commands; a second outcome of one is ignored.
 
-        The model notes the highest seq_id that succeeded, and that of seq_id 0 makes it ready or failed. Payloads and images are dropped,
-        or kept up to the limit given to `open`. Raises NotFoundError for a malformed request id.
+        The model notes the highest seq_id that succeeded; that of seq_id 0 makes it ready or failed. Payloads and images are dropped, or
+        kept up to the limit. Raises NotFoundError for a malformed request id.
         """
         now, keep = time.time(), self._keep_bytes > 0
         with self.writing() as connection:
@@ -83,13 +81,12 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         self._release(released)
 
     def _release(self, released: commands.Released) -> None:
-        """Count what finished commands keep, and delete the images that none needs."""
         if self._keep_bytes > 0:
             self._count_kept(released.kept_bytes)
         self.delete_unused_blobs(released.digests)
 
     def _count_kept(self, more: int) -> None:
-        """Count what is kept, and drop the oldest if it is too much. A database that is not available is logged."""
+        """Count what is kept, and drop the oldest beyond the limit."""
         with _logged("finished operations are kept beyond their limit for now: %s"):  # the outcomes are recorded; the next ones try again
             if self._kept_bytes is None:
                 with self.reading() as connection:
@@ -100,14 +97,14 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
                 self._drop_kept()
 
     def _drop_kept(self) -> None:
-        """Drop the oldest, a little more than has to go: adding up all that is kept takes time."""
+        """Drop a little more than has to go: adding up all that is kept takes time."""
         with self.writing() as connection:
             left = commands.drop_kept(connection, int(self._keep_bytes * _KEEP_AFTER_DROP))
         self._kept_bytes = left.kept_bytes
         self.delete_unused_blobs(left.digests)
 
     def delete_unused_blobs(self, digests: Iterable[bytes]) -> None:
-        """Delete the blobs that no command refers to, and try those again that could not be deleted before.
+        """Delete these blobs if no command refers to them, and those that could not be deleted before.
 
         The transactions exclude those of `append`, which looks for its images in its own.
         """
@@ -118,32 +115,31 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
                 some = waiting[first : first + _DELETED_AT_ONCE]
                 with self.writing() as connection:
                     for digest in commands.unused(connection, some):
-                        self._blobs.remove(digest)
+                        self.blobs.remove(digest)
                 self._unused.difference_update(some)
 
     def copy_blobs_from(self, original: "Store") -> None:
         """Copy the images of commands from another store, for `tinsmith backup`. Raises OSError.
 
-        Operations go on there: if one has released an image, finished operations here lose what is kept of them. Queued ones are never run
-        here.
+        If an image was released there meanwhile, finished operations here lose what is kept of them. Queued ones are never run here.
         """
         with self.reading() as connection:
             needed = commands.used(connection)
-        gone = [digest for digest in needed if not original._blobs.copy(digest, self._blobs)]
+        gone = [digest for digest in needed if not original.blobs.copy(digest, self.blobs)]
         with self.writing() as connection:
             for digest in gone:
                 commands.drop_kept_with(connection, digest)
         self.sweep_blobs()
 
     def unused_blobs(self) -> list[BlobFile]:
-        """Files of images that no command refers to. One that is just being appended may be among them."""
-        found = list(self._blobs.files())
+        """Files of images that no command refers to, perhaps because it is just being appended."""
+        found = list(self.blobs.files())
         with self.reading() as connection:
             needed = commands.used(connection)
         return [file for file in found if file.sha256 not in needed]
 
     def forget_ended(self, before: float) -> int:
-        """Delete sessions that were finished before then (Unix time), but for runs with checkpoints; returns the number of rows."""
+        """Delete sessions finished before then (Unix time), but for runs with checkpoints; returns the number of rows."""
         with self.writing() as connection:
             digests = sessions.images_of_ended(connection, before)
             forgotten = sessions.forget_ended(connection, before)
@@ -151,10 +147,9 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         return forgotten
 
     def fail_unfinished(self, reason: str) -> list[str]:
-        """Give up what a dead engine left, while none runs: queued commands fail, models are lost, snapshots gone.
+        """Give up what a dead engine left: commands fail, models and snapshots are lost; returns the request ids that failed.
 
-        Returns the request ids that failed. Also brings what is kept under its limit and deletes unused images. Raises
-        StoreUnavailableError if a file of the database is gone: the next engine would make a new one beside the one that is open here.
+        Raises StoreUnavailableError if the database's file is gone: the next engine would make a new one beside the one open here.
         """
         self.require_there()
         with self.writing() as connection:
@@ -164,7 +159,7 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         return failed
 
     def sweep_blobs(self) -> None:
-        """Delete images that no command refers to, and files of images that were never finished."""
+        """Delete images that no command refers to, and unfinished files."""
         unused = self.unused_blobs()
         self.delete_unused_blobs(file.sha256 for file in unused if file.sha256 is not None)
         for file in unused:
@@ -172,7 +167,7 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
                 file.path.unlink(missing_ok=True)
 
     def lose_models(self, lost: Mapping[str, str], returning: Mapping[str, str]) -> list[Outcome]:
-        """Note what ended with a worker, and why: models, and the snapshots of models that come `returning`.
+        """Note what ended with a worker, and why: models, and snapshots of models that come `returning`.
 
         Returns the outcomes of what was queued for lost models.
         """
@@ -182,18 +177,9 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         self._release(released)
         return failed
 
-    def read_blob(self, sha256: bytes) -> bytes | None:
-        """The encoded image with this digest, if it is there. Raises TinsmithError if its file is damaged."""
-        return self._blobs.read(sha256)
 
-
-@contextmanager
-def _logged(message: str) -> Iterator[None]:
-    """Log that the database is not available, instead of raising it."""
-    try:
-        yield
-    except StoreUnavailableError as error:
-        log.warning(message, error)
+def _logged(message: str) -> AbstractContextManager[None]:
+    return reported(StoreUnavailableError, partial(log.warning, message))
 
 
 @contextmanager
@@ -205,14 +191,13 @@ def opened(data_dir: Path) -> Iterator[Store]:
 
 
 def base_of_saved(data_dir: Path, tinker_path: str) -> str | None:
-    """The source of the base model that a checkpoint was trained on; None if its files do not say.
+    """The source of a checkpoint's base model; None if its files do not say.
 
     Raises as `require_checkpoint`, and ConfigError if there is no database.
     """
     with opened(data_dir) as store:
-        place = store.require_checkpoint(tinker_path).directory
-    files = CheckpointFiles(data_dir)
+        files = CheckpointFiles(data_dir).at(store.require_checkpoint(tinker_path).directory)
     with suppress(OSError, ValueError, KeyError, TypeError):  # the export reads it again and says what is wrong
-        source = json.loads(b"".join(files.read(place, ABOUT_FILE, range(files.sizes(place).get(ABOUT_FILE, 0)))))["base_source"]
+        source = json.loads(b"".join(files.read(ABOUT_FILE, range(files.sizes().get(ABOUT_FILE, 0)))))["base_source"]
         return source if isinstance(source, str) else None
     return None

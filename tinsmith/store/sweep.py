@@ -1,7 +1,7 @@
 """Deletes expired checkpoints, and files of checkpoints that no row names.
 
-It may run beside a server, and several times at once: rows are deleted first, durably, and then only files that no row can ever name.
-Complete files that are not in the database are deleted only on request: the database may be an old copy, and `tinsmith recover` adds them.
+It may run beside a server, and several times at once: rows are deleted first, durably, and then files that no row can ever name. Complete
+files without a row are deleted only on request: the database may be an old copy, and `tinsmith recover` adds them.
 """
 
 import logging
@@ -22,7 +22,7 @@ class Garbage:
     what: str
     reason: str
     size_bytes: int
-    """Bytes that deleting it frees; 0 if another checkpoint uses its files."""
+    """Bytes that deleting it frees; 0 if another checkpoint uses them."""
 
 
 def find_garbage(store: Store, files: CheckpointFiles) -> list[Garbage]:
@@ -34,20 +34,20 @@ def find_garbage(store: Store, files: CheckpointFiles) -> list[Garbage]:
 
 
 def find_unknown(store: Store, files: CheckpointFiles) -> list[Garbage]:
-    """Complete files in the data directory that the database does not know, which only `unknown` deletes."""
+    """Complete files that the database does not know, which only `unknown` deletes."""
     places = [entry.name for entry in _strays(store, files) if entry.finished]
     return [Garbage(f"files of {place}", "the database does not know them", files.remaining_bytes(place)) for place in places]
 
 
 def unknown_places(store: Store, files: CheckpointFiles) -> list[str]:
-    """The places of complete files that the database does not know, in the data directory and below the root."""
+    """Places of complete files that the database does not know, below the root too."""
     places = files.finished_places()  # listed before the rows are read: a save is noted in the database before it writes
     known = _known(store)
     return [place for place in places if place.rpartition("/")[2] not in known]
 
 
 def sweep(store: Store, files: CheckpointFiles, unknown: bool = False) -> None:
-    """Delete what is unused; with `unknown` also complete files that the database does not know."""
+    """Delete what is unused; with `unknown` also complete files without a row."""
     for checkpoint in store.drop_expired_checkpoints():
         log.info("%s has expired and is deleted", checkpoint.tinker_path)
     for directory in store.discarded_directories():
@@ -68,7 +68,7 @@ def _expired(store: Store) -> Iterator[Garbage]:
 
 
 def _strays(store: Store, files: CheckpointFiles) -> Iterator[Entry]:
-    """Directories in the data directory that no row names, but for young unfinished ones."""
+    """Directories in the data directory without a row, but for young unfinished ones."""
     entries = files.entries()  # listed before the rows are read: a save is noted in the database before it writes
     known, living = _known(store), {place.rpartition("/")[2] for place in store.living_directories()}
     before = time.time() - WRITING_S
@@ -80,5 +80,5 @@ def _strays(store: Store, files: CheckpointFiles) -> Iterator[Entry]:
 
 
 def _known(store: Store) -> set[str]:
-    """The last parts of all directories in the database: unique, while a directory may be written in several ways."""
+    """Last parts of all directories in the database: unique, while a directory may be written in several ways."""
     return {place.rpartition("/")[2] for place in store.known_directories()}

@@ -1,8 +1,8 @@
 """Small passes of one adapter as CUDA graphs: a GPU computes 2,048 tokens faster than Python launches the two thousand kernels for them.
 
 The layers of a decoder, forward and backward, are captured once for a number of tokens and replayed for every row that fits into it. A
-graph reads and writes where its tensors lay when it was captured, so a row is copied there first: its embeddings, with zeros behind them;
-its positions; where its sequences begin; and the matrices of its adapter. Embedding, LM head and loss are computed as in any other pass.
+graph reads and writes where its tensors lay when it was captured, so a row and the matrices of its adapter are copied there first.
+Embedding, LM head and loss are computed as in any other pass.
 """
 
 import logging
@@ -204,10 +204,7 @@ class CapturedPasses:
         return PassKind(tokens, sequences, adapter.form)
 
     def are_faster_apart(self, rows: Sequence[tuple[Sequence[int], Adapter]]) -> bool:
-        """Whether texts of several adapters, given as lengths and adapter, are computed sooner by a graph each than in one row.
-
-        Graphs that are not there yet are captured when they are needed for the second time, as any other. Then their seconds are known.
-        """
+        """Whether texts of several adapters, given as lengths and adapter, are computed sooner by a graph each than in one row."""
         kinds = [self._kind(*row) for row in rows]
         if self.paused:
             self.paused -= 1
@@ -271,7 +268,10 @@ class CapturedPasses:
     def _make(self, kind: PassKind, adapter: Adapter) -> CapturedPass | None:
         """Capture a graph and try it out; None if that fails. It is tried again later if only memory was short."""
         try:
-            made = self._captured(kind, adapter)
+            if kind.adapter not in self.frames:
+                self.frames[kind.adapter] = Frame(self.base, adapter)
+            assert self.base.decoder is not None
+            made = _captured(self.base.decoder, kind, self.frames[kind.adapter], adapter, self.record)
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             log.warning("passes of %d tokens run without a CUDA graph, which is slower: %s", kind.tokens, reason)
@@ -287,59 +287,6 @@ class CapturedPasses:
         log.info("captured passes of up to %d tokens and %d sequences; all graphs hold %.1f GiB", *kind[:2], self.held / 2**30)
         return made
 
-    def _captured(self, kind: PassKind, adapter: Adapter) -> CapturedPass:
-        decoder, frame = self.base.decoder, self.frames.get(kind.adapter)
-        assert decoder is not None
-        if frame is None:
-            frame = self.frames[kind.adapter] = Frame(self.base, adapter)
-        tokens, leaves = kind.tokens, frame.adapter.leaves()
-        frame.cu_seqlens[1 : kind.sequences + 2].fill_(tokens)
-        plan, segments = PaddedPlan(frame.cu_seqlens[: kind.sequences + 2], tokens), [Segment(0, tokens, frame.adapter)]
-        made = CapturedPass(kind, frame, _nothing, _nothing, frame.embeddings, ())
-        graph_of: list[Tensor] = []
-
-        def forward() -> None:
-            with torch.enable_grad():
-                out = decoder.forward(frame.embeddings[:tokens], frame.positions[:, :tokens], plan, SegmentAdapters(segments))
-            graph_of[:] = [out]
-            made.hidden = out.detach()
-
-        def backward() -> None:
-            with torch.autograd.set_multithreading_enabled(False):  # in the thread that captures
-                found = torch.autograd.grad(graph_of, leaves, [frame.d_hidden[:tokens]], allow_unused=True)
-            graph_of.clear()
-            made.reached = [gradient is not None for gradient in found]
-            (joined,) = frame.adapter.joined(found)
-            frame.gradient.copy_(joined)
-
-        torch.nn.init.normal_(frame.embeddings[:tokens], std=0.02)
-        torch.nn.init.normal_(frame.d_hidden[:tokens], std=0.02)
-        frame.adapter.flat_working.copy_(adapter.flat_working)
-        made.launched_s = min(self._seconds(forward, backward) for _ in range(2))  # kernels are compiled and chosen outside of the capture
-        expected = made.hidden.clone(), frame.gradient.clone()
-        made.forward = self.record(forward)
-        made.backward = self.record(backward)
-        made.hidden.zero_()
-        frame.gradient.zero_()
-        made.seconds = min(self._seconds(made.forward, made.backward) for _ in range(2))  # the first one loads the graph, too
-        for found, wanted in zip((made.hidden, frame.gradient), expected, strict=True):
-            error, norm = float((found.float() - wanted.float()).norm()), float(wanted.float().norm())
-            if not error <= TOLERANCE * norm:
-                raise RuntimeError(f"the graph computes something else: an error of {error:.3g} beside {norm:.3g}")
-        return made
-
-    def _seconds(self, forward: Callable[[], None], backward: Callable[[], None]) -> float:
-        """Measure the seconds of a pass on the device, launches included."""
-        watch = Stopwatch(self.base.device)
-        forward()
-        backward()
-        watch.stop()
-        if self.base.device.type == "cuda":
-            torch.cuda.synchronize(self.base.device)
-        seconds = watch.seconds
-        assert seconds is not None
-        return seconds
-
     def _capture(self, function: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         if self.pool is None:
@@ -349,6 +296,58 @@ class CapturedPasses:
             function()
             self.held += torch.cuda.memory_reserved(self.base.device) - before
         return graph.replay
+
+
+def _captured(decoder: Decoder, kind: PassKind, frame: Frame, adapter: Adapter, record: Recorder) -> CapturedPass:
+    """Capture a pass. Raises RuntimeError if it computes something else than it did before the capture."""
+    tokens, leaves, device = kind.tokens, frame.adapter.leaves(), frame.embeddings.device
+    frame.cu_seqlens[1 : kind.sequences + 2].fill_(tokens)
+    plan, segments = PaddedPlan(frame.cu_seqlens[: kind.sequences + 2], tokens), [Segment(0, tokens, frame.adapter)]
+    made = CapturedPass(kind, frame, _nothing, _nothing, frame.embeddings, ())
+    graph_of: list[Tensor] = []
+
+    def forward() -> None:
+        with torch.enable_grad():
+            out = decoder.forward(frame.embeddings[:tokens], frame.positions[:, :tokens], plan, SegmentAdapters(segments))
+        graph_of[:] = [out]
+        made.hidden = out.detach()
+
+    def backward() -> None:
+        with torch.autograd.set_multithreading_enabled(False):  # in the thread that captures
+            found = torch.autograd.grad(graph_of, leaves, [frame.d_hidden[:tokens]], allow_unused=True)
+        graph_of.clear()
+        made.reached = [gradient is not None for gradient in found]
+        (joined,) = frame.adapter.joined(found)
+        frame.gradient.copy_(joined)
+
+    torch.nn.init.normal_(frame.embeddings[:tokens], std=0.02)
+    torch.nn.init.normal_(frame.d_hidden[:tokens], std=0.02)
+    frame.adapter.flat_working.copy_(adapter.flat_working)
+    made.launched_s = min(_seconds(device, forward, backward) for _ in range(2))  # kernels are compiled and chosen outside of the capture
+    expected = made.hidden.clone(), frame.gradient.clone()
+    made.forward = record(forward)
+    made.backward = record(backward)
+    made.hidden.zero_()
+    frame.gradient.zero_()
+    made.seconds = min(_seconds(device, made.forward, made.backward) for _ in range(2))  # the first one loads the graph, too
+    for found, wanted in zip((made.hidden, frame.gradient), expected, strict=True):
+        error, norm = float((found.float() - wanted.float()).norm()), float(wanted.float().norm())
+        if not error <= TOLERANCE * norm:
+            raise RuntimeError(f"the graph computes something else: an error of {error:.3g} beside {norm:.3g}")
+    return made
+
+
+def _seconds(device: torch.device, forward: Callable[[], None], backward: Callable[[], None]) -> float:
+    """Measure the seconds of a pass on the device, launches included."""
+    watch = Stopwatch(device)
+    forward()
+    backward()
+    watch.stop()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = watch.seconds
+    assert seconds is not None
+    return seconds
 
 
 def _can_be_captured(decoder: Decoder | None) -> bool:

@@ -105,7 +105,7 @@ def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = Fal
 
 
 def copy_to_host(about: About, weights: Weights, moments: Mapping[str, Tensor] | None) -> SavedState:
-    """Copy weights and moments (None to save the weights alone) to host memory. Any thread may write the copy while training goes on."""
+    """Copy weights and moments to host memory. Any thread may write the copy while training goes on."""
     copied = None if moments is None else {name: tensor.to("cpu", copy=True) for name, tensor in moments.items()}
     return SavedState(about, {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.named_tensors().items()}, copied)
 

@@ -1,8 +1,8 @@
 """Full-parameter training in little memory: AdamW whose moments take 8 bits a number, with gradients in the precision of the base.
 
 In bfloat16 a parameter takes 2 bytes for the weight that passes read, 2 for the rest of its float32 master (`models/full.py`), 2
-for both moments (`eight_bit.py`) and 2 for its gradient: 8 in place of 18. Gradients of further passes are added to those of the first and
-rounded up or down by chance: rounded to the nearest, small ones would all be lost beside a large sum; by chance they are right in the mean.
+for both moments (`eight_bit.py`) and 2 for its gradient: 8 in place of 18. Sums of gradients are rounded up or down by chance: rounded to
+the nearest, small ones would all be lost beside a large sum.
 
 A step goes through the parameters in pieces, which are float32 meanwhile. Moments and rests may lie in host memory; the pieces then travel.
 What chance decides is a function of the number of the step, so that a resumed run takes the same steps as an undisturbed one.
@@ -14,12 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tinsmith.kernels.adamw_formula import Factors
+from tinsmith.kernels.adamw_formula import Factors, step_as_written
 from tinsmith.memory.budget import full_bytes
 from tinsmith.models.full import FullState, FullWeights, SplitMasters, join, split, state_device
 from tinsmith.protocol.shapes import AdamSettings
+from tinsmith.training.accumulation import GradientAccumulator, apart
 from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, chances, decode, encode
-from tinsmith.training.optimizer import STEP_FAILED, ModelOptimizer, apart, fatal, require_finite_norm
+from tinsmith.training.optimizer import STEP_FAILED, ModelOptimizer, fatal, require_finite_norm
 from tinsmith.training.update_check import ENTRIES, MOMENTS, Bounds, clip_scale, require_finite_step
 
 PIECE = {"cpu": 2**18, "cuda": 2**23}
@@ -111,15 +112,14 @@ class DecodedMoments(Mapping[str, Tensor]):
 class CompactOptimizer:
     """Optimizer of one full-parameter model that needs less memory than `ModelOptimizer`."""
 
+    sums_passes = False
+
     def __init__(self, weights: FullWeights, state: FullState, moments: Mapping[str, Tensor] | None = None) -> None:
         """Start anew, or from the `moments` of a saved model, in whatever state that was."""
         self.weights = weights
         self.state = state
         self.device = weights.leaves()[0].device
-        self.totals: list[Tensor] | None = None
-        """Accumulated gradients in the precision of the base; None before the first."""
-        self.passes = 0
-        """Passes whose gradients are in `totals`."""
+        self.accumulator = RoundingAccumulator(weights)
         self.bounds: Bounds | None = None
         self.steps = 0
         self.remembered: dict[str, Moments] = {}
@@ -130,7 +130,7 @@ class CompactOptimizer:
     def _remember(self, moments: Mapping[str, Tensor]) -> None:
         self.remembered = self._new_moments()
         for name, kept in self.remembered.items():
-            self.steps = int(moments[f"{name}.step"])
+            self.steps = self.accumulator.steps = int(moments[f"{name}.step"])
             for number, entry in enumerate(ENTRIES):
                 moment = moments[f"{name}.{entry}"].reshape(-1)
                 for piece, width in _pieces(len(moment), PIECE[self.device.type]):
@@ -145,53 +145,21 @@ class CompactOptimizer:
         return DecodedMoments(self)
 
     @property
-    def gradients(self) -> list[Tensor] | None:
-        return self.totals
-
-    @property
     def unclaimed(self) -> int:
         """Bytes of the device that the model will take when it is trained, beyond what it holds now."""
         held = [tensor for kept in self.remembered.values() for tensor in kept.tensors if tensor.device == self.device]
-        holds = self.weights.nbytes + sum(tensor.nbytes for tensor in (*(self.totals or []), *held))
+        holds = self.weights.nbytes + self.accumulator.nbytes + sum(tensor.nbytes for tensor in held)
         return full_bytes(self.weights.parameter_count, self.weights.dtype, self.state).device - holds
-
-    def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
-        """Return a function that adds the gradients of one pass, as `ModelOptimizer.contribution` does."""
-        if self.totals is None:
-            pairs = zip(self.weights.leaves(), gradients, strict=True)
-            return partial(self._begin_with, apart([torch.zeros_like(leaf) if g is None else g for leaf, g in pairs]))
-        size = min(PIECE[self.device.type], max(total.numel() for total in self.totals))
-        reached = [(total.view(-1), g.reshape(-1)) for total, g in zip(self.totals, gradients, strict=True) if g is not None]
-        return partial(self._add, reached, _Sum(size, self.device))
-
-    def _begin_with(self, totals: list[Tensor]) -> None:
-        self.totals, self.passes = totals, 1
-
-    def _add(self, pairs: list[tuple[Tensor, Tensor]], buffers: "_Sum") -> None:
-        self.passes += 1
-        for number, (total, gradient) in enumerate(pairs):
-            buffers.add(total, gradient, _seed(self.steps, self.passes, number))
-
-    def begin_with_zeros(self) -> None:
-        like = self.weights.leaves()
-        self._begin_with([torch.zeros_like(leaf, requires_grad=False, memory_format=torch.contiguous_format) for leaf in like])
-
-    def widen(self) -> None:
-        """Do nothing: what has been accumulated stays in the precision of the base."""
 
     def claim_moments(self) -> None:
         self.remembered = self.remembered or self._new_moments()
-
-    def clear(self) -> None:
-        self.totals, self.passes = None, 0
 
     def step(self, settings: AdamSettings) -> dict[str, float]:
         """Update the weights and clear the accumulators; as `ModelOptimizer.step`.
 
         Raises DeviceLostError if it fails halfway, because another thread took the memory: then the weights are of no step.
         """
-        totals = self.totals
-        self.clear()
+        totals = self.accumulator.take()
         if totals is None:
             return {"grad_norm": 0.0, "learning_rate": settings.lr}
         grad_norm = self._norm(totals)
@@ -208,6 +176,7 @@ class CompactOptimizer:
         with fatal(STEP_FAILED):
             for number, (name, total) in enumerate(zip(self.weights.working, totals, strict=True)):
                 self._update(number, name, total, factors)
+        self.accumulator.steps = self.steps
         self.bounds = bounds
         return {"grad_norm": grad_norm, "learning_rate": settings.lr}
 
@@ -233,12 +202,7 @@ class CompactOptimizer:
             rest = None if rests is None else rests[piece].to(self.device, non_blocking=True)
             master = (near if rest is None else join(near, rest)).view(-1, width)
             first, second = kept.read(piece, width, self.device)
-            g = gradient.view(-1)[piece].view(-1, width).float() * factors.scale
-            first.mul_(factors.beta1).add_(g, alpha=1 - factors.beta1)
-            second.mul_(factors.beta2).addcmul_(g, g, value=1 - factors.beta2)
-            del g
-            master.mul_(factors.decay)
-            master.addcdiv_(first, (second.sqrt() / factors.root).add_(factors.eps), value=-factors.rate)
+            step_as_written(master, gradient.view(-1)[piece].view(-1, width), first, second, factors)
             for moment, values in enumerate((first, second)):
                 kept.write(piece, moment, values, chances(values, self._seed_tensor(self.steps, number, index, moment)))
             if rests is not None:
@@ -253,6 +217,45 @@ class CompactOptimizer:
         """Wait until what steps have written to host memory is there."""
         if self.device.type == "cuda" and self.state == "compact-host":
             torch.cuda.synchronize(self.device)
+
+
+class RoundingAccumulator(GradientAccumulator):
+    """Sums of gradients in the precision of the base, laid out like `Weights.leaves` and rounded by chance."""
+
+    def __init__(self, weights: FullWeights) -> None:
+        super().__init__(weights)
+        self.steps = 0
+        """Steps of the model so far, of which chance is a function."""
+        self.passes = 0
+        """Passes whose gradients are in `totals`."""
+
+    @property
+    def gradients(self) -> list[Tensor] | None:
+        return self.totals
+
+    def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """Return a function that adds the gradients of one pass, rounding by chance; it takes no memory."""
+        if self.totals is None:
+            pairs = zip(self.weights.leaves(), gradients, strict=True)
+            return partial(self._begin_with, apart([torch.zeros_like(leaf) if g is None else g for leaf, g in pairs]))
+        size = min(PIECE[self.totals[0].device.type], max(total.numel() for total in self.totals))
+        reached = [(total.view(-1), g.reshape(-1)) for total, g in zip(self.totals, gradients, strict=True) if g is not None]
+        return partial(self._add, reached, _Sum(size, self.totals[0].device))
+
+    def _begin_with(self, totals: list[Tensor]) -> None:
+        self.totals, self.passes = totals, 1
+
+    def _add(self, pairs: list[tuple[Tensor, Tensor]], buffers: "_Sum") -> None:
+        self.passes += 1
+        for number, (total, gradient) in enumerate(pairs):
+            buffers.add(total, gradient, _seed(self.steps, self.passes, number))
+
+    def begin_with_zeros(self) -> None:
+        like = self.weights.leaves()
+        self._begin_with([torch.zeros_like(leaf, requires_grad=False, memory_format=torch.contiguous_format) for leaf in like])
+
+    def widen(self) -> None:
+        """Do nothing: what has been accumulated stays in the precision of the base."""
 
 
 class _Sum:

@@ -6,11 +6,9 @@ Notation of the formulas: lp the log-probabilities that the model in training gi
 
 A function returns the loss of each position, of all datums of a row at once. Reductions are sums, never means, so that however a batch is
 split its gradients stay the same. A position whose weight or advantage is 0 contributes exactly 0 to value and gradient, also where lp is
--inf. In dro and stable_reinforce a sampled token without advantage keeps its penalty; what contributes exactly 0 there are the positions
-that do not count (`_counted`, sequence_ratio_mask), such as those of prompts.
+-inf; in dro and stable_reinforce these are the positions that do not count (`_counted`, sequence_ratio_mask), such as those of prompts.
 
-The formulas are those of the public documentation of the Tinker API ("Loss functions"); papers are named where a loss has one. Only that of
-stable_reinforce is Tinsmith's own.
+The formulas are those of the public documentation of the Tinker API ("Loss functions"). Only that of stable_reinforce is Tinsmith's own.
 """
 
 import math
@@ -122,8 +120,7 @@ NOTICE = (
 def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float], spans: DatumSpans) -> Tensor:
     """REINFORCE that stays stable when the policy that sampled is not the policy in training.
 
-    Thinking Machines documents what its loss of this name is for, what it takes and how samples are recorded for it, but not its formula.
-    With d = lp - q, and S the positions where sequence_ratio_mask is not 0, this one is
+    The formula is Tinsmith's own; docs/losses.md has its reasons. With d = lp - q, and S the positions where sequence_ratio_mask is not 0,
 
         loss  = -Σ w · A · exp(lp - sg(lp)) + kl_coeff · Σ h(d)                       both sums over S
         w     = sg(trust · min(exp(d), MAX_RATIO)), but 0 where A > 0 and exp(d) > STOP, or A < 0 and exp(d) < 1 / STOP
@@ -132,17 +129,7 @@ def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Map
 
     exp(lp - sg(lp)) is 1 and has the gradient of lp, so each token's gradient is that of REINFORCE times w, which lies in [0, MAX_RATIO].
 
-    min(exp(d), MAX_RATIO) is truncated importance sampling (Ionides 2008, doi:10.1198/106186008X320456; as the weight of a policy gradient:
-    IMPALA, Espeholt et al. 2018, arXiv:1802.01561, section 4.1). A token stops counting once it has moved by the factor STOP the way that
-    its advantage wants, as in PPO (Schulman et al. 2017, arXiv:1707.06347): samples of old weights would push further what newer steps have
-    pushed already.
-
-    trust corrects for the sequence as a whole: a token's ratio says nothing of how unlikely the tokens before it have become. It measures
-    the second moment of the log-ratios, as M2PO does (Zheng et al. 2025, arXiv:2510.01161), but takes weight from the sequence instead of
-    masking tokens. |d| counts up to 1, so that one token in a long sequence cannot discard it. h is the Huber loss of d (Huber 1964), a
-    penalty for moving away from the sampler whose slope is at most 1.
-
-    Where no bound is reached, value and gradient are those of importance_sampling.
+    Where no bound is reached, value and gradient are those of importance_sampling. h is the Huber loss of d.
     """
     sampled = inputs["sequence_ratio_mask"] != 0
     gap, weights, _ = _weights(logprobs, inputs, sampled, spans)

@@ -1,7 +1,6 @@
 """Reads and writes adapters in PEFT's format, and merges weights into their base model.
 
-A PEFT adapter holds lora_A and lora_B of each layer under the name that transformers gives it. Our names begin inside the language model;
-the `Layout` of the base translates, and is made without reading a weight.
+A PEFT adapter holds lora_A and lora_B of each layer under the name that transformers gives it; the `Layout` of the base translates.
 
 Of a fused layer our LoRA may cover n parts, each with an adapter of its own, as of `in_proj_qkv` of a gated delta net. PEFT has one adapter
 for all of it: its rank is n times as large and B is block-diagonal. The scale stays 32 / rank, because its alpha is n times as large too.
@@ -50,17 +49,7 @@ def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) 
     """Write a PEFT adapter folder, created if missing. Raises UserError for layers that the base does not have."""
     layers = _whole_layers(adapter, base)
     # Whole names: a part of a name would also reach the vision tower.
-    _write(layers, list(layers), adapter.shape.rank, base_name, directory)
-
-
-def write_adapter(
-    pairs: Mapping[str, LoraPair], rank: int, names: Mapping[str, str], targets: list[str], base_name: str, directory: Path
-) -> None:
-    """Write the two files of an adapter of this rank, with a layer for each target of ours.
-
-    `names` maps our names to those in the file; `targets` is what PEFT looks for.
-    """
-    _write({names[name]: pair for name, pair in pairs.items()}, targets, rank, base_name, directory)
+    write_adapter(layers, adapter.shape.rank, {name: name for name in layers}, list(layers), base_name, directory)
 
 
 def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:
@@ -86,8 +75,15 @@ def _require_places(adapter: Adapter, base: Layout) -> None:
             raise UserError(f"the checkpoint adapts {name} of {sizes}, which this base model does not have; use the one of its training")
 
 
-def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_name: str, directory: Path) -> None:
+def write_adapter(
+    pairs: Mapping[str, LoraPair], rank: int, names: Mapping[str, str], targets: list[str], base_name: str, directory: Path
+) -> None:
+    """Write the two files of an adapter, which may have layers of other ranks than `rank`.
+
+    `names` maps names of `pairs` to those in the file; `targets` is what PEFT looks for.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    layers = {names[name]: pair for name, pair in pairs.items()}
     tensors: dict[str, Tensor] = {}
     for name, pair in layers.items():
         tensors[f"{_ROOT}{name}.lora_A.weight"] = pair.a

@@ -5,7 +5,7 @@
     forward      hidden states, then log-probabilities of the targets      models/decoder.py, logprobs.py
     loss         of each datum                                             loss_groups.py, losses.py
     backward     gradients of all models, with `autograd.grad`
-    accumulate   in place, when everything that can fail has succeeded     optimizer.py
+    accumulate   in place, when everything that can fail has succeeded     accumulation.py
     step         AdamW on what was accumulated, model by model             optimizer.py
 
 A failed pass leaves no trace. All work is given to the device before anything is read back, and what is read back is known before the
@@ -134,4 +134,4 @@ def _contributions(losses: Sequence[Tensor], optimizers: list[Optimizer]) -> lis
     ones = [torch.ones_like(of_positions) for of_positions in losses]
     with torch.autograd.set_multithreading_enabled(False):  # of two threads that launch kernels one always waits for Python's lock
         gradients = iter(torch.autograd.grad(list(losses), leaves, ones, allow_unused=True))
-    return [optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]
+    return [optimizer.accumulator.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]

@@ -1,4 +1,4 @@
-"""Query strings and JSON bodies of the routes about runs, checkpoints and sessions."""
+"""Query strings and JSON bodies about runs, checkpoints and sessions."""
 
 from typing import Annotated, Literal, Self
 
@@ -12,13 +12,13 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class Query(BaseModel):
-    """A query string. Unknown fields are refused; numbers are parsed from text."""
+    """A query string: numbers are parsed from text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ScopeQuery(Query):
-    """The owner whose objects to list. There is one owner, so both scopes mean the same."""
+    """Whose objects to list. There is one owner, so both scopes mean the same."""
 
     access_scope: Literal["owned", "accessible"] = "owned"
 
@@ -51,7 +51,7 @@ class DownloadQuery(Query):
 
 
 class TtlRequest(StrictModel):
-    """PUT .../ttl. None, which must be sent, keeps the checkpoint for ever."""
+    """PUT .../ttl. None, which must be sent, means for ever."""
 
     ttl_seconds: TtlSeconds | None
 
@@ -63,7 +63,7 @@ class WeightsInfoRequest(StrictModel):
 
 
 class CopyWeightsRequest(StrictModel):
-    """POST copy_weights: into a run of a session, or into a new session of a project."""
+    """POST copy_weights: into a run of a session, or a new session of a project."""
 
     source_path: str
     session_id: Id | None = None

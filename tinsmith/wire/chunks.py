@@ -1,4 +1,4 @@
-"""The parts of a Tinker ModelInput, decoded: text tokens and images. Used for training datums and for prompts alike."""
+"""The decoded parts of a Tinker ModelInput, of datums and prompts alike."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class TextChunk:
-    """Token ids from the client. The id of an image placeholder among them is text, never an image."""
+    """Token ids from the client. An image placeholder's id among them is text, never an image."""
 
     tokens: NDArray[np.int32]
     """[n]"""
@@ -16,16 +16,16 @@ class TextChunk:
 
 @dataclass(frozen=True)
 class ImageChunk:
-    """One image. Its bytes are untrusted and not decoded yet."""
+    """One image, untrusted and not decoded."""
 
     sha256: bytes
-    """32-byte digest of the encoded image: the key of its blob and of all caches."""
+    """Digest of the encoded image: the key of its blob and of all caches."""
     data: bytes | None
-    """The encoded image; None when it has to be read from the store by `sha256`."""
+    """The encoded image; None if the store has it, by `sha256`."""
     format: str
-    """The format that the client names: "png" or "jpeg"."""
+    """As the client says: "png" or "jpeg"."""
     expected_tokens: int | None
-    """Number of positions that the client expects; None if it does not say."""
+    """Positions that the client expects, if it says so."""
 
 
 Chunk = TextChunk | ImageChunk

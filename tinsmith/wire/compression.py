@@ -1,33 +1,32 @@
 """zstd of request bodies, and of what is stored of them.
 
-Bodies are decompressed up to a limit, and the sizes that their frames state are not trusted. What is large is stored compressed, by us.
+Bodies are decompressed up to a limit, whatever size their frames state.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 
 import zstandard
 
-from tinsmith.errors import TinsmithError, UserError
+from tinsmith.errors import TinsmithError, UserError, translated
 
 _SLICE_BYTES = 512
-"""Bytes given to the decompressor at a time. Four bytes can expand to 128 KiB, so one slice expands to at most 16 MiB."""
+"""Bytes for the decompressor at a time: four can expand to 128 KiB, so a slice to at most 16 MiB."""
 
 _MAX_BLOCK_BYTES = 2**17 + 64
-"""Most bytes of a frame with one block, which comes out whole or not at all."""
+"""Most bytes of a frame with one block, which comes out whole."""
 
 _MAX_WINDOW_BYTES = 8 * 2**20
-"""Largest window that a frame may ask for, as RFC 9659 limits it for HTTP."""
+"""Largest window of a frame, as in RFC 9659 for HTTP."""
 
 
 _STORED_PLAIN_BYTES = 64 * 1024
-"""Size beyond which stored data is compressed: kilobytes may have come as hundreds of megabytes, and mostly halve anyway."""
+"""Size beyond which stored data is compressed: some megabytes came as kilobytes, and most halve anyway."""
 
 _LEVEL = 1
-"""Level of compression: half a gigabyte a second."""
+"""Half a gigabyte a second."""
 
 HEADER_BYTES = 18
-"""Most bytes of a frame's header, which says how much is in it."""
+"""Most bytes of a frame's header, which states its size."""
 
 
 class TooLargeError(UserError):
@@ -35,31 +34,26 @@ class TooLargeError(UserError):
 
 
 def stated_size(data: bytes) -> int | None:
-    """Return the size to which the first zstd frame of `data` says that it expands, true or not; None if it does not say."""
-    try:
+    """The size that the first zstd frame states, true or not; None if it states none."""
+    with suppress(zstandard.ZstdError):
         size = zstandard.frame_content_size(data)
-    except zstandard.ZstdError:
-        return None
-    return None if size < 0 else size
+        return None if size < 0 else size
+    return None
 
 
-@contextmanager
-def _refusing_broken() -> Iterator[None]:
-    try:
-        yield
-    except zstandard.ZstdError as error:
-        raise UserError(f"the body is not valid zstd: {error}") from error
+def _refusing_broken() -> AbstractContextManager[None]:
+    return translated(zstandard.ZstdError, UserError, lambda error: f"the body is not valid zstd: {error}")
 
 
 def decompress_beginning(data: bytes, max_bytes: int) -> bytes:
-    """Up to `max_bytes` of what the first frame of `data` expands to. Raises UserError for broken data."""
+    """Up to `max_bytes` of the first frame's content. Raises UserError for broken data."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
     with _refusing_broken(), decompressor.stream_reader(data[:_MAX_BLOCK_BYTES]) as reader:
         return reader.read(max_bytes)
 
 
 def decompress(data: bytes, max_bytes: int) -> bytes:
-    """All zstd frames of `data`. Raises UserError for broken or cut data, TooLargeError for more than `max_bytes` of output."""
+    """The content of all zstd frames. Raises UserError for broken or cut data, TooLargeError beyond `max_bytes`."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
     parts: list[bytes] = []
     size = 0
@@ -82,22 +76,20 @@ def decompress(data: bytes, max_bytes: int) -> bytes:
 
 
 def packed(data: bytes) -> bytes:
-    """Return the stored form of `data`: itself if it is small, else one zstd frame that states its size."""
+    """The stored form of `data`: itself if it is small, else a zstd frame that states its size."""
     if len(data) <= _STORED_PLAIN_BYTES and not data.startswith(zstandard.FRAME_HEADER):
         return data
     return zstandard.compress(data, _LEVEL)
 
 
 def unpacked_size(stored: bytes, length: int) -> int:
-    """The size of what `packed` made `length` bytes of, which begin with `stored`: with `HEADER_BYTES` of them, if there are so many."""
+    """The size of what `packed` made `length` bytes of; `stored` are the first `HEADER_BYTES` of them, or more."""
     return zstandard.frame_content_size(stored) if stored.startswith(zstandard.FRAME_HEADER) else length
 
 
 def unpacked(stored: bytes) -> bytes:
-    """Return the input of `packed`. Raises TinsmithError if it is damaged."""
+    """The inverse of `packed`. Raises TinsmithError for damaged data."""
     if not stored.startswith(zstandard.FRAME_HEADER):
         return stored
-    try:
+    with translated(zstandard.ZstdError, TinsmithError, lambda error: f"an operation's data in the database is damaged: {error}"):
         return zstandard.decompress(stored)
-    except zstandard.ZstdError as error:
-        raise TinsmithError(f"an operation's data in the database is damaged: {error}") from error

@@ -1,7 +1,7 @@
-"""forward_backward on the wire: the request as it arrives, as it is stored, and as the engine reads it; and the reply.
+"""forward_backward on the wire: the request as it arrives, as it is stored, and as it is read; and the reply.
 
-The stored form is the received protobuf, compressed if it is large, without the bytes of its images, which are stored once each, by their
-SHA-256 digest. The digests are kept beside it, in the order in which the images stand in it.
+The stored form is the received protobuf, compressed if large, without the bytes of its images. These are stored once each by their SHA-256;
+the digests are kept beside it, in order.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from tinsmith.config import RequestsConfig
-from tinsmith.errors import NotBuiltError, TinsmithError, UserError
+from tinsmith.errors import NotBuiltError, TinsmithError, UserError, located, translated
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.compression import packed, unpacked
@@ -23,8 +23,7 @@ from tinsmith.wire.inspection import Inspection, LimitError, RequestKey
 from tinsmith.wire.tensors import Array, from_bytes, to_dense
 
 MAX_TENSOR_ELEMENTS = 2**26
-"""Most elements that the tensors of one request may have together, once sparse ones are dense: 256 MiB in float32. A request of 5 MB, the
-largest that the SDK sends, has some 2**24."""
+"""Most elements of a request's tensors, once they are dense: 256 MiB in float32. The SDK's largest request, of 5 MB, has some 2**24."""
 
 IMAGE_FORMATS = ("png", "jpeg")
 
@@ -39,13 +38,13 @@ _REPLY_DTYPES = {
 
 @dataclass(frozen=True)
 class ProvenanceSpan:
-    """Origin of a run of a datum's tokens: positions [offset, offset + length) of a sampled sequence, or of its prompt."""
+    """Origin of a run of tokens: positions [offset, offset + length) of a sampled sequence, or of its prompt."""
 
     sequence_id: str
     offset: int
     length: int
     sampled: bool
-    """The tokens are sampled ones of the sequence; else they are of the prompt that it was sampled for."""
+    """Whether the tokens are the sequence's own, not those of its prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,25 +52,24 @@ class Datum:
     """One training sequence."""
 
     chunks: list[Chunk]
-    """The model input in order."""
     loss_fn_inputs: dict[str, Array]
     """Dense float32 or int64 arrays by name, such as target_tokens [n] or [n, k]."""
     model_input_spans: tuple[ProvenanceSpan, ...] = ()
-    """Origins of the model input's tokens, in order; empty if the client does not say."""
+    """Origins of the model input's tokens, in order; empty if not given."""
     target_spans: tuple[ProvenanceSpan, ...] = ()
     """The same of target_tokens (loss_fn_input_spans on the wire)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardBackwardRequest:
-    """A forward or forward_backward request, decoded. What its loss function needs is not checked yet."""
+    """A decoded request. What its loss function needs is not checked yet."""
 
     model_id: str
     seq_id: int
     loss_fn: str
     loss_fn_config: dict[str, float | str]
     forward_only: bool
-    """Compute losses and log-probabilities only; leave the gradients alone."""
+    """Compute no gradients."""
     data: list[Datum]
 
 
@@ -80,11 +78,10 @@ class StoredRequest:
     """A request as it is stored."""
 
     payload: bytes
-    """The protobuf, in which images have no bytes, as `packed` stores it."""
+    """The `packed` protobuf, in which images have no bytes."""
     image_digests: list[bytes]
-    """SHA-256 of the bytes of each image, in the order in which the images stand in the payload."""
+    """SHA-256 of each image, in the order of the payload."""
     images: dict[bytes, bytes]
-    """The encoded images by digest."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +91,14 @@ class ReceivedRequest:
     key: RequestKey
     stored: StoredRequest
     digest: bytes
-    """SHA-256 of the body."""
     refused: str | None = None
-    """The reason why the operation fails, if it holds more than a setting allows. Nothing is stored of it then."""
+    """The limit that it exceeds, if it does. Nothing is stored of it then."""
 
 
 def receive(body: bytes, limits: RequestsConfig, longest: int | None = None) -> ReceivedRequest:
     """Count what a body holds, and move its images out. A small body without images is its own payload.
 
-    A datum of more than `longest` tokens fits into no model. Raises UserError if it is no protobuf ForwardBackwardRequest.
+    A datum of more than `longest` tokens fits into no model. Raises UserError for what is no such protobuf.
     """
     digest = hashlib.sha256(body).digest()
     try:
@@ -114,17 +110,15 @@ def receive(body: bytes, limits: RequestsConfig, longest: int | None = None) -> 
 
 
 def parse(body: bytes) -> tinker_pb2.ForwardBackwardRequest:
-    """The protobuf message of a request body. Raises UserError if it is none."""
+    """The protobuf message of a body. Raises UserError."""
     message = tinker_pb2.ForwardBackwardRequest()
-    try:
+    with translated(DecodeError, UserError, lambda error: f"the body is not a protobuf ForwardBackwardRequest: {error}"):
         message.ParseFromString(body)
-    except DecodeError as error:
-        raise UserError(f"the body is not a protobuf ForwardBackwardRequest: {error}") from error
     return message
 
 
 def move_images_out(message: tinker_pb2.ForwardBackwardRequest) -> StoredRequest:
-    """The request as it is stored. Changes `message`: its images lose their bytes."""
+    """The request as it is stored. The images of `message` lose their bytes."""
     digests: list[bytes] = []
     images: dict[bytes, bytes] = {}
     for datum in message.data:
@@ -138,32 +132,27 @@ def move_images_out(message: tinker_pb2.ForwardBackwardRequest) -> StoredRequest
 
 
 def decode_stored(payload: bytes, image_digests: Sequence[bytes] = ()) -> ForwardBackwardRequest:
-    """The request that `move_images_out` made a payload and digests of. Images come without data, to be read by their digest.
+    """The request of a stored payload. Its images have no data, to be read by digest.
 
-    Raises UserError and NotBuiltError that name the datum and the chunk or tensor, and TinsmithError if an image has no digest.
+    Raises UserError and NotBuiltError naming datum and chunk or tensor, and TinsmithError if an image has no digest.
     """
     message = parse(unpacked(payload))
     _refuse_unknown_fields(message)
     elements_left = MAX_TENSOR_ELEMENTS
     digests = iter(image_digests)
-    data = []
-    for index, datum in enumerate(message.data):
-        try:
-            decoded = Datum(
-                list(_decode_chunks(datum.model_input, digests)),
-                _decode_tensors(datum.loss_fn_inputs, elements_left),
-                tuple(map(_decode_span, datum.model_input_spans)),
-                tuple(map(_decode_span, datum.loss_fn_input_spans)),
-            )
-        except TinsmithError as error:
-            raise type(error)(f"datum {index}: {error}") from error
-        elements_left -= sum(array.size for array in decoded.loss_fn_inputs.values())
-        data.append(decoded)
+    data: list[Datum] = []
+    with located(lambda: f"datum {len(data)}"):
+        for datum in message.data:
+            chunks = _decode_chunks(datum.model_input, digests)
+            tensors = _decode_tensors(datum.loss_fn_inputs, elements_left)
+            elements_left -= sum(array.size for array in tensors.values())
+            spans = (tuple(map(_decode_span, each)) for each in (datum.model_input_spans, datum.loss_fn_input_spans))
+            data.append(Datum(chunks, tensors, *spans))
     return ForwardBackwardRequest(message.model_id, message.seq_id, message.loss_fn, _decode_config(message), message.forward_only, data)
 
 
 def _refuse_unknown_fields(message: tinker_pb2.ForwardBackwardRequest) -> None:
-    """Raise NotBuiltError for fields that this version does not know: ignoring one might change what the request means."""
+    """Raise NotBuiltError for unknown fields: ignoring one might change the meaning."""
     size = message.ByteSize()
     message.DiscardUnknownFields()
     if message.ByteSize() != size:
@@ -182,12 +171,12 @@ def _decode_config(message: tinker_pb2.ForwardBackwardRequest) -> dict[str, floa
     return config
 
 
-def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk], digests: Iterator[bytes]) -> Iterator[Chunk]:
-    for index, chunk in enumerate(chunks):
-        try:
-            yield _decode_chunk(chunk, digests)
-        except TinsmithError as error:
-            raise type(error)(f"chunk {index}: {error}") from error
+def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk], digests: Iterator[bytes]) -> list[Chunk]:
+    decoded: list[Chunk] = []
+    with located(lambda: f"chunk {len(decoded)}"):
+        for chunk in chunks:
+            decoded += [_decode_chunk(chunk, digests)]
+    return decoded
 
 
 def _decode_chunk(chunk: tinker_pb2.Chunk, digests: Iterator[bytes]) -> Chunk:
@@ -222,19 +211,17 @@ def _decode_span(span: tinker_pb2.ProvenanceSpan) -> ProvenanceSpan:
 
 def _decode_tensors(tensors: Mapping[str, tinker_pb2.Tensor], max_elements: int) -> dict[str, Array]:
     decoded: dict[str, Array] = {}
-    for name, tensor in tensors.items():
-        try:
+    with located(lambda: f"loss_fn_inputs[{name!r}]"):
+        for name, tensor in tensors.items():
             decoded[name] = to_dense(tensor, max_elements)
-        except UserError as error:
-            raise UserError(f"loss_fn_inputs[{name!r}]: {error}") from error
-        max_elements -= decoded[name].size
+            max_elements -= decoded[name].size
     return decoded
 
 
 def encode_output(loss_fn_outputs: Sequence[Mapping[str, NDArray[Any]]], metrics: Mapping[str, float]) -> bytes:
-    """The protobuf ForwardBackwardOutput: one mapping of arrays (float32, int64 or int32; at least one dimension) per datum, in order.
+    """The protobuf ForwardBackwardOutput: arrays (float32, int64 or int32; at least one dimension) by name for each datum, in order.
 
-    All datums have the same names. Neighbours whose arrays have equal dtypes and equal shapes after the first dimension share a record.
+    All datums have the same names. Neighbours of equal dtypes and equal shapes after the first dimension share a record.
     """
     output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     for _, group in groupby(loss_fn_outputs, key=_layout):

@@ -1,4 +1,4 @@
-"""Untrusted image bytes. The header is checked before anything is decoded, and Pillow decodes only the format that the client named."""
+"""Untrusted image bytes. Headers are checked before anything is decoded, and only the client's format is decoded."""
 
 from dataclasses import dataclass
 from io import BytesIO
@@ -7,30 +7,29 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from tinsmith.config import ImagesConfig
-from tinsmith.errors import UserError
+from tinsmith.errors import UserError, translated
 
 # Pillow has a process-wide limit of its own, looked at when a header is read. Ours is checked below, before anything is decoded.
 Image.MAX_IMAGE_PIXELS = None
 
 _PILLOW_FORMATS = {"png": ("PNG",), "jpeg": ("JPEG", "MPO")}
-"""Pillow's names for what a client calls png and jpeg. MPO is a JPEG followed by further images, as phones make them."""
+"""Pillow's names. MPO is a JPEG followed by more images, as phones make them."""
 
 _READS, _BYTES_PER_READ = 256, 256
-"""Most reads of an image by Pillow: `_READS` times, and once more for every `_BYTES_PER_READ` bytes. Each chunk of a PNG takes four
-reads and each marker of a JPEG one, of some microseconds; an image of 20 MB that consists of the smallest ones took 15 seconds. Encoders
-write chunks of 8 KiB or more."""
+"""Most reads of an image by Pillow: `_READS`, and one for every `_BYTES_PER_READ` bytes. A chunk of a PNG takes four, a marker of a JPEG
+one; 20 MB of the smallest ones took 15 seconds. Encoders write chunks of 8 KiB or more."""
 
 _MAX_SCANS = 64
-"""Most scans of a JPEG. A scan of 31 bytes can cover all pixels. A progressive JPEG has some 10, and phones add a few images."""
+"""Most scans of a JPEG: 31 bytes of one can cover all pixels. Progressive ones have some 10, and phones add a few images."""
 
 _SCANS_OF_LARGEST = 20
-"""Most scans of a JPEG of `max_image_pixels`. Each takes as long as it has pixels, so smaller ones may have more; one in CMYK has 18."""
+"""Most scans of a JPEG of `max_image_pixels`; smaller ones may have more. One in CMYK has 18."""
 
 _SCAN = b"\xff\xda"
-"""The marker that begins a scan. It cannot occur inside compressed pixels."""
+"""The marker of a scan. It cannot occur inside compressed pixels."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError)
-"""Exceptions of Pillow for damaged files: truncated data, bad chunks and checksums, impossible values."""
+"""Pillow's exceptions for damaged files."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class ImageHeader:
 
 
 class _CountedBytes(BytesIO):
-    """An encoded image that can be read a limited number of times."""
+    """An encoded image with a limited number of reads."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -50,7 +49,6 @@ class _CountedBytes(BytesIO):
         self.left = self.allowed
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read like `BytesIO`. Raises UserError when it has been read too often."""
         self.left -= 1
         if self.left < 0:
             raise UserError(
@@ -61,29 +59,27 @@ class _CountedBytes(BytesIO):
 
 
 def read_header(data: bytes, format: str, limits: ImagesConfig) -> ImageHeader:
-    """Check an encoded image by its header alone. `format` is what the client says: "png" or "jpeg".
+    """Check an encoded image by its header. `format` is what the client says.
 
-    Raises UserError: not that format, too many bytes, pixels, pieces or scans, or too long and narrow.
+    Raises UserError: not that format, too many bytes, pixels, pieces or scans, or too narrow.
     """
     image = _open(data, format, limits)
     return ImageHeader(image.width, image.height)
 
 
 def decode(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
-    """The checked image in RGB, 8 bits a channel. Raises UserError as `read_header`, and for broken or truncated data.
+    """The image in RGB, 8 bits a channel. Raises UserError as `read_header`, and for broken data.
 
-    16-bit grey is scaled: round(value / 257). Of 16-bit colours, and of 16-bit grey with alpha, Pillow's decoder keeps the upper 8 bits.
-    Alpha and a palette's transparency are dropped, and the colours stay as they are. CMYK is converted without a colour profile. EXIF
-    orientation is ignored.
+    16-bit grey becomes round(value / 257). Of 16-bit colours, and 16-bit grey with alpha, Pillow keeps the upper 8 bits. Alpha and a
+    palette's transparency are dropped; CMYK is converted without a colour profile; EXIF orientation is ignored.
     """
     image = _open(data, format, limits)
-    try:
+    broken = f"the {format} image of {image.width} x {image.height} pixels is broken"
+    with translated(_BROKEN, UserError, lambda error: f"{broken}: {error}"):
         if image.mode.startswith("I"):  # Pillow's own conversion would clip each value to 255: white
             grey = (np.asarray(image, dtype=np.uint32) + 128) // 257
             return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
         return image.convert("RGB")
-    except _BROKEN as error:
-        raise UserError(f"the {format} image of {image.width} x {image.height} pixels is broken: {error}") from error
 
 
 def _open(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
@@ -94,12 +90,14 @@ def _open(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
     scans = data.count(_SCAN) if format == "jpeg" else 0
     if scans > _MAX_SCANS:
         raise UserError(f"the jpeg image has {scans} scans; at most {_MAX_SCANS} are taken: encode it anew")
-    try:
+
+    def why_not(error: Exception) -> str:
+        if isinstance(error, UnidentifiedImageError):
+            return f"the {len(data)} bytes labelled {format!r} are not a PNG or JPEG image"
+        return f"the header of the {format} image is broken: {error}"
+
+    with translated(_BROKEN, UserError, why_not):
         image = Image.open(_CountedBytes(data), formats=("PNG", "JPEG"))
-    except UnidentifiedImageError as error:
-        raise UserError(f"the {len(data)} bytes labelled {format!r} are not a PNG or JPEG image") from error
-    except _BROKEN as error:
-        raise UserError(f"the header of the {format} image is broken: {error}") from error
     if image.format not in _PILLOW_FORMATS[format]:
         raise UserError(f"the image is labelled {format!r} but is {str(image.format).lower()!r}")
     _check_size(image.width, image.height, limits)
@@ -112,7 +110,7 @@ def _open(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
 
 
 def check_pixels(total: int, limits: ImagesConfig) -> None:
-    """Raise UserError if the images of one input, a prompt or a datum, have more than `max_input_pixels` pixels together."""
+    """Raise UserError if the images of a prompt or datum exceed `max_input_pixels` together."""
     if total > limits.max_input_pixels:
         raise UserError(
             f"the images have {total} pixels together; max_input_pixels allows {limits.max_input_pixels}: scale them down, or send fewer"

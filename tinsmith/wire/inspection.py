@@ -1,8 +1,7 @@
-"""Counts the contents of a forward_backward request in its protobuf bytes before anything is built from them.
+"""Counts the contents of a forward_backward request in its bytes, before anything is built from them.
 
-An empty datum takes two bytes on the wire and a thousand times as much in memory, and a few kilobytes of zstd can hold millions of them. So
-datums, chunks, images, tokens and tensors are counted first, up to the first limit that is exceeded. The same pass finds the request's
-key, and whether there are images.
+An empty datum takes two bytes on the wire and a thousand times as much in memory; kilobytes of zstd can hold millions. So datums, chunks,
+images, tokens and tensors are counted up to the first limit. The same pass finds the request's key.
 """
 
 from collections import Counter
@@ -10,14 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tinsmith.config import RequestsConfig
-from tinsmith.errors import UserError
+from tinsmith.errors import UserError, translated
 from tinsmith.wire.json_body import MAX_ID
 
 _MAX_TENSORS = 32
 """Most loss_fn_inputs of one datum; the API knows eight."""
 _MAX_FIELDS = 2**19
-"""Most protobuf fields that are read. This also limits provenance spans, of which the cookbook sends four for each turn of a
-conversation."""
+"""Most protobuf fields. It also limits provenance spans, of which the cookbook sends four a turn."""
 
 _MODEL_ID, _SEQ_ID, _DATA = 1, 2, 3
 """Field numbers of ForwardBackwardRequest."""
@@ -26,24 +24,22 @@ _CHUNK, _TENSOR = 1, 2
 _TEXT, _IMAGE = 1, 2
 """Field numbers of Chunk."""
 _TOKEN_BYTES, _TEXT_BYTES = 4, 6
-"""Bytes of a token id, and at most of a tag and length before the ids of a text."""
+"""Bytes of a token id, and most before the ids of a text (tag and length)."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-"""Wire types."""
 
 
 @dataclass
 class RequestKey:
-    """The operation that a request is, as far as it has been read."""
+    """The operation of a request, as far as it was read."""
 
     model_id: str = ""
     seq_id: int = 0
 
 
 class LimitError(UserError):
-    """The request holds more than a setting allows. `key` is the operation, which the SDK sends before the data."""
+    """The request exceeds a setting. The SDK sends its `key` before the data."""
 
     def __init__(self, message: str, key: RequestKey) -> None:
-        """`message` names the limit and its setting."""
         super().__init__(message)
         self.key = key
 
@@ -52,16 +48,15 @@ class Inspection:
     """One pass over the bytes of a request."""
 
     def __init__(self, body: bytes, limits: RequestsConfig, longest: int | None = None) -> None:
-        """Raises LimitError at the first limit that is exceeded, UserError for what is no protobuf.
+        """Raises LimitError at the first limit, UserError for what is no protobuf.
 
-        A datum of more than `longest` tokens, if that is known, fits into no model of this server.
+        A datum of more than `longest` tokens fits into no model of this server.
         """
         self.body = body
         self.limits = limits
         self.longest = longest
         self.key = RequestKey()
         self.counts: Counter[str] = Counter()
-        """Numbers of datums, chunks, images and fields."""
         for number, kind, start, end in self._fields(0, len(body)):
             if number == _DATA and kind == _BYTES:
                 self._inspect_datum(start, end)
@@ -90,7 +85,7 @@ class Inspection:
                     raise LimitError(f"{self._place()}: loss_fn_inputs has more than {_MAX_TENSORS} entries", self.key)
 
     def _inspect_chunk(self, start: int, end: int) -> int:
-        """About how many tokens its text has: never more than there are."""
+        """The least number of tokens that its text has."""
         self._count("chunks", self.limits.max_chunks, "max_chunks")
         tokens = 0
         for number, _, first, last in self._fields(start, end):
@@ -109,7 +104,7 @@ class Inspection:
         return f"datum {self.counts['datums'] - 1}"
 
     def _fields(self, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Field number, wire type, and where its bytes begin and end, for each field of a message; for a varint its value and its end."""
+        """Field number, wire type, beginning and end of each field of a message; for a varint its value and end."""
         while position < end:
             self.counts["fields"] += 1
             if self.counts["fields"] > _MAX_FIELDS:
@@ -124,9 +119,9 @@ class Inspection:
                     size, position = self._varint(position, end)
                 value, position = position, position + size
             else:
-                raise _broken(position)
+                raise UserError(_broken(position))
             if position > end:
-                raise _broken(position)
+                raise UserError(_broken(position))
             yield tag >> 3, kind, value, position
 
     def _varint(self, position: int, end: int) -> tuple[int, int]:
@@ -140,14 +135,12 @@ class Inspection:
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value, position
-        raise _broken(position)
+        raise UserError(_broken(position))
 
     def _text(self, start: int, end: int) -> str:
-        try:
+        with translated(UnicodeDecodeError, UserError, lambda _: _broken(start)):
             return self.body[start:end].decode()
-        except UnicodeDecodeError as error:
-            raise _broken(start) from error
 
 
-def _broken(position: int) -> UserError:
-    return UserError(f"the body is not a protobuf ForwardBackwardRequest: it cannot be read at byte {position}")
+def _broken(position: int) -> str:
+    return f"the body is not a protobuf ForwardBackwardRequest: it cannot be read at byte {position}"

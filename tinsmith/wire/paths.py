@@ -1,7 +1,6 @@
 """Paths of checkpoints: tinker://MODEL_ID/SEGMENT/NAME.
 
-The segment is `weights` for checkpoints that training continues from, `sampler_weights` for those to sample, `external_weights` for files
-to download.
+Segments: `weights` to train further, `sampler_weights` to sample, `external_weights` to download.
 """
 
 from typing import Literal, NamedTuple
@@ -14,10 +13,10 @@ _SCHEME = "tinker://"
 _SEGMENTS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 _KINDS: dict[str, CheckpointKind] = {segment: kind for kind, segment in _SEGMENTS.items()}
 _IMPORTED = "imported"
-"""The model id in the paths of imported checkpoints."""
+"""Model id in paths of imported checkpoints."""
 _MAX_NAME = 200
 _NOT_IN_NAMES = set("/\\?#%")
-"""They have a meaning in URLs, and clients put names into URLs without escaping them."""
+"""Clients put names into URLs without escaping these."""
 
 
 class CheckpointPath(NamedTuple):
@@ -32,12 +31,12 @@ class CheckpointPath(NamedTuple):
 
     @property
     def checkpoint_id(self) -> str:
-        """SEGMENT/NAME, which is unique among the checkpoints of a model."""
+        """SEGMENT/NAME, unique within a model."""
         return f"{_SEGMENTS[self.kind]}/{self.name}"
 
 
 def check_name(name: str) -> str:
-    """The name of a checkpoint, which is one segment of a path. Raises UserError."""
+    """The name of a checkpoint, one segment of a path. Raises UserError."""
     if not name or name in (".", "..") or len(name) > _MAX_NAME:
         raise UserError(f"path={name[:_MAX_NAME]!r} cannot name a checkpoint; use 1 to {_MAX_NAME} characters, not '.' or '..'")
     if name != name.strip() or not name.isprintable() or _NOT_IN_NAMES & set(name):
@@ -46,18 +45,18 @@ def check_name(name: str) -> str:
 
 
 def imported_paths(name: str) -> list[CheckpointPath]:
-    """The paths of an imported adapter: one to train further from, one to sample. Raises UserError as `check_name` does."""
+    """Paths of an imported adapter: to train further, and to sample. Raises UserError as `check_name`."""
     kinds: tuple[CheckpointKind, ...] = ("training", "sampler")
     return [CheckpointPath(_IMPORTED, kind, check_name(name)) for kind in kinds]
 
 
 def is_path(text: str) -> bool:
-    """Whether a text begins like the path of a checkpoint."""
+    """Whether a text begins like a checkpoint's path."""
     return text.startswith(_SCHEME)
 
 
 def parse_path(text: str) -> CheckpointPath:
-    """The parts of a path. Raises UserError for anything that does not name a checkpoint of ours."""
+    """The parts of a path. Raises UserError if it names no checkpoint of ours."""
     parts = text.removeprefix(_SCHEME).split("/")
     if not is_path(text) or len(parts) != 3 or not parts[0] or parts[1] not in _KINDS:
         raise UserError(f"path={text!r} is not tinker://MODEL_ID/SEGMENT/NAME, SEGMENT being one of {', '.join(_KINDS)}")

@@ -1,6 +1,6 @@
 """Questions of a request about its own prompt, and the answers on the wire.
 
-Position p of a prompt is scored by what the model predicts after position p - 1. Position 0 has no score.
+Position p is scored by what the model predicts after p - 1; position 0 has no score.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import FailFast, Field
 
-from tinsmith.errors import UserError, quoted
+from tinsmith.errors import UserError, located, quoted, translated
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.json_body import StrictModel
 from tinsmith.wire.tensors import csr_rows
@@ -18,18 +18,18 @@ from tinsmith.wire.tensors import csr_rows
 MAX_TOPK = 1024
 """Largest k of top-k and of alternative tokens."""
 MAX_CELLS = 2**23
-"""Most numbers of one kind in a reply: 64 MiB with their ids."""
+"""Most numbers of one kind in a reply: 64 MiB with ids."""
 NO_LOGPROB = -99999.0
-"""The log-probability in an empty top-k cell, whose id is 0."""
+"""The log-probability of an empty top-k cell, of id 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class TargetIds:
-    """Ids to score: a dense or CSR matrix [n - 1, K] whose row i is about position i + 1. The answer has the same layout."""
+    """Ids to score: a dense or CSR matrix [n - 1, K] whose row i is about position i + 1. So is the answer."""
 
     shape: tuple[int, int]
     rows: NDArray[np.int64]
-    """[cells] of all cells, or of those that a CSR matrix lists."""
+    """[cells] of all cells, or those that a CSR matrix lists."""
     ids: NDArray[np.int64]
     """[cells]; -1 asks for nothing."""
     crow: NDArray[np.int64] | None = None
@@ -44,10 +44,9 @@ class TargetIds:
 
 @dataclass(frozen=True, eq=False)
 class PromptQuestions:
-    """Questions of a request about its prompt."""
+    """Questions about the prompt."""
 
     logprobs: bool = False
-    """The log-probability of each token."""
     topk: int = 0
     """The k likeliest tokens of each position."""
     last_n: int | None = None
@@ -55,17 +54,17 @@ class PromptQuestions:
     targets: TargetIds | None = None
     """Log-probabilities of these ids."""
     alternatives: int = 0
-    """Tokens to draw at each position, at the temperature of the request."""
+    """Tokens to draw at each position, at the request's temperature."""
 
     def __bool__(self) -> bool:
         return self.logprobs or bool(self.topk or self.alternatives) or self.targets is not None
 
     def scored_from(self, length: int) -> int:
-        """The first position of a prompt of that many tokens for which log-probabilities and top-k are wanted."""
+        """The first position of `length` for which log-probabilities and top-k are wanted."""
         return 1 if self.last_n is None else length - self.last_n
 
     def check(self, length: int, vocab_size: int) -> None:
-        """Raise UserError if a prompt of that many tokens cannot be asked this, or a number is larger than the vocabulary allows."""
+        """Raise UserError for what a prompt of `length` tokens, or this vocabulary, cannot answer."""
         if self.last_n is not None and not 1 <= self.last_n < length:
             raise UserError(f"prompt_logprobs_last_n is {self.last_n}; for this prompt it must be between 1 and {length - 1}")
         for name, k in (("topk_prompt_logprobs", self.topk), ("prompt_alt_tokens_k", self.alternatives)):
@@ -99,7 +98,7 @@ class TensorBody(StrictModel):
 
 
 def parse_targets(body: TensorBody) -> TargetIds:
-    """The ids of `target_prompt_logprobs`. Raises UserError if it is no matrix, or its parts do not fit together."""
+    """The ids of `target_prompt_logprobs`. Raises UserError for what is no matrix."""
     if body.shape is None or len(body.shape) != 2 or min(body.shape) < 0 or max(body.shape) >= 2**31:
         raise UserError(f"target_prompt_logprobs.shape must be [prompt length - 1, K], got {quoted(body.shape)}")
     shape = body.shape[0], body.shape[1]
@@ -114,18 +113,14 @@ def parse_targets(body: TensorBody) -> TargetIds:
         return TargetIds(shape, np.repeat(np.arange(shape[0]), shape[1]), ids)
     crow = int64_array("target_prompt_logprobs.sparse_crow_indices", body.sparse_crow_indices)
     col = int64_array("target_prompt_logprobs.sparse_col_indices", body.sparse_col_indices)
-    try:
+    with located(lambda: "target_prompt_logprobs"):
         return TargetIds(shape, csr_rows(crow, col, len(ids), shape), ids, crow, col)
-    except UserError as error:
-        raise UserError(f"target_prompt_logprobs: {error}") from error
 
 
 def int64_array(field: str, values: list[int]) -> NDArray[np.int64]:
-    """The numbers of a field of the body. Raises UserError if one does not fit."""
-    try:
+    """The numbers of a field. Raises UserError if one does not fit."""
+    with translated(OverflowError, UserError, lambda _: f"{field} holds a number of more than 64 bits"):
         return np.array(values, dtype=np.int64)
-    except OverflowError as error:
-        raise UserError(f"{field} holds a number of more than 64 bits") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,11 +134,9 @@ class TopLogprobs:
 
     @classmethod
     def empty(cls, length: int, k: int) -> "TopLogprobs":
-        """Nothing anywhere, to be filled in."""
         return cls(np.zeros((length, k), dtype=np.int32), np.full((length, k), NO_LOGPROB, dtype=np.float32))
 
     def encode(self) -> tinker_pb2.TopkLogprobs:
-        """Encode the answers for the wire."""
         length, k = self.token_ids.shape
         return tinker_pb2.TopkLogprobs(
             token_ids=self.token_ids.astype("<i4").tobytes(), logprobs=self.logprobs.astype("<f4").tobytes(), k=k, length=length
@@ -152,14 +145,14 @@ class TopLogprobs:
 
 @dataclass(frozen=True, eq=False)
 class TargetLogprobs:
-    """Log-probabilities of the ids that were asked for."""
+    """Log-probabilities of the asked ids."""
 
     asked: TargetIds
     values: NDArray[np.float32]
-    """[cells] of `asked`; 0.0 where nothing was asked, and at image positions."""
+    """[cells] of `asked`; 0.0 where nothing was asked, and for images."""
 
     def encode(self) -> tinker_pb2.Tensor:
-        """Encode the values in the layout of the question."""
+        """Encode in the layout of the question."""
         values, crow, col = self.values.astype("<f4"), self.asked.crow, self.asked.col
         if crow is None or col is None:
             return _dense(values.reshape(self.asked.shape), tinker_pb2.DTYPE_FLOAT32)
@@ -180,10 +173,10 @@ class Alternatives:
 
 @dataclass(frozen=True, eq=False)
 class PromptAnswers:
-    """Answers about a prompt of n tokens; None where nothing was asked."""
+    """Answers about a prompt of n tokens; None if not asked."""
 
     logprobs: NDArray[np.float32] | None = None
-    """[n]: NaN where nothing was computed, 0.0 at image positions."""
+    """[n]: NaN where nothing was computed, 0.0 for images."""
     topk: TopLogprobs | None = None
     targets: TargetLogprobs | None = None
     alternatives: Alternatives | None = None

@@ -1,4 +1,4 @@
-"""asample on the wire: the JSON request, checked as far as that needs no base model, and the protobuf reply."""
+"""asample on the wire: the JSON request, checked without its base model, and the protobuf reply."""
 
 import binascii
 import hashlib
@@ -8,64 +8,82 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import FailFast, Field, field_validator, model_validator
+from pydantic import AfterValidator, FailFast, Field, PlainValidator, model_validator
 
 from tinsmith.config import RequestsConfig
-from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.errors import NotBuiltError, UserError, translated
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, StrictModel, parse_json
 from tinsmith.wire.prompt_scores import MAX_TOPK, PromptAnswers, PromptQuestions, TensorBody, TopLogprobs, int64_array, parse_targets
 
 MAX_SAMPLES = 1024
-"""Largest num_samples of one request."""
 
 MAX_STOP_STRINGS = 256
-"""Most stop strings of one request."""
 MAX_STOP_CHARACTERS = 2**12
-"""Most characters of all stop strings of one request together."""
+"""Characters of all stop strings together."""
 MAX_STOP_IDS = 2**14
-"""Most stop ids of one request."""
 
 _OBJECTS_BESIDE_CHUNKS = 4
 """The body, its prompt, sampling_params and target_prompt_logprobs."""
 
 _BASE64_PIECE = 2**20
-"""Characters, a multiple of four, that are decoded at a time: the decoder holds the interpreter's lock meanwhile."""
+"""Characters, a multiple of four, to decode at a time: meanwhile the interpreter's lock is held."""
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """The stop tokens or strings that end a sequence before max_tokens. The token that ends it is part of the sequence."""
+    """Stop tokens and strings that end a sequence before max_tokens; the token that ends it is part of it."""
 
     eos: bool
-    """The model's end-of-sequence tokens end it. False only if the client sent `stop=[]`."""
+    """Whether end-of-sequence tokens end it; False only for `stop=[]`."""
     strings: tuple[str, ...]
-    """It ends as soon as its text contains one of these."""
+    """It ends once its text contains one."""
     token_ids: tuple[int, ...]
-    """It ends at any of these tokens."""
+
+
+def _read_stop(value: Any) -> StopRule:
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    texts = all(isinstance(item, str) and item for item in items)
+    if not texts and not (isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in items)):
+        raise ValueError("send a text, a list of texts, or a list of token ids in [0, 2**31); no text may be empty")
+    characters = sum(map(len, items)) if texts else 0
+    if len(items) > (MAX_STOP_STRINGS if texts else MAX_STOP_IDS) or characters > MAX_STOP_CHARACTERS:
+        raise ValueError(
+            f"send at most {MAX_STOP_STRINGS} texts, of at most {MAX_STOP_CHARACTERS} characters together, "
+            f"or at most {MAX_STOP_IDS} token ids; these are {len(items)}" + (f" of {characters} characters" if texts else "")
+        )
+    return StopRule(value != [], *((tuple(items), ()) if texts else ((), tuple(items))))
+
+
+def _check_top_k(value: int) -> int:
+    if value == 0:
+        raise ValueError("send -1 (all tokens) or at least 1")
+    return value
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings for choosing tokens."""
+    """Settings for choosing tokens, as the request names them; only those read from one are checked."""
 
-    max_tokens: int | None
-    """Most tokens to sample; None goes up to the context window."""
-    temperature: float
+    __pydantic_config__ = StrictModel.model_config
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """None goes up to the context window."""
+    temperature: Annotated[FiniteFloat, Field(ge=0)] = 1.0
     """0 chooses the most likely token."""
-    top_p: float
-    """Share of the probability that the considered tokens have at least, in (0, 1]."""
-    top_k: int
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
+    """Least share of the probability that the considered tokens have."""
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_check_top_k)] = -1
     """-1 considers all tokens."""
-    seed: int | None
-    """Any 64-bit unsigned number; None draws one."""
-    stop: StopRule
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
+    """None draws one."""
+    stop: Annotated[StopRule, PlainValidator(_read_stop)] = StopRule(True, (), ())
 
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """One asample request, decoded."""
+    """A decoded asample request."""
 
     sampling_session_id: str
     seq_id: int
@@ -73,16 +91,15 @@ class SampleRequest:
     prompt: list[Chunk]
     params: SamplingParams
     questions: PromptQuestions
-    """Questions about the prompt."""
     topk_sample_logprobs: int = 0
-    """Return so many of the likeliest tokens at each sampled position."""
+    """Number of likeliest tokens to return at each sampled position."""
     record_stability_info: bool = False
-    """Record what was sampled for the loss stable_reinforce."""
+    """Record the sample for the loss stable_reinforce."""
 
     def most_tokens(self, prompt: int, context: int, name: str) -> int:
-        """Most tokens to sample behind a prompt of `prompt` tokens. Raises UserError if the model `name` has no context for them.
+        """Most tokens to sample behind a prompt of `prompt` tokens. Raises UserError if the context of model `name` is too short.
 
-        A prompt that fills it can be scored: compute_logprobs of the SDK asks for one token as well, from which nothing is computed.
+        A prompt that fills it can be scored: compute_logprobs of the SDK asks for one token, from which nothing is computed.
         """
         wanted = self.params.max_tokens
         most = max(1, context - prompt) if wanted is None else wanted
@@ -93,10 +110,10 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Tokens [start, end) of an answer, which one version of the weights gave."""
+    """Tokens [start, end) of an answer, by one version of the weights."""
 
     version: str
-    """A base model's name, the path of a checkpoint, or the request id of the save that made a snapshot."""
+    """A base model's name, a checkpoint's path, or the request id of a snapshot's save."""
     start: int
     end: int
 
@@ -108,12 +125,12 @@ class SampledSequence:
     tokens: list[int]
     """Includes the token that ended it."""
     logprobs: list[float]
-    """Log-probability of each token, at the temperature of the request."""
+    """At the temperature of the request, as in `topk`."""
     stop_reason: Literal["stop", "length"]
     topk: TopLogprobs | None = None
-    """Likeliest tokens of each position, at the temperature of the request; None if they were not asked for."""
+    """Likeliest tokens of each position, if asked for."""
     versions: tuple[VersionSpan, ...] = ()
-    """The weights that gave the tokens, in order. Several only if the weights were replaced meanwhile (`inflight`)."""
+    """The weights of its tokens, in order; several if they were replaced meanwhile (`inflight`)."""
 
 
 class _TextBody(StrictModel):
@@ -147,43 +164,12 @@ class _PromptBody(StrictModel):
     chunks: Annotated[list[_ChunkBody], FailFast()]
 
 
-class _ParamsBody(StrictModel):
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[FiniteFloat, Field(ge=0)] = 1.0
-    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
-    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
-    stop: str | list[str] | list[int] | None = None
-
-    @field_validator("top_k")
-    @classmethod
-    def _check_top_k(cls, value: int) -> int:
-        if value == 0:
-            raise ValueError("send -1 (all tokens) or at least 1")
-        return value
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _check_stop(cls, value: Any) -> Any:
-        items = value if isinstance(value, list) else [] if value is None else [value]
-        texts = all(isinstance(item, str) and item for item in items)
-        if texts or (isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in items)):
-            characters = sum(map(len, items)) if texts else 0
-            if len(items) > (MAX_STOP_STRINGS if texts else MAX_STOP_IDS) or characters > MAX_STOP_CHARACTERS:
-                raise ValueError(
-                    f"send at most {MAX_STOP_STRINGS} texts, of at most {MAX_STOP_CHARACTERS} characters together, "
-                    f"or at most {MAX_STOP_IDS} token ids; these are {len(items)}" + (f" of {characters} characters" if texts else "")
-                )
-            return value
-        raise ValueError("send a text, a list of texts, or a list of token ids in [0, 2**31); no text may be empty")
-
-
 class _SampleBody(StrictModel):
     sampling_session_id: Id | None = None
     seq_id: CountFromZero | None = None
     num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     prompt: _PromptBody
-    sampling_params: _ParamsBody
+    sampling_params: SamplingParams
     prompt_logprobs: bool | None = None
     base_model: str | None = None
     model_path: str | None = None
@@ -214,7 +200,7 @@ class _SampleBody(StrictModel):
 
 
 def check_size(body: bytes, limits: RequestsConfig) -> None:
-    """Raise UserError for a body that would take long to parse, by its number of commas and braces, including those in texts."""
+    """Raise UserError for a body that takes long to parse, by its commas and braces, those in texts included."""
     letters = np.frombuffer(body, dtype=np.uint8)
     values = int(np.count_nonzero(letters == ord(",")))
     if values > limits.max_sample_values:
@@ -227,7 +213,7 @@ def check_size(body: bytes, limits: RequestsConfig) -> None:
 
 
 def parse_sample_request(body: bytes) -> SampleRequest:
-    """An asample body. Raises UserError naming the field and its value, NotBuiltError for fields that this version does not have."""
+    """An asample body. Raises UserError naming field and value, NotBuiltError for fields that are not built."""
     parsed = parse_json(_SampleBody, body)
     if parsed.sampling_session_id is None or parsed.seq_id is None:
         raise UserError("sampling_session_id and seq_id are both needed")
@@ -237,7 +223,7 @@ def parse_sample_request(body: bytes) -> SampleRequest:
         seq_id=parsed.seq_id,
         num_samples=parsed.num_samples,
         prompt=chunks,
-        params=_decode_params(parsed.sampling_params),
+        params=parsed.sampling_params,
         questions=parsed.questions(),
         topk_sample_logprobs=parsed.topk_sample_logprobs,
         record_stability_info=bool(parsed.record_stability_info),
@@ -249,10 +235,8 @@ def _decode_chunk(index: int, chunk: _TextBody | _ImageBody | _DmelBody | _Asset
         return TextChunk(_decode_tokens(index, chunk.tokens))
     if not isinstance(chunk, _ImageBody):
         raise NotBuiltError(f"prompt.chunks.{index}: type={chunk.type!r} is not built yet; send encoded_text and image")
-    try:
+    with translated(ValueError, UserError, lambda error: f"prompt.chunks.{index}.data is not base64: {error}"):
         data = b"".join(_base64_pieces(chunk.data))
-    except ValueError as error:
-        raise UserError(f"prompt.chunks.{index}.data is not base64: {error}") from error
     return ImageChunk(hashlib.sha256(data).digest(), data, chunk.format, chunk.expected_tokens)
 
 
@@ -271,17 +255,6 @@ def _decode_tokens(index: int, tokens: list[int]) -> NDArray[np.int32]:
         first = np.flatnonzero((wide < 0) | (wide >= 2**31))[0]
         raise UserError(f"prompt.chunks.{index}.tokens at position {first} is {wide[first]}; send token ids in [0, 2**31)")
     return wide.astype(np.int32)
-
-
-def _decode_params(params: _ParamsBody) -> SamplingParams:
-    return SamplingParams(params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed, _decode_stop(params.stop))
-
-
-def _decode_stop(stop: str | list[str] | list[int] | None) -> StopRule:
-    items = [stop] if isinstance(stop, str) else stop or []
-    strings = tuple(item for item in items if isinstance(item, str))
-    token_ids = tuple(item for item in items if isinstance(item, int))
-    return StopRule(eos=stop != [], strings=strings, token_ids=token_ids)
 
 
 def encode_sample_response(sequences: Sequence[SampledSequence], answers: PromptAnswers, prompt_cache_hit_tokens: int) -> bytes:

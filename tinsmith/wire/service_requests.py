@@ -1,4 +1,4 @@
-"""JSON bodies about sessions, sampling sessions and futures."""
+"""JSON about sessions, sampling sessions and futures."""
 
 from typing import Annotated, Literal, Self
 
@@ -7,7 +7,7 @@ from pydantic import FailFast, Field, model_validator
 from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, Metadata, StrictModel, TolerantModel, parse_json
 
 MOST_ACKNOWLEDGED = 2**16
-"""Samples that one poll can acknowledge. The SDK polls many times a minute."""
+"""Samples that one poll, of many a minute, can acknowledge."""
 
 
 class CreateSessionRequest(TolerantModel):
@@ -40,7 +40,7 @@ class FinishSessionRequest(TolerantModel):
 
 
 class RetrieveFutureRequest(StrictModel):
-    """POST retrieve_future. `allow_metadata_only` permits a reply without the payload; the whole payload is always allowed, too."""
+    """POST retrieve_future. `allow_metadata_only` permits, but does not ask for, a reply without the payload."""
 
     request_id: Id
     allow_metadata_only: bool = False
@@ -53,12 +53,12 @@ class CancelFutureRequest(StrictModel):
 
 
 class SamplesOfClient(StrictModel):
-    """The client whose samples retrieve_futures asks about."""
+    """The client that retrieve_futures is about."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: Id
     cloned_sampler_id: CountFromZero = 0
-    """The number of the client of the sampling session; 0 is the one that created it."""
+    """Its number within the sampling session; 0 created it."""
 
 
 class RetrieveFuturesRequest(StrictModel):
@@ -68,13 +68,13 @@ class RetrieveFuturesRequest(StrictModel):
     prev_cursor: CountFromZero = 0
     """The client has the reports up to this cursor."""
     timeout: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """Seconds to wait for a report; None leaves it to the server."""
+    """Seconds to wait; None leaves them to the server."""
     retrieved_request_ids: Annotated[list[str], FailFast(), Field(default_factory=list, max_length=MOST_ACKNOWLEDGED)]
     """Samples whose results the client has."""
 
 
 def parse_poll(body: bytes) -> RetrieveFuturesRequest:
-    """The body of a poll, which may hold many ids. Those of samples of its session are kept, each once. Raises as `parse_json`."""
+    """The body of a poll. Of its ids those of its session's samples are kept, each once. Raises as `parse_json`."""
     asked = parse_json(RetrieveFuturesRequest, body)
     prefix = f"{asked.target.sampling_session_id}/"
     return asked.model_copy(
@@ -83,14 +83,14 @@ def parse_poll(body: bytes) -> RetrieveFuturesRequest:
 
 
 class JoinSamplingSessionRequest(StrictModel):
-    """POST join_sampling_session: one more client of a sampling session."""
+    """POST join_sampling_session."""
 
     sampling_session_id: Id
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
 class CreateSamplingSessionRequest(StrictModel):
-    """POST create_sampling_session: of a base model, or of a checkpoint, with `base_model` instead of the base that it names, if given."""
+    """POST create_sampling_session, of a base model or a checkpoint; `base_model` may replace the checkpoint's."""
 
     session_id: Id
     sampling_session_seq_id: CountFromZero

@@ -1,6 +1,6 @@
 """Tensors of a request: from the wire (dense or CSR, little endian) to dense numpy arrays.
 
-The bytes are untrusted: every size is checked before memory is allocated, and the caller limits the size of the dense tensor.
+The bytes are untrusted: every size is checked before memory is allocated.
 """
 
 import math
@@ -22,17 +22,17 @@ _INDEX = np.dtype("<i8")
 
 
 MAX_COLUMNS = 4096
-"""Most columns of a CSR tensor: the targets of a position. Rows take bytes on the wire and columns do not, so this limits how much larger a
-dense tensor can be than its bytes on the wire."""
+"""Most columns of a CSR tensor: targets of a position. Columns take no bytes on the wire, so this limits how much larger a dense tensor can
+be."""
 
 _MAX_DIMENSIONS = 8
 
 
 def to_dense(tensor: tinker_pb2.Tensor, max_elements: int) -> Array:
-    """The tensor as a dense writable array of float32 or int64; entries that a CSR tensor does not list are 0.
+    """The tensor as a dense writable array of float32 or int64; unlisted entries of a CSR tensor are 0.
 
-    A dense tensor without a shape is one-dimensional. Raises UserError for another dtype, for sizes that do not fit together, for
-    indices out of range, and for more than `max_elements` elements.
+    A dense tensor without a shape is one-dimensional. Raises UserError: another dtype, sizes that do not fit together, indices out of
+    range, or more than `max_elements` elements.
     """
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -63,7 +63,7 @@ def _checked_shape(tensor: tinker_pb2.Tensor, max_elements: int) -> tuple[int, .
 
 
 def from_bytes(data: bytes, dtype: np.dtype[Any], name: str) -> NDArray[Any]:
-    """The numbers in `data`, the field `name`. Raises UserError if the last is cut off."""
+    """The numbers in `data`, the field `name`. Raises UserError for a cut one."""
     if len(data) % dtype.itemsize:
         raise UserError(f"{name} has {len(data)} bytes, which is not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype=dtype)
@@ -85,7 +85,7 @@ def _from_csr(csr: tinker_pb2.SparseCsr, dtype: np.dtype[Any], shape: tuple[int,
 
 
 def csr_rows(crow: NDArray[np.int64], col: NDArray[np.int64], values: int, shape: tuple[int, int]) -> NDArray[np.int64]:
-    """The row of each of the `values` entries of a CSR matrix. Raises UserError for indices that do not fit its shape or each other."""
+    """The row of each of the `values` entries of a CSR matrix. Raises UserError for indices that do not fit."""
     rows, columns = shape
     if len(crow) != rows + 1:
         raise UserError(f"crow_indices has {len(crow)} entries; {rows} rows need {rows + 1}")

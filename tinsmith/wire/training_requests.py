@@ -1,7 +1,7 @@
-"""JSON bodies about models: their steps, and saving and loading their weights.
+"""JSON bodies about models: creation, steps, saving and loading.
 
-The server stores the body of an operation as it came, and the engine parses it. So an error in it ends the operation's future and leaves
-no hole in the sequence.
+The server stores an operation's body as it came, and the engine parses it: an error ends the operation's future and leaves no hole in the
+sequence.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -14,11 +14,11 @@ from tinsmith.wire.paths import check_name
 
 CheckpointName = Annotated[str, AfterValidator(check_name)]
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
-"""Limits of a lifetime: one hour to ten years."""
+"""One hour to ten years."""
 
 
 class LoraConfig(StrictModel):
-    """Rank, seed and targets of a LoRA adapter. Rank 0 asks for full-parameter training, where the seed has no effect."""
+    """Rank, seed and targets of a LoRA adapter. Rank 0 trains all parameters, and its seed has no effect."""
 
     rank: Annotated[int, Field(ge=0)]
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
@@ -34,7 +34,7 @@ class LoraConfig(StrictModel):
 
 
 class OptimizerConfig(StrictModel):
-    """The optimizer that a model keeps as long as it exists."""
+    """The optimizer of a model."""
 
     type: Literal["adamw"] = "adamw"
 
@@ -47,7 +47,7 @@ class OptimizerConfig(StrictModel):
 
 
 class CreateModelRequest(StrictModel):
-    """POST create_model. Without a LoRA configuration the request asks for full-parameter training, as with a rank of 0."""
+    """POST create_model. No LoRA configuration means rank 0."""
 
     session_id: Id
     model_seq_id: CountFromZero
@@ -71,14 +71,14 @@ class GetInfoRequest(StrictModel):
 
 
 class OperationKey(TolerantModel):
-    """The fields that every training operation has. They suffice to append it to the log, even if the rest is wrong."""
+    """Fields of every training operation. They suffice to append it to the log, even if the rest is wrong."""
 
     model_id: Id
     seq_id: SeqId
 
 
 class Operation(StrictModel):
-    """An operation on a model that exists, at its place in the model's sequence."""
+    """An operation at its place in the sequence of a model."""
 
     model_id: Id
     seq_id: SeqId
@@ -92,9 +92,9 @@ class AdamParams(StrictModel):
     beta2: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.95
     eps: Annotated[FiniteFloat, Field(ge=0)] = 1e-12
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
-    """Decoupled from the gradient, and multiplied by the learning rate."""
+    """Decoupled from the gradient, times the learning rate."""
     grad_clip_norm: FiniteFloat = 0.0
-    """Largest global norm of the gradient; 0 or less disables clipping."""
+    """Largest global norm of the gradient; 0 or less clips nothing."""
 
 
 class OptimStepRequest(Operation):
@@ -112,10 +112,9 @@ class OptimStepRequest(Operation):
 
 
 class SaveWeightsRequest(Operation):
-    """POST save_weights: a checkpoint that training can continue from."""
+    """POST save_weights: a checkpoint to train further."""
 
     path: CheckpointName
-    """Name of the checkpoint."""
     ttl_seconds: TtlSeconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
@@ -123,12 +122,12 @@ class SaveWeightsRequest(Operation):
 
 
 class SaveWeightsForSamplerRequest(Operation):
-    """POST save_weights_for_sampler: a checkpoint named `path`, or a snapshot for the sampling session `sampling_session_seq_id`."""
+    """POST save_weights_for_sampler: a checkpoint named `path`, or a snapshot for a sampling session."""
 
     sampling_session_seq_id: CountFromZero | None = None
     path: CheckpointName | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    """Weights to sample: those of now, or always the newest that the model has published (inflight)."""
+    """Weights to sample: those of now, or always the newest published (inflight)."""
     ttl_seconds: TtlSeconds | None = None
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
@@ -145,37 +144,36 @@ class SaveWeightsForSamplerRequest(Operation):
 
 
 class SaveWeightsExternalRequest(Operation):
-    """POST save_weights_external: files that other tools load, to be downloaded."""
+    """POST save_weights_external: files to download."""
 
     path: CheckpointName
     ttl_seconds: TtlSeconds | None = None
     age_encryption_recipients: Annotated[list[str], Field(min_length=1, max_length=10)] | None = None
-    """The keys that can decrypt the files: age1... keys and SSH public keys. None leaves them as they are."""
+    """Keys that decrypt the files: age1... and SSH public keys. None leaves them plain."""
     type: Literal["save_weights_external"] = "save_weights_external"
 
 
 class LoadWeightsRequest(Operation):
-    """POST load_weights into a model that was just created."""
+    """POST load_weights into a model just created."""
 
     path: str
-    """tinker:// path of a checkpoint for training."""
     optimizer: bool
-    """Whether to continue with the saved state of the optimizer."""
+    """Whether to load the optimizer's state too."""
     optimizer_config: None = None
     weights_access_token: None = None
-    """Refused: it belongs to another account, and this server has no accounts."""
+    """Refused: this server has no accounts."""
     type: Literal["load_weights"] = "load_weights"
 
 
 class CreateFromCheckpointRequest(StrictModel):
-    """POST load_weights as the first request of a new model, which takes its LoRA configuration from the checkpoint."""
+    """POST load_weights as the first request of a new model, with the checkpoint's LoRA configuration."""
 
     session_id: Id
     model_seq_id: CountFromZero
     path: str
     optimizer: bool
     base_model: str | None = None
-    """A base model of the same architecture and sizes; None for the one that the checkpoint names."""
+    """A base of the same architecture and sizes; None for the checkpoint's."""
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: None = None
@@ -189,7 +187,7 @@ class CreateFromCheckpointRequest(StrictModel):
 
 
 class LoadWeightsAddress(TolerantModel):
-    """The part of load_weights that says where to: into a model that exists, or, without `model_id`, into a new one."""
+    """The target of load_weights: a model that exists, or, without `model_id`, a new one."""
 
     model_id: Id | None = None
 
@@ -203,4 +201,4 @@ OPERATIONS: dict[str, type[BaseModel]] = {
     "load_weights": LoadWeightsRequest,
     "create_from_checkpoint": CreateFromCheckpointRequest,
 }
-"""The model of every JSON operation by its kind in the command log. Kind "forward_backward" is protobuf."""
+"""The body of each JSON operation, by kind in the command log. "forward_backward" is protobuf."""

@@ -43,7 +43,7 @@ def main() -> int:
     if not config.only_compares:
         threading.Thread(target=_wake, args=(torch, config.models.device), daemon=True).start()
     with _absent("scipy", "sklearn"):  # transformers imports them where they are installed, for what we do not use: a second or two
-        from tinsmith.distributed.process_group import ProcessGroup
+        from tinsmith.training.parallel.process_group import ProcessGroup
         from tinsmith.worker.bases import load_bases, load_compared, require_same
         from tinsmith.worker.device_lock import lock_devices
         from tinsmith.worker.loop import Worker

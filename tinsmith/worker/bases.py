@@ -16,7 +16,6 @@ import transformers
 
 from tinsmith import __version__
 from tinsmith.config import Config, base_model_sources
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import ConfigError
 from tinsmith.kernels.compiled import digest_of_sources
 from tinsmith.memory.budget import GIB
@@ -26,6 +25,7 @@ from tinsmith.models.files import local_directory
 from tinsmith.models.fingerprint import state_of_files
 from tinsmith.models.machine import free_memory, limit_memory, size_text
 from tinsmith.sampling.self_check import check_base_model
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sharded_layers import require_divisible
 
 log = logging.getLogger(__name__)
@@ -151,10 +151,9 @@ def _remember(passed: Path, known: str) -> None:
 def _state_of(source: str) -> str:
     """`state_of_files` of a model; empty if unknown, which is never remembered."""
     directory = local_directory(source)
-    try:
+    with suppress(OSError):
         return state_of_files(directory) if directory is not None else ""
-    except OSError:
-        return ""
+    return ""
 
 
 def _surroundings(base: BaseModel, files: str, samples: bool, on_host: bool) -> str:
@@ -175,10 +174,9 @@ def _surroundings(base: BaseModel, files: str, samples: bool, on_host: bool) -> 
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def require_same(group: ProcessGroup, bases: Mapping[str, BaseModel]) -> None:

@@ -16,7 +16,7 @@ import re
 import stat
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -117,11 +117,10 @@ def lock(uuid: str, name: str, shared: bool, patience_s: float = PATIENCE_S) -> 
 
 
 def _locked(file: int, wanted: int) -> bool:
-    try:
+    with suppress(BlockingIOError):
         fcntl.flock(file, wanted | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _directory() -> int:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import torch
 
 from tinsmith.config import Config
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.memory.cache_sizes import CacheSizes
 from tinsmith.memory.plan import DevicePlace, plan_beside
 from tinsmith.memory.sizing import loaded_sizes
 from tinsmith.models.base import BaseModel
 from tinsmith.models.machine import free_memory
+from tinsmith.training.parallel.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ Only the engine waits for all. As long as one may still write, nothing is taken 
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tinsmith.protocol.work import CallFailed, DropFiles, ExportModel, FinishSav
 from tinsmith.store.disk import sync
 from tinsmith.store.files import CheckpointFiles, deleted_at_last
 from tinsmith.store.pieces import Told, check_pieces, write_pieces
-from tinsmith.training.parallel.state_part import StatePart
+from tinsmith.training.parallel.checkpoint_shard import CheckpointShard
 from tinsmith.worker.background import Background
 from tinsmith.worker.checkpoint_files import refused_by_disk, write_files
 from tinsmith.worker.exports import export_files, parse_recipients
@@ -30,26 +31,28 @@ Save = SaveModel | ExportModel
 AnswerWith = Callable[[Save, Callable[[], dict[str, Any]]], None]
 
 
+@dataclass(eq=False)
 class JointSaves:
-    """The saves that this worker has a part of."""
+    """The saves that this worker has a part of.
 
-    def __init__(self, files: CheckpointFiles, disk: Background, send: Callable[[Message], None], place: Place, answer: AnswerWith) -> None:
-        """`disk` runs what touches files; `answer` lets it run work whose result answers a call."""
-        self.files = files
-        self.disk = disk
-        self.send = send
-        self.place = place
-        self.answer = answer
-        self.begun: dict[int, Save] = {}
-        """Saves by number that this worker finishes when all have written their parts."""
+    `disk` runs what touches files; `answer` lets it run work whose result answers a call.
+    """
 
-    def write(self, message: Save, part: StatePart) -> None:
+    files: CheckpointFiles
+    disk: Background
+    send: Callable[[Message], None]
+    place: Place
+    answer: AnswerWith
+    begun: dict[int, Save] = field(default_factory=dict)
+    """Saves by number that this worker finishes when all have written their parts."""
+
+    def write(self, message: Save, part: CheckpointShard) -> None:
         """Let a thread write this worker's part, which is told when it is on the disk."""
         if self.place.writes(message.model_id):
             self.begun[message.number] = message
         self.disk.run(partial(self._write, message, part), partial(self._written, message))
 
-    def _write(self, message: Save, part: StatePart) -> list[tuple[str, int, int, int]]:
+    def _write(self, message: Save, part: CheckpointShard) -> list[tuple[str, int, int, int]]:
         row = message.checkpoint
         with refused_by_disk(row["tinker_path"], f"{self.place.name}: "):
             return write_pieces(self.files.joint(row["directory"]), part.pieces(), between_hosts=bool(self.place.host))

@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -34,22 +34,22 @@ from tinsmith.worker.background import Background
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class KeptCopies:
-    """The copies that this worker writes."""
+    """The copies that this worker writes.
 
-    def __init__(self, data_dir: Path, limit_bytes: float, share: float, threads: Background, place: Place) -> None:
-        """Take at most `limit_bytes` on the disk, with all other workers, and that `share` of each model's time."""
-        self.data_dir = data_dir
-        self.limit_bytes = limit_bytes
-        self.share = share
-        self.threads = threads
-        self.place = place
-        self.reserved: dict[str, int] = {}
-        """Bytes on the disk for the copies of each model that this worker writes: two, because the former stays while the next is
-        written.
-        """
-        self.paid_off_at: dict[str, float] = {}
-        """Monotonic time at which the last copy of each model will have taken no more than its share."""
+    They take at most `limit_bytes` on the disk, with those of all other workers, and that `share` of each model's time.
+    """
+
+    data_dir: Path
+    limit_bytes: float
+    share: float
+    threads: Background
+    place: Place
+    reserved: dict[str, int] = field(default_factory=dict)
+    """Bytes on the disk for the copies of each model that this worker writes: two, as the former stays while the next is written."""
+    paid_off_at: dict[str, float] = field(default_factory=dict)
+    """Monotonic time at which the last copy of each model will have taken no more than its share."""
 
     def keep(self, backend: LocalBackend, model_id: str, directory: Path, before: str, then: Callable[[bool], None]) -> None:
         """Copy a model as it is now; `then` is told later whether `directory` holds the copy.

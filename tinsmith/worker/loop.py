@@ -14,12 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinsmith.config import Config
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import NotFoundError
 from tinsmith.kernels.device import require_device
-from tinsmith.memory.budget import computes_together
 from tinsmith.models.base import BaseModel
-from tinsmith.models.machine import give_back_memory, size_text
+from tinsmith.models.machine import give_back_memory
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -45,22 +43,20 @@ from tinsmith.protocol.work import (
     WorkerReady,
 )
 from tinsmith.rendering.renderer import Renderer
-from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.store.blobs import BlobFiles
 from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
 from tinsmith.store.shared import SharedCheckpoints
-from tinsmith.training.backend import LocalBackend
-from tinsmith.training.parallel.sequence_parallel import SHORTEST_SLICE
-from tinsmith.training.parallel.sharded_backend import ShardedBackend
-from tinsmith.training.parallel.sharded_layers import shard
+from tinsmith.training.parallel.process_group import ProcessGroup
+from tinsmith.worker.assembly import backend_of, local_samplers, training_base, vllm_samplers
 from tinsmith.worker.background import Background
 from tinsmith.worker.device_memory import DeviceMemory
 from tinsmith.worker.device_turns import DeviceTurns, Sleeper
 from tinsmith.worker.kept_copies import KeptCopies
 from tinsmith.worker.models import Models
-from tinsmith.worker.passes import Passes, TrainingBase
+from tinsmith.worker.passes import Passes
 from tinsmith.worker.records import AskedRecords
-from tinsmith.worker.samples import Samples, SamplingBase
+from tinsmith.worker.samples import Samples
+from tinsmith.worker.sampling_base import SamplingBase
 from tinsmith.worker.snapshots import Snapshots
 from tinsmith.worker.status import WorkerStatusReporter
 
@@ -121,23 +117,29 @@ class Worker:
         backends = {name: backend_of(base, config, group) for name, base in self.bases.items()}
         self.memory = DeviceMemory(self.bases, config, group)
         for backend in backends.values() if group else ():
-            backend.share_host(self.memory.host, list(backends.values()))
+            backend.memory.share_host(self.memory.host, [each.memory for each in backends.values()])
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         sampling = config.sampling
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, disk_for_snapshots(config, place), sampling.snapshot_idle_h * 3600
         spill = Path(config.data_dir) / SNAPSHOTS_DIR / (str(place.rank) if group else "")
         shared = None if config.training.trains else SharedCheckpoints(files)
         self.snapshots = Snapshots(self.sampled_bases, records, files, spill, memory, disk, idle_s, shared)
-        self.sleepers: list[Sleeper] = []
+        sampled: dict[str, SamplingBase] = {}
+        sleepers: list[Sleeper] = []
         """Samplers whose servers take turns with training."""
-        self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.images, self.disk, records, self.send)
-        trained = {name: self._trained(backends[name], renderers[name], group) for name in self.bases}
+        if sampling.sampler == "vllm":
+            self._give_back_memory()  # servers on the same GPU start now
+            sampled, sleepers = vllm_samplers(self.sampled_bases, renderers, config, link.wake)
+        elif sampling.sampler == "local":
+            sampled = local_samplers(self.bases, renderers, config, self.memory)
+        self.samples = Samples(sampled, self.snapshots, self.rendering, self.images, self.disk, records, self.send)
+        trained = {name: training_base(backends[name], renderers[name], config, self.memory, group) for name in self.bases}
         self.longest_trained = {name: each.longest for name, each in trained.items()}
         self.passes = Passes(trained, self.rendering, self.images, self.send, self.due.append, records.find, self._dropped)
         room = config.training.kept_copies_gib * 2**30
         kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, place)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
-        self.turns = DeviceTurns(self.sleepers, config.vllm.vllm_turn_s, self._give_back_memory)
+        self.turns = DeviceTurns(sleepers, config.vllm.vllm_turn_s, self._give_back_memory)
         self.status = WorkerStatusReporter(self.samples, self.send)
         self.stopping = False
         self.suspicious = False
@@ -281,58 +283,18 @@ class Worker:
             for base in self.bases.values():
                 require_device(base.device)
 
+    def _give_back_memory(self) -> None:
+        for base in self.bases.values():
+            give_back_memory(base.device)
+
     def _read_blob(self, sha256: bytes) -> bytes:
         data = self.blobs.read(sha256)
         if data is None:
             raise NotFoundError(f"image {sha256.hex()} is not in the store")
         return data
 
-    def _trained(self, backend: LocalBackend, renderer: Renderer, group: ProcessGroup | None) -> TrainingBase:
-        """Return the trainer of a base model, with the lengths that train on this worker alone and on all together."""
-        base = backend.base
-        alone = self.memory.longest_trained(base.name)
-        if group is None or not computes_together(self.config, group.count):
-            return TrainingBase(backend, renderer, alone)
-        together = self.memory.longest_together(base.name)
-        configured = self.config.training.sequence_parallel_from
-        longest_alone = max(min(alone, configured - 1) if configured else alone, SHORTEST_SLICE * group.count - 1)
-        return TrainingBase(backend, renderer, together, longest_alone, group.count)
-
-    def _give_back_memory(self) -> None:
-        for base in self.bases.values():
-            give_back_memory(base.device)
-
-    def _sampled(self, renderers: dict[str, Renderer]) -> dict[str, SamplingBase]:
-        if self.config.sampling.sampler == "none":
-            return {}
-        if self.config.sampling.sampler == "vllm":
-            from tinsmith.sampling.vllm.sampler import start_vllm_sampler  # needs packages that are not there without vLLM
-
-            self._give_back_memory()  # servers on the same GPU start now
-            started = {
-                name: start_vllm_sampler(base, renderers[name], self.config, self.link.wake) for name, base in self.sampled_bases.items()
-            }
-            self.sleepers += started.values()
-            return {name: SamplingBase(sampler, renderers[name]) for name, sampler in started.items()}
-        chunk = self.config.training.logits_chunk
-        samplers = {
-            name: LocalSampler(base, self.config.sampling, chunk, self.memory.cache_sizes(name)) for name, base in self.bases.items()
-        }
-        for name, sampler in samplers.items():
-            size = size_text(self.memory.plans[name].budget.cache)
-            log.info("%s: the cache of %s (--kv-cache-gib) holds %s", name, size, sampler.capacity())
-        return {name: SamplingBase(sampler, renderers[name]) for name, sampler in samplers.items()}
-
 
 def disk_for_snapshots(config: Config, place: Place) -> float:
     """Bytes of the disk for a worker's snapshots: its part of the server's, if several sample."""
     samplers = place.count if config.sampling.sampler == "local" else 1
     return config.sampling.snapshot_disk_gib * 2**30 / samplers
-
-
-def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> LocalBackend:
-    """Return the trainer of a base model, whose layers `--shard weights` first shards over the group."""
-    if group is None or not config.shards_weights:
-        return LocalBackend(base, config.training, group, config.sampling.eager)
-    shard(base, group)
-    return ShardedBackend(base, config.training, group, gives_snapshots=config.compares_with_copy)

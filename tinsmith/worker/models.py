@@ -6,14 +6,14 @@ training and sampling. A model goes on as soon as the engine has heard that its 
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tinsmith.errors import TinsmithError
 from tinsmith.models.lora import Adapter
-from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.boundary import failing_into, result_or_error
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
@@ -42,29 +42,21 @@ from tinsmith.worker.kept_copies import KeptCopies
 from tinsmith.worker.snapshots import Snapshots
 
 
+@dataclass(eq=False)
 class Models:
     """The models of a worker. `enqueue` lets the device's thread do something; `check` raises UserError if a shape cannot be sampled."""
 
-    def __init__(
-        self,
-        backends: Mapping[str, LocalBackend],
-        snapshots: Snapshots,
-        files: CheckpointFiles,
-        disk: Background,
-        send: Callable[[Message], None],
-        enqueue: Callable[[Callable[[], None]], None],
-        check: Callable[[str, LoraShape], None],
-        kept: KeptCopies,
-    ) -> None:
-        self.backends = backends
-        self.snapshots = snapshots
-        self.files = files
-        self.disk = disk
-        self.send = send
-        self.enqueue = enqueue
-        self.check = check
-        self.kept = kept
-        self.joint = JointSaves(files, disk, send, kept.place, self._beside)
+    backends: Mapping[str, LocalBackend]
+    snapshots: Snapshots
+    files: CheckpointFiles
+    disk: Background
+    send: Callable[[Message], None]
+    enqueue: Callable[[Callable[[], None]], None]
+    check: Callable[[str, LoraShape], None]
+    kept: KeptCopies
+
+    def __post_init__(self) -> None:
+        self.joint = JointSaves(self.files, self.disk, self.send, self.kept.place, self._beside)
 
     def call(self, message: Call) -> None:
         """Do what a call asks for. It is answered now, or when its files are written or read."""
@@ -130,10 +122,7 @@ class Models:
 
     def _refusal(self, base_model: str, shape: LoraShape) -> TinsmithError | None:
         """Return why a model of this shape could not be sampled."""
-        refusals: list[TinsmithError] = []
-        with failing_into(refusals.append):
-            self.check(base_model, shape)
-        return refusals[0] if refusals else None
+        return result_or_error(partial(self.check, base_model, shape))
 
     def _take_snapshot(self, backend: LocalBackend, message: TakeSnapshot) -> None:
         """Publish a snapshot, or give the worker that does so what it needs of this one."""

@@ -8,14 +8,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from tinsmith.errors import GivenUpError, TinsmithError, UserError
 from tinsmith.kernels.device import Stopwatch
-from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.boundary import failing_into, result_or_error
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of
 from tinsmith.rendering.renderer import Renderer
@@ -52,43 +52,36 @@ class TrainingBase:
         return [index for index, datum in enumerate(datums) if self.longest_alone is not None and len(datum) > self.longest_alone]
 
 
+@dataclass(eq=False)
 class Passes:
-    """Prepared operations and the passes over them. `enqueue` lets the device's thread do something."""
+    """Prepared operations and the passes over them. `enqueue` lets the device's thread do something.
 
-    def __init__(
-        self,
-        bases: Mapping[str, TrainingBase],
-        rendering: Background,
-        images: Background,
-        send: Callable[[Message], None],
-        enqueue: Callable[[Callable[[], None]], None],
-        find_recorded: FindRecorded,
-        dropped: Callable[[], Collection[str]] = tuple,
-    ) -> None:
-        """`dropped` returns, in the middle of a pass, the operations that the engine has dropped meanwhile."""
-        self.bases = bases
-        self.rendering = rendering
-        self.images = images
-        self.send = send
-        self.enqueue = enqueue
-        self.find_recorded = find_recorded
-        self.dropped = dropped
-        self.noticed: set[str] = set()
-        """Notices of losses that were already logged."""
-        self.datums: dict[str, dict[int, CheckedDatum]] = {}
-        """Datums that are not computed yet, by operation and index."""
-        self.preparing: dict[str, Prepare] = {}
-        """Operations that threads are preparing and that are still wanted."""
-        self.passes: dict[int, RunPass] = {}
-        """Passes that the device has not been given, by number and in order."""
-        self.rendered: dict[int, list[Rendered | None]] = {}
-        """Datums of these passes; None while images are being decoded."""
-        self.of_images: set[int] = set()
-        """Numbers of passes with images that the device has not computed."""
-        self.behind: dict[int, list[Callable[[], None]]] = {}
-        """Work for the device behind a pass, by the pass's number."""
-        self.timed: deque[tuple[RunPass, Stopwatch]] = deque()
-        """Computed passes whose seconds the engine has not heard."""
+    `dropped` returns, in the middle of a pass, the operations that the engine has dropped meanwhile.
+    """
+
+    bases: Mapping[str, TrainingBase]
+    rendering: Background
+    images: Background
+    send: Callable[[Message], None]
+    enqueue: Callable[[Callable[[], None]], None]
+    find_recorded: FindRecorded
+    dropped: Callable[[], Collection[str]] = tuple
+    noticed: set[str] = field(default_factory=set)
+    """Notices of losses that were already logged."""
+    datums: dict[str, dict[int, CheckedDatum]] = field(default_factory=dict)
+    """Datums that are not computed yet, by operation and index."""
+    preparing: dict[str, Prepare] = field(default_factory=dict)
+    """Operations that threads are preparing and that are still wanted."""
+    passes: dict[int, RunPass] = field(default_factory=dict)
+    """Passes that the device has not been given, by number and in order."""
+    rendered: dict[int, list[Rendered | None]] = field(default_factory=dict)
+    """Datums of these passes; None while images are being decoded."""
+    of_images: set[int] = field(default_factory=set)
+    """Numbers of passes with images that the device has not computed."""
+    behind: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
+    """Work for the device behind a pass, by the pass's number."""
+    timed: deque[tuple[RunPass, Stopwatch]] = field(default_factory=deque)
+    """Computed passes whose seconds the engine has not heard."""
 
     def prepare(self, message: Prepare) -> None:
         """Check an operation, here or in a thread, and answer."""
@@ -216,7 +209,7 @@ class Passes:
                 message.number,
                 [(*piece, list(result.logprobs.shape)) for piece, result in results.items()],
                 [(*piece, type_of(error), str(error)) for piece, error in failures.items()],
-                backend.tokens_per_pass,
+                backend.passes.tokens_per_pass,
                 [list(result.metrics) for result in results.values()],
                 self._took(),
                 b"".join([np.array(numbers, dtype=np.float64).tobytes(), *(result.logprobs.tobytes() for result in results.values())]),
@@ -247,10 +240,7 @@ class Passes:
 
 def _render(piece: Piece, datum: CheckedDatum) -> Rendered:
     """Decode the images of a datum."""
-    failures: list[TinsmithError] = []
-    with failing_into(failures.append):
-        return piece, datum.work()
-    return piece, failures[0]
+    return piece, result_or_error(datum.work)
 
 
 Outcome = tuple[dict[Piece, DatumResult], dict[Piece, TinsmithError]]

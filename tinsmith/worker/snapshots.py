@@ -9,148 +9,27 @@ it for `idle_s`, and over `disk_bytes` the least recently sampled are. The newes
 
 import logging
 import math
-import shutil
-import threading
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tinsmith.errors import NotFoundError, TinsmithError
-from tinsmith.memory.budget import snapshot_bytes
+from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
-from tinsmith.models.machine import require_memory
-from tinsmith.protocol.weights import WeightsRef
-from tinsmith.sampling.sampler import ref_of
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.shared import SavedRows, SharedCheckpoints, require_sampled
-from tinsmith.training.checkpoint import About, SavedState, read_about, read_state, weights_from, write_state
+from tinsmith.store.shared import SavedRows, SharedCheckpoints
+from tinsmith.training.checkpoint import About
 from tinsmith.wire.paths import is_path
-from tinsmith.worker.checkpoint_files import opened_files
+from tinsmith.worker.spill import Key, Spill, Written
+from tinsmith.worker.weights_reader import Snapshot, WeightsReader
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 60.0
 """Seconds between two looks for idle snapshots."""
-
-
-Key = tuple[str, str]
-"""Name of the base model, and the id of a snapshot or the path of a checkpoint."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """Weights that were written to disk."""
-
-    directory: Path
-    ref: WeightsRef
-    size: int
-    """Bytes on the disk."""
-
-
-@dataclass(frozen=True)
-class _Leaving:
-    """Weights on their way."""
-
-    key: Key
-    about: About
-    weights: Weights
-
-
-class Spill:
-    """Snapshots on disk, by key, written by a thread of its own, one at a time. Until one is written it stays in memory."""
-
-    def __init__(self, directory: Path) -> None:
-        """Delete the snapshots of an earlier worker in the directory."""
-        self.directory = directory
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        self._thread = ThreadPoolExecutor(1, "spill")
-        self._lock = threading.Lock()
-        self._leaving: _Leaving | None = None
-        self._writing: Future[None] | None = None
-        self._written: dict[Key, Written] = {}
-
-    def put(self, key: Key, about: About, weights: Weights) -> None:
-        """Start to write weights, when the ones before are on the disk, unless they are there already.
-
-        Raises TinsmithError if the disk did not take the ones before: they are kept, and tried again.
-        """
-        if self.find(key) is None:
-            self.settle()
-            self._start(_Leaving(key, about, weights))
-
-    def find(self, key: Key) -> Weights | Written | None:
-        """Return the weights if they are still in memory, or where they are on disk; None if they were never put here."""
-        with self._lock:
-            if self._leaving is not None and self._leaving.key == key:
-                return self._leaving.weights
-            return self._written.get(key)
-
-    def keys(self) -> list[Key]:
-        with self._lock:
-            return [*self._written, *([self._leaving.key] if self._leaving is not None else [])]
-
-    def sizes(self) -> dict[Key, int]:
-        """Bytes of each snapshot that is on the disk or on its way."""
-        with self._lock:
-            leaving = {} if self._leaving is None else {self._leaving.key: self._leaving.weights.nbytes}
-            return {key: written.size for key, written in self._written.items()} | leaving
-
-    def drop(self, key: Key) -> None:
-        """Forget a snapshot, if it is here."""
-        leaving = self._leaving
-        if leaving is not None and leaving.key == key:
-            self._thread.submit(self._forget_leaving).result()  # when it has been written, or has failed
-            self._writing = None
-        written = self._written.pop(key, None)
-        if written is not None:
-            shutil.rmtree(written.directory, ignore_errors=True)  # it may have been deleted from outside
-
-    def settle(self) -> None:
-        """Wait until all is on the disk. Raises what went wrong, which is tried again."""
-        if self._writing is None:
-            return
-        try:
-            self._writing.result()
-        except Exception:
-            if self._leaving is not None:
-                self._start(self._leaving)
-            raise
-
-    def _start(self, leaving: _Leaving) -> None:
-        self._leaving = leaving
-        self._writing = self._thread.submit(self._write, leaving)
-
-    def _write(self, leaving: _Leaving) -> None:
-        directory = self.directory / uuid.uuid4().hex
-        try:
-            write_state(SavedState(leaving.about, dict(leaving.weights.named_tensors())), directory)
-            size = sum(file.stat().st_size for file in directory.iterdir())
-        except Exception:
-            shutil.rmtree(directory, ignore_errors=True)  # it may not even have been made
-            raise
-        with self._lock:
-            self._written[leaving.key] = Written(directory, ref_of(leaving.weights, leaving.key[0]), size)
-            self._leaving = None
-
-    def _forget_leaving(self) -> None:
-        self._leaving = None
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Weights in memory that can be sampled."""
-
-    weights: Weights
-    expires_at: float | None = None
-    """Unix time from which a checkpoint may not be sampled any more."""
 
 
 class Snapshots:
@@ -172,9 +51,7 @@ class Snapshots:
         Checkpoints that are not among the `rows` of the database are looked for among the `shared` ones.
         """
         self.bases = bases
-        self.rows = rows
-        self.files = files
-        self.shared = shared
+        self.read = WeightsReader(bases, rows, files, shared)
         self.spill = Spill(spill)
         self.memory_bytes = memory_bytes
         self.disk_bytes = disk_bytes
@@ -237,13 +114,14 @@ class Snapshots:
         key = (base_model, weights_id)
         if is_path(weights_id):
             self._reading.add(key)
-            return partial(self._read_checkpoint, key)
+            return partial(self.read.checkpoint, key)
         found = self.spill.find(key)
         if found is None:
-            raise NotFoundError(f"the weights of snapshot {weights_id} are gone{self._reason(key)}; save them again")
+            why = f": {self.dropped[key]}; weights that are saved under a name are kept" if key in self.dropped else ""
+            raise NotFoundError(f"the weights of snapshot {weights_id} are gone{why}; save them again")
         self._reading.add(key)
         if isinstance(found, Written):
-            return partial(self._read_spilled, key, found.directory, found.ref)
+            return partial(self.read.spilled, key, found)
         return partial(Snapshot, found)
 
     def hold(self, key: Key, read: Callable[[], Snapshot]) -> None:
@@ -271,36 +149,6 @@ class Snapshots:
         self._reading = {key for key in self._reading if key[1] != path}
         for key in [key for key in self.held if key[1] == path]:
             del self.held[key]
-
-    def _read_checkpoint(self, key: Key) -> Snapshot:
-        path = key[1]
-        checkpoint = require_sampled(self.rows, self.shared, path)
-        ref = WeightsRef(key[0], checkpoint.directory, path)
-        try:
-            with opened_files(self.files, checkpoint.directory, optimizer=False) as directory:
-                return Snapshot(self._read(key, directory, ref), checkpoint.expires_at)
-        except TinsmithError:
-            require_sampled(self.rows, self.shared, path)  # it may have been deleted while its files were read
-            raise
-
-    def _reason(self, key: Key) -> str:
-        return f": {self.dropped[key]}; weights that are saved under a name are kept" if key in self.dropped else ""
-
-    def _read_spilled(self, key: Key, directory: Path, ref: WeightsRef) -> Snapshot:
-        try:
-            return Snapshot(self._read(key, directory, ref))
-        except FileNotFoundError as error:
-            log.warning("%s, files of snapshot %s, was deleted", directory, key[1])  # clients are not told where it was
-            raise NotFoundError(f"the files of snapshot {key[1]} were deleted; save the weights again") from error
-
-    def _read(self, key: Key, directory: Path, ref: WeightsRef) -> Weights:
-        base_model, weights_id = key
-        base = self.bases[base_model]
-        shape = read_about(directory).shape
-        if shape.rank == 0:
-            size = snapshot_bytes(sum(parameter.numel() for parameter in base.full_targets(shape).values()), base.dtype)
-            require_memory(f"sampling from {weights_id}", size, base.device)
-        return weights_from(read_state(directory, base), base, ref)
 
     def _keep(self, key: Key, held: Snapshot) -> None:
         """Keep weights in memory, which the least recently sampled leave if there is no room for all."""

@@ -45,8 +45,8 @@ class WorkerStatusReporter:
         if now - self.summed_up[0] >= SUMMARY_S:
             self.sum_up()
         running, waiting = self.samples.load()
-        status = WorkerStatus(running, waiting, self.samples.sampled_tokens, {}, graphs_made())
-        facts = self.done, self.samples.finished, status
+        status = WorkerStatus(running, waiting, self.samples.results.sampled_tokens, {}, graphs_made())
+        facts = self.done, self.samples.results.finished, status
         if facts != self.reported:
             self.reported = facts
             self.send(dataclasses.replace(status, memory=memory_held()))
@@ -54,8 +54,9 @@ class WorkerStatusReporter:
     def sum_up(self) -> None:
         """Log how much was sampled, and which graphs were made, since the last summary; nothing if there was nothing."""
         since, samples, tokens = self.summed_up
-        self.summed_up = (time.monotonic(), self.samples.finished, self.samples.sampled_tokens)
-        new, new_tokens, seconds = self.samples.finished - samples, self.samples.sampled_tokens - tokens, self.summed_up[0] - since
+        results = self.samples.results
+        self.summed_up = (time.monotonic(), results.finished, results.sampled_tokens)
+        new, new_tokens, seconds = results.finished - samples, results.sampled_tokens - tokens, self.summed_up[0] - since
         if new:
             log.info("samples: %d finished, %d tokens in %.0f s (%.0f tokens/s)", new, new_tokens, seconds, new_tokens / seconds)
         made = graphs_made()

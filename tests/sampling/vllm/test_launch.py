@@ -11,7 +11,6 @@ import torch
 from transformers import Qwen3VLConfig
 
 from tinsmith.config import Config, load
-from tinsmith.distributed.meeting import LOOPBACK
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, loading_of
 from tinsmith.models.families import empty_network
@@ -27,6 +26,7 @@ from tinsmith.sampling.vllm.launch import (
     sizes_of,
     transfer_kind,
 )
+from tinsmith.training.parallel.meeting import LOOPBACK
 
 GIB = 2**30
 CONTEXT = 262_144

@@ -17,6 +17,7 @@ from tinsmith.config import SamplingConfig
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.memory.budget import CPU_CACHE
 from tinsmith.memory.cache_sizes import BLOCK, CacheShape, CacheSizes
+from tinsmith.memory.retries import is_out_of_memory
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import LoraShape
@@ -31,7 +32,6 @@ from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, ref_of
 from tinsmith.sampling.stopping import stop_rule
 from tinsmith.store import ids
-from tinsmith.training.backend import is_out_of_memory
 from tinsmith.wire.sample import SampleRequest
 
 log = logging.getLogger(__name__)

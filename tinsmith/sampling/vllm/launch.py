@@ -19,7 +19,6 @@ import torch
 
 import tinsmith
 from tinsmith.config import Config, base_model_sources
-from tinsmith.distributed.meeting import LOOPBACK, communication_variables
 from tinsmith.errors import ConfigError
 from tinsmith.memory.budget import CPU_CACHE
 from tinsmith.models.base import BaseModel, pick_device
@@ -28,6 +27,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import TransferKind, backend_of
 from tinsmith.sampling.vllm.options import share_of, value_of
 from tinsmith.sampling.vllm.servers import Launch
+from tinsmith.training.parallel.meeting import LOOPBACK, communication_variables
 from tinsmith.wire.prompt_scores import MAX_TOPK
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from tinsmith.distributed.meeting import LOOPBACK, set_communication_variables
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.kernels.device import on_device
 from tinsmith.models.base import BaseModel
@@ -36,6 +35,7 @@ from tinsmith.sampling.inside_vllm import DELTA_NET_PARTS, TransferKind
 from tinsmith.sampling.inside_vllm.identity import Identity
 from tinsmith.sampling.inside_vllm.transfer_group import TRAINER, TransferGroup
 from tinsmith.sampling.vllm.protocol import Connection, ServerFailedError
+from tinsmith.training.parallel.meeting import LOOPBACK, set_communication_variables
 from tinsmith.training.peft_format import write_adapter
 
 PREFIX = "tinsmith-weights-"

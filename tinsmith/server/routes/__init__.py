@@ -1,1 +1,1 @@
-"""The routes of the Tinker API, one file for each kind of resource. All paths are relative to /api/v1."""
+"""The routes of the Tinker API, below /api/v1; one file for each kind of resource."""

@@ -1,4 +1,4 @@
-"""Routes that list, search and describe training runs, checkpoints and sessions, and put sessions into projects."""
+"""Routes that list, search and describe runs, checkpoints and sessions."""
 
 import time
 from typing import Any
@@ -92,7 +92,7 @@ async def get_session(request: Request, session_id: str) -> Response:
 
 @router.put("/sessions/{session_id}/project")
 async def assign_project(request: Request, session_id: str) -> Response:
-    """Put a session into a project. A project is only a name and need not be created first."""
+    """Put a session into a project, which is only a name."""
     asked = await read_json(request, AssignProjectRequest)
     await hub_of(request).store.write(catalog.assign_project, session_id, asked.project_id)
     return json_reply({})

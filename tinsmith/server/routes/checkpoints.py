@@ -19,13 +19,13 @@ from tinsmith.wire.service_requests import CreateSessionRequest
 router = APIRouter()
 
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{segment}/{name}"
-"""The path of a checkpoint's routes. The checkpoint's id has two segments, such as weights/NAME."""
+"""A checkpoint's id has two segments, such as weights/NAME."""
 _COPIES = uuid.UUID("6a2f0c1e-94d5-4d0b-8e52-0f3f7d1c9b27")
-"""UUID namespace of the sessions that hold copies."""
+"""UUID namespace of sessions that hold copies."""
 
 
 def path_of(run_id: str, segment: str, name: str) -> str:
-    """The tinker:// path of the checkpoint that a URL names. Raises UserError if it cannot name one."""
+    """The tinker:// path that a URL names. Raises UserError if it cannot name one."""
     return str(parse_path(f"tinker://{run_id}/{segment}/{name}"))
 
 
@@ -40,7 +40,7 @@ async def delete(request: Request, run_id: str, segment: str, name: str) -> Resp
 
 @router.post(f"{CHECKPOINT}/publish")
 async def publish(request: Request, run_id: str, segment: str, name: str) -> Response:
-    """Mark as public. Doing so twice is no error: the SDK would repeat a request that is answered 409 for minutes."""
+    """Mark as public. Doing so again is no error: the SDK repeats what is answered 409 for minutes."""
     await hub_of(request).store.write(catalog.publish_checkpoint, path_of(run_id, segment, name), public=True)
     return json_reply({})
 
@@ -71,7 +71,7 @@ async def weights_info(request: Request) -> Response:
 
 @router.post("/copy_weights")
 async def copy_weights(request: Request) -> Response:
-    """Copy a checkpoint: a second one with the same files, in a run of its own that cannot be trained."""
+    """Copy a checkpoint: the same files, in a run of its own that cannot be trained."""
     hub = hub_of(request)
     asked = await read_json(request, CopyWeightsRequest)
     if request.headers.get("x-tinker-weights-access-token"):
@@ -84,7 +84,7 @@ async def copy_weights(request: Request) -> Response:
 
 
 async def _session_for_copy(hub: Hub, request: Request, asked: CopyWeightsRequest) -> str:
-    """A session in the destination project that is finished from the start. A retry has the same key and gets the same session."""
+    """A session of the destination project, finished from the start. A retry has the same key and gets the same session."""
     await hub.store.read(Store.require_checkpoint, asked.source_path)
     key = request.headers.get("x-idempotency-key") or uuid.uuid4().hex
     session_id = str(uuid.uuid5(_COPIES, f"{key}\n{asked.destination_project_id}\n{asked.source_path}"))

@@ -1,13 +1,12 @@
-"""Files to download by signed URLs, without an API key: external weights, and traces of sessions.
+"""Downloads by signed URLs, without an API key: external weights, and traces of sessions.
 
-A signature covers the directory of the files, so a URL is no longer valid once its checkpoint is deleted, even if another gets the same
-name.
+A signature covers the files' directory: a deleted checkpoint's URL stays invalid even if another gets its name.
 """
 
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -37,7 +36,7 @@ async def external_weights_urls(request: Request, run_id: str, segment: str, nam
     hub = hub_of(request)
     parse_query(Query, request.query_params)
     checkpoint = await _external(hub, path_of(run_id, segment, name))
-    sizes = await asyncio.to_thread(hub.files.sizes, checkpoint.directory)
+    sizes = await _sizes(hub, checkpoint)
     expires = int(time.time()) + hub.config.server.download_ttl_s
     urls = {}
     for file in sizes:
@@ -48,7 +47,7 @@ async def external_weights_urls(request: Request, run_id: str, segment: str, nam
 
 @router.get(f"{CHECKPOINT}/archive")
 async def archive(run_id: str, segment: str, name: str) -> Response:
-    """Refused: SDKs before 0.36 ask for all files of a checkpoint as one archive, newer ones download external weights."""
+    """Refused: only SDKs before 0.36 ask for a checkpoint as one archive."""
     path = path_of(run_id, segment, name)
     raise NotBuiltError(
         f"{path} cannot be downloaded as an archive; run `tinsmith export {path} DIRECTORY` beside the server, "
@@ -63,30 +62,34 @@ async def download(request: Request, run_id: str, name: str, file: str) -> Respo
     asked = parse_query(DownloadQuery, request.query_params)
     checkpoint = await _external(hub, path_of(run_id, "external_weights", name))
     hub.signer.check(asked.signature, asked.expires, checkpoint.directory, file)
-    sizes = await asyncio.to_thread(hub.files.sizes, checkpoint.directory)
+    sizes = await _sizes(hub, checkpoint)
     if file not in sizes:
         raise NotFoundError(f"{checkpoint.tinker_path} has no file {file!r}")
     return _part(hub, checkpoint, file, sizes[file], wanted_bytes(request.headers, sizes[file]))
 
 
+async def _sizes(hub: Hub, checkpoint: Checkpoint) -> dict[str, int]:
+    return await asyncio.to_thread(lambda: hub.files.at(checkpoint.directory).sizes())
+
+
 def _part(hub: Hub, checkpoint: Checkpoint, file: str, size: int, wanted: range) -> Response:
-    """These bytes of a file of `size` bytes."""
     if size and not wanted:
         detail = f"{file} has {size} bytes, and the Range asks for none of them"
         return json_reply({"detail": detail}, 416, {"Content-Range": f"bytes */{size}"})
     headers = {"Content-Length": str(len(wanted)), "Accept-Ranges": "bytes"}
     if len(wanted) < size:
         headers["Content-Range"] = f"bytes {wanted.start}-{wanted.stop - 1}/{size}"
-    # An iterator that is not asynchronous is run in a thread.
-    blocks = hub.files.read(checkpoint.directory, file, wanted)
-    return StreamingResponse(blocks, 206 if len(wanted) < size else 200, headers, "application/octet-stream")
+
+    def blocks() -> Iterator[bytes]:  # one that is not asynchronous is run in a thread
+        yield from hub.files.at(checkpoint.directory).read(file, wanted)
+
+    return StreamingResponse(blocks(), 206 if len(wanted) < size else 200, headers, "application/octet-stream")
 
 
 def wanted_bytes(headers: Mapping[str, str], size: int) -> range:
-    """Return the bytes of a file of `size` bytes to send (RFC 9110, section 14); empty if the range lies outside of the file.
+    """The bytes to send of a file of `size` bytes (RFC 9110, section 14); empty if the range lies outside of it.
 
-    The whole file, as the RFC allows, if the header is anything but a single range of bytes, or comes with If-Range: our replies have no
-    ETag and no date that it could compare.
+    The whole file for anything but a single range, and with If-Range: our replies have nothing that it could compare.
     """
     asked = _RANGE.fullmatch(headers.get("range", "").strip())
     if asked is None or "if-range" in headers or asked.group(1, 2) == ("", ""):
@@ -105,7 +108,7 @@ async def _external(hub: Hub, path: str) -> Checkpoint:
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(request: Request, session_id: str) -> Response:
-    """A URL of the session's trace, which is computed when it is fetched."""
+    """A URL of the session's trace, which is computed when fetched."""
     hub = hub_of(request)
     parse_query(Query, request.query_params)
     await hub.session(session_id)
@@ -125,16 +128,13 @@ async def trace(request: Request, session_id: str) -> Response:
 
 
 def _signed_url(request: Request, place: str, expires: int, *parts: str) -> str:
-    """A URL with the host by which this client reaches the server, also through a proxy that keeps the Host header."""
+    """A URL with the host by which this client reaches the server, through a proxy too."""
     signature = hub_of(request).signer.sign(expires, *parts)
     return f"{request.base_url}api/v1/{place}?expires={expires}&signature={signature}"
 
 
 def trace_of(operations: Sequence[LoggedOperation]) -> dict[str, Any]:
-    """A trace for ui.perfetto.dev or chrome://tracing: one span for each operation, from its arrival to its end if it has ended.
-
-    The operations of a model overlap if its client sends the next before the last has ended. Samples are not in the log.
-    """
+    """A trace for ui.perfetto.dev or chrome://tracing: a span for each operation, from arrival to end. Samples are not in the log."""
     tracks = {model_id: number for number, model_id in enumerate(dict.fromkeys(o.model_id for o in operations), 1)}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": number, "args": {"name": model_id}} for model_id, number in tracks.items()

@@ -1,4 +1,4 @@
-"""Waiting for the outcome of an operation or sample, or of all samples of a client; giving up a sample."""
+"""Waiting for operations and samples, and giving up samples."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.errors import NotFoundError, StoreUnavailableError
+from tinsmith.errors import NotFoundError, StoreUnavailableError, reported
 from tinsmith.protocol.serving import CancelSample, SampleDone, SampleFailed
 from tinsmith.server.body import read_json
 from tinsmith.server.hub import Hub, hub_of
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 router = APIRouter()
 
 _MAX_POLL_BYTES = 4 * 2**20
-"""Limit of the body of a poll: enough to acknowledge some 50,000 samples."""
+"""Enough to acknowledge some 50,000 samples."""
 _FORGOTTEN_AT_A_TIME = 100
-"""Number of samples that are forgotten before other requests have their turn."""
+"""Samples that are forgotten before other requests have their turn."""
 
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request) -> Response:
-    """The outcome of an operation or a sample. If there is none after `long_poll_s`, 408, upon which the SDK asks again at once."""
+    """The outcome of an operation or a sample; 408 after `long_poll_s`, upon which the SDK asks again at once."""
     hub = hub_of(request)
     request_id = (await read_json(request, RetrieveFutureRequest)).request_id
     hub.lifetimes.saw(request_id)
@@ -45,7 +45,7 @@ async def retrieve_future(request: Request) -> Response:
 
 @router.post("/retrieve_futures")
 async def retrieve_futures(request: Request) -> Response:
-    """Return the samples of a client that have ended since it last asked, after up to `long_poll_s`. The client fetches each result."""
+    """The samples of a client that have ended since it last asked, after up to `long_poll_s`. It then fetches each."""
     hub = hub_of(request)
     asked = await hub.bodies.read_parsed(request, _MAX_POLL_BYTES, None, "application/json", parse_poll)
     client = asked.target.sampling_session_id, asked.target.cloned_sampler_id
@@ -63,7 +63,7 @@ async def retrieve_futures(request: Request) -> Response:
 
 @router.post("/cancel_future")
 async def cancel_future(request: Request) -> Response:
-    """Stop a sample that its client no longer wants. What has ended, or is not a sample, is left as it is."""
+    """Stop a sample that runs; anything else is left as it is."""
     hub = hub_of(request)
     request_id = (await read_json(request, CancelFutureRequest)).request_id
     sample = hub.samples.find(request_id)
@@ -74,7 +74,7 @@ async def cancel_future(request: Request) -> Response:
 
 
 async def _forget(hub: Hub, request_id: str) -> None:
-    """The client no longer needs this sample. If it still runs, it is cancelled."""
+    """Forget a sample that its client no longer needs; cancel it if it runs."""
     sample = hub.samples.remove(request_id)
     if sample is not None and sample.outcome is None:
         hub.waiters.look_again(request_id)
@@ -82,18 +82,15 @@ async def _forget(hub: Hub, request_id: str) -> None:
 
 
 async def _look_for_operation(hub: Hub, request_id: str) -> Outcome | None:
-    try:
+    # Reported, and the poll waits for the engine: answered 503, the SDK would ask again without a pause.
+    with reported(StoreUnavailableError, partial(log.warning, "%s cannot be looked up: %s", request_id)):
         outcome = await hub.store.read(Store.outcome, request_id)
         status = "done" if outcome is not None else await hub.store.read(Store.status, request_id)
-    except StoreUnavailableError as error:  # the poll waits for the engine's report; answered 503, the SDK would ask again without a pause
-        log.warning("%s cannot be looked up: %s", request_id, error)
-        return None
-    if outcome is not None:
+        if status is None:
+            raise NotFoundError(f"request_id={request_id!r} does not exist")
+        if status == "dropped":
+            raise GoneError(f"the result of {request_id} is not kept any more: its session is finished, or it is older than result_ttl_s")
         return outcome
-    if status is None:
-        raise NotFoundError(f"request_id={request_id!r} does not exist")
-    if status == "dropped":
-        raise GoneError(f"the result of {request_id} is not kept any more: its session is finished, or it is older than result_ttl_s")
     return None
 
 
@@ -122,7 +119,7 @@ def _sample_reply(hub: Hub, ended: SampleDone | SampleFailed) -> Response:
 
 
 async def _reason_unknown(hub: Hub, request_id: str) -> Exception:
-    """Return the error for an unknown sample. If its weights are gone it is a 404: after a 410 the SDK would submit it again and again."""
+    """The error for an unknown sample. If its weights are gone, a 404: after a 410 the SDK would submit it for ever."""
     key = ids.parse_request_id(request_id)
     if key is None:
         return NotFoundError(f"request_id={request_id!r} does not exist")

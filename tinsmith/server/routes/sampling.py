@@ -1,4 +1,4 @@
-"""Routes of sampling sessions and samples. A wrong sample is refused at once: unlike an operation it has no place in a sequence."""
+"""Sampling sessions and samples. A wrong sample is refused at once: it has no place in a sequence."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -26,7 +26,7 @@ def _require_sampler(hub: Hub) -> None:
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(request: Request) -> Response:
-    """A new sampling session of a base model or a checkpoint. A repeat with the same number gets the same session."""
+    """A new sampling session of a base model or a checkpoint. A repeat gets the same."""
     hub = hub_of(request)
     asked = await read_json(request, CreateSamplingSessionRequest)
     _require_sampler(hub)
@@ -44,7 +44,7 @@ async def create_sampling_session(request: Request) -> Response:
 
 @router.post("/join_sampling_session")
 async def join_sampling_session(request: Request) -> Response:
-    """A number for one more client of a sampling session, from which the ids of its samples are counted."""
+    """A number for one more client of a sampling session; ids of its samples count from it."""
     hub = hub_of(request)
     asked = await read_json(request, JoinSamplingSessionRequest)
     await hub.sampling_sessions.find(asked.sampling_session_id)
@@ -53,7 +53,7 @@ async def join_sampling_session(request: Request) -> Response:
 
 
 async def _base_model_of(hub: Hub, asked: CreateSamplingSessionRequest, from_here: bool) -> str:
-    """The base model that the request or its checkpoint names. Raises UserError or NotFoundError if one of them cannot be sampled."""
+    """The base model that the request or its checkpoint names. Raises UserError or NotFoundError if it cannot be sampled."""
     checkpoint = None if asked.model_path is None else await hub.store.read(require_sampled, hub.shared, asked.model_path)
     name = asked.base_model or (checkpoint.base_model if checkpoint else "")
     facts = hub.base_models.find(name, from_here)
@@ -80,10 +80,7 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
 
 @router.post("/asample")
 async def asample(request: Request) -> Response:
-    """Start a sample. A repeat with the same (sampling_session_id, seq_id) gets the same answer and starts nothing.
-
-    Raises UserError for another sample of that key.
-    """
+    """Start a sample. A repeat with the same key gets the same answer and starts nothing; another sample of that key is refused."""
     hub = hub_of(request)
     _require_sampler(hub)
     limits = hub.config.requests

@@ -1,7 +1,8 @@
-"""Routes about the service itself, and those that begin and end a session. The last are of things that only a hosted service has."""
+"""The service itself, beginning and end of sessions, and what only a hosted service has."""
 
 import logging
 import uuid
+from contextlib import suppress
 
 from fastapi import APIRouter, Request, Response
 from packaging.version import InvalidVersion, Version
@@ -21,13 +22,12 @@ log = logging.getLogger(__name__)
 router = APIRouter()
 
 OLDEST = "0.22.3"
-"""The first SDK that sends every forward pass in protobuf when it is asked to."""
+"""The first SDK that can send every forward pass in protobuf."""
 NEWEST = "0.38.0"
 """The newest SDK that was tested."""
 
 FLAGS_FOR_OLDER = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True, "create_model_via_load_weights": True}
-"""Flags of client/config that turn on what SDKs from 0.25.0 on do anyway: training data in protobuf, forward passes too, and one request to
-create a model from a checkpoint."""
+"""Flags for what SDKs from 0.25.0 on do anyway: all passes in protobuf, one request to create a model from a checkpoint."""
 
 _TELEMETRY_BYTES = 8 * 2**20
 """Limit of a telemetry body, which is not parsed."""
@@ -42,10 +42,7 @@ async def livez() -> Response:
 @router.get("/readyz")
 @router.get("/healthz")
 async def readyz(request: Request) -> Response:
-    """200 while the engine can take work; 503 with the reason while it loads, is restarted, shows no sign of life, or the database is bad.
-
-    `healthz`, which the SDK knows, says the same.
-    """
+    """200 while the engine can take work, else 503 with the reason. `healthz`, which the SDK knows, says the same."""
     hub = hub_of(request)
     reason = hub.store.missing() or hub.lifetimes.damage or ("" if hub.engine.is_ready else hub.engine.reason)
     if reason:
@@ -55,7 +52,7 @@ async def readyz(request: Request) -> Response:
 
 @router.post("/client/config")
 async def client_config(request: Request) -> Response:
-    """Return the optional parts of the protocol that the SDK is to use with this server."""
+    """The optional parts of the protocol that the SDK is to use."""
     config = hub_of(request).config.server
     return json_reply(
         {
@@ -70,7 +67,7 @@ async def client_config(request: Request) -> Response:
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config(request: Request) -> Response:
-    """Flags that the SDK reads again from time to time. They say that samples can be cancelled."""
+    """Flags that the SDK reads from time to time: samples can be cancelled."""
     return json_reply({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
 
@@ -100,7 +97,7 @@ async def telemetry(request: Request) -> Response:
 
 @router.post("/create_session")
 async def create_session(request: Request) -> Response:
-    """A new session. A client whose version does not work with this server is told so, and the SDK logs that as an error."""
+    """A new session. `error_message` names an SDK version that does not work here; the SDK logs it."""
     description = parse_json(CreateSessionRequest, await operation_body(request))
     session_id = str(uuid.uuid4())
     hub = hub_of(request)
@@ -113,7 +110,7 @@ async def create_session(request: Request) -> Response:
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(request: Request) -> Response:
-    """A heartbeat of a session. 410 tells its client that the session has ended."""
+    """Note a heartbeat; 410 tells a client that its session has ended."""
     heartbeat = parse_json(SessionHeartbeatRequest, await operation_body(request))
     hub = hub_of(request)
     if not await hub.lifetimes.is_open(heartbeat.session_id):
@@ -124,7 +121,7 @@ async def session_heartbeat(request: Request) -> Response:
 
 @router.post("/sessions/{session_id}/finish")
 async def finish_session(request: Request, session_id: str) -> Response:
-    """End a session: its models are unloaded and its snapshots dropped. Ending it again changes nothing."""
+    """End a session: unload its models, drop its snapshots. Ending it again changes nothing."""
     hub = hub_of(request)
     ending = parse_json(FinishSessionRequest, await operation_body(request))
     await hub.session(session_id)
@@ -135,21 +132,19 @@ async def finish_session(request: Request, session_id: str) -> Response:
 
 
 def _objection(sdk_version: str) -> str | None:
-    """Return a warning for a client of this version when its session begins; None if it works, or names no version."""
-    try:
+    """A warning for clients of this version; None if it works, or is no version."""
+    with suppress(InvalidVersion):
         release = Version(Version(sdk_version).base_version)  # without a suffix such as rc1
-    except InvalidVersion:
-        return None
-    if Version(OLDEST) <= release <= Version(NEWEST):
-        return None
-    too_old = release < Version(OLDEST)
-    fault = "is too old for this server: training will fail" if too_old else "is newer than what this server was tested with"
-    return f"tinker {sdk_version} {fault}. It works with {OLDEST} to {NEWEST}; pip install tinker=={NEWEST}"
+        if not Version(OLDEST) <= release <= Version(NEWEST):
+            too_old = release < Version(OLDEST)
+            fault = "is too old for this server: training will fail" if too_old else "is newer than what this server was tested with"
+            return f"tinker {sdk_version} {fault}. It works with {OLDEST} to {NEWEST}; pip install tinker=={NEWEST}"
+    return None
 
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """Describe engine, base models, loaded models, samples, speed and memory. For people: it is not part of the Tinker API."""
+    """What the server does, for people: no part of the Tinker API."""
     hub = hub_of(request)
     bases = [
         {"name": facts.name, "architecture": facts.architecture, "max_context": facts.max_context, "takes_images": facts.takes_images}
@@ -180,7 +175,7 @@ async def audit(request: Request) -> Response:
 
 @router.get("/auth/apikey/me")
 async def describe_key(request: Request) -> Response:
-    """The owner of the API key. Keys are not checked, so every key is the same owner's."""
+    """The owner of any API key: they are not checked."""
     details = {"org_details": {"name": OWNER}, "user_details": {"email": ""}}
     return json_reply({"key_id": 0, "name": OWNER, "note": "this server does not check keys", "details": details})
 

@@ -1,15 +1,16 @@
-"""Routes of models and training operations.
+"""Models and training operations.
 
-An operation whose model_id and seq_id can be read always gets a request_id. The engine finds what else is wrong with it, and its future
-then says so. If the operation were refused here, the sequence would have a hole that the engine waits for.
+An operation with a readable model_id and seq_id always gets a request_id; what else is wrong with it, its future says. Refused here, it
+would leave a hole in the sequence.
 """
 
 import hashlib
 import logging
+from functools import partial
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.errors import NotBuiltError, UserError, reported
 from tinsmith.protocol.serving import Wake
 from tinsmith.protocol.shapes import rank_refusal
 from tinsmith.server.base_models import check_fits
@@ -45,14 +46,11 @@ async def _require_training(request: Request) -> None:  # as a plain function it
 
 
 _TRAINS = [Depends(_require_training)]
-"""Refuse every route of training where nothing is trained: there is no sequence of operations in which that would leave a hole."""
+"""Refuse every route of training where nothing is trained, and no sequence could get a hole."""
 
 
 async def _submit(hub: Hub, command: NewCommand) -> Response:
-    """Append an operation to the log and tell the engine. The reply does not wait for any earlier operation.
-
-    Raises UserError if its key belongs to another operation.
-    """
+    """Append an operation to the log and tell the engine. Raises UserError if its key belongs to another operation."""
     hub.lifetimes.saw(command.model_id)
     if command.model is None:
         await hub.require_model(command.model_id)
@@ -76,7 +74,7 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
 
 @router.post("/create_model", dependencies=_TRAINS)
 async def create_model(request: Request) -> Response:
-    """A new model. No operation waits for it yet, so a wrong request is refused at once."""
+    """A new model. Nothing waits for it yet, so a wrong request is refused at once."""
     hub = hub_of(request)
     body = await operation_body(request)
     asked = parse_json(CreateModelRequest, body)
@@ -97,7 +95,7 @@ async def create_model(request: Request) -> Response:
 
 @router.post("/get_info")
 async def get_info(request: Request) -> Response:
-    """Describe a model as it was created. Only a client on this machine gets a directory as `tokenizer_id`."""
+    """Describe a model. Only a client on this machine gets a directory as `tokenizer_id`."""
     hub = hub_of(request)
     asked = parse_json(GetInfoRequest, await operation_body(request))
     model = await hub.model(asked.model_id)
@@ -138,7 +136,7 @@ async def forward_backward(request: Request) -> Response:
 
 @router.post("/create_custom_loss", dependencies=_TRAINS)
 async def create_custom_loss() -> Response:
-    """Refused: the SDK computes custom losses in the client unless client/config asks for uploads, which it does not."""
+    """Refused: the SDK computes custom losses in the client unless client/config asks for uploads."""
     raise NotBuiltError(
         "create_custom_loss: losses are not uploaded here; pass the function itself to forward_backward_custom, "
         "and the SDK computes it in the client"
@@ -170,7 +168,7 @@ async def _submit_json(hub: Hub, kind: CommandKind, body: bytes) -> Response:
 
 @router.post("/load_weights", dependencies=_TRAINS)
 async def load_weights(request: Request) -> Response:
-    """Load a checkpoint: into a new model, or, as older clients ask, into one that was just created."""
+    """Load a checkpoint into a new model, or, as older clients ask, into one just created."""
     hub = hub_of(request)
     body = await operation_body(request)
     if parse_json(LoadWeightsAddress, body).model_id is not None:
@@ -195,8 +193,8 @@ async def load_weights(request: Request) -> Response:
 async def save_weights_for_sampler(request: Request) -> Response:
     """Weights to sample from: a checkpoint, or a snapshot.
 
-    The sampling session of a snapshot is created together with the command, under the id that the first request asks for. A retry of the
-    SDK asks for another id; it gets the same request_id and finds the first id in the result.
+    A snapshot's sampling session is created with the command, under the id of the first request. A retry asks for another id, and finds the
+    first in the result.
     """
     hub = hub_of(request)
     body = await operation_body(request)
@@ -221,10 +219,8 @@ async def save_weights_for_sampler(request: Request) -> Response:
 
 
 def _asked_snapshot(key: OperationKey, body: bytes) -> SaveWeightsForSamplerRequest | None:
-    """The request, if it is for a snapshot; None for a checkpoint, or if it is wrong, which the engine will tell the client."""
-    try:
+    """The request, if it is for a snapshot; None for a checkpoint, or if it is wrong, which its future will say."""
+    with reported(UserError, partial(log.info, "%s will fail: %s", ids.request_id(key.model_id, key.seq_id))):
         asked = parse_json(SaveWeightsForSamplerRequest, body)
-    except UserError as error:
-        log.info("%s will fail: %s", ids.request_id(key.model_id, key.seq_id), error)
-        return None
-    return None if asked.sampling_session_seq_id is None else asked
+        return None if asked.sampling_session_seq_id is None else asked
+    return None

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError
 from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.compact import Optimizer
+from tinsmith.training.parallel.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -25,33 +25,34 @@ _REFUSED, _FAILED = -1, -2
 _NO_SIGN = 2**63 - 1
 
 
-def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
+def all_reduce_step(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
     """Take a step with the gradients of all workers, which all call this.
 
     Raises what `step` raises if it does so on all, TinsmithError if one had no memory before anything changed, and DeviceLostError if the
     weights differ now.
     """
-    if not any(group.gather(optimizer.totals is not None)):
+    accumulator = optimizer.accumulator
+    if not any(group.gather(accumulator.totals is not None)):
         return optimizer.step(settings)
     lacking: Exception | None = None
     try:
-        if optimizer.totals is None:
-            optimizer.begin_with_zeros()
-        optimizer.widen()
+        if accumulator.totals is None:
+            accumulator.begin_with_zeros()
+        accumulator.widen()
         optimizer.claim_moments()
-        narrow = any(total.dtype != torch.float32 for total in optimizer.totals or ())
+        narrow = any(total.dtype != torch.float32 for total in accumulator.totals or ())
         buffer = torch.empty(PIECE if narrow else 0, device=group.device)
     except (RuntimeError, MemoryError) as error:
         lacking = error
     if any(group.gather(lacking is not None)):
-        optimizer.clear()
+        accumulator.totals = None
         raise lacking or TinsmithError(
             "the step was refused, the gradients are cleared and the weights stay as they were: another worker has no memory for them; "
             "end other models or their sampling"
         )
-    for total in optimizer.totals or ():
+    for total in accumulator.totals or ():
         for wide in _widened(total, buffer):
-            group.sum(wide)
+            group.all_reduce(wide)
     return _same_on_all(optimizer, settings, group)
 
 

@@ -1,26 +1,23 @@
 """Computes one sequence on all workers together, because it is too long for one (sequence parallelism).
 
-Each worker computes a slice of the tokens. Where tokens meet, slices of tokens become slices of heads (`sequence_slices.py`). Every worker
-computes the loss of the whole sequence from the gathered log-probabilities, and in its backward takes up the gradient of its own slice
-alone: a step, which sums over all workers, counts every token once.
-
-Whatever fails, fails on all: no worker adds gradients before all have theirs (`distributed/joint_work.py`).
+Each worker computes a slice of the tokens (`sequence_slices.py`), and the loss of the whole sequence from the gathered log-probabilities.
+Its backward takes the gradient of its own slice alone: a step, which sums over all workers, counts every token once. Whatever fails, fails
+on all (`joint_work.py`).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.distributed.joint_work import JointFailure, JointWork
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import TinsmithError
 from tinsmith.kernels.device import upload
-from tinsmith.memory.pass_memory import KEEP_ALL, Recomputation, sliced_pass_memory_of
-from tinsmith.memory.retries import MemoryRetries, is_out_of_memory
+from tinsmith.memory.pass_memory import Recomputation, sliced_pass_memory_of
+from tinsmith.memory.retries import Choice, MemoryRetries, PassFailure
 from tinsmith.models.base import BaseModel
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.models.threads import threads_for
@@ -29,7 +26,9 @@ from tinsmith.rendering.packing import pack
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.logprobs import rows_to_keep, target_logprobs
 from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, targets_per_position, trained_positions
-from tinsmith.training.parallel.sequence_slices import SequenceSlices, SlicedPlan, slices_of
+from tinsmith.training.parallel.joint_work import JointWork
+from tinsmith.training.parallel.process_group import ProcessGroup
+from tinsmith.training.parallel.sequence_slices import SequenceParallelPlan, SequenceSlices, slices_of
 from tinsmith.training.step import results_and_gradients
 
 log = logging.getLogger(__name__)
@@ -44,67 +43,55 @@ Computed = tuple[DatumResult, list[Callable[[], None]]]
 class SequenceParallel:
     """Sequences that all workers of a group compute together. `promised` returns free bytes of the device that others will still take."""
 
-    def __init__(self, base: BaseModel, logits_chunk: int, group: ProcessGroup, promised: Callable[[], int]) -> None:
+    def __init__(
+        self, base: BaseModel, logits_chunk: int, group: ProcessGroup, optimizers: Mapping[str, Optimizer], promised: Callable[[], int]
+    ) -> None:
         self.base = base
         self.logits_chunk = logits_chunk
         self.group = group
-        self.joint = JointWork(group, is_out_of_memory)
+        self.optimizers = optimizers
+        self.joint = JointWork(group)
         memory = sliced_pass_memory_of(base.layout, base.text_config, base.dtype, group.count)
-        self.memory_retries = MemoryRetries(memory, base.device, logits_chunk, promised)
+        self.memory_retries = MemoryRetries(memory, base.device, logits_chunk, promised, agree=self._most_of_all)
 
-    def run(self, number: int, work: DatumWork | TinsmithError, backward: bool, find: Callable[[str], Optimizer]) -> DatumResult:
+    def run(self, number: int, work: DatumWork | TinsmithError, backward: bool) -> DatumResult:
         """Compute one datum, which is the pass `number`; with `backward` its gradients go to the optimizer of its model.
 
         `work` may be why this worker cannot compute it. Raises the same error on all workers if one cannot, and DeviceLostError if they are
         not at the same pass.
         """
         self.group.agree(number, "the pass that comes next")
-        ready = self.joint.attempt(lambda: _ready(work, find, self.group.count))
-        if isinstance(ready, JointFailure):
+        ready = self.joint.attempt(lambda: self._ready(work))
+        if isinstance(ready, PassFailure):
             raise error_of(ready.error_type, ready.reason)
         datum, optimizer = ready
         tokens = -(-len(datum.rendered) // self.group.count)
-        recomputation = self._agreed(lambda: self.memory_retries.first(tokens, backward)) or KEEP_ALL
-        while True:
-            outcome = self._attempt(datum, optimizer, backward, recomputation)
-            if not isinstance(outcome, JointFailure):
-                result, ready_to_add = outcome
-                for add in ready_to_add:  # from here on nothing allocates, on no worker
-                    add()
-                self.memory_retries.succeeded()
-                return result
-            if not outcome.out_of_memory:
-                raise TinsmithError(f"the pass failed: {outcome.reason}")
-            more = self._more(recomputation, tokens, backward)
-            if more is None:
-                needs = f"a sequence of {len(datum.rendered)} tokens needs more memory than {self.group.count} workers together have left"
-                raise TinsmithError(f"the pass failed: {needs}: {outcome.reason}")
-            recomputation = more
+        outcome = self.memory_retries.run(partial(self._attempt, datum, optimizer, backward), tokens, backward, alone=True)
+        if isinstance(outcome, PassFailure):
+            needs = f"a sequence of {len(datum.rendered)} tokens needs more memory than {self.group.count} workers together have left: "
+            raise TinsmithError(f"the pass failed: {needs if outcome.out_of_memory else ''}{outcome.reason}")
+        result, ready_to_add = outcome
+        for add in ready_to_add:  # from here on nothing allocates, on no worker
+            add()
+        return result
 
-    # ---- Memory
+    def _ready(self, work: DatumWork | TinsmithError) -> tuple[DatumWork, Optimizer]:
+        """Return the datum and the optimizer of its model. Raises what keeps this worker from computing it."""
+        if isinstance(work, TinsmithError):
+            raise work
+        if len(work.rendered) < SHORTEST_SLICE * self.group.count:
+            raise TinsmithError(f"a sequence of {len(work.rendered)} tokens is too short to be divided among {self.group.count} workers")
+        return work, self.optimizers[work.model_id]
 
-    def _more(self, recomputation: Recomputation, tokens: int, backward: bool) -> Recomputation | None:
-        """Return the recomputation to try after an out-of-memory on any worker; None if nothing helps."""
-        if self.base.device.type == "cuda":
-            torch.cuda.empty_cache()
-        if not backward:
-            return None
-        more = self._agreed(lambda: self.memory_retries.more(recomputation, tokens, alone=True))
-        if more is not None:
-            log.warning("out of memory in %d tokens of a sequence of all workers: they recompute %d layers", tokens, more.recompute)
-        return more
-
-    def _agreed(self, choose: Callable[[], Recomputation | None]) -> Recomputation | None:
+    def _most_of_all(self, choose: Choice) -> Recomputation | None:
         """Return the most that any worker chooses, because what is computed again exchanges again; None if one has nothing to choose."""
         own = self.joint.attempt(choose)
-        if isinstance(own, JointFailure):
+        if isinstance(own, PassFailure):
             raise error_of(own.error_type, own.reason)
         chosen = self.group.gather(-1 if own is None else 2 * own.recompute + own.offload)
         return None if min(chosen) < 0 else Recomputation(max(chosen) // 2, max(chosen) % 2 == 1)
 
-    # ---- Computing
-
-    def _attempt(self, datum: DatumWork, optimizer: Optimizer, backward: bool, recomputation: Recomputation) -> Computed | JointFailure:
+    def _attempt(self, datum: DatumWork, optimizer: Optimizer, backward: bool, recomputation: Recomputation) -> Computed | PassFailure:
         slices = SequenceSlices(self.joint, slices_of(len(datum.rendered), self.group.count))
         own = slices.own
 
@@ -115,13 +102,16 @@ class SequenceParallel:
             return results[0], ready
 
         log.info("computing tokens %d to %d of a sequence of %d tokens", own.start, own.stop - 1, slices.tokens)
-        return self.joint.attempt(compute)
+        outcome = self.joint.attempt(compute)
+        if isinstance(outcome, PassFailure) and outcome.out_of_memory and self.base.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return outcome
 
     def _scored(self, datum: DatumWork, optimizer: Optimizer, slices: SequenceSlices, recomputation: Recomputation) -> Scored:
         """Compute log-probabilities and losses of the whole sequence from the slices of all workers."""
         base, owner, own = self.base, optimizer.weights, slices.own
         row = pack([datum.rendered.part(own.start, own.stop)], [owner], base.device)
-        plan = SlicedPlan(slices, base.device, base.dtype)
+        plan = SequenceParallelPlan(slices, base.device, base.dtype)
         with kept_in_host_memory(len(row.token_ids)) if recomputation.offload else nullcontext():
             hidden = base.hidden_states(row, plan, recomputation.recompute)  # [own tokens, hidden]
         width = targets_per_position(datum)
@@ -131,12 +121,3 @@ class SequenceParallel:
         keep = rows_to_keep(self.logits_chunk, base.dtype)
         logprobs: Tensor = target_logprobs(hidden, base.head(owner), targets, row.segments, self.logits_chunk, keep, wanted)
         return loss.computed(slices.whole(logprobs))  # [tokens, K]
-
-
-def _ready(work: DatumWork | TinsmithError, find: Callable[[str], Optimizer], count: int) -> tuple[DatumWork, Optimizer]:
-    """Return the datum and the optimizer of its model. Raises what keeps this worker from computing it."""
-    if isinstance(work, TinsmithError):
-        raise work
-    if len(work.rendered) < SHORTEST_SLICE * count:
-        raise TinsmithError(f"a sequence of {len(work.rendered)} tokens is too short to be divided among {count} workers")
-    return work, find(work.model_id)

@@ -1,8 +1,7 @@
 """One sequence on several workers: slices of its tokens become slices of heads and back (Ulysses, Jacobs et al., arXiv 2309.14509).
 
 What mixes tokens gets all tokens of some heads: an exchange gives each worker the heads that it computes, and another brings the results
-back to the tokens. The backward of the one is the other. All of it is differentiable, and leaves to each worker the gradients of its own
-tokens.
+back to the tokens. The backward of the one is the other.
 """
 
 import math
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinsmith.distributed.joint_work import JointWork
 from tinsmith.models.delta_rule import convolve_anew
 from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.training.parallel.joint_work import JointWork
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class SequenceSlices:
         sent = x.new_empty(sum(sizes))
         for part, piece in zip(heads, sent.split(sizes), strict=True):
             piece.view(x.shape[0], _length(part), *rest).copy_(x[:, part])
-        received = self.joint.exchange(sent, sizes, [_length(tokens) * mine * width for tokens in self.slices])
+        received = self.joint.all_to_all(sent, sizes, [_length(tokens) * mine * width for tokens in self.slices])
         return received.view(self.tokens, mine, *rest)
 
     def collect_heads(self, y: Tensor, heads: tuple[slice, ...], count: int) -> Tensor:
@@ -129,7 +128,7 @@ class SequenceSlices:
         rest, mine = y.shape[2:], _length(heads[self.rank])
         own, width = _length(self.own), math.prod(rest)
         sizes = [own * _length(part) * width for part in heads]
-        received = self.joint.exchange(y.reshape(-1), [_length(tokens) * mine * width for tokens in self.slices], sizes)
+        received = self.joint.all_to_all(y.reshape(-1), [_length(tokens) * mine * width for tokens in self.slices], sizes)
         pieces = [piece.view(own, _length(part), *rest) for part, piece in zip(heads, received.split(sizes), strict=True)]
         if sum(map(_length, heads)) == count:
             return torch.cat(pieces, 1)
@@ -144,7 +143,7 @@ class SequenceSlices:
         to, giver = self.rank + step, self.rank - step
         size = x.numel()
         sent = x.reshape(-1) if to in ranks else x.new_empty(0)
-        received = self.joint.exchange(sent, [size * (rank == to) for rank in ranks], [size * (rank == giver) for rank in ranks])
+        received = self.joint.all_to_all(sent, [size * (rank == to) for rank in ranks], [size * (rank == giver) for rank in ranks])
         return received.view(x.shape) if giver in ranks else None
 
 
@@ -200,7 +199,7 @@ class _Whole(torch.autograd.Function):
         ctx.own = slices.own
         found = x.new_zeros(slices.tokens, *x.shape[1:])
         found[slices.own] = x
-        slices.joint.sum(found)
+        slices.joint.all_reduce(found)
         return found
 
     @staticmethod
@@ -208,7 +207,7 @@ class _Whole(torch.autograd.Function):
         return grads[0][ctx.own], None
 
 
-class SlicedPlan:
+class SequenceParallelPlan:
     """A `PassPlan` of a slice of one sequence: attention and delta rules by heads, convolutions with the neighbour's last tokens."""
 
     def __init__(self, slices: SequenceSlices, device: torch.device, dtype: torch.dtype) -> None:

@@ -9,10 +9,9 @@ that all workers know before it begins:
     0, 1, ... , last        forward
     last - 1, ... , 1, 0    backward, if there is one: the last layer is still there
 
-Every worker takes part in all of these steps, whether it computes much, little or nothing: one that has no datum, or whose pass fails in
-the middle, goes through the rest of them with `finish`. So nobody waits for a worker that does not come. While a layer is computed
-the next one is under way. Two buffers hold the layer that is computed and the next one; nothing is allocated in a pass, so a step cannot
-run out of memory.
+Every worker takes part in all of these steps: one that has no datum, or whose pass fails in the middle, goes through the rest of them with
+`finish`. While a layer is computed the next one is under way, in a second buffer; nothing is allocated in a pass, so a step cannot run out
+of memory.
 """
 
 import logging
@@ -22,19 +21,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Decoder, Layer
 from tinsmith.models.machine import size_text
 from tinsmith.models.streamed_decoder import StreamedDecoder, tensors_of, with_tensors
+from tinsmith.training.parallel.process_group import ProcessGroup
 
 ALIGNED = 64
 """Tensors begin at multiples of so many bytes, as those that are allocated do."""
 
 
 class ShardedLayers:
-    """This worker's parts of all layers. Both `begin` and `finish` are called for every pass by all workers."""
+    """This worker's parts of all layers. All workers call `begin` and `finish` for every pass."""
 
     def __init__(self, group: ProcessGroup, templates: list[Layer], parts: list[Tensor], buffers: list[Tensor]) -> None:
         """Take two `buffers` that hold any of the layers and belong to whatever is computed now."""
@@ -56,18 +55,6 @@ class ShardedLayers:
     @property
     def count(self) -> int:
         return len(self.parts)
-
-    @property
-    def whole_bytes(self) -> int:
-        return sum(tensor.nbytes for template in self.templates for tensor in tensors_of(template))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(part) for part in self.parts)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(len(buffer) for buffer in self.buffers)
 
     def begin(self, backward: bool) -> None:
         count = len(self.parts)
@@ -124,7 +111,7 @@ class ShardedLayers:
         following = self.step + 1
         if following < len(self.order):
             part = self.parts[self.order[following]]
-            self.arrived = self.group.begin_to_join(self._buffer(following, part), part)
+            self.arrived = self.group.begin_all_gather(self._buffer(following, part), part)
 
     def _buffer(self, step: int, part: Tensor) -> Tensor:
         return self.buffers[step % 2][: len(part) * self.group.count]
@@ -202,10 +189,11 @@ def shard(base: BaseModel, group: ProcessGroup) -> None:
     base.decoder = ShardedDecoder(tuple(sharded.templates), decoder.last_norm, decoder.rope, sharded)
     if base.device.type == "cuda":
         torch.cuda.empty_cache()
+    whole = sum(tensor.nbytes for template in sharded.templates for tensor in tensors_of(template))
     log.info(
         "%s: its %d layers are sharded over %d workers (--shard weights): this one keeps %s of %s, and %s of buffers",
         *(base.name, len(sharded.parts), group.count),
-        *map(size_text, (sharded.nbytes, sharded.whole_bytes, sharded.buffer_bytes)),
+        *map(size_text, (sum(map(len, sharded.parts)), whole, sum(map(len, sharded.buffers)))),
     )
 
 

@@ -12,27 +12,72 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from tinsmith.distributed.joint_work import failing_together
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.shapes import AdamSettings
+from tinsmith.training.accumulation import GradientAccumulator
 from tinsmith.training.optimizer import ModelOptimizer, fatal, norm_of, require_finite_norm
 from tinsmith.training.parallel.all_reduce import state_after
+from tinsmith.training.parallel.joint_work import failing_on_all
 from tinsmith.training.parallel.sharded_weights import ShardedWeights
 from tinsmith.training.update_check import ENTRIES
 
 
+class ShardedAccumulator(GradientAccumulator):
+    """This worker's parts of gradients that are summed over all workers pass by pass: a pass counts if all have computed their datums."""
+
+    weights: ShardedWeights
+
+    def __init__(self, weights: ShardedWeights) -> None:
+        super().__init__(weights)
+        self.around: Sequence[Tensor | None] = []
+        """Gradients of a pass: of the tensors around the layers, on this worker."""
+        self.of_pass: list[Tensor] = []
+        """This worker's part of the gradients of all workers, of each row."""
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(part.nbytes for part in self.of_pass)
+
+    def begin_pass(self) -> None:
+        """Take the memory for the gradients of a pass. May fail on one worker alone."""
+        self.around = [None] * len(self.weights.working)
+        self.of_pass = [torch.empty_like(master, requires_grad=False) for master in self.weights.tensors()]
+        self.weights.layers.gradients = self.of_pass[: len(self.weights.layers.rows)]
+
+    def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """Keep those of the tensors around the layers, which `keep_pass` adds up."""
+        self.around = [None if gradient is None else gradient.contiguous() for gradient in gradients[:-1]]
+        return _nothing
+
+    def keep_pass(self) -> None:
+        """Add the gradients of a pass to the totals. To be called by all workers, when all have computed it; takes no memory."""
+        weights = self.weights
+        count = len(weights.layers.rows)
+        for row, gradient, part in zip(list(weights.rows.values())[count:], self.around, self.of_pass[count:], strict=True):
+            weights.sums.begin(row, [gradient], part)
+        weights.sums.wait()
+        if self.totals is None:
+            self.totals = self.of_pass
+        else:
+            torch._foreach_add_(self.totals, self.of_pass)
+        self.drop_pass()
+
+    def drop_pass(self) -> None:
+        self.around, self.of_pass, self.weights.layers.gradients = [], [], None
+
+
 class ShardedOptimizer(ModelOptimizer):
-    """This worker's parts of what one model trains. `totals` are its parts of what has been added up over all workers, pass by pass."""
+    """This worker's parts of what one model trains."""
+
+    sums_passes = True
+    accumulator: ShardedAccumulator
 
     def __init__(self, weights: ShardedWeights, needed: int) -> None:
         """Start anew. `needed` is what training takes in all, in bytes."""
         super().__init__(weights)
         self.sharded = weights
+        self.accumulator = ShardedAccumulator(weights)
         self.needed = needed
-        self.around: Sequence[Tensor | None] = []
-        """Gradients of a pass: of the tensors around the layers, on this worker."""
-        self.of_pass: list[Tensor] = []
-        """This worker's part of the gradients of all workers, of each row."""
 
     def take(self, moments: Mapping[str, Tensor]) -> None:
         """Go on from what the optimizer of a checkpoint remembered, by the names of the parameters."""
@@ -52,51 +97,20 @@ class ShardedOptimizer(ModelOptimizer):
     def unclaimed(self) -> int:
         weights = self.sharded
         moments: list[Tensor] = [tensor for state in self.adamw.state.values() for tensor in state.values()]
-        held = sum(tensor.nbytes for tensor in (*(self.totals or []), *self.of_pass, *moments))
+        held = self.accumulator.nbytes + sum(tensor.nbytes for tensor in moments)
         return max(0, self.needed - weights.nbytes - held)
-
-    # ---- A pass, of which all workers compute their datums, or none
-
-    def begin_pass(self) -> None:
-        """Take the memory for the gradients of a pass. May fail on one worker alone."""
-        self.around = [None] * len(self.sharded.working)
-        self.of_pass = [torch.empty_like(master, requires_grad=False) for master in self.sharded.tensors()]
-        self.sharded.layers.gradients = self.of_pass[: len(self.sharded.layers.rows)]
-
-    def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
-        """Keep those of the tensors around the layers, which `keep_pass` adds up."""
-        self.around = [None if gradient is None else gradient.contiguous() for gradient in gradients[:-1]]
-        return _nothing
-
-    def keep_pass(self) -> None:
-        """Add the gradients of a pass to the totals. To be called by all workers, when all have computed it; takes no memory."""
-        weights = self.sharded
-        count = len(weights.layers.rows)
-        for row, gradient, part in zip(list(weights.rows.values())[count:], self.around, self.of_pass[count:], strict=True):
-            weights.sums.begin(row, [gradient], part)
-        weights.sums.wait()
-        if self.totals is None:
-            self.totals = self.of_pass
-        else:
-            torch._foreach_add_(self.totals, self.of_pass)
-        self.drop_pass()
-
-    def drop_pass(self) -> None:
-        self.around, self.of_pass, self.sharded.layers.gradients = [], [], None
-
-    # ---- A step
 
     def step(self, settings: AdamSettings) -> dict[str, float]:
         """Take a step together: to be called by all workers, it is taken by all or, whatever one of them lacks, by none."""
         group = self.sharded.group
-        totals, self.totals = self.totals, None
+        totals = self.accumulator.take()
         group.agree(totals is not None, "whether a model has gradients")
         if totals is None:
             return {"grad_norm": 0.0, "learning_rate": settings.lr}
         grad_norm = self._norm_of_all(totals)
         require_finite_norm(grad_norm)
         with self._lent(totals) as buffers:
-            with failing_together(group, UserError, RuntimeError, MemoryError):
+            with failing_on_all(group, UserError, RuntimeError, MemoryError):
                 if settings.grad_clip_norm > 0:
                     clip_grads_with_norm_(buffers, settings.grad_clip_norm, torch.tensor(grad_norm, device=group.device))
                 bounds = self._checked(totals, grad_norm, settings)
@@ -112,7 +126,7 @@ class ShardedOptimizer(ModelOptimizer):
         """Return the norm of all workers' gradient. Raises on all, without new moments, if one has no memory for the step."""
         first = not self.moments()
         try:
-            with failing_together(self.sharded.group, RuntimeError, MemoryError):
+            with failing_on_all(self.sharded.group, RuntimeError, MemoryError):
                 self.claim_moments()
                 squares = norm_of(totals).item() ** 2
         except TinsmithError:
@@ -124,4 +138,4 @@ class ShardedOptimizer(ModelOptimizer):
 
 
 def _nothing() -> None:
-    """Add nothing: `keep_pass` does, when all workers have computed the pass."""
+    """Add nothing: `keep_pass` does."""

@@ -4,10 +4,9 @@ Each layer, and each tensor around them (embedding, last norm, LM head), is a fl
 the float32 masters, of what AdamW remembers, of the gradients, and of what passes read in the precision of the base. The tensors around
 the layers are whole on each worker as well, in the precision of the base: a pass needs them at both of its ends.
 
-A layer is put together to be computed, as those of a base model are (`sharded_layers.py`). As soon as its backward is done, its gradients
-are summed over all workers in float32, and each keeps its part of the sum: whole gradients of all layers would take more memory than what
-is sharded. A worker that has nothing to compute, or whose pass has failed, gives zeros. The gradients of a pass are kept apart until all
-workers have computed it: where it fails on one, the sums are of no use to anybody.
+A layer is gathered to be computed (`sharded_layers.py`). As soon as its backward is done, its gradients are summed over all workers in
+float32, and each keeps its part of the sum: whole gradients of all layers would take more memory than what is sharded. A worker that has
+nothing to compute, or whose pass has failed, gives zeros. The gradients of a pass are kept apart until all workers have computed it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import UserError
 from tinsmith.memory.budget import FullBytes, sharded_full_bytes
 from tinsmith.models.base import BaseModel
@@ -26,6 +24,7 @@ from tinsmith.models.streamed_decoder import parameters_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.parallel.flat_row import FlatRow
+from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sharded_layers import ShardedDecoder, ShardedLayers
 
 
@@ -51,7 +50,7 @@ class GradientSums:
             whole = self.buffer[: count * self.group.count]
             for rank, stretch in enumerate(whole.view(self.group.count, count)):
                 row.fill(stretch, rank * row.part + start, gradients)
-            self.summed = self.group.begin_to_sum_parts(part[start : start + count], whole)
+            self.summed = self.group.begin_reduce_scatter(part[start : start + count], whole)
 
     def wait(self) -> None:
         """Wait until all sums are there."""
@@ -170,7 +169,7 @@ class ShardedWeights(FullWeights):
         if self.parts is not self.masters:
             torch._foreach_copy_(list(self.parts.values()), self.tensors())
         for name, whole in self.wholes.items():
-            self.group.begin_to_join(whole, self.parts[name])()
+            self.group.begin_all_gather(whole, self.parts[name])()
 
     def snapshot(self, ref: WeightsRef) -> NoReturn:
         raise UserError(
@@ -225,7 +224,7 @@ def bytes_of(base: BaseModel, shape: LoraShape, workers: int) -> FullBytes:
 
 
 def take_from_base(weights: ShardedWeights, base: BaseModel) -> None:
-    """Give weights the numbers of the base, whose layers are put together one by one: to be called by all workers."""
+    """Give weights the numbers of the base, whose layers are gathered one by one: to be called by all workers."""
     assert isinstance(base.decoder, ShardedDecoder)
     frozen = base.decoder.sharded
     frozen.begin(backward=False)
@@ -238,7 +237,7 @@ def take_from_base(weights: ShardedWeights, base: BaseModel) -> None:
 
 
 def gathered(weights: ShardedWeights, parts: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> None:
-    """Put together what is laid out like the masters, such as a moment, into `tensors` by the names of the parameters.
+    """Gather what is laid out like the masters, such as a moment, into `tensors` by the names of the parameters.
 
     To be called by all workers, with parts of one precision; those that want nothing give None. Takes no memory.
     """
@@ -250,7 +249,7 @@ def gathered(weights: ShardedWeights, parts: Mapping[str, Tensor], tensors: Mapp
         for start in range(0, row.part, size):
             count = min(size, row.part - start)
             whole = buffer[: count * group.count]
-            group.begin_to_join(whole, parts[name][start : start + count])()
+            group.begin_all_gather(whole, parts[name][start : start + count])()
             if tensors is not None:
                 for rank, stretch in enumerate(whole.view(group.count, count)):
                     row.read(stretch, rank * row.part + start, wanted)

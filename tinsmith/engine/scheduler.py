@@ -1,0 +1,173 @@
+"""The training half of the engine: operations in order, forward work merged into passes, results into the log.
+
+Nothing here computes or waits. What is due is sent to the workers, whose answers come back with `take`, and meanwhile other models go
+on.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from tinsmith.config import Config
+from tinsmith.engine.crash_recovery import CrashRecovery
+from tinsmith.engine.forward_queues import PassOrder
+from tinsmith.engine.forward_work import ForwardWork
+from tinsmith.engine.model_state import ModelState
+from tinsmith.engine.operations import Operations
+from tinsmith.engine.outcomes import Outcomes
+from tinsmith.engine.paces import ActiveSessions, Paces
+from tinsmith.engine.stepwise import DatabaseWaits, StepwiseOperations
+from tinsmith.engine.unloading import Unloading
+from tinsmith.errors import StoreUnavailableError, UserError
+from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.work import Answer, CallFailed, Copied, PassDone, Prepared, PrepareFailed, error_of
+from tinsmith.store.records import Command, Outcome
+
+
+class OperationScheduler:
+    """Runs the commands of all models. `record` takes their outcomes and does not fail (`Recorder.record`). `send` tells the workers."""
+
+    def __init__(
+        self,
+        config: Config,
+        workers: int,
+        operations: Operations,
+        record: Callable[[list[Outcome]], None],
+        send: Callable[[Message], None],
+    ) -> None:
+        """A pass is divided among `workers`."""
+        self.operations = operations
+        self.held_s = config.training.held_operation_s
+        self.models = operations.models
+        self.sessions = ActiveSessions(lambda: self.models.loaded)
+        self.outcomes = Outcomes(self.models, record)
+        self.waits = DatabaseWaits(self.models)
+        cuts_passes = not config.shards_weights  # every pass gathers the layers: in small ones that would take most of the time
+        paces = Paces(config.training.tokens_per_pass * workers, workers, lambda: self.sessions.are_several() and cuts_passes)
+        order = PassOrder(paces, config.images.max_image_pixels)
+        waits = self.waits
+        self.forward = ForwardWork(order, operations.next_number, send, self.outcomes.fail, waits.put_back, waits.put_off)
+        self.unloading = Unloading(self.models, self.sessions, operations.store, self.forward, self.outcomes)
+        self.stepwise = StepwiseOperations(self.models, operations, self.outcomes, self.unloading, self.waits, send)
+        self.crash_recovery = CrashRecovery(
+            *(self.models, self.forward, self.outcomes, operations.next_number, self.unloading.forget, send)
+        )
+
+    def queued(self, model_id: str) -> int:
+        """Return the number of a model's unfinished operations."""
+        state = self.models[model_id]
+        begun = [each for each in state.begun if each.command is not None]
+        return len(self.forward.operations.get(model_id, ())) + len(begun) + len(state.queue.held)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until a `turn` has something to do that no message announces."""
+        waits = [self.waits.backoff.wait_s] if self.models.wait_for_database else []
+        later = [state for state in self.models.values() if state.save_again_at is not None]
+        busy = self._busy if later else set()
+        waits += [max(0.0, state.save_again_at - time.monotonic()) for state in later if state.save_again_at and state.model_id not in busy]
+        return min(waits, default=float("inf"))
+
+    @property
+    def overdue_at(self) -> float | None:
+        """Monotonic time at which `fail_overdue` is due; None if nothing waits for its predecessor alone."""
+        times = [since for state in self._not_begun if (since := state.queue.waiting_since()) is not None]
+        return min(times) + self.held_s if times else None
+
+    @property
+    def _begun(self) -> set[str]:
+        """Models with operations that have begun and not ended, and those that are to come back."""
+        return {*self.forward.operations, *self.crash_recovery.waiting, *self.models.running}
+
+    @property
+    def _not_begun(self) -> list[ModelState]:
+        """Models that have begun nothing: what comes before a gap in their queues has ended."""
+        begun = self._begun
+        return [state for model_id, state in self.models.items() if model_id not in begun]
+
+    @property
+    def _busy(self) -> set[str]:
+        """Models that cannot be unloaded, because something has begun or waits for the database."""
+        return self._begun.union(model_id for model_id, state in self.models.items() if state.is_put_off or state.saving is not None)
+
+    def to_unload(self) -> list[ModelState]:
+        ending = [state for state in self.models.values() if state.ending is not None]
+        now, busy = time.monotonic(), self._busy if ending else set()
+        return [state for state in ending if state.model_id not in busy and (state.save_again_at is None or state.save_again_at <= now)]
+
+    def add(self, command: Command) -> None:
+        if not self.models.setdefault(command.model_id, ModelState(command.model_id)).queue.add(command):
+            late = UserError(f"seq_id {command.seq_id} came after the operations behind it had been given up")
+            self.outcomes.fail(command, late, touches_step=False)
+
+    def turn(self) -> None:
+        """Send the worker what is due, then record what it has computed."""
+        self.crash_recovery.turn()
+        tries_again = self.models.wait_for_database and self.waits.backoff.wait_s == 0
+        if tries_again:
+            self.stepwise.try_again()
+        for state in [state for state in self.models.values() if state.queue.head() is not None]:
+            if not state.is_put_off and state.model_id not in self.crash_recovery.waiting:
+                self._advance(state)
+        self.forward.send_passes(self.models.put_off)
+        self.outcomes.computed(self.forward.take_complete())
+        for state in self.to_unload():
+            if state.ending == "save" and state.loaded is not None:
+                self.stepwise.begin_saving(state)
+            else:
+                self.unloading.unload(state)
+        if tries_again and not self.models.wait_for_database:
+            self.waits.backoff.succeeded()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing is being computed or saved, and no model is left to be saved."""
+        begun = any(state.begun for state in self.models.values())
+        return not (begun or self.forward.passes or self.forward.complete or self.models.loaded)
+
+    def _advance(self, state: ModelState) -> None:
+        """Take this model's commands in order: forward work until a pass is full, others only when nothing is before them."""
+        queue, model_id = state.queue, state.model_id
+        while (command := queue.head()) is not None and state.running is None and not state.next_is_save:
+            is_forward = command.kind == "forward_backward"
+            if self.forward.has_enough(model_id) if is_forward else model_id in self.forward.operations:
+                return
+            queue.take()
+            try:
+                (self._prepare if is_forward else self.stepwise.begin)(command)
+            except StoreUnavailableError as error:  # nothing of the command has happened
+                queue.put_back(command)
+                self.waits.put_off(model_id, error)
+                return
+
+    def _prepare(self, command: Command) -> None:
+        """Let the workers check and measure a forward command. Raises StoreUnavailableError if it cannot be read now."""
+        with failing_into(partial(self.outcomes.fail, command), StoreUnavailableError):
+            payload = self.operations.store.payload(command)
+            model = self.models.require(command.model_id)
+            self.forward.add(command, model.base_model, payload)
+
+    def take(self, message: Message) -> None:
+        """Take in what the workers say of their work."""
+        match message:
+            case Prepared() | PrepareFailed() | PassDone():
+                self.forward.take(message)
+            case Copied():
+                self.stepwise.copied(message.number)
+            case Answer() | CallFailed():
+                answer = message.result if isinstance(message, Answer) else error_of(message.error_type, message.error)
+                if not self.crash_recovery.answered(message.number, answer):
+                    self.stepwise.answered(message.number, answer)
+
+    def fail_overdue(self) -> None:
+        """Fail commands that waited too long for their predecessor.
+
+        An optim_step among them clears the gradients, so passes of its model that are under way must have ended.
+        """
+        before = time.monotonic() - self.held_s
+        for command, missing in [overdue for state in self._not_begun for overdue in state.queue.overdue(before)]:
+            waited = f"seq_id {missing} never came; this operation, seq_id {command.seq_id}, waited {self.held_s:g} s for it"
+            self.outcomes.fail(command, UserError(waited))
+            if command.kind != "optim_step":  # what is missing may belong to the step that is open now; an optim_step has ended it
+                self.models.spoil_step(command.model_id, waited)

@@ -1,1 +1,0 @@
-"""Environments and policies of other libraries for `tinsmith.rl`, and ours for them. Only the adapter of a library imports it."""

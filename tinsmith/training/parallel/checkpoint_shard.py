@@ -1,0 +1,94 @@
+"""A worker's part of a copied state whose weights are sharded (`sharded_weights.py`), as pieces of a checkpoint's files.
+
+All workers write these files together (`store/pieces.py`). They are those that `checkpoint.write_state` writes of the whole copy.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Size, Tensor
+
+from tinsmith.store.files import ABOUT_FILE
+from tinsmith.store.pieces import FilePiece
+from tinsmith.training.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, About
+from tinsmith.training.parallel.flat_row import FlatRow
+from tinsmith.training.update_check import ENTRIES
+
+_ALIGNED = 8
+"""The tensors begin at a multiple of so many bytes."""
+_LENGTH_BYTES = 8
+"""Bytes in front of the header, which hold its length."""
+BYTES = 4
+"""Bytes of an element: all are float32."""
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A file of float32 tensors."""
+
+    header: bytes
+    """Its first bytes, up to the first tensor."""
+    starts: Mapping[str, int]
+    """Offset of each tensor, in bytes from the beginning of the file."""
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Sequence[int]]) -> "TensorFile":
+        """The file of tensors of these shapes, whatever their order."""
+        entries: dict[str, dict[str, object]] = {}
+        ends = [0]
+        for name in sorted(shapes):
+            ends.append(ends[-1] + BYTES * prod(shapes[name]))
+            entries[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": ends[-2:]}
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _ALIGNED)
+        header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        return cls(header, {name: len(header) + end for name, end in zip(entries, ends, strict=False)})
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointShard:
+    """One worker's part of a state, in host memory, which no longer changes."""
+
+    about: About | None
+    """Description of the checkpoint, on the worker that also writes headers and step numbers; None on others."""
+    rows: Mapping[str, FlatRow]
+    rank: int
+    """Rank of this worker among those that have a part of each row."""
+    masters: Mapping[str, Tensor]
+    """This worker's part of each row, by the row's name. float32."""
+    moments: Mapping[str, Mapping[str, Tensor]] | None
+    """Moments by entry, each laid out like the masters; empty before the first step, None if only the weights are saved."""
+    step: Tensor | None
+    """Number of steps of the model, the same on all workers."""
+
+    def pieces(self) -> Iterator[FilePiece]:
+        """Yield the bytes that this worker writes, without a copy. Any thread may write them."""
+        shapes = {name: shape for row in self.rows.values() for name, shape in row.shapes.items()}
+        weights = TensorFile.of(shapes)
+        yield from self._in_file(WEIGHTS_FILE, weights, {"": self.masters})
+        if self.moments is not None:
+            remembered = {f"{name}.{entry}": shape for name, shape in shapes.items() for entry in ENTRIES}
+            steps = {f"{name}.step": Size() for name in shapes}
+            optimizer = TensorFile.of(remembered | steps if self.moments else {})
+            yield from self._in_file(OPTIMIZER_FILE, optimizer, {f".{entry}": parts for entry, parts in self.moments.items()})
+            if self.about is not None and self.step is not None:
+                yield from (FilePiece(OPTIMIZER_FILE, optimizer.starts[name], _bytes_of(self.step)) for name in steps)
+        if self.about is not None:
+            yield FilePiece(ABOUT_FILE, 0, memoryview(self.about.text.encode()))
+
+    def _in_file(self, file: str, layout: TensorFile, held: Mapping[str, Mapping[str, Tensor]]) -> Iterator[FilePiece]:
+        """The pieces of one file: of what is `held` under the names of the parameters with some ending."""
+        if self.about is not None:
+            yield FilePiece(file, 0, memoryview(layout.header))
+        for ending, parts in held.items():
+            for name, row in self.rows.items():
+                of_tensors = list(row.shapes)
+                for number, there, inside in row.within(self.rank * row.part, row.part):
+                    start = layout.starts[f"{of_tensors[number]}{ending}"] + BYTES * inside.start
+                    yield FilePiece(file, start, _bytes_of(parts[name][there]))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).numpy().data.cast("B")

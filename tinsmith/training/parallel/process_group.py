@@ -1,0 +1,153 @@
+"""Collectives of workers: sums and parts of tensors, and small numbers, over NCCL between GPUs and gloo between CPUs.
+
+All workers must call the same methods in the same order. One that never comes lets the others wait, until the engine ends all of them.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tinsmith.errors import DeviceLostError, WorkersLostError
+from tinsmith.protocol.place import Place
+from tinsmith.protocol.progress import Exchanges
+from tinsmith.protocol.questions import Answers
+from tinsmith.training.parallel.meeting import LOOPBACK, meet, set_communication_variables
+
+log = logging.getLogger(__name__)
+
+LONGEST_WAIT = timedelta(hours=2)
+"""Longest wait for a worker that still computes. The engine notices much earlier that one has ended, or that all wait for each other."""
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+"""Gathers one tensor of each worker. torch 2.13 has given it another name."""
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+"""The sum of one tensor of each worker, of which each gets its part. It has another name there too."""
+_FIRST_SIZES = {"cuda": (64, 2**22), "cpu": (64,)}
+"""Numbers of all workers in the first exchanges of a group: NCCL connects GPUs in one way for little, in another for much."""
+
+
+class ProcessGroup:
+    """All workers, seen from one of them. For the thread of its device."""
+
+    def __init__(self, place: Place, device: torch.device, ask: Answers | None = None, exchanges: Exchanges | None = None) -> None:
+        """Meet the others; returns when all are there. Workers of several hosts `ask` the engine where. `exchanges` shows what it does.
+
+        Raises ConfigError if this host has not the address that others are told.
+        """
+        self.place = place
+        self.device = device
+        self._exchanges = exchanges or Exchanges()
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        with self._not_alone():
+            if place.host:
+                assert ask is not None
+                store = meet(place, ask)
+                dist.init_process_group(backend, None, LONGEST_WAIT, place.count, place.rank, store)
+            else:  # on one host: nobody else needs to reach them
+                set_communication_variables(LOOPBACK)
+                dist.init_process_group(backend, place.meeting, LONGEST_WAIT, place.count, place.rank)
+
+    def connect(self) -> None:
+        """Exchange something in every way that there is. To be called by all, before the memory of the devices is divided.
+
+        NCCL takes its buffers when two GPUs first exchange something so: hundreds of megabytes that PyTorch does not count. Taken now, they
+        are gone from the memory that is divided later, and no pass runs out of memory in them: that ends workers.
+        """
+        before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        for most in _FIRST_SIZES[self.device.type]:
+            size = max(1, most // self.count)
+            part, whole = torch.zeros(size, device=self.device), torch.zeros(size * self.count, device=self.device)
+            self.all_reduce(whole)
+            self.begin_all_gather(whole, part)()
+            self.begin_reduce_scatter(part, whole)()
+            self.all_to_all(whole, whole.clone(), [size] * self.count, [size] * self.count)
+        if self.device.type == "cuda":
+            del part, whole
+            with self._not_alone():
+                torch.cuda.synchronize(self.device)  # what cannot be exchanged is said here, and not in the middle of a pass
+            torch.cuda.empty_cache()
+            taken = before - torch.cuda.mem_get_info(self.device)[0]
+            log.info("%s is connected to the others: %.0f MiB of %s are taken", self.place.name, max(0, taken) / 2**20, self.device)
+
+    @property
+    def count(self) -> int:
+        return self.place.count
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by the sum of those of all workers, with the same bits on each."""
+        with self._not_alone():
+            dist.all_reduce(tensor)
+
+    def begin_all_gather(self, whole: Tensor, part: Tensor) -> Callable[[], None]:
+        """Begin to gather the parts of all workers, of one size and by rank. What is returned waits until `whole` is there.
+
+        Until then neither tensor may be touched.
+        """
+        with self._not_alone():
+            work = _all_gather(whole, part, async_op=True)
+        return self._waits_for(work)
+
+    def begin_reduce_scatter(self, part: Tensor, whole: Tensor) -> Callable[[], None]:
+        """Begin to add up the `whole` of all workers. What is returned waits until `part` is this worker's part of the sum, by rank.
+
+        Until then neither tensor may be touched.
+        """
+        with self._not_alone():
+            work = _reduce_scatter(part, whole, async_op=True)
+        return self._waits_for(work)
+
+    def _waits_for(self, work: Any) -> Callable[[], None]:
+        def wait() -> None:
+            with self._not_alone():
+                work.wait()
+
+        return wait
+
+    def gather(self, number: int) -> list[int]:
+        """The numbers of all workers, by rank. Of 64 bits."""
+        found = torch.zeros(self.count, dtype=torch.int64)
+        found[self.place.rank] = number
+        self.all_reduce(found)
+        return found.tolist()
+
+    def texts(self, text: str) -> list[str]:
+        """The texts of all workers, by rank."""
+        data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+        sizes = self.gather(len(data))
+        found = torch.zeros(self.count, max(sizes), dtype=torch.uint8)
+        found[self.place.rank, : len(data)] = data
+        self.all_reduce(found)
+        return [row[:size].numpy().tobytes().decode().rstrip("\0") for row, size in zip(found, sizes, strict=True)]
+
+    def workers_beside(self) -> list[int]:
+        """Return the number of workers on each worker's host, itself included, by rank. To be called by all at the same time."""
+        hosts = self.texts(self.place.host)
+        return [hosts.count(host) for host in hosts]
+
+    def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+        """Give each worker its part of `sent`, and take a part of `received` from each. Both are flat, the parts in order of the ranks."""
+        with self._not_alone():
+            dist.all_to_all_single(received, sent, list(received_sizes), list(sizes))
+
+    def agree(self, number: int, what: str) -> None:
+        """Raise DeviceLostError on all workers if `what`, a number of each, is not the same on all."""
+        numbers = self.gather(number)
+        if len(set(numbers)) > 1:
+            raise DeviceLostError(f"the workers are not the same any more: {what} is {numbers}, by rank")
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    @contextmanager
+    def _not_alone(self) -> Iterator[None]:
+        """Raises WorkersLostError where the others cannot be reached: nothing more can be computed with them."""
+        try:
+            with self._exchanges.one():
+                yield
+        except (RuntimeError, ValueError) as error:
+            raise WorkersLostError(f"{self.place.name} cannot reach the others: {error}") from error

@@ -1,0 +1,156 @@
+"""A sample's way from its turn to its sampler.
+
+Large requests are parsed in a thread, new images are decoded in others, and weights that are not in memory are read in yet others.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from tinsmith.errors import TinsmithError
+from tinsmith.protocol.boundary import failing_into, result_or_error
+from tinsmith.protocol.serving import Sample
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.rendering.renderer import Measured, Renderer
+from tinsmith.wire.sample import SampleRequest, parse_sample_request
+from tinsmith.worker.background import SMALL_BYTES, Background, T
+from tinsmith.worker.sampling_base import SamplingBase, take_from
+from tinsmith.worker.snapshots import Snapshots
+from tinsmith.worker.spill import Key
+from tinsmith.worker.weights_reader import Snapshot
+
+STARTED_BYTES = 2**20
+"""Bytes of bodies of one session that threads parse and render at a time, and of small ones parsed between two steps; the last may go
+beyond.
+"""
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A request that can be given to its sampler once its weights are there."""
+
+    message: Sample
+    request: SampleRequest
+    prompt: RenderedInput
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A request that is parsed and checked; its images are not decoded."""
+
+    message: Sample
+    request: SampleRequest
+    prompt: Measured
+    renderer: Renderer
+
+    def rendered(self) -> _Rendered:
+        return _Rendered(self.message, self.request, self.renderer.render_measured(self.prompt))
+
+
+@dataclass(eq=False)
+class Admission:
+    """Renders samples whose turn has come, and gives them to their samplers.
+
+    `fail` is told of a sample that has ended on the way.
+    """
+
+    snapshots: Snapshots
+    rendering: Background
+    images: Background
+    disk: Background
+    fail: Callable[[Sample, TinsmithError], None]
+    rendering_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of bodies that threads parse and render now, by session."""
+    needing: dict[Key, list[_Rendered]] = field(default_factory=dict)
+    """Samples that wait for weights that are being read."""
+
+    def has_room(self, session: str) -> bool:
+        """Whether threads may render more of a session."""
+        return self.rendering_bytes[session] < STARTED_BYTES
+
+    def admit(self, base: SamplingBase) -> None:
+        """Start what is next, but no more than can be rendered between two steps without delaying those that run."""
+        size = 0
+        while size < STARTED_BYTES and (message := base.next(self.has_room)) is not None:
+            base.start(message, time.monotonic())
+            measure = partial(_measure, base.renderer, message)
+            if len(message.payload) > SMALL_BYTES:
+                self._in_thread(self.rendering, base, message, measure, partial(self._render, base, message))
+            else:
+                size += len(message.payload)
+                with self._failing(base, message):
+                    self._render(base, message, measure())
+
+    def _failing(self, base: SamplingBase, message: Sample) -> AbstractContextManager[None]:
+        """Run the body; an error ends the sample, unless it was cancelled meanwhile."""
+
+        def fail(error: TinsmithError) -> None:
+            if message.name in base.started:
+                self.fail(base.ended(message.name).message, error)
+
+        return failing_into(fail)
+
+    def _in_thread(
+        self, threads: Background, base: SamplingBase, message: Sample, work: Callable[[], T], then: Callable[[T], None]
+    ) -> None:
+        """Let a thread parse or render a request, and go on with the result."""
+
+        def go_on(ended: "Future[T]") -> None:
+            take_from(self.rendering_bytes, message.session_id, len(message.payload))
+            with self._failing(base, message):
+                then(ended.result())
+
+        self.rendering_bytes[message.session_id] += len(message.payload)
+        threads.run(work, go_on, message.session_id)
+
+    def _render(self, base: SamplingBase, message: Sample, measured: _Measured) -> None:
+        """Render a request, in threads if it has images to decode."""
+        if message.name not in base.started:
+            return
+        if not measured.prompt.pixels:
+            self._begin(base, measured.rendered())
+            return
+        base.decode(message)
+        self._in_thread(self.images, base, message, measured.rendered, partial(self._begin, base))
+
+    def _begin(self, base: SamplingBase, rendered: _Rendered) -> None:
+        """Give a request to its sampler, or let its weights be read first."""
+        message = rendered.message
+        if message.name not in base.started:
+            return
+        started = base.started[message.name]
+        base.decoded(started)
+        weights = None
+        if message.weights_id is not None:
+            weights = self.snapshots.find(message.base_model, message.weights_id)
+            if weights is None:
+                self._read(base, (message.base_model, message.weights_id), rendered)
+                return
+        base.sampler.add(message.name, rendered.request, rendered.prompt, weights, stream=message.stream)
+        started.in_sampler, started.is_recorded = True, rendered.request.record_stability_info
+        started.questions = rendered.request.questions
+        base.on_the_way -= message.num_samples
+
+    def _read(self, base: SamplingBase, key: Key, rendered: _Rendered) -> None:
+        """Read weights in a thread, once for all that need them. Raises NotFoundError if they are gone."""
+        if key not in self.needing:
+            self.disk.run(self.snapshots.reader(*key), partial(self._read_ended, base, key))
+        self.needing.setdefault(key, []).append(rendered)
+
+    def _read_ended(self, base: SamplingBase, key: Key, ended: "Future[Snapshot]") -> None:
+        needing = self.needing.pop(key)
+        failure = result_or_error(partial(self.snapshots.hold, key, ended.result))
+        for rendered in needing:
+            with self._failing(base, rendered.message):
+                if failure is not None:
+                    raise failure
+                self._begin(base, rendered)
+
+
+def _measure(renderer: Renderer, message: Sample) -> _Measured:
+    request = parse_sample_request(message.payload)
+    return _Measured(replace(message, payload=b""), request, renderer.measure(request.prompt), renderer)

@@ -1,0 +1,115 @@
+"""Snapshots that have left the memory: written to disk by a thread of its own."""
+
+import shutil
+import threading
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith.models.full import Weights
+from tinsmith.protocol.weights import WeightsRef
+from tinsmith.sampling.sampler import ref_of
+from tinsmith.training.checkpoint import About, SavedState, write_state
+
+Key = tuple[str, str]
+"""Name of the base model, and the id of a snapshot or the path of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Weights that were written to disk."""
+
+    directory: Path
+    ref: WeightsRef
+    size: int
+    """Bytes on the disk."""
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """Weights on their way."""
+
+    key: Key
+    about: About
+    weights: Weights
+
+
+class Spill:
+    """Snapshots on disk, by key, written by a thread of its own, one at a time. Until one is written it stays in memory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Delete the snapshots of an earlier worker in the directory."""
+        self.directory = directory
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self._thread = ThreadPoolExecutor(1, "spill")
+        self._lock = threading.Lock()
+        self._leaving: _Leaving | None = None
+        self._writing: Future[None] | None = None
+        self._written: dict[Key, Written] = {}
+
+    def put(self, key: Key, about: About, weights: Weights) -> None:
+        """Start to write weights, when the ones before are on the disk, unless they are there already.
+
+        Raises TinsmithError if the disk did not take the ones before: they are kept, and tried again.
+        """
+        if self.find(key) is None:
+            self.settle()
+            self._start(_Leaving(key, about, weights))
+
+    def find(self, key: Key) -> Weights | Written | None:
+        """Return the weights if they are still in memory, or where they are on disk; None if they were never put here."""
+        with self._lock:
+            if self._leaving is not None and self._leaving.key == key:
+                return self._leaving.weights
+            return self._written.get(key)
+
+    def keys(self) -> list[Key]:
+        with self._lock:
+            return [*self._written, *([self._leaving.key] if self._leaving is not None else [])]
+
+    def sizes(self) -> dict[Key, int]:
+        """Bytes of each snapshot that is on the disk or on its way."""
+        with self._lock:
+            leaving = {} if self._leaving is None else {self._leaving.key: self._leaving.weights.nbytes}
+            return {key: written.size for key, written in self._written.items()} | leaving
+
+    def drop(self, key: Key) -> None:
+        """Forget a snapshot, if it is here."""
+        leaving = self._leaving
+        if leaving is not None and leaving.key == key:
+            self._thread.submit(self._forget_leaving).result()  # when it has been written, or has failed
+            self._writing = None
+        written = self._written.pop(key, None)
+        if written is not None:
+            shutil.rmtree(written.directory, ignore_errors=True)  # it may have been deleted from outside
+
+    def settle(self) -> None:
+        """Wait until all is on the disk. Raises what went wrong, which is tried again."""
+        if self._writing is None:
+            return
+        failure = self._writing.exception()
+        if failure is not None:
+            if self._leaving is not None:
+                self._start(self._leaving)
+            raise failure
+
+    def _start(self, leaving: _Leaving) -> None:
+        self._leaving = leaving
+        self._writing = self._thread.submit(self._write, leaving)
+
+    def _write(self, leaving: _Leaving) -> None:
+        directory = self.directory / uuid.uuid4().hex
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, directory, ignore_errors=True)  # it may not even have been made
+            write_state(SavedState(leaving.about, dict(leaving.weights.named_tensors())), directory)
+            size = sum(file.stat().st_size for file in directory.iterdir())
+            undo.pop_all()
+        with self._lock:
+            self._written[leaving.key] = Written(directory, ref_of(leaving.weights, leaving.key[0]), size)
+            self._leaving = None
+
+    def _forget_leaving(self) -> None:
+        self._leaving = None
