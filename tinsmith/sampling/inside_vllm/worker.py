@@ -13,8 +13,8 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,32 +52,27 @@ def check_adapters_that_are_loaded() -> None:
 
     def add_adapter(self: Any, lora_request: Any) -> bool:
         is_there = lora_request.lora_int_id in self.list_adapters() and not getattr(lora_request, "load_inplace", False)
-        with _together_or_not_at_all(lora_request.lora_name):
+        with ExitStack() as failing:
+            if lora_request.lora_name in _CHECKED and get_tensor_model_parallel_world_size() > 1:
+                failing.push(partial(_end_worker, lora_request.lora_name))
             loaded: bool = original(self, lora_request)
             if not is_there and (expected := _IDENTITY.search(lora_request.lora_name)):
-                with ExitStack() as undo:
-                    undo.callback(self._adapter_manager.remove_adapter, lora_request.lora_int_id)
-                    _compare(self._adapter_manager, lora_request, expected[1])
-                    undo.pop_all()
+                failing.callback(self._adapter_manager.remove_adapter, lora_request.lora_int_id)
+                _compare(self._adapter_manager, lora_request, expected[1])
+            failing.pop_all()
         return loaded
 
     LRUCacheWorkerLoRAManager.add_adapter = add_adapter
 
 
-@contextmanager
-def _together_or_not_at_all(name: str) -> Iterator[None]:
-    """End this worker if an adapter that was there before cannot be loaded again, and others have the rest of the model.
+def _end_worker(name: str, _type: object, error: BaseException | None, _traceback: object) -> None:
+    """End this worker: an adapter that was there before cannot be loaded again, and other workers have the rest of the model.
 
     That happens in the middle of a step, with which the others would go on and add up what does not belong together. Without this worker
     the whole server is started again.
     """
-    try:
-        yield
-    except Exception:
-        if name in _CHECKED and get_tensor_model_parallel_world_size() > 1:
-            log.exception("this worker ends: adapter %s cannot be loaded again", name)
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise
+    log.error("this worker ends: adapter %s cannot be loaded again", name, exc_info=error)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _compare(manager: Any, request: Any, expected: str) -> None:
@@ -229,10 +224,9 @@ def take_back_draws_after_pieces_of_prompts() -> None:
 
     def account_without_generators(self: Any, *arguments: Any, **keywords: Any) -> Any:
         generators, self.input_batch.generators = self.input_batch.generators, {}
-        try:
-            return account(self, *arguments, **keywords)
-        finally:
-            self.input_batch.generators = generators
+        accounted = account(self, *arguments, **keywords)  # an error ends the engine
+        self.input_batch.generators = generators
+        return accounted
 
     GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync = sample_and_put_back, account_without_generators
 

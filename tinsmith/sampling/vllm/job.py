@@ -15,7 +15,7 @@ import asyncio
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -217,17 +217,17 @@ async def _generate(instance: Instance, job: Job, published: PublishedWeights, l
         return await generate(instance, job.rendered, params, loaded.model, done, name)
     await loaded.compared
     chunks: list[dict[str, Any]] = []
-    try:
+    with ExitStack() as broken:
+        broken.callback(_keep_told, job, index, chunks, published)  # whatever ends it: what was given out stays
         async with aclosing(generate_stream(instance, job.rendered, params, loaded.model, done, name)) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
                 for choice in chunk["choices"]:
                     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]] if choice["token_ids"] else []
                     _tell(job, index, choice["token_ids"], logprobs, published.ref.label)
-        return joined_stream(chunks)
-    except BaseException:  # whatever ended it: what was given out stays
-        _keep_told(job, index, chunks, published)
-        raise
+        reply = joined_stream(chunks)
+        broken.pop_all()
+    return reply
 
 
 def _may_stream(instance: Instance, job: Job, draft: Draft, params: dict[str, Any]) -> bool:
