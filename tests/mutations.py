@@ -632,7 +632,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a vLLM server goes on with keys and values of the full weights before",
-        "tinsmith/sampling/vllm/publisher.py",
+        "tinsmith/sampling/vllm/loader.py",
         '        await post("/reset_prefix_cache", reset_running_requests="true")\n',
         "",
         ("tests/sampling/vllm/test_publisher.py",),
@@ -640,8 +640,8 @@ MUTATIONS = (
     Mutation(
         "an adapter is written for vLLM with half of its scale",
         "tinsmith/sampling/vllm/weights.py",
-        "write_adapter(pairs, adapter.shape.rank, names",
-        "write_adapter(pairs, 2 * adapter.shape.rank, names",
+        "write_adapter(layers, adapter.shape.rank,",
+        "write_adapter(layers, 2 * adapter.shape.rank,",
         ("tests/sampling/vllm/test_verify.py::test_an_adapter_is_written_as_passes_read_it",),
     ),
     Mutation(

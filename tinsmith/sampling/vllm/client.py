@@ -7,7 +7,7 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -60,7 +60,20 @@ class VLLMClient:
 
     def forget(self, key: str) -> None:
         """Take weights that nothing refers to any more off all servers."""
-        self.run(self.publisher.forget(self.servers.all, key))
+        self.run(self._forget(key))
+
+    def fall_asleep(self, then: Callable[[], None]) -> "Future[None]":
+        """Put all servers to sleep, so that the trainer has their GPU. `then` is called when they sleep, in the client's thread."""
+        return self._switch(self.sleep_mode.fall_asleep(), then)
+
+    def wake_up(self, then: Callable[[], None]) -> "Future[None]":
+        """Let the servers have the GPU again. `then` is called when they have."""
+        return self._switch(self.sleep_mode.wake_up(), then)
+
+    def _switch(self, work: Coroutine[Any, Any, None], then: Callable[[], None]) -> "Future[None]":
+        future = self.run(work)
+        future.add_done_callback(lambda _: then())
+        return future
 
     def close(self) -> None:
         """End the servers that it has started, leave the others, and drop what is under way."""
@@ -73,7 +86,8 @@ class VLLMClient:
 
     async def _open(self, sources: list[Launch | str], slots: int, hung_s: float) -> Servers:
         changed = asyncio.Condition()
-        return Servers([Server(source, slots, hung_s, changed, self.publisher.try_probes, self.sleep_mode) for source in sources], changed)
+        try_out = self.publisher.tryout.try_out
+        return Servers([Server(source, slots, hung_s, changed, try_out, self.sleep_mode) for source in sources], changed)
 
     async def sample(self, job: Job) -> SampleResult:
         """Return the result of a job, on whatever servers it takes. For the client's loop."""
@@ -117,6 +131,9 @@ class VLLMClient:
             newest.followers -= 1
             if not newest.followers:
                 del self.newest[model_id]
+
+    async def _forget(self, key: str) -> None:
+        await self.publisher.loader.forget(self.servers.instances, key)
 
     async def _publish(self, published: PublishedWeights) -> None:
         instances = [server.instance for server in self.servers.all if server.state == "ready" and server.instance is not None]

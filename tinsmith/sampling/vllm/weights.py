@@ -13,9 +13,10 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -64,9 +65,8 @@ class WeightFiles:
     def write(self, adapter: Adapter) -> Path:
         """Write an adapter to a new directory, which is returned: in the base's dtype, to which vLLM would round it anyway."""
         directory = self.root / str(next(self._count))
-        pairs = adapter.working_on_host()
-        names = {name: self._name_at_server(name) for name in pairs}
-        write_adapter(pairs, adapter.shape.rank, names, list(names.values()), self.base.tokenizer_id, directory)
+        layers = {self._name_at_server(name): pair for name, pair in adapter.working_on_host().items()}
+        write_adapter(layers, adapter.shape.rank, self.base.tokenizer_id, directory)
         return directory
 
     @torch.no_grad()
@@ -210,18 +210,22 @@ class BroadcastTransfer:
         sending = asyncio.create_task(asyncio.to_thread(self._group.send, tensors.values()))
         posting = asyncio.create_task(server.post("/update_weights", {"update_info": {"outline": outline, "identity": identity}}))
         try:
-            async with asyncio.timeout(self.longest_s):
-                await asyncio.gather(posting, asyncio.shield(sending))
-        except BaseException as error:
-            self._group.abort()  # nobody receives any more, and the sending thread would wait for that
-            posting.cancel()
-            await asyncio.wait([sending, posting])  # a thread cannot be cancelled, and it still has the tensors
-            if isinstance(error, TimeoutError):
-                raise ServerFailedError(
-                    f"the vLLM server at {server.url} has not taken new weights for {self.longest_s:g} s; its log may say why, and "
-                    "--vllm-transfer file sends them in another way"
-                ) from None
-            raise
+            async with AsyncExitStack() as failing:
+                failing.push_async_callback(_give_up, self._group, sending, posting)
+                async with asyncio.timeout(self.longest_s):
+                    await asyncio.gather(posting, asyncio.shield(sending))
+                failing.pop_all()
+        except TimeoutError:
+            raise ServerFailedError(
+                f"the vLLM server at {server.url} has not taken new weights for {self.longest_s:g} s; its log may say why, and "
+                "--vllm-transfer file sends them in another way"
+            ) from None
+
+
+async def _give_up(group: TransferGroup, sending: "asyncio.Task[None]", posting: "asyncio.Task[Any]") -> None:
+    group.abort()  # nobody receives any more, and the sending thread would wait for that
+    posting.cancel()
+    await asyncio.wait([sending, posting])  # a thread cannot be cancelled, and it still has the tensors
 
 
 def new_transfer(kind: TransferKind, directory: Path, device: torch.device, ranks: int, longest_broadcast_s: float) -> Transfer:
