@@ -56,7 +56,7 @@ def sampler_of(base: BaseModel, blocks: int = 400, slots: int = 40, runs_ahead: 
     """
     sampler = LocalSampler(base, SamplingConfig(**settings), logits_chunk=16, sizes=CacheSizes(blocks, slots))
     if runs_ahead is not None:
-        sampler.runs_ahead = runs_ahead
+        sampler.steps.runs_ahead = runs_ahead
     return sampler
 
 
