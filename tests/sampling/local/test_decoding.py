@@ -229,7 +229,7 @@ def test_running_sequences_go_on_amid_a_pass(text_base: BaseModel, monkeypatch: 
     bench.step(3)
     bench.add("second", prompt_of(text_base, (1, 90)), ask(num_samples=2))
     if error:
-        sampler.schedule._preempt(sampler.schedule.running[1])
+        sampler.queues.preempt(sampler.queues.running[1])
         append = SequenceState.append
 
         def failing(sequence: SequenceState, *arguments: Any) -> None:

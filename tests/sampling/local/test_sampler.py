@@ -428,7 +428,7 @@ def test_a_sequence_that_is_computed_again_token_by_token_is_the_same(any_base: 
     sampler, rendered = sampler_of(any_base, prefill_tokens=1), prompt_of(any_base, (0, 20))
     old, new = versions_of(any_base, 2)
     sampler.add("x", ask(), rendered, old)
-    while not sampler.schedule.running:
+    while not sampler.queues.running:
         sampler.step()
     sampler.publish(new)
     check_versions(any_base, rendered, [old, new], run(sampler)["x"])

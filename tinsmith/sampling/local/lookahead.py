@@ -40,7 +40,7 @@ class Lookahead:
 
     def rest(self) -> None:
         """Hold nothing if no sequence runs."""
-        if not self.schedule.running:
+        if not self.schedule.queues.running:
             self.flights = []
             self.decoding.rest()
 
@@ -55,7 +55,7 @@ class Lookahead:
         ahead = self._launch_ahead() if flights and self.runs_ahead and not self.must_settle else []
         for flight in flights:
             events += self.outcomes.append(self.decoding.collect(flight))
-        self.flights = ahead if self.schedule.running else []
+        self.flights = ahead if self.schedule.queues.running else []
         self._stored(ahead)
         return events
 
@@ -64,7 +64,7 @@ class Lookahead:
         flights: list[Flight] = []
         failed: list[list[SequenceState]] = []
         self.must_settle = False
-        for group in self.decoding.groups(self.schedule.running):
+        for group in self.decoding.groups(self.schedule.queues.running):
             if there := _there(group):
                 with caught(partial(self.outcomes.retreat, "a decoding step", [], [there], failed)):
                     flights.append(self.decoding.launch(there))
@@ -79,7 +79,7 @@ class Lookahead:
         if not self.schedule.grow_ahead():
             return []
         flights: list[Flight] = []
-        for group in self.decoding.groups([s for s in self.schedule.running if not s.job.failed]):
+        for group in self.decoding.groups([s for s in self.schedule.queues.running if not s.job.failed]):
             with caught(self._settle):
                 flights.append(self.decoding.launch(group))
         return flights

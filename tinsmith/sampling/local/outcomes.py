@@ -50,7 +50,7 @@ class Outcomes:
                     raise
                 self.fail(job, events, error)
         if some_ended:
-            self.schedule.drop(lambda sequence: sequence.reason is not None)
+            self.schedule.queues.drop(lambda sequence: sequence.reason is not None)
         return events
 
     def fail(self, job: SampleJob, events: list[SampleEvent], error: Exception) -> None:
@@ -62,7 +62,7 @@ class Outcomes:
             error = TinsmithError(f"internal error: {error!r}")
         job.failed = True
         if self.failed_meanwhile is None:
-            self.schedule.drop(lambda sequence: sequence.job is job)
+            self.schedule.queues.drop(lambda sequence: sequence.job is job)
         else:
             self.failed_meanwhile.append(job)
         events.append(SampleFailure(job.request_id, error))
@@ -76,7 +76,7 @@ class Outcomes:
             yield
         finally:
             self.failed_meanwhile = None
-            self.schedule.drop(lambda sequence: sequence.job in failed)
+            self.schedule.queues.drop(lambda sequence: sequence.job in failed)
 
     def retreat(self, what: str, windows: PromptWindows, work: list[T], alone: list[T], error: Exception) -> None:
         """Take less from now on if memory ran out; otherwise `work` is to be tried alone."""

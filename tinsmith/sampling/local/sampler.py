@@ -1,7 +1,7 @@
 """The local sampler: continuous batching over the training weights, with a paged cache, and slots for the states of gated delta nets.
 
 Each `step` gives every running sequence its next token (`decoding.py`), and computes a piece of the prompts that wait in a pass, whatever
-models and snapshots they belong to. `schedule.py` decides what is computed.
+models and snapshots they belong to. `queues.py` has the sequences, `schedule.py` decides what is computed.
 """
 
 import secrets
@@ -20,6 +20,7 @@ from tinsmith.sampling.local.kv_cache import CacheShape, CacheSizes, KVCache
 from tinsmith.sampling.local.lookahead import Lookahead
 from tinsmith.sampling.local.outcomes import Outcomes
 from tinsmith.sampling.local.prompt_pass import PromptPasses
+from tinsmith.sampling.local.queues import Queues
 from tinsmith.sampling.local.schedule import Schedule
 from tinsmith.sampling.local.sequence import SampleJob, SequenceState
 from tinsmith.sampling.local.states import StateSlots
@@ -43,7 +44,8 @@ class LocalSampler:
         self.cache = KVCache(shape, sizes.blocks)
         self.states = StateSlots(shape, sizes.slots) if shape.state_bytes else None
         places = min(config.max_running, sizes.places) if self.states else config.max_running
-        self.schedule = Schedule(self.cache, self.states, places, config.prefill_tokens, config.prefill_tokens_beside)
+        self.queues = Queues(self.cache, self.states)
+        self.schedule = Schedule(self.queues, places, config.prefill_tokens, config.prefill_tokens_beside)
         outcomes = Outcomes(self.schedule)
         self.prompts = PromptPasses(base, self.schedule, outcomes, logits_chunk)
         self.decoding = Decoding(base, self.cache, self.states, places, config.eager)
@@ -61,15 +63,15 @@ class LocalSampler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.schedule.waiting or self.schedule.filling or self.schedule.running)
+        return bool(self.queues.waiting or self.queues.filling or self.queues.running)
 
     @property
     def load(self) -> tuple[int, int]:
-        return len(self.schedule.running), sum(1 + s.forks for s in (*self.schedule.filling, *self.schedule.waiting))
+        return len(self.queues.running), sum(1 + s.forks for s in (*self.queues.filling, *self.queues.waiting))
 
     @property
     def room(self) -> int:
-        return self.schedule.max_running - sum(1 + s.forks for s in self.schedule.waiting)
+        return self.schedule.max_running - sum(1 + s.forks for s in self.queues.waiting)
 
     def check_model(self, shape: LoraShape) -> None:
         """It samples whatever can be trained."""
@@ -95,14 +97,14 @@ class LocalSampler:
         )
         rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
         job.sequences = [SequenceState(job, index, rule.for_another()) for index in range(job.num_samples)]
-        self.schedule.waiting.add(job.session, job.sequences[0])
+        self.queues.waiting.add(job.session, job.sequences[0])
 
     def publish(self, weights: Weights) -> None:
         """Compute again what the former weights have computed; complete answers about a prompt stay."""
         ref = ref_of(weights, self.base.name)
         if ref.inflight_of is None:
             return
-        for job in self.schedule.restart(lambda sequence: sequence.job.ref.inflight_of == ref.inflight_of):
+        for job in self.queues.restart(lambda sequence: sequence.job.ref.inflight_of == ref.inflight_of):
             job.weights, job.ref = weights, ref
             if job.scores and not job.scores.complete:
                 job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
@@ -139,11 +141,11 @@ class LocalSampler:
         return []
 
     def cancel(self, request_id: str) -> None:
-        self.schedule.drop(lambda sequence: sequence.job.request_id == request_id)
+        self.queues.drop(lambda sequence: sequence.job.request_id == request_id)
         self.steps.rest()
 
     def abandon(self) -> None:
-        self.schedule.clear()
+        self.queues.clear()
         self.steps.clear()
 
     def _max_new(self, request: SampleRequest, prompt: int) -> int:
