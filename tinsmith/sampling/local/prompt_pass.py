@@ -17,7 +17,7 @@ from tinsmith.sampling.local.cached_attention import CachedPlan
 from tinsmith.sampling.local.decoding import Drawn
 from tinsmith.sampling.local.outcomes import Outcomes, by_job, caught
 from tinsmith.sampling.local.schedule import PromptWindows, Schedule
-from tinsmith.sampling.local.sequence import SequenceState, choice_of
+from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.sampler import SampleEvent
 from tinsmith.training.logprobs import head_logits, head_lora
 
@@ -72,7 +72,9 @@ class PromptPasses:
                 plans.append(plan)
             samples = [s.job.sequences if s.starts_job else [s] for s in ready]
             growing = [s for group in samples for s in group]
-            following = choose(_for_each(_joined(logits), [len(group) for group in samples]), choice_of(growing)) if ready else []
+            following = (
+                choose(_for_each(_joined(logits), [len(group) for group in samples]), [s.choice() for s in growing]) if ready else []
+            )
             forks = self.schedule.forks(windows)
             for plan in plans:
                 plan.commit()

@@ -72,7 +72,7 @@ class TrainerModel:
         count, seed = request.num_samples, _seed_of(request)
         answers, logits = self._scored(request, rendered, weights, request.questions, seed)
         params, topk = request.params, request.topk_sample_logprobs
-        how = Choice.for_params([params] * count, [seed] * count, range(count), [0] * count, [topk] * count)
+        how = [Choice(params, seed, sample, 0, topk) for sample in range(count)]
         rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
         version = (VersionSpan(ref_of(weights, self.base.name).label, 0, 1),)
         sequences = []
