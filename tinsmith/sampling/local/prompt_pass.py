@@ -72,9 +72,7 @@ class PromptPasses:
                 plans.append(plan)
             samples = [s.job.sequences if s.starts_job else [s] for s in ready]
             growing = [s for group in samples for s in group]
-            following = (
-                choose(_for_each(_joined(logits), [len(group) for group in samples]), [s.choice() for s in growing]) if ready else []
-            )
+            following = choose(_for_each(_joined(logits), [len(group) for group in samples]), [s.choice() for s in growing])
             forks = self.schedule.forks(windows)
             for plan in plans:
                 plan.commit()
