@@ -50,9 +50,12 @@ class VLLMClient:
         atexit.register(self.close)  # the interpreter would not survive a loop that still runs
         self.servers = self.run(self._open(sources, slots, hung_s)).result()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run something in the client's event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+    def run(self, work: Coroutine[Any, Any, T], then: Callable[[], None] | None = None) -> "Future[T]":
+        """Run something in the client's event loop; `then` is called there at its end."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        if then is not None:
+            future.add_done_callback(lambda _: then())
+        return future
 
     def publish(self, published: PublishedWeights) -> None:
         """Let samples that follow the same model go on with these weights, and prepare the servers that are ready."""
@@ -61,19 +64,6 @@ class VLLMClient:
     def forget(self, key: str) -> None:
         """Take weights that nothing refers to any more off all servers."""
         self.run(self._forget(key))
-
-    def fall_asleep(self, then: Callable[[], None]) -> "Future[None]":
-        """Put all servers to sleep, so that the trainer has their GPU. `then` is called when they sleep, in the client's thread."""
-        return self._switch(self.sleep_mode.fall_asleep(), then)
-
-    def wake_up(self, then: Callable[[], None]) -> "Future[None]":
-        """Let the servers have the GPU again. `then` is called when they have."""
-        return self._switch(self.sleep_mode.wake_up(), then)
-
-    def _switch(self, work: Coroutine[Any, Any, None], then: Callable[[], None]) -> "Future[None]":
-        future = self.run(work)
-        future.add_done_callback(lambda _: then())
-        return future
 
     def close(self) -> None:
         """End the servers that it has started, leave the others, and drop what is under way."""

@@ -136,11 +136,11 @@ class VLLMSampler:
 
     def fall_asleep(self) -> "Future[None]":
         """Put all servers to sleep, so that the trainer has their GPU. `wake` is called when they sleep."""
-        return self.client.fall_asleep(self.wake)
+        return self.client.run(self.client.sleep_mode.fall_asleep(), self.wake)
 
     def wake_up(self) -> "Future[None]":
         """Let the servers have the GPU again. `wake` is called when they have."""
-        return self.client.wake_up(self.wake)
+        return self.client.run(self.client.sleep_mode.wake_up(), self.wake)
 
     def check_model(self, shape: LoraShape) -> None:
         targets = self.base.layout.covered(shape) if shape.rank else ()
