@@ -24,9 +24,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tinsmith.errors import TinsmithError
+from tinsmith.models.base import BaseModel
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.sampling.prefix import BLOCK, prompt_keys, weights_key
 from tinsmith.sampling.sampler import SampleResult, TokensSampled
-from tinsmith.sampling.stopping import StopStrings
+from tinsmith.sampling.stopping import stop_rule
 from tinsmith.sampling.vllm.generate import REQUEST_PREFIX, ask, generate, generate_stream, send_images
 from tinsmith.sampling.vllm.instance import Instance
 from tinsmith.sampling.vllm.protocol import (
@@ -63,7 +65,7 @@ class Draft:
         return tuple(token for segment in self.segments for token in segment.tokens)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Job:
     """A sample request, checked and ready for vLLM."""
 
@@ -73,17 +75,23 @@ class Job:
     published: PublishedWeights
     """The weights to begin with."""
     max_tokens: int
-    eos: frozenset[int]
-    vocab_size: int
-    tokenizer: Any
-    keys: list[bytes]
-    """Keys of the prompt's full blocks."""
+    base: BaseModel
     answers: PromptAnswers
     """Answers about the prompt by the trainer's model."""
     tell: Callable[[TokensSampled], None] | None
     """Takes tokens as they come, in the client's thread; None if they are wanted at the end only."""
-    drafts: list[Draft]
-    """One for each sample; without segments if the job is computed at once."""
+
+    def __post_init__(self) -> None:
+        first = weights_key(self.published.ref)
+        self.keys = prompt_keys(first, self.rendered, [], [], len(self.rendered) // BLOCK)
+        """Keys of the prompt's full blocks."""
+        self.drafts = [Draft() for _ in range(self.request.num_samples)]
+        """One for each sample; without segments if the job is computed at once."""
+
+    def params(self, first: int, count: int, done: int = 0) -> dict[str, Any]:
+        """Return vLLM's parameters for the samples [first, first + count), of which `done` tokens are known."""
+        eos, vocabulary = self.base.eos_token_ids(), self.base.vocab_size
+        return sampling_params(self.request, self.max_tokens - done, eos, vocabulary, first, count, done)
 
 
 async def sample(publisher: Publisher, instance: Instance, job: Job) -> SampleResult:
@@ -117,8 +125,7 @@ async def _some(instance: Instance, job: Job, model: str | None, left: deque[int
         taken = [left.popleft() for _ in range(min(slots, len(left)))]
         if not taken:
             return
-        params = sampling_params(job.request, job.max_tokens, job.eos, job.vocab_size, taken[0], len(taken))
-        reply = await ask(instance, job.rendered, params, model)
+        reply = await ask(instance, job.rendered, job.params(taken[0], len(taken)), model)
     sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, instance.label, job.published.ref.label)
     found.update(zip(taken, sequences, strict=True))
     job.drafts[taken[0]].reply = reply
@@ -212,7 +219,7 @@ async def _generate(instance: Instance, job: Job, published: PublishedWeights, l
     """Compute one segment: vLLM's reply to a request that goes on behind the tokens so far."""
     draft = job.drafts[index]
     done = draft.tokens
-    params = sampling_params(job.request, job.max_tokens - len(done), job.eos, job.vocab_size, index, 1, len(done))
+    params = job.params(index, 1, len(done))
     if not _may_stream(instance, job, draft, params):
         return await generate(instance, job.rendered, params, loaded.model, done, name)
     await loaded.compared
@@ -314,7 +321,7 @@ def _stop_across(job: Job, tokens: list[int], told: int) -> int | None:
     stop = job.request.params.stop
     if not stop.strings:
         return None
-    rule = StopStrings((*stop.token_ids, *(job.eos if stop.eos else ())), stop.strings, job.tokenizer)
+    rule = stop_rule(stop, job.base.eos_token_ids(), job.base.tokenizer)
     return next((position + 1 for position, token in enumerate(tokens) if rule.stops(token) and position >= told), None)
 
 

@@ -21,10 +21,9 @@ from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
-from tinsmith.sampling.prefix import BLOCK, prompt_keys, weights_key
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled, ref_of
 from tinsmith.sampling.vllm.client import VLLMClient
-from tinsmith.sampling.vllm.job import Draft, Job
+from tinsmith.sampling.vllm.job import Job
 from tinsmith.sampling.vllm.launch import launches
 from tinsmith.sampling.vllm.loader import Loader
 from tinsmith.sampling.vllm.probes import TryOut, make_probes
@@ -60,20 +59,8 @@ class _Pending:
         return self.fills_context or bool(local_questions(self.request))
 
     def job(self, base: BaseModel, published: PublishedWeights, answers: PromptAnswers) -> Job:
-        return Job(
-            request_id=self.request_id,
-            request=self.request,
-            rendered=self.rendered,
-            published=published,
-            max_tokens=self.max_tokens,
-            eos=base.eos_token_ids(),
-            vocab_size=base.vocab_size,
-            tokenizer=base.tokenizer,
-            keys=prompt_keys(weights_key(published.ref), self.rendered, [], [], len(self.rendered) // BLOCK),
-            answers=answers,
-            tell=self._take if self.stream else None,
-            drafts=[Draft() for _ in range(self.request.num_samples)],
-        )
+        tell = self._take if self.stream else None
+        return Job(self.request_id, self.request, self.rendered, published, self.max_tokens, base, answers, tell)
 
     def submitted(self, future: "Future[SampleResult]") -> None:
         self.future = future
