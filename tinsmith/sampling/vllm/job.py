@@ -1,14 +1,12 @@
 """A sample request on one server: all its samples at once, or each in segments while its weights are replaced or its tokens are read.
 
 When a model has new weights (`inflight`), the server loads and compares them while it samples. Then vLLM aborts the samples from the former
-weights, answers with the tokens so far, and each goes on as a request with these behind its prompt. So every token comes from the weights
-that it is said to come from, and from no keys and values of others; no token leaves before its weights were compared; and nothing else on
-the server is disturbed. (vLLM could load an adapter in place under the name that it has. But then it reads the files again at every step,
-goes on with keys and values of the former weights, and computes with the new ones before they are compared.)
+weights, and each goes on as a request with its tokens so far behind its prompt. (vLLM could load an adapter in place under the name that it
+has. But then it reads the files again at every step, goes on with keys and values of the former weights, and computes with the new ones
+before they are compared.)
 
-Tokens that are read while they come arrive as vLLM streams them. Those that have been given out stay: if a server is lost, another goes on
-behind them. A stream has no scores of the prompt, and no log-probabilities over the whole vocabulary with top_k or top_p: then the tokens
-of a segment are given out at its end.
+Tokens that have been given out while they came stay: if a server is lost, another goes on behind them. vLLM streams no scores of the prompt,
+and no log-probabilities over the whole vocabulary with top_k or top_p: then the tokens of a segment are given out at its end.
 """
 
 import asyncio
