@@ -5,8 +5,8 @@ weights, and each goes on as a request with its tokens so far behind its prompt.
 has. But then it reads the files again at every step, goes on with keys and values of the former weights, and computes with the new ones
 before they are compared.)
 
-Tokens that have been given out while they came stay: if a server is lost, another goes on behind them. vLLM streams no scores of the prompt,
-and no log-probabilities over the whole vocabulary with top_k or top_p: then the tokens of a segment are given out at its end.
+Tokens that were given out while they came stay: if a server is lost, another goes on behind them. vLLM streams no scores of the prompt, and
+no log-probabilities over the whole vocabulary with top_k or top_p: then the tokens of a segment are given out at its end.
 """
 
 import asyncio
