@@ -406,9 +406,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what a seed gives depends on what runs beside",
-        "tinsmith/sampling/local/sequence.py",
-        "seed=[s.job.seed for s in sequences],",
-        "seed=[s.job.seed + place for place, s in enumerate(sequences)],",
+        "tinsmith/sampling/local/prompt_pass.py",
+        "[s.choice() for s in growing]",
+        "[s.choice()._replace(seed=s.job.seed + place) for place, s in enumerate(growing)]",
         ("tests/sampling/local/test_decoding.py::test_each_gets_what_it_would_get_alone",),
     ),
     Mutation(

@@ -329,13 +329,13 @@ def test_newer_weights_give_the_tokens_that_follow(bench: Bench, stub: Stub) -> 
 
 def test_no_token_of_wrong_weights_is_given_out(bench: Bench, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are they followed by the next sample of their model, whoever still has the error."""
-    expected = bench.sampler.canary.expected
+    expected = bench.sampler.trainer.canary.expected
 
     def shifted(weights: Any) -> Any:
         right = expected(weights)
         return replace(right, logprobs=right.logprobs - 0.01)
 
-    monkeypatch.setattr(bench.sampler.canary, "expected", shifted)
+    monkeypatch.setattr(bench.sampler.trainer.canary, "expected", shifted)
     bench.add(weights=random_adapter(bench.base, ref=new_ref("m/0", "m")), stream=True)
     (failure,) = bench.to_the_end()
     assert isinstance(failure, SampleFailure)
