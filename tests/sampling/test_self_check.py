@@ -75,7 +75,7 @@ def refused(base: BaseModel, reason: str, samples: bool, quickly: str | None = N
     [
         ("gemma2", {"head_dim": 16, "final_logit_softcapping": None}, "its attention needs what Tinsmith does not compute: softcap"),
         ("gemma3_text", {"head_dim": 16, "final_logit_softcapping": 0.5}, r"other log-probabilities \(final_logit_softcapping=0.5 is"),
-        ("cohere", {"logit_scale": 0.0625}, r"transformers computes other log-probabilities \(logit_scale=0.0625 is not supported\): they"),
+        ("cohere", {"logit_scale": 0.0625}, r"transformers computes other log-probabilities \(logit_scale=0.0625 is not supported\): off"),
         ("granite", {"logits_scaling": 8.0}, r"\(logits_scaling=8.0 is not supported\): off by .*, allowed is 0.0001"),
         ("stablelm", {}, "its network fails on a packed row: .* 'plan'"),
     ],
