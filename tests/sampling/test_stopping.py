@@ -66,6 +66,7 @@ def test_bytes_that_are_no_utf8_end_neither_the_sequence_nor_its_stop_strings(by
 
 
 def test_strings_that_overlap_are_found_where_the_first_of_them_is_complete(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ""
     monkeypatch.setattr(TextStream, "add", lambda _, start: text[start : start + 3])
     generator = random.Random(0)
     for _ in range(300):
