@@ -5,8 +5,6 @@ Every second sequence of a row is a neighbour of the others, and then the other 
     forward     other tokens of neighbours leave the log-probabilities of a sequence as they are
     backward    the loss of a sequence has no gradient in its neighbours' tokens, and in its own tokens and its adapter the gradient that
                 it has alone
-
-All but the last compare what is computed alike, and find a leak in any precision.
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -8,9 +8,8 @@ compared first (`tower_check.py`):
     sampled step by step     =  each alone (the real sampler: prompts into the paged cache, some in chunks, then decoding; and again behind
                                 each answer, from the prefix cache, two samples of each)
 
-Sliding windows are shortened meanwhile, so that sequences are longer than they are. What differs is refused with a ConfigError that says
-what and by how much. The quick form, for what has passed the full one before, takes two short texts and an image through one packed row,
-one search for leaks, and a few steps of the sampler without a prefix cache.
+Sliding windows are shortened meanwhile, so that sequences are longer than they are. The quick form, for what has passed the full one
+before, takes two short texts and an image through one packed row, one search for leaks, and a few steps of the sampler.
 """
 
 import hashlib

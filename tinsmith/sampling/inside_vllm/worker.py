@@ -3,10 +3,9 @@
 vLLM imports this module (`--worker-extension-cls`) before it loads the model. `tests/with_vllm/test_inside_vllm.py` lists what it and
 `receivers.py` touch of vLLM.
 
-An adapter's name ends with the identity of its weights, as the trainer computes it (`identity.py`). Whenever a worker has loaded an
-adapter, what lies in its slot of each layer must have that identity; otherwise the adapter is removed, and loading it is an error. Replies
-name the adapter, and so the weights that they were computed with. With tensor parallelism the whole matrices that the worker has loaded
-must have that identity, and its slots must hold its shares of them.
+An adapter's name ends with the identity of its weights, as the trainer computes it (`identity.py`). What lies in its slot of each layer
+must have that identity; otherwise loading it is an error. With tensor parallelism the whole matrices that the worker has loaded must have
+it, and its slots must hold its shares of them.
 """
 
 import logging

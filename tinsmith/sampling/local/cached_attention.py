@@ -1,8 +1,7 @@
 """Attention to cached keys and values: of windows of new tokens in a packed row, and of one new token of each row of a batch.
 
-A window is a whole prompt, a piece of one, or the token sampled last. Keys and values are stored first. Windows that begin their sequence
-attend among themselves, as in training; the others attend to their cached tokens. Gated delta nets go on from the states in their slots,
-which change when the plan is committed (`states.py`).
+Keys and values are stored first. Windows that begin their sequence attend among themselves, as in training; the others attend to their
+cached tokens.
 """
 
 from collections.abc import Sequence

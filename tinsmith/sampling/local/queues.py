@@ -3,8 +3,7 @@
     waiting -> filling (has its blocks; the prompt is computed, perhaps in several passes) -> running (one token a step) -> ended
 
 When blocks run out, a sequence is preempted: it gives its blocks back and waits to be computed again, which is little work if nobody needed
-them meanwhile. In a model with gated delta nets a sequence that is not waiting has a slot for its state too; both are taken and given back
-together.
+them meanwhile.
 """
 
 from bisect import insort

@@ -4,13 +4,9 @@ A state cannot be shared or cut as keys and values can: it is what a layer remem
 slot, and others begin with a copy, saved at the end of a full block under that block's key (`sampling/prefix.py`). Saved states are evicted
 least recently used first.
 
-A key that is written twice does no harm, but a state that is stepped twice is wrong for good, and nothing shows it. So a pass reads the
-slots, and what it has computed replaces the states only when all of it has succeeded (`StateSteps.commit`). Until then a slot holds the
-state after `SequenceState.stored` tokens, and a failed pass can be tried again in any pieces. The price is memory for a second state of
-each sequence in a pass.
-
-A decoding step that is not tried again steps states in place. On CUDA Triton kernels compute it (`delta_step_kernels.py`), elsewhere the
-references; which slot is a row's is read on the device, so that a CUDA graph can capture it.
+A key that is written twice does no harm, but a state that is stepped twice is wrong for good, and nothing shows it. So what a pass has
+computed replaces the states only when all of it has succeeded (`StateSteps.commit`), and a failed pass can be tried again in any pieces.
+A decoding step that is not tried again steps states in place, where a CUDA graph can capture it.
 """
 
 from collections import OrderedDict

@@ -1,7 +1,7 @@
 """Weights on their way to vLLM servers: adapters as PEFT directories, full weights through a transfer into the running server.
 
-Files lie in memory where the system has a file system for that. Every adapter has a directory of its own, because vLLM caches what it
-computes under an adapter's name and path. `inside_vllm/receivers.py` has the other ends of the transfers.
+Every adapter has a directory of its own, because vLLM caches what it computes under an adapter's name and path.
+`inside_vllm/receivers.py` has the other ends of the transfers.
 """
 
 import asyncio
