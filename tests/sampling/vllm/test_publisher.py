@@ -20,7 +20,7 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.sampling.sampler import ref_of
 from tinsmith.sampling.vllm.generate import generate
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
-from tinsmith.sampling.vllm.loader import Loader
+from tinsmith.sampling.vllm.loader import WeightLoader
 from tinsmith.sampling.vllm.probes import TryOut, make_probes
 from tinsmith.sampling.vllm.protocol import ServerFailedError, scoring_params
 from tinsmith.sampling.vllm.publisher import Publisher
@@ -36,7 +36,7 @@ class Bench(Agreeing):
     def __init__(self, base: BaseModel, files: WeightFiles) -> None:
         super().__init__()
         canary = Canary(base, renderer(base))
-        loader = Loader(files)
+        loader = WeightLoader(files)
         self.publisher = Publisher(canary, loader, TryOut(canary, loader, base.device, ()))
         self.published = PublishedWeights(None, canary.expected(None), WeightsRef.of_base("tiny"))
         values = np.zeros(len(canary.rendered))

@@ -44,7 +44,7 @@ def _forget_failure(tasks: "MutableMapping[str, asyncio.Task[T]]", key: str, tas
         del tasks[key]
 
 
-class Loader:
+class WeightLoader:
     """Loads the weights of one base model. For one event loop."""
 
     def __init__(self, files: WeightFiles, longest_broadcast_s: float = LONGEST_BROADCAST_S) -> None:

@@ -19,7 +19,7 @@ from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
 from tinsmith.sampling.vllm.launch import has_delta_nets, refusal
-from tinsmith.sampling.vllm.loader import LABEL, Loader, once
+from tinsmith.sampling.vllm.loader import LABEL, WeightLoader, once
 from tinsmith.sampling.vllm.protocol import RefusedError, ServerFailedError
 from tinsmith.sampling.vllm.verify import Canary, Expectation
 from tinsmith.sampling.vllm.weights import WeightFiles
@@ -96,7 +96,7 @@ def _adapter(files: WeightFiles, names: list[str]) -> Adapter:
 class TryOut:
     """Finds out for each instance once whether it may be sampled from, and to which kinds of layers it applies adapters."""
 
-    def __init__(self, canary: Canary, loader: Loader, served_on: torch.device, probes: Sequence[AdapterProbe]) -> None:
+    def __init__(self, canary: Canary, loader: WeightLoader, served_on: torch.device, probes: Sequence[AdapterProbe]) -> None:
         """Servers compute on devices like `served_on`."""
         self.canary = canary
         self.loader = loader

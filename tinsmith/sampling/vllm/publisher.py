@@ -15,7 +15,7 @@ from functools import partial
 
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.vllm.instance import BASE, Instance
-from tinsmith.sampling.vllm.loader import Loader, once
+from tinsmith.sampling.vllm.loader import WeightLoader, once
 from tinsmith.sampling.vllm.probes import TryOut
 from tinsmith.sampling.vllm.verify import Canary, PublishedWeights
 
@@ -33,7 +33,7 @@ class Loaded:
 class Publisher:
     """Publishes the weights of one base model. For one event loop."""
 
-    def __init__(self, canary: Canary, loader: Loader, tryout: TryOut) -> None:
+    def __init__(self, canary: Canary, loader: WeightLoader, tryout: TryOut) -> None:
         self.canary = canary
         self.loader = loader
         self.tryout = tryout

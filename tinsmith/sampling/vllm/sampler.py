@@ -25,7 +25,7 @@ from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, 
 from tinsmith.sampling.vllm.client import VLLMClient
 from tinsmith.sampling.vllm.job import Job
 from tinsmith.sampling.vllm.launch import launches
-from tinsmith.sampling.vllm.loader import Loader
+from tinsmith.sampling.vllm.loader import WeightLoader
 from tinsmith.sampling.vllm.probes import TryOut, make_probes
 from tinsmith.sampling.vllm.protocol import check_parameters, longest_answer
 from tinsmith.sampling.vllm.publisher import Publisher
@@ -236,7 +236,7 @@ def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake
         sources += started
     # The engine is silent during a broadcast: it must be given up, with its reason, before the server is ended because it hangs.
     longest_broadcast_s = min(LONGEST_BROADCAST_S, 0.8 * config.vllm.vllm_hung_s)
-    loader = Loader(files, longest_broadcast_s)
+    loader = WeightLoader(files, longest_broadcast_s)
     tryout = TryOut(canary, loader, pick_device(config.models.device), make_probes(canary, files))
     client = VLLMClient(sources, config.sampling.max_running, config.vllm.vllm_hung_s, Publisher(canary, loader, tryout))
     return VLLMSampler(base, client, TrainerModel(base, canary, config.training.logits_chunk, client.forget), longest, wake)
