@@ -10,7 +10,7 @@ from tinsmith.sampling.local.decoding import Drawn
 from tinsmith.sampling.local.schedule import PromptWindows, Schedule
 from tinsmith.sampling.local.sequence import SampleJob, SequenceState
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure
-from tinsmith.training.memory_retries import is_out_of_memory
+from tinsmith.training.backend import is_out_of_memory
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, ref_of
 from tinsmith.sampling.stopping import stop_rule
 from tinsmith.store import ids
-from tinsmith.training.memory_retries import is_out_of_memory
+from tinsmith.training.backend import is_out_of_memory
 from tinsmith.wire.sample import SampleRequest
 
 
