@@ -640,8 +640,8 @@ MUTATIONS = (
     Mutation(
         "an adapter is written for vLLM with half of its scale",
         "tinsmith/sampling/vllm/weights.py",
-        "write_adapter(layers, adapter.shape.rank,",
-        "write_adapter(layers, 2 * adapter.shape.rank,",
+        "write_adapter(pairs, adapter.shape.rank, names",
+        "write_adapter(pairs, 2 * adapter.shape.rank, names",
         ("tests/sampling/vllm/test_verify.py::test_an_adapter_is_written_as_passes_read_it",),
     ),
     Mutation(

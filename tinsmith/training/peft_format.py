@@ -16,7 +16,7 @@ embedding of the input.
 
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -48,7 +48,19 @@ _READ = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) -> None:
     """Write a PEFT adapter folder, created if missing. Raises UserError for layers that the base does not have."""
-    write_adapter(_whole_layers(adapter, base), adapter.shape.rank, base_name, directory)
+    layers = _whole_layers(adapter, base)
+    # Whole names: a part of a name would also reach the vision tower.
+    _write(layers, list(layers), adapter.shape.rank, base_name, directory)
+
+
+def write_adapter(
+    pairs: Mapping[str, LoraPair], rank: int, names: Mapping[str, str], targets: list[str], base_name: str, directory: Path
+) -> None:
+    """Write the two files of an adapter of this rank, with a layer for each target of ours.
+
+    `names` maps our names to those in the file; `targets` is what PEFT looks for.
+    """
+    _write({names[name]: pair for name, pair in pairs.items()}, targets, rank, base_name, directory)
 
 
 def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:
@@ -74,13 +86,7 @@ def _require_places(adapter: Adapter, base: Layout) -> None:
             raise UserError(f"the checkpoint adapts {name} of {sizes}, which this base model does not have; use the one of its training")
 
 
-def write_adapter(
-    layers: Mapping[str, LoraPair], rank: int, base_name: str, directory: Path, targets: Collection[str] | None = None
-) -> None:
-    """Write the two files of an adapter of this rank, with the layers by their names in the file.
-
-    `targets` is what PEFT looks for: usually these names, because a part of a name would also reach the vision tower.
-    """
+def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_name: str, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, pair in layers.items():
@@ -98,7 +104,7 @@ def write_adapter(
         "alpha_pattern": {name: LORA_ALPHA * (own // rank) for name, own in ranks.items()},
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": list(layers if targets is None else targets),
+        "target_modules": targets,
         "inference_mode": True,
     }
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
@@ -169,10 +175,12 @@ def write_download(adapter: Adapter, base: Layout, source: str, label: str, dire
     if not any(name.startswith(_STORED_PREFIX) for name in _stored_names(source)):
         write_peft(adapter, base, label, directory)
         return
-    layers = {name if name == LM_HEAD else f"model.{base.name_apart(name)}": pair for name, pair in adapter.masters.items()}
-    # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.
-    targets = [name for name in layers if name != LM_HEAD or len(layers) == 1]
-    write_adapter(layers, adapter.shape.rank, label, directory, targets)
+    names = {name: name if name == LM_HEAD else f"model.{base.name_apart(name)}" for name in adapter.masters}
+    targets = list(names.values())
+    if len(names) > 1 and LM_HEAD in names:
+        # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.
+        targets.remove(LM_HEAD)
+    write_adapter(adapter.masters, adapter.shape.rank, names, targets, label, directory)
 
 
 def _stored_names(source: str) -> Iterator[str]:

@@ -65,8 +65,9 @@ class WeightFiles:
     def write(self, adapter: Adapter) -> Path:
         """Write an adapter to a new directory, which is returned: in the base's dtype, to which vLLM would round it anyway."""
         directory = self.root / str(next(self._count))
-        layers = {self._name_at_server(name): pair for name, pair in adapter.working_on_host().items()}
-        write_adapter(layers, adapter.shape.rank, self.base.tokenizer_id, directory)
+        pairs = adapter.working_on_host()
+        names = {name: self._name_at_server(name) for name in pairs}
+        write_adapter(pairs, adapter.shape.rank, names, list(names.values()), self.base.tokenizer_id, directory)
         return directory
 
     @torch.no_grad()
