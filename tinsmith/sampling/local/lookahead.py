@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from tinsmith.sampling.local.decoding import Decoding, Flight
-from tinsmith.sampling.local.outcomes import Outcomes, by_job, caught
+from tinsmith.sampling.local.outcomes import SequenceOutcomes, by_job, caught
 from tinsmith.sampling.local.schedule import Schedule
 from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.sampler import SampleEvent
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 class Lookahead:
     """The steps of one sampler that are under way."""
 
-    def __init__(self, schedule: Schedule, decoding: Decoding, outcomes: Outcomes, runs_ahead: bool) -> None:
+    def __init__(self, schedule: Schedule, decoding: Decoding, outcomes: SequenceOutcomes, runs_ahead: bool) -> None:
         """`runs_ahead` says whether a step is launched before the tokens of the one before are read. It saves nothing on a CPU."""
         self.schedule = schedule
         self.decoding = decoding

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Outcomes:
+class SequenceOutcomes:
     """Gives sequences their tokens, and ends jobs."""
 
     def __init__(self, schedule: Schedule) -> None:

@@ -15,7 +15,7 @@ from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_
 from tinsmith.sampling.choose import choose
 from tinsmith.sampling.local.cached_attention import CachedPlan
 from tinsmith.sampling.local.decoding import Drawn
-from tinsmith.sampling.local.outcomes import Outcomes, by_job, caught
+from tinsmith.sampling.local.outcomes import SequenceOutcomes, by_job, caught
 from tinsmith.sampling.local.schedule import PromptWindows, Schedule
 from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.sampler import SampleEvent
@@ -25,7 +25,7 @@ from tinsmith.training.logprobs import head_logits, head_lora
 class PromptPasses:
     """Computes the passes over prompts of one sampler."""
 
-    def __init__(self, base: BaseModel, schedule: Schedule, outcomes: Outcomes, logits_chunk: int) -> None:
+    def __init__(self, base: BaseModel, schedule: Schedule, outcomes: SequenceOutcomes, logits_chunk: int) -> None:
         """Logits exist for `logits_chunk` positions at a time where questions about a prompt are answered."""
         self.base = base
         self.schedule = schedule

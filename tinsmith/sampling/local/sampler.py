@@ -20,7 +20,7 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.local.decoding import Decoding
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.lookahead import Lookahead
-from tinsmith.sampling.local.outcomes import Outcomes
+from tinsmith.sampling.local.outcomes import SequenceOutcomes
 from tinsmith.sampling.local.prompt_pass import PromptPasses
 from tinsmith.sampling.local.queues import Queues
 from tinsmith.sampling.local.schedule import Schedule
@@ -46,7 +46,7 @@ class LocalSampler:
         places = min(config.max_running, sizes.places) if self.states else config.max_running
         self.queues = Queues(self.cache, self.states)
         self.schedule = Schedule(self.queues, places, config.prefill_tokens, config.prefill_tokens_beside)
-        outcomes = Outcomes(self.schedule)
+        outcomes = SequenceOutcomes(self.schedule)
         self.prompts = PromptPasses(base, self.schedule, outcomes, logits_chunk)
         self.decoding = Decoding(base, self.cache, self.states, places, config.eager)
         self.steps = Lookahead(self.schedule, self.decoding, outcomes, runs_ahead=base.device.type == "cuda")
