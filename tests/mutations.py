@@ -392,8 +392,8 @@ MUTATIONS = (
     Mutation(
         "a stop string across two tokens is overlooked",
         "tinsmith/sampling/stopping.py",
-        "self.strings.read(self.matched, self.text.add(token))",
-        "self.strings.read(0, self.text.add(token))",
+        "text = self.tail + new",
+        "text = new",
         ("tests/sampling/test_stopping.py",),
     ),
     Mutation(
@@ -406,9 +406,9 @@ MUTATIONS = (
     ),
     Mutation(
         "what a seed gives depends on what runs beside",
-        "tinsmith/sampling/local/sequence.py",
-        "seed=[s.job.seed for s in sequences],",
-        "seed=[s.job.seed + place for place, s in enumerate(sequences)],",
+        "tinsmith/sampling/local/prompt_pass.py",
+        "[s.choice() for s in growing]",
+        "[s.choice()._replace(seed=s.job.seed + place) for place, s in enumerate(growing)]",
         ("tests/sampling/local/test_decoding.py::test_each_gets_what_it_would_get_alone",),
     ),
     Mutation(
@@ -632,7 +632,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a vLLM server goes on with keys and values of the full weights before",
-        "tinsmith/sampling/vllm/publisher.py",
+        "tinsmith/sampling/vllm/loader.py",
         '        await post("/reset_prefix_cache", reset_running_requests="true")\n',
         "",
         ("tests/sampling/vllm/test_publisher.py",),

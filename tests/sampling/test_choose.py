@@ -1,6 +1,5 @@
 """Choosing a token from logits: what the distribution is, and that chance depends on nothing but seed, sample and position."""
 
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -17,6 +16,7 @@ from tinsmith.sampling.choose import (
     COLDEST,
     WEIGHT_BITS,
     Choice,
+    DeviceChoice,
     as_bits,
     choose,
     choose_reference,
@@ -28,6 +28,7 @@ from tinsmith.sampling.choose import (
     truncate,
     uniforms,
 )
+from tinsmith.wire.sample import SamplingParams, StopRule
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -30.0])
 
@@ -44,20 +45,16 @@ def draws_of(logprobs: Tensor, draws: int) -> Tensor:
     return draw(logprobs, numbers_of(zeros, zeros, count, draws_needed(logprobs.shape[1])).unsqueeze(1))[0]
 
 
-def same_for_all(count: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, seed: int = 0) -> Choice:
+def choice(position: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, seed: int = 0, topk: int = 0) -> Choice:
+    return Choice(SamplingParams(None, temperature, top_p, top_k, seed, StopRule(False, (), ())), seed, 0, position, topk)
+
+
+def same_for_all(count: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, topk: int = 0) -> list[Choice]:
     """`count` draws that differ in their position only."""
-    return Choice(
-        temperature=np.full(count, temperature, np.float32),
-        top_k=np.full(count, top_k, np.int64),
-        top_p=np.full(count, top_p, np.float32),
-        seed=np.full(count, seed, np.uint64),
-        sample=np.zeros(count, np.uint64),
-        position=np.arange(count, dtype=np.uint64),
-        topk=np.zeros(count, np.int64),
-    )
+    return [choice(position, temperature, top_k, top_p, topk=topk) for position in range(count)]
 
 
-def chosen(logits: torch.Tensor, how: Choice) -> tuple[list[int], list[float]]:
+def chosen(logits: torch.Tensor, how: list[Choice]) -> tuple[list[int], list[float]]:
     """Tokens and their log-probabilities."""
     found = choose(logits.to(DEVICE), how)
     return [c.token for c in found], [c.logprob for c in found]
@@ -77,7 +74,7 @@ def test_frequencies_follow_the_tempered_distribution(temperature: float) -> Non
 def test_the_likeliest_stays_the_likeliest_at_any_temperature(temperature: float) -> None:
     """At zero log-probabilities are those at one. At 1e30 those of all tokens are the same number."""
     logits = LOGITS.roll(3).expand(50, -1)
-    how = replace(same_for_all(50, temperature, top_k=1), topk=np.full(50, 3))
+    how = same_for_all(50, temperature, top_k=1, topk=3)
     found = choose(logits.to(DEVICE), how)
     assert {c.token for c in found} == {3}
     assert {tuple(c.top[0]) for c in found} == {(3, 4, 5)}
@@ -191,13 +188,8 @@ def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncate
     rows = 6
     logits = (torch.randn(rows, 2 * vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3).to(DEVICE)[:, :vocabulary]
     logits[1, vocabulary // 2 :] = -torch.inf
-    how = replace(
-        same_for_all(rows),
-        temperature=np.array([0, 0.7, 1, 2, 1e-40, 1], np.float32),
-        top_k=np.array([-1, 5, 50, -1, -1, -1]),
-        top_p=np.array([1, 1, 0.5, 0.9, 1, 1], np.float32),
-        seed=np.arange(rows, dtype=np.uint64) + np.uint64(2**64 - rows),
-    ).on(logits.device)
+    each = zip((0, 0.7, 1, 2, 1e-40, 1), (-1, 5, 50, -1, -1, -1), (1, 1, 0.5, 0.9, 1, 1), range(2**64 - rows, 2**64), strict=True)
+    how = DeviceChoice.of([choice(position, *own) for position, own in enumerate(each)], logits.device)
     tokens, logprobs = choose_reference(logits, how, truncates)
     left = truncate(logits, logprobs_at(logits, how.temperature.unsqueeze(1)), how.top_k, how.top_p) if truncates else None
 

@@ -75,8 +75,8 @@ def refused(base: BaseModel, reason: str, samples: bool, quickly: str | None = N
     [
         ("gemma2", {"head_dim": 16, "final_logit_softcapping": None}, "its attention needs what Tinsmith does not compute: softcap"),
         ("gemma3_text", {"head_dim": 16, "final_logit_softcapping": 0.5}, r"other log-probabilities \(final_logit_softcapping=0.5 is"),
-        ("cohere", {"logit_scale": 0.0625}, r"transformers computes other log-probabilities \(logit_scale=0.0625 is not supported\): they"),
-        ("granite", {"logits_scaling": 8.0}, r"\(logits_scaling=8.0 is not supported\): they differ by .*, allowed is 0.0001"),
+        ("cohere", {"logit_scale": 0.0625}, r"transformers computes other log-probabilities \(logit_scale=0.0625 is not supported\): off"),
+        ("granite", {"logits_scaling": 8.0}, r"\(logits_scaling=8.0 is not supported\): off by .*, allowed is 0.0001"),
         ("stablelm", {}, "its network fails on a packed row: .* 'plan'"),
     ],
 )
@@ -154,10 +154,10 @@ def of_plan(operation: str, wrong: Callable[..., Any]) -> Callable[[BaseModel, p
 
 TRANSFORMERS = "transformers computes other log-probabilities"
 FORWARD = "a sequence (depends on|changes with the tokens of) others in its packed row: "
-BACKWARD = "the loss of a sequence has gradients in others of its packed row: by"
-GRADIENTS = "a sequence has other gradients in a packed row than alone: by"
-DEPENDS = "a sequence depends on others in its packed row: they differ by"
-CHANGES = "a sequence changes with the tokens of others in its packed row: by"
+BACKWARD = "the loss of a sequence has gradients in others of its packed row: off by"
+GRADIENTS = "a sequence has other gradients in a packed row than alone: off by"
+DEPENDS = "a sequence depends on others in its packed row: off by"
+CHANGES = "a sequence changes with the tokens of others in its packed row: off by"
 
 Install = Callable[[BaseModel, pytest.MonkeyPatch], None]
 
@@ -204,7 +204,7 @@ def test_decoding_that_differs_is_refused(family_dir: Dir, dtype: str) -> None:
     decoded = {len(LENGTHS), len(LENGTHS[QUICK])}
     base = load(family_dir("qwen3"), dtype=dtype)
     doctor(base, lambda output: output * 1.5 if output.shape[1] in decoded else output)
-    reason = "decoding with a cache gives other log-probabilities than a full forward pass: they differ by"
+    reason = "decoding with a cache gives other log-probabilities than a full forward pass: off by"
     refused(base, reason, samples=True, quickly=reason)
     check_base_model(base, samples=False)
 
@@ -258,13 +258,13 @@ def test_a_decoder_of_ours_that_computes_something_else_is_refused(family_dir: D
     base = load(family_dir(family))
     assert base.decoder is not None
     base.decoder = spoil(base.decoder)
-    refused(base, f"{TRANSFORMERS}: they differ by", samples=False, quickly=f"{TRANSFORMERS}: they differ by")
+    refused(base, f"{TRANSFORMERS}: off by", samples=False, quickly=f"{TRANSFORMERS}: off by")
 
 
 def test_a_window_that_we_are_not_told_of_is_refused(family_dir: Dir) -> None:
     base = load(family_dir("gemma3_text"))
     base.language_model.layers[0].self_attn.sliding_window = None
-    refused(base, f"{TRANSFORMERS}: they differ by", samples=False)
+    refused(base, f"{TRANSFORMERS}: off by", samples=False)
 
 
 def unsorted(own: Any, *arguments: Any) -> Any:
@@ -286,5 +286,5 @@ def test_a_tower_that_computes_otherwise_is_refused(
     family_dir: Dir, monkeypatch: pytest.MonkeyPatch, family: str, part: str, fault: Any, dtype: str
 ) -> None:
     monkeypatch.setattr(vision_tower, part, partial(fault, getattr(vision_tower, part)))
-    reason = r"cannot be served: transformers computes other features of images: they differ by \d"
+    reason = r"cannot be served: transformers computes other features of images, relative to their size: off by \d"
     refused(load(family_dir(family), dtype=dtype), reason, samples=False, quickly=reason)

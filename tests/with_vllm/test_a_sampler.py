@@ -188,13 +188,13 @@ def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench
     bench.add("stays", rendered, weights=first.snapshot(new_ref()), max_tokens=LONG)
     bench.add("other", rendered, weights=first.snapshot(new_ref(inflight_of="n")), max_tokens=LONG)
     bench.work_until(lambda: "follows" in bench.tokens)
-    expected = bench.sampler.canary.expected
+    expected = bench.sampler.trainer.canary.expected
 
     def wrong(weights: Any) -> Expectation:
         right = expected(weights)
         return Expectation(right.logprobs - (0.01 if weights is second else 0.0), right.limit)
 
-    monkeypatch.setattr(bench.sampler.canary, "expected", wrong)
+    monkeypatch.setattr(bench.sampler.trainer.canary, "expected", wrong)
     bench.publish(second)
     assert f"other log-probabilities than the trainer with adapter {ref_of(second, '').label}" in bench.failure("follows")
     assert bench.answer("stays")
@@ -211,8 +211,8 @@ def test_an_adapter_of_other_weights_is_never_sampled(bench: Bench, monkeypatch:
     if what == "one value":
         next(iter(wrong.masters.values())).b[3, 2] += 1e-6
         assert not torch.equal(wrong.flat, right.flat)
-    rendered, files = bench.renderer.render([random_tokens(1, 12)]), bench.sampler.client.publisher.files
-    wrong_ones, right_ones = (bench.sampler.canary.expected(weights).logprobs for weights in (wrong, right))
+    rendered, files = bench.renderer.render([random_tokens(1, 12)]), bench.sampler.client.publisher.loader.files
+    wrong_ones, right_ones = (bench.sampler.trainer.canary.expected(weights).logprobs for weights in (wrong, right))
     np.testing.assert_allclose(wrong_ones, right_ones, atol=1e-4)
     write = files.write
     monkeypatch.setattr(files, "write", lambda adapter: write(wrong if adapter is right else adapter))

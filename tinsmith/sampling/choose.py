@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -22,51 +22,17 @@ BRANCHES = 16
 """Children of a node of the tree that `draw` descends."""
 
 
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """Settings for choosing the next token of n sequences; all arrays [n]."""
+class Choice(NamedTuple):
+    """Settings for choosing the next token of a sequence."""
 
-    temperature: NDArray[np.float32]
-    """0 takes the likeliest token."""
-    top_k: NDArray[np.int64]
-    """-1 is off."""
-    top_p: NDArray[np.float32]
-    """1 is off."""
-    seed: NDArray[np.uint64]
-    sample: NDArray[np.uint64]
+    params: SamplingParams
+    seed: int
+    sample: int
     """Index among the samples of one request."""
-    position: NDArray[np.uint64]
+    position: int
     """Number of tokens that the sequence has generated."""
-    topk: NDArray[np.int64]
-
-    @classmethod
-    def for_params(
-        cls, params: Sequence[SamplingParams], seed: Sequence[int], sample: Sequence[int], position: Sequence[int], topk: Sequence[int]
-    ) -> "Choice":
-        """The choices of sequences with these parameters."""
-        return cls(
-            temperature=np.array([p.temperature for p in params], dtype=np.float32),
-            top_k=np.array([p.top_k for p in params], dtype=np.int64),
-            top_p=np.array([p.top_p for p in params], dtype=np.float32),
-            seed=np.array(seed, dtype=np.uint64),
-            sample=np.array(sample, dtype=np.uint64),
-            position=np.array(position, dtype=np.uint64),
-            topk=np.array(topk, dtype=np.int64),
-        )
-
-    def of(self, rows: slice) -> "Choice":
-        return Choice(*(getattr(self, field.name)[rows] for field in fields(self)))
-
-    def on(self, device: torch.device) -> "DeviceChoice":
-        """The same on a device, without `topk`."""
-        numbers = [upload(array, device) for array in (self.temperature, self.top_k, self.top_p)]
-        bits = [upload(array.view(np.int64), device) for array in (self.seed, self.sample, self.position)]
-        return DeviceChoice(*numbers, *bits)
-
-    @property
-    def truncates(self) -> bool:
-        """Whether any of them has a top_k or a top_p."""
-        return bool(((self.top_k > 0) | (self.top_p < 1)).any())
+    topk: int
+    """Likeliest tokens to report."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +63,14 @@ class DeviceChoice:
     position: Tensor
     """Number of tokens that the sequence has generated."""
 
+    @classmethod
+    def of(cls, rows: Sequence[Choice], device: torch.device) -> "DeviceChoice":
+        params = [row.params for row in rows]
+        temperature, top_p = (np.array(numbers, np.float32) for numbers in ([p.temperature for p in params], [p.top_p for p in params]))
+        top_k = np.array([p.top_k for p in params], dtype=np.int64)
+        bits = [as_bits(numbers) for numbers in zip(*((row.seed, row.sample, row.position) for row in rows), strict=True)]
+        return cls(*(upload(array, device) for array in (temperature, top_k, top_p)), *(upload(array.numpy(), device) for array in bits))
+
 
 def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[Tensor, Tensor]:
     """Choose the next token [n] int64 of each row of `logits` [n, vocabulary] float32, and return its log-probability [n] float32 too.
@@ -126,17 +100,24 @@ def choose_reference(logits: Tensor, choice: DeviceChoice, truncates: bool) -> t
 
 
 def _logprobs(logits: Tensor, choice: DeviceChoice) -> Tensor:
-    temperature = choice.temperature.unsqueeze(1)
-    return logprobs_at(logits, torch.where(temperature == 0, 1.0, temperature))
+    return logprobs_at(logits, _temperature(choice).unsqueeze(1))
 
 
-def choose(logits: Tensor, how: Choice) -> list[Chosen]:
+def _temperature(choice: DeviceChoice) -> Tensor:
+    """Return the temperatures [n] of log-probabilities: those of the likeliest token, chosen at 0, are at 1."""
+    return torch.where(choice.temperature == 0, 1.0, choice.temperature)
+
+
+def choose(logits: Tensor, how: Sequence[Choice]) -> list[Chosen]:
     """Choose the next token for each row of `logits` [n, vocabulary] float32, as `choose_next` does."""
     chosen: list[Chosen] = []
     for start in range(0, len(logits), ROWS):
-        some, rows = logits[start : start + ROWS], how.of(slice(start, start + ROWS))
-        tokens, logprobs = choose_next(some, rows.on(logits.device), rows.truncates)
-        chosen += [Chosen(*parts) for parts in zip(tokens.tolist(), logprobs.tolist(), _tops(some, rows), strict=True)]
+        some, rows = logits[start : start + ROWS], how[start : start + ROWS]
+        truncates = any(row.params.top_k > 0 or row.params.top_p < 1 for row in rows)
+        choice = DeviceChoice.of(rows, logits.device)
+        tokens, logprobs = choose_next(some, choice, truncates)
+        tops = _tops(some, [row.topk for row in rows], choice)
+        chosen += [Chosen(*parts) for parts in zip(tokens.tolist(), logprobs.tolist(), tops, strict=True)]
     return chosen
 
 
@@ -148,13 +129,12 @@ def logprobs_at(logits: Tensor, temperature: Tensor) -> Tensor:
     return ((logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=COLDEST)).log_softmax(-1)
 
 
-def _tops(logits: Tensor, how: Choice) -> list[tuple[list[int], list[float]]]:
-    largest = int(how.topk.max())
+def _tops(logits: Tensor, counts: Sequence[int], choice: DeviceChoice) -> list[tuple[list[int], list[float]]]:
+    largest = max(counts)
     if largest == 0:
-        return [([], [])] * len(how.topk)
-    temperature = torch.from_numpy(np.where(how.temperature == 0, np.float32(1), how.temperature)).to(logits.device)
-    ids, values = likeliest(logits, temperature, largest)
-    return [(row[:k], own[:k]) for k, row, own in zip(how.topk.tolist(), ids.tolist(), values.tolist(), strict=True)]
+        return [([], [])] * len(counts)
+    ids, values = likeliest(logits, _temperature(choice), largest)
+    return [(row[:k], own[:k]) for k, row, own in zip(counts, ids.tolist(), values.tolist(), strict=True)]
 
 
 def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:

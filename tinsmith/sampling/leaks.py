@@ -5,8 +5,6 @@ Every second sequence of a row is a neighbour of the others, and then the other 
     forward     other tokens of neighbours leave the log-probabilities of a sequence as they are
     backward    the loss of a sequence has no gradient in its neighbours' tokens, and in its own tokens and its adapter the gradient that
                 it has alone
-
-All but the last compare what is computed alike, and find a leak in any precision.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -17,18 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.rendering.packing import pack, packing_order
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.sampling.tower_check import EXACT, refuse
 from tinsmith.training.logprobs import target_logprobs
 
 CHUNK = 64
 """Rows of logits that exist at a time."""
-EXACT = 1e-4
-"""Largest difference of a log-probability in float32; of a gradient, relative to its largest number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +60,10 @@ def check_leaks(base: BaseModel, probes: Sequence[Probe], quick: bool = False) -
     for own in (order[1::2],) if quick else (order[::2], order[1::2]):
         changed = [probe if i in own else _shuffled(probe) for i, probe in enumerate(probes)]
         found = packed_logprobs(base, changed)
-        _refuse("a sequence changes with the tokens of others in its packed row", max(_apart(found[i], packed[i]) for i in own), EXACT)
+        refuse("a sequence changes with the tokens of others in its packed row", max(_apart(found[i], packed[i]) for i in own), EXACT)
         here = gradients(base, probes, own)
         others = [here.tokens[i] for i in range(len(probes)) if i not in own]
-        _refuse("the loss of a sequence has gradients in others of its packed row", max(g.abs().max().item() for g in others), 0.0)
+        refuse("the loss of a sequence has gradients in others of its packed row", max(g.abs().max().item() for g in others), 0.0)
         if exact:
             _compare_gradients(probes, own, here, alone)
 
@@ -76,11 +72,6 @@ def _shuffled(probe: Probe) -> Probe:
     tokens, text = probe.rendered.token_ids.copy(), probe.rendered.is_text
     tokens[text] = np.roll(tokens[text], 1)
     return replace(probe, rendered=replace(probe.rendered, token_ids=tokens))
-
-
-def _refuse(what: str, found: float, allowed: float) -> None:
-    if not found <= allowed:  # also when it is NaN
-        raise ConfigError(f"{what}: by {found:.3g}, allowed is {allowed:.3g}")
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
@@ -141,4 +132,4 @@ def _compare_gradients(probes: Sequence[Probe], own: Collection[int], found: Gra
         mine = [alone[i].adapters[key] for i in own if id(probes[i].adapter) == key]
         pairs.append((found.adapters[key], torch.stack(mine).sum(0)))
     apart = max(_apart(got, expected) / max(expected.abs().max().item(), 1e-6) for got, expected in pairs)
-    _refuse("a sequence has other gradients in a packed row than alone", apart, EXACT)
+    refuse("a sequence has other gradients in a packed row than alone", apart, EXACT)

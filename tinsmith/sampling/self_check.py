@@ -8,9 +8,8 @@ compared first (`tower_check.py`):
     sampled step by step     =  each alone (the real sampler: prompts into the paged cache, some in chunks, then decoding; and again behind
                                 each answer, from the prefix cache, two samples of each)
 
-Sliding windows are shortened meanwhile, so that sequences are longer than they are. What differs is refused with a ConfigError that says
-what and by how much. The quick form, for what has passed the full one before, takes two short texts and an image through one packed row,
-one search for leaks, and a few steps of the sampler without a prefix cache.
+Sliding windows are shortened meanwhile, so that sequences are longer than they are. The quick form, for what has passed the full one
+before, takes two short texts and an image through one packed row, one search for leaks, and a few steps of the sampler.
 """
 
 import hashlib
@@ -42,10 +41,10 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
-from tinsmith.sampling.leaks import CHUNK, EXACT, Probe, check_leaks, gradients, packed_logprobs
+from tinsmith.sampling.leaks import CHUNK, Probe, check_leaks, gradients, packed_logprobs
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
-from tinsmith.sampling.tower_check import EXACT_NOISE, NOISE, check_tower, rounded_otherwise
+from tinsmith.sampling.tower_check import EXACT, EXACT_NOISE, NOISE, check_tower, refuse, rounded_otherwise
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
@@ -159,9 +158,7 @@ def _allowed(base: BaseModel, probes: list[Probe], reference: list[Tensor], ours
 
 
 def _compare(base: BaseModel, what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], allowed: float) -> None:
-    difference = _difference(base, ours, theirs)
-    if not difference <= allowed:  # also when it is NaN
-        raise ConfigError(f"{what}: they differ by {difference:.3g}, allowed is {allowed:.3g}")
+    refuse(what, _difference(base, ours, theirs), allowed)
 
 
 def _difference(base: BaseModel, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

@@ -20,7 +20,7 @@ from tinsmith.rendering.processor import LocalProcessor
 SIZES = ((150, 230), (64, 40), (150, 230))
 """Width and height of the images; the larger ones have several windows, some of them cut."""
 EXACT = 1e-4
-"""Largest difference of an image's features in float32, relative to their size."""
+"""Largest difference in float32: of a log-probability; of a gradient or an image's features, relative to their size."""
 ROUNDED = 0.02
 """The same in half precision: bfloat16 rounds a number by up to 0.004 of itself, a few times on its way."""
 
@@ -38,11 +38,13 @@ def check_tower(base: BaseModel, processor: LocalProcessor, quick: bool = False)
         with rounded_otherwise(base.network.model.visual):
             others = [_transformers_layers(base, image) for image in images]
         allowed = max(ROUNDED, NOISE * _difference(others, theirs))
-    difference = _difference(ours, theirs)
-    if not difference <= allowed:  # also when it is NaN
-        raise ConfigError(
-            f"transformers computes other features of images: they differ by {difference:.3g} of their size, allowed is {allowed:.3g}"
-        )
+    refuse("transformers computes other features of images, relative to their size", _difference(ours, theirs), allowed)
+
+
+def refuse(what: str, found: float, allowed: float) -> None:
+    """Raise ConfigError if a difference is larger than allowed, or NaN."""
+    if not found <= allowed:
+        raise ConfigError(f"{what}: off by {found:.3g}, allowed is {allowed:.3g}")
 
 
 def _layers(features: ImageFeatures) -> list[Tensor]:

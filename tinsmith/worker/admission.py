@@ -52,7 +52,7 @@ class _Measured:
 
 
 @dataclass(eq=False)
-class Admission:
+class SampleAdmission:
     """Renders samples whose turn has come, and gives them to their samplers.
 
     `fail` is told of a sample that has ended on the way.

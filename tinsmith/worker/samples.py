@@ -14,7 +14,7 @@ from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Sample, SampleEvents
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, TokensSampled
-from tinsmith.worker.admission import Admission
+from tinsmith.worker.admission import SampleAdmission
 from tinsmith.worker.background import Background
 from tinsmith.worker.records import SequenceRecords
 from tinsmith.worker.sample_results import SampleResults
@@ -41,7 +41,7 @@ class Samples:
         self.bases = bases
         self.send = send
         self.results = SampleResults(recorded, disk, send)
-        self.admission = Admission(snapshots, rendering, images, disk, self.results.fail)
+        self.admission = SampleAdmission(snapshots, rendering, images, disk, self.results.fail)
         snapshots.watchers.append(self._publish)
         snapshots.in_use = self._weights_in_use
 

@@ -168,7 +168,7 @@ def test_what_happens_between_steps_finds_one_under_way(any_base: BaseModel, whe
         bench.add(name, rendered, ask(replace(PARAMS, stop=rule), num_samples=2))
     for _ in range(when):
         bench.sampler.step()
-    assert bench.sampler.flights
+    assert bench.sampler.steps.flights
     bench.sampler.cancel("2")
     expected["1"] = [tokens[: tokens.index(stop) + 1 if stop in tokens else None] for tokens in expected["1"]]
     assert {name: tokens_of(result) for name, result in bench.run().items()} == {name: expected[name] for name in "013"}
@@ -229,25 +229,24 @@ def test_running_sequences_go_on_amid_a_pass(text_base: BaseModel, monkeypatch: 
     bench.step(3)
     bench.add("second", prompt_of(text_base, (1, 90)), ask(num_samples=2))
     if error:
-        sampler.schedule._preempt(sampler.schedule.running[1])
+        sampler.queues.preempt(sampler.queues.running[1])
         append = SequenceState.append
 
         def failing(sequence: SequenceState, *arguments: Any) -> None:
-            if error and sampler.failed_meanwhile is not None and sequence.job.request_id == "first":
+            if error and sampler.prompts.outcomes.failed_meanwhile is not None and sequence.job.request_id == "first":
                 raise error
             append(sequence, *arguments)
 
         monkeypatch.setattr(SequenceState, "append", failing)
-    inside, between = sampler._decode_between, list[bool]()
+    read, between = sampler.steps.read, list[bool]()
 
-    def counted() -> None:
-        between.append(bool(sampler.flights))
-        inside()
+    def counted() -> list[SampleEvent]:
+        between.append(bool(sampler.steps.flights))
+        return read()
 
-    monkeypatch.setattr(sampler, "_decode_between", counted)
+    monkeypatch.setattr(sampler.steps, "read", counted)
     ended = local.outcomes(sampler)
     assert any(between)
-    assert not sampler.meanwhile
     assert ("first" in bench.check(ended)) == (error is None)
 
 

@@ -28,11 +28,11 @@ def test_a_short_sample_does_not_wait_behind_two_thousand_long_ones(text_base: B
         sampler.add(f"long{number}", of_session("many", 100, num_samples, seed=number), prompt_of(text_base, (number, 12)), None)
     for _ in range(3):
         sampler.step()
-    assert len(sampler.schedule.running) == 8
+    assert len(sampler.queues.running) == 8
     sampler.add("short", of_session("few", 4), prompt_of(text_base, (5, 30)), None)
     assert steps_until(sampler, "short") == 4
     sampler.step()
-    assert len(sampler.schedule.running) == 8
+    assert len(sampler.queues.running) == 8
 
 
 def test_a_prompt_that_takes_most_of_the_cache_is_not_overtaken_for_ever(text_base: BaseModel) -> None:

@@ -173,7 +173,7 @@ def test_memory_for_one_sequence_alone_serves_all_of_them(text_base: BaseModel, 
     sampler, inner, compute, refused = sampler_of(text_base), text_base.hidden_states, DecodeStep.__call__, list[str]()
 
     def alone_only(row: PackedRow, plan: PassPlan, **others: Any) -> torch.Tensor:
-        if len(row.lengths) > 1 or sampler.schedule.running:
+        if len(row.lengths) > 1 or sampler.queues.running:
             refused.append("prompt")
             raise torch.OutOfMemoryError("injected")
         return inner(row, plan, **others)

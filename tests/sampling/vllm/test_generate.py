@@ -81,13 +81,9 @@ def job_of(base: BaseModel, *stop: str) -> Job:
         rendered=renderer(base).render([random_tokens(1, 4)]),
         published=PublishedWeights(None, Expectation(np.zeros(1, dtype=np.float32), 0.001), new_ref("m/1", "m")),
         max_tokens=50,
-        eos=base.eos_token_ids(),
-        vocab_size=base.vocab_size,
-        tokenizer=base.tokenizer,
-        keys=[],
+        base=base,
         answers=PromptAnswers(),
         tell=None,
-        drafts=[Draft()],
     )
 
 

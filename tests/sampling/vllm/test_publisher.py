@@ -20,9 +20,11 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.sampling.sampler import ref_of
 from tinsmith.sampling.vllm.generate import generate
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
+from tinsmith.sampling.vllm.loader import WeightLoader
+from tinsmith.sampling.vllm.probes import TryOut, make_probes
 from tinsmith.sampling.vllm.protocol import ServerFailedError, scoring_params
 from tinsmith.sampling.vllm.publisher import Publisher
-from tinsmith.sampling.vllm.verify import Canary, PublishedWeights, make_probes
+from tinsmith.sampling.vllm.verify import Canary, PublishedWeights
 from tinsmith.sampling.vllm.weights import WeightFiles
 
 
@@ -34,7 +36,8 @@ class Bench(Agreeing):
     def __init__(self, base: BaseModel, files: WeightFiles) -> None:
         super().__init__()
         canary = Canary(base, renderer(base))
-        self.publisher = Publisher(files, canary, base.device)
+        loader = WeightLoader(files)
+        self.publisher = Publisher(canary, loader, TryOut(canary, loader, base.device, ()))
         self.published = PublishedWeights(None, canary.expected(None), WeightsRef.of_base("tiny"))
         values = np.zeros(len(canary.rendered))
         values[canary.text] = self.published.canary.logprobs
@@ -119,7 +122,7 @@ async def test_a_reply_with_another_adapter_is_an_error(text_base: BaseModel, tm
         async with bench.publisher.using(bench.instance, bench.published_adapter) as loaded:
             name, rendered = loaded.model, bench.publisher.canary.rendered
             assert name is not None
-            assert name.endswith(f"-{bench.publisher.files.identity(bench.adapter)}")
+            assert name.endswith(f"-{bench.publisher.loader.files.identity(bench.adapter)}")
             bench.name = name[:-1] + ("0" if name[-1] != "0" else "1")
             with pytest.raises(TinsmithError, match=f"asked for the adapter {name} and answered with {bench.name}"):
                 await generate(bench.instance, rendered, scoring_params(0), name)
@@ -152,9 +155,9 @@ async def test_probes_that_failed_come_before_the_first_adapter_is_sampled(text_
     """Without them an adapter would be sampled that the server does not apply. This one computes everything as with the base's weights."""
     async with bench_of(text_base, tmp_path) as bench:
         publisher = bench.publisher
-        publisher.probes = make_probes(publisher.canary, publisher.files)
+        publisher.tryout.probes = make_probes(publisher.canary, publisher.loader.files)
         bench.failures = {"/inference/v1/generate": "not now"}
-        for sample in (publisher.try_probes(bench.instance), publisher.prepare(bench.instance, bench.published_adapter)):
+        for sample in (publisher.tryout.try_out(bench.instance), publisher.prepare(bench.instance, bench.published_adapter)):
             with pytest.raises(ServerFailedError, match="not now"):
                 await sample
         bench.failures = {}

@@ -25,8 +25,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
-from tinsmith.sampling.vllm import sampler as room
-from tinsmith.sampling.vllm import servers
+from tinsmith.sampling.vllm import servers, trainer_model
 from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
 from tinsmith.sampling.vllm.verify import score_prompt
 from tinsmith.wire.prompt_scores import PromptQuestions
@@ -75,7 +74,7 @@ class Bench:
         """Let the client's thread finish what it was given, and the sampler note which weights are gone."""
         for _ in range(3):
             self.sampler.client.run(asyncio.sleep(0)).result(60)
-        self.sampler.canary.expected(None)  # the base model may hold the weights of its last pass
+        self.sampler.trainer.canary.expected(None)  # the base model may hold the weights of its last pass
         gc.collect()
         self.sampler.step()
 
@@ -126,7 +125,7 @@ def test_the_trainers_model_works_for_one_request_in_each_step(alone: Bench, mon
             raise RuntimeError("no memory")
         score_prompt(*arguments)
 
-    monkeypatch.setattr(room, "score_prompt", score)
+    monkeypatch.setattr(trainer_model, "score_prompt", score)
     for name in "ab":
         alone.add(name, asked=replace(request(), questions=PromptQuestions(alternatives=2)))
     alone.add("c")
@@ -154,12 +153,12 @@ def test_weights_are_forgotten_with_the_last_object_that_holds_them(alone: Bench
     held.append(held[0].snapshot(held[0].ref))
     key = held[0].ref.key
     for weights in held:
-        alone.sampler.client.publish(alone.sampler._with_canary(weights))
+        alone.sampler.client.publish(alone.sampler.trainer.published(weights))
     del weights
     for known in ([key], []):
         held.pop()
         alone.settle()
-        assert list(alone.sampler.canaries) == known
+        assert list(alone.sampler.trainer.canaries) == known
 
 
 # With a server
@@ -234,19 +233,19 @@ def stub() -> Stub:
 def bench(text_base: BaseModel, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """A sampler with that server."""
     made = Bench(text_base, f"unix:{tmp_path / 'socket'}", tmp_path)
-    expected, run = made.sampler.canary.expected, made.sampler.client.run
-    stub.canary = [0.0] * (len(made.sampler.canary.rendered) - 1)
+    expected, run = made.sampler.trainer.canary.expected, made.sampler.client.run
+    stub.canary = [0.0] * (len(made.sampler.trainer.canary.rendered) - 1)
     server = answering(tmp_path, stub.answer)
     run(server.__aenter__()).result(60)
     run(made.sampler.client.servers.pick([], 0)).result()
-    made.sampler.client.publisher.probes = ()  # it did not agree on the canary then, and is not asked again what of adapters it applies
+    made.sampler.client.publisher.tryout.probes = ()  # it did not agree on the canary then, and is not tried out again
 
     def note(weights: Any) -> Any:
         values = expected(weights)
         stub.canary = values.logprobs.tolist()
         return values
 
-    monkeypatch.setattr(made.sampler.canary, "expected", note)
+    monkeypatch.setattr(made.sampler.trainer.canary, "expected", note)
     yield made
     run(server.__aexit__(None, None, None)).result(60)
     made.sampler.client.close()
@@ -330,13 +329,13 @@ def test_newer_weights_give_the_tokens_that_follow(bench: Bench, stub: Stub) -> 
 
 def test_no_token_of_wrong_weights_is_given_out(bench: Bench, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are they followed by the next sample of their model, whoever still has the error."""
-    expected = bench.sampler.canary.expected
+    expected = bench.sampler.trainer.canary.expected
 
     def shifted(weights: Any) -> Any:
         right = expected(weights)
         return replace(right, logprobs=right.logprobs - 0.01)
 
-    monkeypatch.setattr(bench.sampler.canary, "expected", shifted)
+    monkeypatch.setattr(bench.sampler.trainer.canary, "expected", shifted)
     bench.add(weights=random_adapter(bench.base, ref=new_ref("m/0", "m")), stream=True)
     (failure,) = bench.to_the_end()
     assert isinstance(failure, SampleFailure)

@@ -55,10 +55,7 @@ def make_up_for_cuda_builds() -> None:
 
 def _version(distribution: str) -> str | None:
     """Return the installed version. PyPI's has no local part such as "+cpu"."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((found.version for found in importlib.metadata.distributions(name=distribution)), None)
 
 
 def run_the_hidden_one() -> None:

@@ -6,6 +6,7 @@ They take tensors under the names of the model's checkpoint, and load them layer
 import base64
 import pickle
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,11 +89,10 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
 
         Raises ValueError if other weights have come than were sent.
         """
-        try:
+        with ExitStack() as failing:
+            failing.callback(self.finish_weight_update)  # otherwise the layers loaded so far would count for the next update
             self._receive(self.parse_update_info(update_info))
-        except BaseException:
-            self.finish_weight_update()  # otherwise the layers loaded so far would count for the next update
-            raise
+            failing.pop_all()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 

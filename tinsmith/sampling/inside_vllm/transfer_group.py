@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -63,19 +64,9 @@ class TransferGroup:
         worker that cannot receive one, because it has no memory for example, ends its process if there are others: they would wait for it.
         """
         tensors = _Received(self, shapes)
-        try:
+        with ExitStack() as rest:
+            rest.callback(tensors.receive_rest)
             load(tensors)
-        finally:
-            try:
-                for _ in tensors:
-                    pass
-            except Exception:
-                if self._size > FIRST_WORKER + 1:
-                    log.exception(
-                        "this worker ends: it cannot receive tensor %d of %d, and others would wait for it", tensors.count, len(shapes)
-                    )
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise
         self._finish()
 
     def abort(self) -> None:
@@ -114,3 +105,15 @@ class _Received(Iterator[Tensor]):
         tensor = self._group._receive_one(*self._shapes[self.count])
         self.count += 1
         return tensor
+
+    def receive_rest(self) -> None:
+        try:
+            for _ in self:
+                pass
+        except (RuntimeError, MemoryError):
+            if self._group._size > FIRST_WORKER + 1:
+                log.exception(
+                    "this worker ends: it cannot receive tensor %d of %d, and others would wait for it", self.count, len(self._shapes)
+                )
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise

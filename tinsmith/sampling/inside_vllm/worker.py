@@ -3,18 +3,17 @@
 vLLM imports this module (`--worker-extension-cls`) before it loads the model. `tests/with_vllm/test_inside_vllm.py` lists what it and
 `receivers.py` touch of vLLM.
 
-An adapter's name ends with the identity of its weights, as the trainer computes it (`identity.py`). Whenever a worker has loaded an
-adapter, what lies in its slot of each layer must have that identity; otherwise the adapter is removed, and loading it is an error. Replies
-name the adapter, and so the weights that they were computed with. With tensor parallelism the whole matrices that the worker has loaded
-must have that identity, and its slots must hold its shares of them.
+An adapter's name ends with the identity of its weights, as the trainer computes it (`identity.py`). What lies in its slot of each layer
+must have that identity; otherwise loading it is an error. With tensor parallelism the whole matrices that the worker has loaded must have
+it, and its slots must hold its shares of them.
 """
 
 import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,32 +51,27 @@ def check_adapters_that_are_loaded() -> None:
 
     def add_adapter(self: Any, lora_request: Any) -> bool:
         is_there = lora_request.lora_int_id in self.list_adapters() and not getattr(lora_request, "load_inplace", False)
-        with _together_or_not_at_all(lora_request.lora_name):
+        with ExitStack() as failing:
+            if lora_request.lora_name in _CHECKED and get_tensor_model_parallel_world_size() > 1:
+                failing.push(partial(_end_worker, lora_request.lora_name))
             loaded: bool = original(self, lora_request)
             if not is_there and (expected := _IDENTITY.search(lora_request.lora_name)):
-                with ExitStack() as undo:
-                    undo.callback(self._adapter_manager.remove_adapter, lora_request.lora_int_id)
-                    _compare(self._adapter_manager, lora_request, expected[1])
-                    undo.pop_all()
+                failing.callback(self._adapter_manager.remove_adapter, lora_request.lora_int_id)
+                _compare(self._adapter_manager, lora_request, expected[1])
+            failing.pop_all()
         return loaded
 
     LRUCacheWorkerLoRAManager.add_adapter = add_adapter
 
 
-@contextmanager
-def _together_or_not_at_all(name: str) -> Iterator[None]:
-    """End this worker if an adapter that was there before cannot be loaded again, and others have the rest of the model.
+def _end_worker(name: str, _type: object, error: BaseException | None, _traceback: object) -> None:
+    """End this worker: an adapter that was there before cannot be loaded again, and other workers have the rest of the model.
 
     That happens in the middle of a step, with which the others would go on and add up what does not belong together. Without this worker
     the whole server is started again.
     """
-    try:
-        yield
-    except Exception:
-        if name in _CHECKED and get_tensor_model_parallel_world_size() > 1:
-            log.exception("this worker ends: adapter %s cannot be loaded again", name)
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise
+    log.error("this worker ends: adapter %s cannot be loaded again", name, exc_info=error)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _compare(manager: Any, request: Any, expected: str) -> None:
@@ -229,10 +223,9 @@ def take_back_draws_after_pieces_of_prompts() -> None:
 
     def account_without_generators(self: Any, *arguments: Any, **keywords: Any) -> Any:
         generators, self.input_batch.generators = self.input_batch.generators, {}
-        try:
-            return account(self, *arguments, **keywords)
-        finally:
-            self.input_batch.generators = generators
+        accounted = account(self, *arguments, **keywords)  # an error ends the engine
+        self.input_batch.generators = generators
+        return accounted
 
     GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync = sample_and_put_back, account_without_generators
 

@@ -1,11 +1,10 @@
 """Attention to cached keys and values: of windows of new tokens in a packed row, and of one new token of each row of a batch.
 
-A window is a whole prompt, a piece of one, or the token sampled last. Keys and values are stored first. Windows that begin their sequence
-attend among themselves, as in training; the others attend to their cached tokens. Gated delta nets go on from the states in their slots,
-which change when the plan is committed (`states.py`).
+Keys and values are stored first. Windows that begin their sequence attend among themselves, as in training; the others attend to their
+cached tokens.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +20,6 @@ from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.stable_attention import stable_attention
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps
-
-NARROW = 16
-"""Windows or rows of up to so many blocks, and windows of up to so many tokens, share a call: few large ones beat a little less padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +60,8 @@ class CachedPlan(StatefulPlan):
         self.places = upload(np.array([place for window in windows for place in window.places()]), device)
         self.fresh = upload(np.array(rows, dtype=np.int64), device)
         self.packed = PackedPlan([len(windows[i]) for i in fresh], device, dtype) if fresh else None
-        continued = [(start, window) for start, window in zip(starts, windows, strict=True) if window.start > 0]
-        self.groups = _continued(continued, device, dtype)
+        later = [i for i, window in enumerate(windows) if window.start > 0]
+        self.continued = ContinuedWindows([starts[i] for i in later], [windows[i] for i in later], device) if later else None
         self.by_token = _by_token(windows, device) if stable else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -73,14 +69,14 @@ class CachedPlan(StatefulPlan):
         if self.by_token is not None:
             keys, values = self.cache.of_layer(layer)
             return stable_attention(query, keys, values, *self.by_token, scale, window)
-        if self.packed and not self.groups:
+        if self.packed and not self.continued:
             return self.packed.attend(layer, query, key, value, scale, window)
         out = torch.empty_like(query)
         if self.packed:
             q, k, v = (x[self.fresh] for x in (query, key, value))
             out[self.fresh] = self.packed.attend(layer, q, k, v, scale, window)
-        for group in self.groups:
-            out[group.rows] = group.attend(query[group.rows], *self.cache.of_layer(layer), scale, window)
+        if self.continued:
+            out[self.continued.rows] = self.continued.attend(query[self.continued.rows], *self.cache.of_layer(layer), scale, window)
         return out
 
 
@@ -93,25 +89,19 @@ def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, 
     return upload(tables, device).index_select(0, upload(owner, device)), upload(seen, device)
 
 
-def _continued(windows: list[tuple[int, Window]], device: torch.device, dtype: torch.dtype) -> "Sequence[ContinuedWindows | CachedGroup]":
-    if windows and half_on_gpu(device, dtype):
-        return [ContinuedWindows([start for start, _ in windows], [window for _, window in windows], device)]
-    return [CachedGroup([start for start, _ in group], [window for _, window in group], device) for group in group_similar(windows)]
-
-
 class ContinuedWindows:
-    """Windows that continue their sequences, for the variable-length kernel. What they see is gathered into one row for each layer."""
+    """Windows that continue their sequences. What they see is gathered into one row for each layer."""
 
     def __init__(self, starts: list[int], windows: list[Window], device: torch.device) -> None:
         """`starts` are the rows where the windows begin."""
-        widths, lengths = np.array([len(window) for window in windows]), np.array([window.end for window in windows])
-        rows = [np.arange(start, start + width) for start, width in zip(starts, widths, strict=True)]
+        self.widths, self.lengths = [len(window) for window in windows], [window.end for window in windows]
+        rows = [np.arange(start, start + width) for start, width in zip(starts, self.widths, strict=True)]
         within = np.arange(BLOCK)
         places = [(np.array(w.blocks)[:, np.newaxis] * BLOCK + within).ravel()[: w.end] for w in windows]
         self.rows, self.places = upload(np.concatenate(rows), device), upload(np.concatenate(places), device)
         """[tokens]: the rows of the windows; the places of what they see, block · BLOCK + offset."""
-        self.cu_query, self.cu_key = (upload(np.append(0, counts.cumsum()).astype(np.int32), device) for counts in (widths, lengths))
-        self.longest = int(widths.max()), int(lengths.max())
+        self.cu_query, self.cu_key = (upload(np.cumsum([0, *counts], dtype=np.int32), device) for counts in (self.widths, self.lengths))
+        self.longest = max(self.widths), max(self.lengths)
 
     def gather(self, memory: Tensor) -> Tensor:
         """Gather the visible keys or values [blocks, BLOCK, kv_heads, head_dim] of one layer: [tokens, kv_heads, head_dim]."""
@@ -120,68 +110,21 @@ class ContinuedWindows:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
         """Compute the attention of query [tokens of the windows, heads, head_dim] to keys and values as `gather` takes them."""
         k, v = self.gather(keys), self.gather(values)
-        return flash_attention(query, k, v, self.cu_query, self.cu_key, self.longest, scale, window)
+        if half_on_gpu(query.device, query.dtype):
+            return flash_attention(query, k, v, self.cu_query, self.cu_key, self.longest, scale, window)
+        pieces = zip(query.split(self.widths), k.split(self.lengths), v.split(self.lengths), strict=True)
+        return torch.cat([_attend_last(*piece, scale, window) for piece in pieces])
 
 
-class CachedGroup:
-    """Windows that continue their sequences, padded to one width and one number of blocks.
-
-    A narrower window repeats its last token, whose result is then written several times.
-    """
-
-    def __init__(self, starts: list[int], windows: list[Window], device: torch.device) -> None:
-        """`starts` are the rows where the windows begin."""
-        self.count = len(windows)
-        self.width = max(len(window) for window in windows)
-        blocks = max(len(window.blocks) for window in windows)
-        table = [window.blocks + window.blocks[:1] * (blocks - len(window.blocks)) for window in windows]
-        steps = [[min(step, len(window) - 1) for step in range(self.width)] for window in windows]
-        self.rows = upload(np.array([start + step for start, own in zip(starts, steps, strict=True) for step in own]), device)
-        self.table = upload(np.array(table).flatten(), device)
-        self.places = upload(np.array([[w.start + step for step in own] for w, own in zip(windows, steps, strict=True)]), device)
-        """[windows, width]: place of each token in its sequence."""
-        self.columns = torch.arange(blocks * BLOCK, device=device)
-        self.masks: dict[int | None, Tensor] = {}
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend from query [windows · width, heads, head_dim] to keys and values [blocks, BLOCK, kv_heads, head_dim] of a layer."""
-        heads, head_dim = query.shape[1:]
-        kv_heads = keys.shape[2]
-
-        def cached(memory: Tensor) -> Tensor:  # [windows, kv_heads, cached tokens, head_dim]
-            return memory.index_select(0, self.table).view(self.count, -1, kv_heads, head_dim).transpose(1, 2)
-
-        k, v, mask = cached(keys), cached(values), self._mask(window)
-        if self.width == 1:  # heads that share a key/value head become the query rows of one call
-            folded = query.view(self.count, kv_heads, -1, head_dim)
-            return scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale).flatten(1, 2)
-        q = query.view(self.count, self.width, heads, head_dim).transpose(1, 2)
-        k, v = (memory.repeat_interleave(heads // kv_heads, 1) for memory in (k, v))
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(0, 1)
-
-    def _mask(self, window: int | None) -> Tensor:
-        """[windows, 1, width, cached tokens] True where a token may attend."""
-        if window not in self.masks:
-            places = self.places.unsqueeze(-1)
-            seen = self.columns <= places
-            if window is not None:
-                seen &= self.columns > places - window
-            self.masks[window] = seen.unsqueeze(1)
-        return self.masks[window]
-
-
-def group_similar(windows: Sequence[tuple[int, Window]]) -> list[list[tuple[int, Window]]]:
-    """Group windows whose numbers of blocks, and of tokens, differ by a factor of two at most; those of one token stay apart."""
-    groups: dict[Hashable, list[tuple[int, Window]]] = {}
-    for index, window in windows:
-        width = len(window) if len(window) == 1 else size_class(len(window))
-        groups.setdefault((width, size_class(len(window.blocks))), []).append((index, window))
-    return list(groups.values())
-
-
-def size_class(size: int) -> int:
-    """Return the class of numbers of blocks or tokens that differ by a factor of two at most. All up to `NARROW` are in one."""
-    return (max(size, NARROW) - 1).bit_length()
+def _attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attend from the last tokens of a sequence to all of it: query [tokens, heads, head_dim], key and value [all, kv_heads, head_dim]."""
+    columns = torch.arange(len(key), device=key.device)
+    places = columns[-len(query) :].unsqueeze(1)
+    seen = columns <= places
+    if window is not None:
+        seen &= columns > places - window
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True).squeeze(0).transpose(0, 1)
 
 
 # One new token of each row

@@ -20,7 +20,7 @@ from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.stable_attention import stable_attention
 from tinsmith.rendering.packing import segments_of
 from tinsmith.sampling.choose import DeviceChoice, choose_next
-from tinsmith.sampling.local.cached_attention import gathered_bytes, paged_attention, size_class, store_and_attend
+from tinsmith.sampling.local.cached_attention import gathered_bytes, paged_attention, store_and_attend
 from tinsmith.sampling.local.device_batch import (
     ADVANCE,
     COLUMNS,
@@ -43,7 +43,8 @@ from tinsmith.training.logprobs import head_logits, head_lora
 
 MOST_GATHERED = 2**28
 """Most bytes of copies of keys and values in a captured step, where no kernel reads them from the cache."""
-
+NARROW = 16
+"""Rows of up to so many blocks attend in one call: few large ones beat a little less padding."""
 
 Together = tuple[Tensor | slice, int]
 """Rows that attend in one call, and the most blocks that one of them has."""
@@ -206,10 +207,10 @@ def rows_of(batch: DeviceBatch, owner: Weights | None) -> StepRows:
 
 
 def _similar(blocks: list[int]) -> list[Together]:
-    """Group rows whose numbers of blocks differ by a factor of two at most."""
+    """Group rows whose numbers of blocks differ by a factor of two at most. All up to `NARROW` are in one."""
     classes: dict[int, list[int]] = {}
     for row, count in enumerate(blocks):
-        classes.setdefault(size_class(count), []).append(row)
+        classes.setdefault((max(count, NARROW) - 1).bit_length(), []).append(row)
     if len(classes) == 1:
         return [(slice(None), max(blocks))]
     return [(torch.tensor(rows), max(blocks[row] for row in rows)) for rows in classes.values()]

@@ -1,8 +1,8 @@
 """The running sequences as rows of tensors on the device: what a decoding step reads, and what it changes itself.
 
 A sequence that starts to run gets a row, a `Seat`. Then the device advances token and length by itself, and the host only says what the
-device cannot know, such as a new block. That goes up in one copy behind the step that is being computed, so the host need not know the
-tokens of that step. Rows are compact: when a sequence leaves, the last row takes its place, on the device.
+device cannot know, such as a new block, in one copy behind the step that is being computed. Rows are compact: when a sequence leaves, the
+last row takes its place.
 
 Dead rows, which nobody has, compute a sequence of one token in the scratch block and the scratch slot, for ever.
 """

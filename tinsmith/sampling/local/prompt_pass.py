@@ -15,8 +15,10 @@ from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_
 from tinsmith.sampling.choose import choose
 from tinsmith.sampling.local.cached_attention import CachedPlan
 from tinsmith.sampling.local.decoding import Drawn
+from tinsmith.sampling.local.outcomes import SequenceOutcomes, by_job, caught
 from tinsmith.sampling.local.schedule import PromptWindows, Schedule
-from tinsmith.sampling.local.sequence import SequenceState, choice_of
+from tinsmith.sampling.local.sequence import SequenceState
+from tinsmith.sampling.sampler import SampleEvent
 from tinsmith.training.logprobs import head_logits, head_lora
 
 PARTS = 4
@@ -26,14 +28,38 @@ PARTS = 4
 class PromptPasses:
     """Computes the passes over prompts of one sampler."""
 
-    def __init__(self, base: BaseModel, schedule: Schedule, logits_chunk: int) -> None:
+    def __init__(self, base: BaseModel, schedule: Schedule, outcomes: SequenceOutcomes, logits_chunk: int) -> None:
         """Logits exist for `logits_chunk` positions at a time where questions about a prompt are answered."""
         self.base = base
         self.schedule = schedule
+        self.outcomes = outcomes
         self.logits_chunk = logits_chunk
 
-    def compute(self, windows: PromptWindows, between: Callable[[], None]) -> list[Drawn]:
-        """Compute the windows and choose the tokens that follow; `between` is called between parts of the layers.
+    def run(self, windows: PromptWindows, between: Callable[[], list[SampleEvent]]) -> list[SampleEvent]:
+        """Compute the windows in a pass, and append the tokens that follow. `between` is called between parts of the layers.
+
+        If the pass fails each job is computed in one of its own, so that only jobs fail that cannot be computed.
+        """
+        events: list[SampleEvent] = []
+        alone: PromptWindows = []
+        with caught(partial(self.outcomes.retreat, "a pass", windows, windows, alone)):
+            self._pass(windows, between, events)
+            return events
+        torch.cuda.empty_cache()
+        for own in by_job((sequence, (sequence, window)) for sequence, window in alone):
+            job = own[0][0].job
+            if not job.failed:  # in the middle of the pass of all; then its blocks are given back
+                with caught(partial(self.outcomes.fail, job, events)):
+                    self._pass(own, between, events)
+        return events
+
+    def _pass(self, windows: PromptWindows, between: Callable[[], list[SampleEvent]], events: list[SampleEvent]) -> None:
+        with self.outcomes.failures_kept():
+            drawn = self._compute(windows, lambda: events.extend(between()))
+        events += self.outcomes.append(drawn)
+
+    def _compute(self, windows: PromptWindows, between: Callable[[], None]) -> list[Drawn]:
+        """Choose the tokens that follow the windows.
 
         No sequence and no state changes before all of that has succeeded.
         """
@@ -49,7 +75,7 @@ class PromptPasses:
                 plans.append(plan)
             samples = [s.job.sequences if s.starts_job else [s] for s in ready]
             growing = [s for group in samples for s in group]
-            following = choose(_for_each(_joined(logits), [len(group) for group in samples]), choice_of(growing)) if ready else []
+            following = choose(_for_each(_joined(logits), [len(group) for group in samples]), [s.choice() for s in growing])
             forks = self.schedule.forks(windows)
             for plan in plans:
                 plan.commit()

@@ -1,20 +1,15 @@
 """The local sampler: continuous batching over the training weights, with a paged cache, and slots for the states of gated delta nets.
 
 Each `step` gives every running sequence its next token (`decoding.py`), and computes a piece of the prompts that wait in a pass, whatever
-models and snapshots they belong to. `schedule.py` decides what is computed.
+models and snapshots they belong to. `queues.py` has the sequences, `schedule.py` decides what is computed.
 """
 
-import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
-
-import torch
 
 from tinsmith.config import SamplingConfig
-from tinsmith.errors import DeviceLostError, TinsmithError, UserError
+from tinsmith.errors import UserError
 from tinsmith.memory.budget import CPU_CACHE
 from tinsmith.memory.cache_sizes import BLOCK, CacheShape, CacheSizes
 from tinsmith.memory.retries import is_out_of_memory
@@ -22,21 +17,20 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.local.decoding import Decoding, Drawn, Flight
+from tinsmith.sampling.local.decoding import Decoding
 from tinsmith.sampling.local.kv_cache import KVCache
+from tinsmith.sampling.local.lookahead import Lookahead
+from tinsmith.sampling.local.outcomes import SequenceOutcomes
 from tinsmith.sampling.local.prompt_pass import PromptPasses
-from tinsmith.sampling.local.schedule import PromptWindows, Schedule
+from tinsmith.sampling.local.queues import Queues
+from tinsmith.sampling.local.schedule import Schedule
 from tinsmith.sampling.local.sequence import SampleJob, SequenceState
 from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prompt_scores import PromptScores
-from tinsmith.sampling.sampler import SampleEvent, SampleFailure, ref_of
+from tinsmith.sampling.sampler import SampleEvent, ref_of
 from tinsmith.sampling.stopping import stop_rule
 from tinsmith.store import ids
 from tinsmith.wire.sample import SampleRequest
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class LocalSampler:
@@ -50,20 +44,12 @@ class LocalSampler:
         self.cache = KVCache(shape, sizes.blocks)
         self.states = StateSlots(shape, sizes.slots) if shape.state_bytes else None
         places = min(config.max_running, sizes.places) if self.states else config.max_running
-        self.schedule = Schedule(self.cache, self.states, places, config.prefill_tokens, config.prefill_tokens_beside)
-        self.prompts = PromptPasses(base, self.schedule, logits_chunk)
+        self.queues = Queues(self.cache, self.states)
+        self.schedule = Schedule(self.queues, places, config.prefill_tokens, config.prefill_tokens_beside)
+        outcomes = SequenceOutcomes(self.schedule)
+        self.prompts = PromptPasses(base, self.schedule, outcomes, logits_chunk)
         self.decoding = Decoding(base, self.cache, self.states, places, config.eager)
-        self.runs_ahead = base.device.type == "cuda"
-        """Whether a step is launched before the tokens of the one before are read. It saves nothing on a CPU."""
-        self.flights: list[Flight] = []
-        self.meanwhile: list[SampleEvent] = []
-        """Events of steps in the middle of a pass over prompts, if `deliver` does not take them."""
-        self.deliver: Callable[[Sequence[SampleEvent]], None] | None = None
-        """Takes such events at once. It is that of the last `step`."""
-        self.failed_meanwhile: list[SampleJob] | None = None
-        """Jobs that failed in the middle of such a pass, which computes their prompts too: they are dropped behind it."""
-        self.must_settle = False
-        """A step launched ahead has failed: what is under way is read before it is tried again."""
+        self.steps = Lookahead(self.schedule, self.decoding, outcomes, runs_ahead=base.device.type == "cuda")
 
     def capacity(self) -> str:
         tokens = f"{self.cache.total * BLOCK:,} tokens"
@@ -77,15 +63,15 @@ class LocalSampler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.schedule.waiting or self.schedule.filling or self.schedule.running)
+        return bool(self.queues.waiting or self.queues.filling or self.queues.running)
 
     @property
     def load(self) -> tuple[int, int]:
-        return len(self.schedule.running), sum(1 + s.forks for s in (*self.schedule.filling, *self.schedule.waiting))
+        return len(self.queues.running), sum(1 + s.forks for s in (*self.queues.filling, *self.queues.waiting))
 
     @property
     def room(self) -> int:
-        return self.schedule.max_running - sum(1 + s.forks for s in self.schedule.waiting)
+        return self.schedule.max_running - sum(1 + s.forks for s in self.queues.waiting)
 
     def check_model(self, shape: LoraShape) -> None:
         """It samples whatever can be trained."""
@@ -111,14 +97,14 @@ class LocalSampler:
         )
         rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
         job.sequences = [SequenceState(job, index, rule.for_another()) for index in range(job.num_samples)]
-        self.schedule.waiting.add(job.session, job.sequences[0])
+        self.queues.waiting.add(job.session, job.sequences[0])
 
     def publish(self, weights: Weights) -> None:
         """Compute again what the former weights have computed; complete answers about a prompt stay."""
         ref = ref_of(weights, self.base.name)
         if ref.inflight_of is None:
             return
-        for job in self.schedule.restart(lambda sequence: sequence.job.ref.inflight_of == ref.inflight_of):
+        for job in self.queues.restart(lambda sequence: sequence.job.ref.inflight_of == ref.inflight_of):
             job.weights, job.ref = weights, ref
             if job.scores and not job.scores.complete:
                 job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
@@ -128,154 +114,39 @@ class LocalSampler:
 
         What runs out of memory leaves no trace, and is smaller the next time. Raises errors of deciding what to compute.
         """
-        self.deliver = deliver
         try:
-            if not self.flights:
+            if not self.steps.flights:
                 self.schedule.grow()
             self.schedule.admit()
-        except Exception as error:
+        except (RuntimeError, MemoryError) as error:
             if not (is_out_of_memory(error) and self.schedule.retreat([])):
                 raise
             return []
-        events = self._decode()
+        events = self.steps.advance()
         windows = self.schedule.prompt_windows()
         if windows:
             if deliver is not None:
                 deliver(events)
                 events = []
-            events += self._compute_prompts(windows)
-        events += self._taken_meanwhile()
-        self._rest()
+            events += self.prompts.run(windows, partial(self._between_layers, deliver))
+        self.steps.rest()
         return events
 
-    def _taken_meanwhile(self) -> list[SampleEvent]:
-        self.meanwhile, meanwhile = [], self.meanwhile
-        return meanwhile
-
-    def _rest(self) -> None:
-        if not self.schedule.running:
-            self.flights = []
-            self.decoding.rest()
-
-    def _decode(self) -> list[SampleEvent]:
-        events: list[SampleEvent] = []
-        flights = self.flights or self._launch(events)
-        return events + self._read(flights)
-
-    def _decode_between(self) -> None:
+    def _between_layers(self, deliver: Callable[[Sequence[SampleEvent]], None] | None) -> list[SampleEvent]:
         """Read the steps that were launched ahead, in the middle of a pass over prompts: running sequences do not wait for all of it."""
-        if self.flights:
-            self.meanwhile += self._read(self.flights)
-            if self.deliver is not None:
-                self.deliver(self._taken_meanwhile())
-
-    def _read(self, flights: list[Flight]) -> list[SampleEvent]:
-        """Take the tokens of these steps. The next step is launched before they are read, where that helps."""
-        events: list[SampleEvent] = []
-        self.flights = []
-        ahead = self._launch_ahead() if flights and self.runs_ahead and not self.must_settle else []
-        for flight in flights:
-            events += self._append(self.decoding.collect(flight))
-        self.flights = ahead if self.schedule.running else []
-        self._stored(ahead)
-        return events
-
-    def _launch(self, events: list[SampleEvent]) -> list[Flight]:
-        """Start the next step of all running sequences. If that fails they are tried one by one, whose events are added."""
-        flights: list[Flight] = []
-        failed: list[list[SequenceState]] = []
-        self.must_settle = False
-        for group in self.decoding.groups(self.schedule.running):
-            if there := _there(group):
-                with _caught(partial(self._retreat, "a decoding step", [], [there], failed)):
-                    flights.append(self.decoding.launch(there))
-        self._stored(flights)
-        # Outside of the handler, where the failed step holds no tensors any more.
-        for group in failed:
-            self._free_memory()
-            self._decode_one_by_one(_there(group), events)
-        return flights
-
-    def _launch_ahead(self) -> list[Flight]:
-        """Start the step after the one that is being computed; none if it needs more than the host knows now."""
-        if not self.schedule.grow_ahead():
-            return []
-        flights: list[Flight] = []
-        for group in self.decoding.groups([s for s in self.schedule.running if not s.job.failed]):
-            with _caught(self._settle):
-                flights.append(self.decoding.launch(group))
-        return flights
-
-    def _settle(self, error: Exception) -> None:
-        log.warning("a decoding step failed and is tried again: %s", error)
-        self.must_settle = True
-
-    def _retreat(self, what: str, windows: PromptWindows, work: list[T], alone: list[T], error: Exception) -> None:
-        """Take less from now on if memory ran out; otherwise `work` is to be tried alone."""
-        if not (is_out_of_memory(error) and self.schedule.retreat(windows)):
-            log.warning("%s failed; each sample of it is tried alone: %s", what, error)
-            alone += work
-
-    def _stored(self, flights: Sequence[Flight]) -> None:
-        for flight in flights:
-            self.schedule.decoded([seat.sequence for seat in flight.seats if seat.taken])
-
-    def _decode_one_by_one(self, group: Sequence[SequenceState], events: list[SampleEvent]) -> None:
-        """Compute the next token of each job in a step of its own, so that only jobs fail that cannot be computed."""
-        for own in _by_job((sequence, sequence) for sequence in group):
-            flights: list[Flight] = []
-            with _caught(partial(self._fail, own[0].job, events)):
-                flights.append(self.decoding.launch_alone(own))
-            self._stored(flights)
-            for flight in flights:
-                events += self._append(self.decoding.collect(flight))
-                for sequence in own:
-                    sequence.seat = None
-
-    def _compute_prompts(self, windows: PromptWindows) -> list[SampleEvent]:
-        alone: PromptWindows = []
-        with _caught(partial(self._retreat, "a pass", windows, windows, alone)):
-            return self._pass(windows)
-        # Outside of the handler, where the failed pass holds no tensors any more.
-        self._free_memory()
-        return self._one_by_one(alone)
-
-    def _free_memory(self) -> None:
-        if self.base.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _one_by_one(self, windows: PromptWindows) -> list[SampleEvent]:
-        """Compute each job in a pass of its own, so that only jobs fail that cannot be computed."""
-        events: list[SampleEvent] = []
-        for own in _by_job((sequence, (sequence, window)) for sequence, window in windows):
-            if own[0][0].job.failed:  # in the middle of the pass of all; its blocks are given back
-                continue
-            with _caught(partial(self._fail, own[0][0].job, events)):
-                events += self._pass(own)
-        return events
-
-    def _fail(self, job: SampleJob, ended: list[SampleEvent], error: Exception) -> None:
-        """End a job with the error that it raised; it is not raised again, which would keep the tensors of the failed pass."""
-        if job.failed:
-            return
-        if not isinstance(error, TinsmithError):
-            log.error("unexpected error in sample=%s", job.request_id, exc_info=error)
-            error = TinsmithError(f"internal error: {error!r}")
-        job.failed = True
-        if self.failed_meanwhile is None:
-            self.schedule.drop(lambda sequence: sequence.job is job)
-        else:
-            self.failed_meanwhile.append(job)
-        ended.append(SampleFailure(job.request_id, error))
+        events = self.steps.read()
+        if deliver is None or not events:
+            return events
+        deliver(events)
+        return []
 
     def cancel(self, request_id: str) -> None:
-        self.schedule.drop(lambda sequence: sequence.job.request_id == request_id)
-        self._rest()
+        self.queues.drop(lambda sequence: sequence.job.request_id == request_id)
+        self.steps.rest()
 
     def abandon(self) -> None:
-        self.schedule.clear()
-        self.decoding.clear()
-        self.flights, self.meanwhile = [], []
+        self.queues.clear()
+        self.steps.clear()
 
     def _max_new(self, request: SampleRequest, prompt: int) -> int:
         longest = request.most_tokens(prompt, self.base.max_context, self.base.name)
@@ -288,72 +159,3 @@ class LocalSampler:
                 "ask for fewer tokens or start the server with a larger --kv-cache-gib"
             )
         return longest
-
-    def _pass(self, windows: PromptWindows) -> list[SampleEvent]:
-        """Compute the windows in a pass over prompts, and append the tokens that follow."""
-        with self._failures_kept():
-            drawn = self.prompts.compute(windows, self._decode_between)
-        return self._taken_meanwhile() + self._append(drawn)
-
-    @contextmanager
-    def _failures_kept(self) -> Iterator[None]:
-        """Let no sequence lose its blocks while the body runs because its job fails."""
-        failed: list[SampleJob] = []
-        self.failed_meanwhile = failed
-        try:
-            yield
-        finally:
-            self.failed_meanwhile = None
-            self.schedule.drop(lambda sequence: sequence.job in failed)
-
-    def _append(self, drawn: Iterable[Drawn]) -> list[SampleEvent]:
-        """Give each sequence its next token, and end complete ones. An error of one fails its job only."""
-        events: list[SampleEvent] = []
-        some_ended = False
-        for sequence, token, logprob, top in drawn:
-            job = sequence.job
-            if job.failed:
-                continue
-            if isinstance(top, Exception):
-                self._fail(job, events, top)
-                continue
-            try:  # `_caught` would take as long as all the rest of it
-                sequence.append(token, logprob, top)
-                if job.stream:
-                    events.append(sequence.newest())
-                if sequence.reason is not None:
-                    some_ended = True
-                    job.unfinished -= 1
-                    if job.unfinished == 0:
-                        events.append(job.result())
-            except Exception as error:
-                if isinstance(error, DeviceLostError):
-                    raise
-                self._fail(job, events, error)
-        if some_ended:
-            self.schedule.drop(lambda sequence: sequence.reason is not None)
-        return events
-
-
-@contextmanager
-def _caught(handle: Callable[[Exception], None]) -> Iterator[None]:
-    """Give `handle` the error that the body raises, but for a lost device, which is lost to all requests."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, DeviceLostError):
-            raise
-        handle(error)
-
-
-def _there(group: Sequence[SequenceState]) -> list[SequenceState]:
-    """Return those that still have their blocks: what ran out of memory before may have preempted some."""
-    return [sequence for sequence in group if sequence.blocks]
-
-
-def _by_job(items: Iterable[tuple[SequenceState, T]]) -> list[list[T]]:
-    """Group items by the job of their sequences."""
-    jobs: dict[int, list[T]] = {}
-    for sequence, item in items:
-        jobs.setdefault(id(sequence.job), []).append(item)
-    return list(jobs.values())

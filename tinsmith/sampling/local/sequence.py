@@ -160,6 +160,10 @@ class SequenceState:
         elif len(self.tokens) >= job.max_new:
             self.reason = "length"
 
+    def choice(self) -> Choice:
+        """Return how its next token is chosen."""
+        return Choice(self.job.params, self.job.seed, self.index, len(self.tokens), self.job.topk)
+
     def newest(self) -> TokensSampled:
         return TokensSampled(self.job.request_id, self.index, self.tokens[-1:], self.logprobs[-1:], self.starts[-1][0])
 
@@ -172,14 +176,3 @@ class SequenceState:
         ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
         versions = tuple(VersionSpan(version, start, end) for (version, start), end in zip(self.starts, ends, strict=True))
         return SampledSequence(self.tokens, self.logprobs, self.reason or "length", top, versions)
-
-
-def choice_of(sequences: list[SequenceState]) -> Choice:
-    """Return how each sequence chooses its next token."""
-    return Choice.for_params(
-        [s.job.params for s in sequences],
-        seed=[s.job.seed for s in sequences],
-        sample=[s.index for s in sequences],
-        position=[len(s.tokens) for s in sequences],
-        topk=[s.job.topk for s in sequences],
-    )

@@ -7,7 +7,7 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -50,9 +50,12 @@ class VLLMClient:
         atexit.register(self.close)  # the interpreter would not survive a loop that still runs
         self.servers = self.run(self._open(sources, slots, hung_s)).result()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run something in the client's event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+    def run(self, work: Coroutine[Any, Any, T], then: Callable[[], None] | None = None) -> "Future[T]":
+        """Run something in the client's event loop; `then` is called there at its end."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        if then is not None:
+            future.add_done_callback(lambda _: then())
+        return future
 
     def publish(self, published: PublishedWeights) -> None:
         """Let samples that follow the same model go on with these weights, and prepare the servers that are ready."""
@@ -60,7 +63,7 @@ class VLLMClient:
 
     def forget(self, key: str) -> None:
         """Take weights that nothing refers to any more off all servers."""
-        self.run(self.publisher.forget(self.servers.all, key))
+        self.run(self._forget(key))
 
     def close(self) -> None:
         """End the servers that it has started, leave the others, and drop what is under way."""
@@ -73,7 +76,8 @@ class VLLMClient:
 
     async def _open(self, sources: list[Launch | str], slots: int, hung_s: float) -> Servers:
         changed = asyncio.Condition()
-        return Servers([Server(source, slots, hung_s, changed, self.publisher.try_probes, self.sleep_mode) for source in sources], changed)
+        try_out = self.publisher.tryout.try_out
+        return Servers([Server(source, slots, hung_s, changed, try_out, self.sleep_mode) for source in sources], changed)
 
     async def sample(self, job: Job) -> SampleResult:
         """Return the result of a job, on whatever servers it takes. For the client's loop."""
@@ -117,6 +121,9 @@ class VLLMClient:
             newest.followers -= 1
             if not newest.followers:
                 del self.newest[model_id]
+
+    async def _forget(self, key: str) -> None:
+        await self.publisher.loader.forget(self.servers.instances, key)
 
     async def _publish(self, published: PublishedWeights) -> None:
         instances = [server.instance for server in self.servers.all if server.state == "ready" and server.instance is not None]

@@ -1,21 +1,19 @@
 """A sample request on one server: all its samples at once, or each in segments while its weights are replaced or its tokens are read.
 
 When a model has new weights (`inflight`), the server loads and compares them while it samples. Then vLLM aborts the samples from the former
-weights, answers with the tokens so far, and each goes on as a request with these behind its prompt. So every token comes from the weights
-that it is said to come from, and from no keys and values of others; no token leaves before its weights were compared; and nothing else on
-the server is disturbed. (vLLM could load an adapter in place under the name that it has. But then it reads the files again at every step,
-goes on with keys and values of the former weights, and computes with the new ones before they are compared.)
+weights, and each goes on as a request with its tokens so far behind its prompt. (vLLM could load an adapter in place under the name that it
+has. But then it reads the files again at every step, goes on with keys and values of the former weights, and computes with the new ones
+before they are compared.)
 
-Tokens that are read while they come arrive as vLLM streams them. Those that have been given out stay: if a server is lost, another goes on
-behind them. A stream has no scores of the prompt, and no log-probabilities over the whole vocabulary with top_k or top_p: then the tokens
-of a segment are given out at its end.
+Tokens that were given out while they came stay: if a server is lost, another goes on behind them. vLLM streams no scores of the prompt, and
+no log-probabilities over the whole vocabulary with top_k or top_p: then the tokens of a segment are given out at its end.
 """
 
 import asyncio
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -24,9 +22,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tinsmith.errors import TinsmithError
+from tinsmith.memory.cache_sizes import BLOCK
+from tinsmith.models.base import BaseModel
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.sampling.prefix import prompt_keys, weights_key
 from tinsmith.sampling.sampler import SampleResult, TokensSampled
-from tinsmith.sampling.stopping import StopStrings
+from tinsmith.sampling.stopping import stop_rule
 from tinsmith.sampling.vllm.generate import REQUEST_PREFIX, ask, generate, generate_stream, send_images
 from tinsmith.sampling.vllm.instance import Instance
 from tinsmith.sampling.vllm.protocol import (
@@ -63,7 +64,7 @@ class Draft:
         return tuple(token for segment in self.segments for token in segment.tokens)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Job:
     """A sample request, checked and ready for vLLM."""
 
@@ -73,17 +74,23 @@ class Job:
     published: PublishedWeights
     """The weights to begin with."""
     max_tokens: int
-    eos: frozenset[int]
-    vocab_size: int
-    tokenizer: Any
-    keys: list[bytes]
-    """Keys of the prompt's full blocks."""
+    base: BaseModel
     answers: PromptAnswers
     """Answers about the prompt by the trainer's model."""
     tell: Callable[[TokensSampled], None] | None
     """Takes tokens as they come, in the client's thread; None if they are wanted at the end only."""
-    drafts: list[Draft]
-    """One for each sample; without segments if the job is computed at once."""
+
+    def __post_init__(self) -> None:
+        first = weights_key(self.published.ref)
+        self.keys = prompt_keys(first, self.rendered, [], [], len(self.rendered) // BLOCK)
+        """Keys of the prompt's full blocks."""
+        self.drafts = [Draft() for _ in range(self.request.num_samples)]
+        """One for each sample; without segments if the job is computed at once."""
+
+    def params(self, first: int, count: int, done: int = 0) -> dict[str, Any]:
+        """Return vLLM's parameters for the samples [first, first + count), of which `done` tokens are known."""
+        eos, vocabulary = self.base.eos_token_ids(), self.base.vocab_size
+        return sampling_params(self.request, self.max_tokens - done, eos, vocabulary, first, count, done)
 
 
 async def sample(publisher: Publisher, instance: Instance, job: Job) -> SampleResult:
@@ -117,8 +124,7 @@ async def _some(instance: Instance, job: Job, model: str | None, left: deque[int
         taken = [left.popleft() for _ in range(min(slots, len(left)))]
         if not taken:
             return
-        params = sampling_params(job.request, job.max_tokens, job.eos, job.vocab_size, taken[0], len(taken))
-        reply = await ask(instance, job.rendered, params, model)
+        reply = await ask(instance, job.rendered, job.params(taken[0], len(taken)), model)
     sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, instance.label, job.published.ref.label)
     found.update(zip(taken, sequences, strict=True))
     job.drafts[taken[0]].reply = reply
@@ -212,22 +218,22 @@ async def _generate(instance: Instance, job: Job, published: PublishedWeights, l
     """Compute one segment: vLLM's reply to a request that goes on behind the tokens so far."""
     draft = job.drafts[index]
     done = draft.tokens
-    params = sampling_params(job.request, job.max_tokens - len(done), job.eos, job.vocab_size, index, 1, len(done))
+    params = job.params(index, 1, len(done))
     if not _may_stream(instance, job, draft, params):
         return await generate(instance, job.rendered, params, loaded.model, done, name)
     await loaded.compared
     chunks: list[dict[str, Any]] = []
-    try:
+    with ExitStack() as broken:
+        broken.callback(_keep_told, job, index, chunks, published)  # whatever ends it: what was given out stays
         async with aclosing(generate_stream(instance, job.rendered, params, loaded.model, done, name)) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
                 for choice in chunk["choices"]:
                     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]] if choice["token_ids"] else []
                     _tell(job, index, choice["token_ids"], logprobs, published.ref.label)
-        return joined_stream(chunks)
-    except BaseException:  # whatever ended it: what was given out stays
-        _keep_told(job, index, chunks, published)
-        raise
+        reply = joined_stream(chunks)
+        broken.pop_all()
+    return reply
 
 
 def _may_stream(instance: Instance, job: Job, draft: Draft, params: dict[str, Any]) -> bool:
@@ -314,7 +320,7 @@ def _stop_across(job: Job, tokens: list[int], told: int) -> int | None:
     stop = job.request.params.stop
     if not stop.strings:
         return None
-    rule = StopStrings((*stop.token_ids, *(job.eos if stop.eos else ())), stop.strings, job.tokenizer)
+    rule = stop_rule(stop, job.base.eos_token_ids(), job.base.tokenizer)
     return next((position + 1 for position, token in enumerate(tokens) if rule.stops(token) and position >= told), None)
 
 

@@ -117,15 +117,8 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, 
         # One more than there are slots: new weights are compared while samples fill all of them.
         *("--max-model-len", str(longest), "--max-num-seqs", str(config.sampling.max_running + 1)),
         "--enable-scale-out",  # the generate and render endpoints
-        *(
-            "--enable-lora",
-            "--max-lora-rank",
-            str(lora_rank(config.models.max_lora_rank)),
-            "--max-loras",
-            str(MAX_LORAS),
-            "--max-cpu-loras",
-            "16",
-        ),
+        *("--enable-lora", "--max-lora-rank", str(lora_rank(config.models.max_lora_rank))),
+        *("--max-loras", str(MAX_LORAS), "--max-cpu-loras", "16"),
         *("--worker-extension-cls", "tinsmith.sampling.inside_vllm.worker.WorkerExtension"),
         *("--weight-transfer-config", json.dumps({"backend": backend_of(kind)})),
         # Log-probabilities at the temperature of the request; one more than the likeliest, because the sampled token counts as one.

@@ -1,7 +1,7 @@
 """The protocol with a vLLM server: the connection, Tinker's sampling parameters as vLLM's, and replies as results.
 
 What a server refuses and what it loses are different errors: only the second is worth sending again. Each parameter is mapped or refused,
-because vLLM ignores parameters that it does not know. A reply that contradicts itself or the request is an error, never a result.
+because vLLM ignores parameters that it does not know.
 
 vLLM 0.26, the newest for PyTorch 2.11, answers in another form than 0.32, and does not say which weights or adapter it computed with: there
 the identity of what has arrived, and the canary, are the checks.

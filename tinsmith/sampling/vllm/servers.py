@@ -321,6 +321,10 @@ class Servers:
         self.affinity: LRUCache[bytes, Server] = LRUCache(2**16)
         """The server that computed a prompt, by the key of the prompt's last full block."""
 
+    @property
+    def instances(self) -> list[Instance]:
+        return [server.instance for server in self.all if server.instance is not None]
+
     async def pick(self, keys: list[bytes], max_lead: int) -> tuple[Server, Instance]:
         """Return a server that is ready, and its instance. Waits while servers are being started.
 

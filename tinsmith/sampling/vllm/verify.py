@@ -1,11 +1,7 @@
-"""Checks that vLLM computes what the trainer does: the canary for each set of new weights, probes for each new instance of a server.
+"""Checks with each set of new weights that vLLM computes what the trainer does.
 
 The canary is a prompt on whose log-probabilities vLLM and the trainer must agree before a client gets a sample. Pixel values that are
-normalized twice, or a transfer that is half done, are no error to vLLM, but change these.
-
-Probes are adapters that each change one kind of layer as much as its own weights do. If a server leaves out a part of an adapter, that is
-no error to vLLM, and changes less than rounding while the adapter has learned little. Where a server differs from the trainer with a probe,
-adapters that reach such layers are sent there merged into the base's weights.
+normalized twice, or a transfer that is half done, are no error to vLLM, but change these. `probes.py` tries out each new server.
 """
 
 import hashlib
@@ -22,18 +18,17 @@ from PIL import Image
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights
-from tinsmith.models.layout import GROUPS
-from tinsmith.models.lora import Adapter, new_adapter
+from tinsmith.models.lora import Adapter
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.threads import threads_for
-from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.prompt_scores import PromptScores
-from tinsmith.sampling.vllm.protocol import prompt_answers
-from tinsmith.sampling.vllm.weights import WeightFiles
+from tinsmith.sampling.vllm.generate import score
+from tinsmith.sampling.vllm.instance import Instance
+from tinsmith.sampling.vllm.protocol import prompt_answers, scoring_params
 from tinsmith.training.logprobs import head_logits, head_lora
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
@@ -45,6 +40,8 @@ _WITHIN_LAYERS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Mean difference in nats that is allowed for rounding within layers. Random tokens are unlikely, where bfloat16 rounds coarsely."""
 _ROUNDINGS = 2
 """The trainer rounds its logits to the base's dtype, and vLLM its own."""
+Scores = Sequence[dict[str, Any] | None]
+"""vLLM's prompt_logprobs of the canary."""
 _QUESTIONS = PromptQuestions(logprobs=True)
 _PARAMS = SamplingParams(None, 1.0, 1.0, -1, 0, StopRule(eos=False, strings=(), token_ids=()))
 
@@ -145,8 +142,13 @@ class Canary:
         limit = allowed_difference(float(torch.cat(sizes).mean()), self.base.dtype)
         return Expectation(scores.answers.logprobs[self.text], limit)
 
-    def compare(self, scores: Sequence[dict[str, Any] | None], expected: Expectation, what: str) -> None:
-        """Raise TinsmithError if vLLM's prompt_logprobs of the canary differ from the trainer's, or the trainer's are not all finite."""
+    async def scored_by(self, instance: Instance, model: str | None) -> Scores:
+        """Let a server score the canary with the weights or the adapter of this name."""
+        scores: Scores = (await score(instance, self.rendered, scoring_params(0), model))["prompt_logprobs"]
+        return scores
+
+    def compare(self, scores: Scores, expected: Expectation, what: str) -> None:
+        """Raise TinsmithError if a server's scores of the canary differ from the trainer's, or the trainer's are not all finite."""
         if not expected.is_finite:
             raise TinsmithError(
                 f"the trainer itself computes infinite or NaN log-probabilities with {what}, so vLLM cannot be compared with it; nothing "
@@ -159,8 +161,8 @@ class Canary:
                 f"{len(expected.logprobs)} tokens, where {expected.limit:.3g} is the limit; nothing is sampled from these weights"
             )
 
-    def difference(self, scores: Sequence[dict[str, Any] | None], expected: Expectation) -> float:
-        """Return the mean difference of vLLM's prompt_logprobs of the canary from the trainer's, in nats; NaN if one of them is."""
+    def difference(self, scores: Scores, expected: Expectation) -> float:
+        """Return the mean difference of a server's scores of the canary from the trainer's, in nats; NaN if one of them is."""
         got = prompt_answers(scores, self.rendered, _QUESTIONS).logprobs
         assert got is not None
         return float(np.abs(got[self.text] - expected.logprobs).mean())
@@ -170,72 +172,3 @@ def _image() -> ImageChunk:
     file = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(file, "PNG")
     return ImageChunk(hashlib.sha256(file.getvalue()).digest(), file.getvalue(), "png", None)
-
-
-# Probes
-
-_SIZE = 2.0
-"""Size of a probe's change of a weight, as a multiple of the weight's (Frobenius norms)."""
-_APPLIED = 0.5
-"""A probe is applied if the log-probabilities are off by less than this part of what it changes them by."""
-
-
-@dataclass(frozen=True, eq=False)
-class AdapterProbe:
-    """An adapter of rank 1 that changes the layers of one kind only."""
-
-    kind: str
-    """Such as `linear_attn.in_proj_qkv.q`: the names of its targets without the number of the layer."""
-    adapter: Adapter
-    expected: Expectation
-    """The trainer's results with it."""
-    bare: Expectation
-    """The same with the base's weights alone."""
-
-    @property
-    def change(self) -> float:
-        return float(np.abs(self.expected.logprobs - self.bare.logprobs).mean())
-
-    @property
-    def allowed(self) -> float:
-        """Largest mean difference from the expected, in nats, of a server that applies it."""
-        return max(_APPLIED * self.change, self.expected.limit)
-
-    def is_shown_by(self, difference: float) -> bool:
-        """Return whether a server that differs by so much on average applies it. What is not finite shows nothing."""
-        return self.expected.is_finite and self.bare.is_finite and difference <= self.allowed
-
-
-def kind_of(target: str) -> str:
-    """Return the kind of a target of LoRA: its name without the number of its layer."""
-    parts = [part for part in target.split(".") if not part.isdecimal()]
-    return ".".join(parts[1:] or parts)
-
-
-@torch.no_grad()
-def make_probes(canary: Canary, files: WeightFiles) -> list[AdapterProbe]:
-    """Make a probe for each kind of layer that LoRA can train, in the trainer's thread."""
-    bare = canary.expected(None)
-    kinds: dict[str, list[str]] = {}
-    for name in canary.base.layout.targets:
-        kinds.setdefault(kind_of(name), []).append(name)
-    probes = []
-    for kind, names in kinds.items():
-        adapter = _adapter(files, names)
-        probes.append(AdapterProbe(kind, adapter, canary.expected(adapter), bare))
-    return probes
-
-
-def _adapter(files: WeightFiles, names: list[str]) -> Adapter:
-    """Make an adapter that changes these targets. It has the others of their group too, as every trained adapter."""
-    base = files.base
-    group = base.layout.targets[names[0]].group
-    shape = LoraShape(1, seed=0, **{f"train_{each}": each == group for each in GROUPS})
-    adapter = new_adapter(shape, base.layout, base.device, base.dtype)
-    generator = torch.Generator().manual_seed(0)
-    for name in names:
-        a, b = adapter.masters[name]
-        b.copy_(torch.randn(b.shape, generator=generator))
-        b.mul_(_SIZE * torch.linalg.vector_norm(files.base_weight(name), dtype=torch.float32) / (adapter.scale * a.norm() * b.norm()))
-    adapter.refresh()
-    return adapter

@@ -1,7 +1,7 @@
 """Weights on their way to vLLM servers: adapters as PEFT directories, full weights through a transfer into the running server.
 
-Files lie in memory where the system has a file system for that. Every adapter has a directory of its own, because vLLM caches what it
-computes under an adapter's name and path. `inside_vllm/receivers.py` has the other ends of the transfers.
+Every adapter has a directory of its own, because vLLM caches what it computes under an adapter's name and path.
+`inside_vllm/receivers.py` has the other ends of the transfers.
 """
 
 import asyncio
@@ -13,9 +13,10 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -211,18 +212,22 @@ class BroadcastTransfer:
         sending = asyncio.create_task(asyncio.to_thread(self._group.send, tensors.values()))
         posting = asyncio.create_task(server.post("/update_weights", {"update_info": {"outline": outline, "identity": identity}}))
         try:
-            async with asyncio.timeout(self.longest_s):
-                await asyncio.gather(posting, asyncio.shield(sending))
-        except BaseException as error:
-            self._group.abort()  # nobody receives any more, and the sending thread would wait for that
-            posting.cancel()
-            await asyncio.wait([sending, posting])  # a thread cannot be cancelled, and it still has the tensors
-            if isinstance(error, TimeoutError):
-                raise ServerFailedError(
-                    f"the vLLM server at {server.url} has not taken new weights for {self.longest_s:g} s; its log may say why, and "
-                    "--vllm-transfer file sends them in another way"
-                ) from None
-            raise
+            async with AsyncExitStack() as failing:
+                failing.push_async_callback(_give_up, self._group, sending, posting)
+                async with asyncio.timeout(self.longest_s):
+                    await asyncio.gather(posting, asyncio.shield(sending))
+                failing.pop_all()
+        except TimeoutError:
+            raise ServerFailedError(
+                f"the vLLM server at {server.url} has not taken new weights for {self.longest_s:g} s; its log may say why, and "
+                "--vllm-transfer file sends them in another way"
+            ) from None
+
+
+async def _give_up(group: TransferGroup, sending: "asyncio.Task[None]", posting: "asyncio.Task[Any]") -> None:
+    group.abort()  # nobody receives any more, and the sending thread would wait for that
+    posting.cancel()
+    await asyncio.wait([sending, posting])  # a thread cannot be cancelled, and it still has the tensors
 
 
 def new_transfer(kind: TransferKind, directory: Path, device: torch.device, ranks: int, longest_broadcast_s: float) -> Transfer:
