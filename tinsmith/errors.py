@@ -5,6 +5,7 @@ A message names the field, its value and what to do about it.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from reprlib import Repr
 from typing import Any, ClassVar, Literal
 
@@ -57,13 +58,31 @@ def translated(
         raise ours(say(error)) from error
 
 
-@contextmanager
-def reported(theirs: type[Exception] | tuple[type[Exception], ...], report: Callable[[Any], object]) -> Iterator[None]:
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A context that gives errors of the types `theirs` to `report` instead of raising them, but for those of the types `passing`.
+
+    From Python 3.12 on, a context that a generator makes would keep an error that it suppresses, and with it the tensors of a failed pass,
+    until garbage is collected.
+    """
+
+    theirs: type[Exception] | tuple[type[Exception], ...]
+    report: Callable[[Any], object]
+    passing: tuple[type[Exception], ...] = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool | None:
+        if not isinstance(error, self.theirs) or isinstance(error, self.passing):
+            return False
+        self.report(error)
+        return True
+
+
+def reported(theirs: type[Exception] | tuple[type[Exception], ...], report: Callable[[Any], object]) -> Reported:
     """Give errors of these types to `report` instead of raising them."""
-    try:
-        yield
-    except theirs as error:
-        report(error)
+    return Reported(theirs, report)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tinsmith.engine.scheduler import OperationScheduler
 from tinsmith.engine.status import StatusReporter
 from tinsmith.engine.stopping import Stopping
 from tinsmith.engine.worker_group import WorkerGroup
-from tinsmith.errors import ConfigError, StoreUnavailableError
+from tinsmith.errors import ConfigError, StoreUnavailableError, reported
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
@@ -185,10 +185,11 @@ class Engine:
     @contextmanager
     def _tried_later(self, what: str) -> Iterator[None]:
         """Run the body, which is tried again at growing intervals while the database is not available."""
-        try:
+        failures: list[StoreUnavailableError] = []
+        with reported(StoreUnavailableError, failures.append):
             yield
-        except StoreUnavailableError as error:
-            log.warning("%s for the database: %s", what, error)
+        if failures:
+            log.warning("%s for the database: %s", what, failures[0])
             self.reading.failed()
         else:
             self.reading.succeeded()

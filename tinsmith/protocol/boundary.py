@@ -4,33 +4,29 @@ A device that is lost passes: it is lost to every other command as well.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
-from tinsmith.errors import DeviceLostError, TinsmithError
+from tinsmith.errors import DeviceLostError, Reported, TinsmithError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-@contextmanager
-def failing_into(report: Callable[[TinsmithError], None], *passing: type[TinsmithError]) -> Iterator[None]:
+def failing_into(report: Callable[[TinsmithError], None], *passing: type[TinsmithError]) -> Reported:
     """Run the body; an error goes to `report`. One that is not of our family is a bug: it is logged with its traceback.
 
     Errors of the types `passing` are raised: they are nobody's failure. So is DeviceLostError.
     """
-    raised: tuple[type[TinsmithError], ...] = (DeviceLostError, *passing)
-    try:
-        yield
-    except raised:
-        raise
-    except TinsmithError as error:
+
+    def ours(error: Exception) -> None:
+        if not isinstance(error, TinsmithError):
+            log.error("unexpected error", exc_info=error)
+            error = TinsmithError(f"internal error: {error!r}")
         report(error)
-    except Exception as error:
-        log.exception("unexpected error")
-        report(TinsmithError(f"internal error: {error!r}"))
+
+    return Reported(Exception, ours, (DeviceLostError, *passing))
 
 
 def result_or_error(work: Callable[[], T]) -> T | TinsmithError:

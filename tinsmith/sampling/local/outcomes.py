@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from tinsmith.errors import DeviceLostError, TinsmithError
+from tinsmith.errors import DeviceLostError, Reported, TinsmithError
 from tinsmith.memory.retries import is_out_of_memory
 from tinsmith.sampling.local.decoding import Drawn
 from tinsmith.sampling.local.schedule import PromptWindows, Schedule
@@ -85,18 +85,12 @@ class SequenceOutcomes:
             alone += work
 
 
-@contextmanager
-def caught(handle: Callable[[Exception], None]) -> Iterator[None]:
+def caught(handle: Callable[[Exception], None]) -> Reported:
     """Give `handle` the error that the body raises, but for a lost device, which is lost to all requests.
 
     What is tried again comes behind the body: in `handle` the error still holds the tensors of the failed pass.
     """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, DeviceLostError):
-            raise
-        handle(error)
+    return Reported(Exception, handle, (DeviceLostError,))
 
 
 def by_job(items: Iterable[tuple[SequenceState, T]]) -> list[list[T]]:

@@ -41,14 +41,14 @@ def raise_on_all(group: ProcessGroup, failure: Exception | None) -> None:
 @contextmanager
 def failing_on_all(group: ProcessGroup, *kinds: type[Exception]) -> Iterator[None]:
     """Run what each worker does for itself; if that fails with one of `kinds` on any, raise on all, as `raise_on_all` does."""
-    failure: Exception | None = None
     try:
         yield
     except kinds as error:
         if not isinstance(error, TinsmithError):
             log.warning("what each worker does for itself failed here", exc_info=True)
-        failure = error
-    raise_on_all(group, failure)
+        raise_on_all(group, error)
+        raise
+    raise_on_all(group, None)
 
 
 def _said_of(failure: PassFailure | None) -> int:
