@@ -85,11 +85,11 @@ def test_a_run_of_the_command_line_resumes_or_with_new_begins_another(tmp_path: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tinsmith_rl.__main__.require_server", lambda _: None)
     monkeypatch.setattr("tinsmith_rl.trainer.train", lambda config: trained.append(config.output.directory))
-    (tmp_path / "maze.yaml").write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
+    (tmp_path / "-maze.yaml").write_text("model: {base_model: tiny}\nenv: {name: maze2d}\noutput: {directory: rl-output/maze}\n")
     (tmp_path / "rl-output" / "maze").mkdir(parents=True)
     for options in ([], ["--new"]):
-        assert CliRunner().invoke(app, ["rl", "maze.yaml", *options]).exit_code == 0
-        main(["maze.yaml", *options])
+        assert CliRunner().invoke(app, ["rl", *options, "--", "-maze.yaml"]).exit_code == 0
+        main([*options, "--", "-maze.yaml"])
     assert trained == ["rl-output/maze"] * 2 + ["rl-output/maze-2"] * 2
 
 
