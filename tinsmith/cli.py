@@ -278,7 +278,7 @@ def rl(
 
     Started again with the same file, it resumes from its last checkpoint. The same as `tinsmith-rl`.
     """
-    _reinforcement_learning(str(config), *(["--new"] if new else []))
+    _reinforcement_learning(config, *(["--new"] if new else []))
 
 
 @app.command("eval")
@@ -287,17 +287,17 @@ def evaluate(config: _RlConfig) -> None:
 
     Samples episodes and prints rewards and metrics. Takes the same file as `rl`. The same as `tinsmith-rl --eval`.
     """
-    _reinforcement_learning(str(config), "--eval")
+    _reinforcement_learning(config, "--eval")
 
 
-def _reinforcement_learning(*arguments: str) -> None:
+def _reinforcement_learning(config: Path, *options: str) -> None:
     if importlib.util.find_spec("tinsmith_rl") is None:
         project = Path(__file__).parent.parent / "rl"
         where = f"pip install -e '{project}'" if (project / "pyproject.toml").is_file() else "pip install ./rl in a clone of Tinsmith"
         raise ConfigError(f"reinforcement learning is a package of its own, tinsmith-rl: {where}")
     from tinsmith_rl.__main__ import main
 
-    main(arguments)
+    main([*options, "--", str(config)])
 
 
 _DataDir = Annotated[

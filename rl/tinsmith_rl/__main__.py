@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # such as that there is no PyTorch, which nothing here needs
     try:
         _run(given.config, given.new, given.eval)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     except RlError as error:
         print("tinsmith-rl:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)  # it may quote what a server said
         sys.exit(2)

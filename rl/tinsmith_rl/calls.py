@@ -73,9 +73,7 @@ def environment_code(*others: type[Exception]) -> AbstractContextManager[None]:
 
 
 def env_error(error: BaseException) -> EnvError:
-    """The EnvError for an exception that an environment raised. A UserError says all there is to say."""
-    if isinstance(error, UserError):
-        return EnvError(str(error))
+    """The EnvError for an exception that an environment raised."""
     return EnvError(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error, limit=-30)))  # one without end is deep
 
 

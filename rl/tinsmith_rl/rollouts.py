@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tinsmith_rl.calls import EnvError, environment_code
+from tinsmith_rl.calls import EnvError, env_error
 from tinsmith_rl.chat import ChatTemplate, Conversation, TemplateError
 from tinsmith_rl.env import Prompt, Step
+from tinsmith_rl.errors import UserError, foreign_code
 from tinsmith_rl.policy import Completion, Policy, PromptRefusedError, SamplingRequest, derived_seed
 from tinsmith_rl.trajectory import EpisodeId, StopReason, Trajectory, Turn, assemble
 from tinsmith_rl.workers import EnvSession, EnvTimeoutError, Workers
@@ -118,7 +119,11 @@ class EnvRollouts:
 
 def _blaming_the_environment() -> AbstractContextManager[None]:
     """Blame the environment for messages that cannot be shown to the model, but not for a template that changes them."""
-    return environment_code(TemplateError, MemoryError)
+
+    def say(error: BaseException) -> EnvError:
+        return EnvError(str(error)) if isinstance(error, UserError) else env_error(error)  # ours says all there is to say
+
+    return foreign_code(say, EnvError, TemplateError, MemoryError)
 
 
 @dataclass

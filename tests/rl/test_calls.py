@@ -7,6 +7,7 @@ import base64
 import logging
 import pickle
 from pathlib import Path
+from traceback import format_exception_only
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.running import tinsmith_here
 from tinsmith_rl.calls import EnvError, FailureCounter, TooManyFailuresError, call
 from tinsmith_rl.chat import ChatTemplate
 from tinsmith_rl.env import Env, Prompt, Step, Teacher, image_part, user
+from tinsmith_rl.errors import UserError
 from tinsmith_rl.images import encode
 from tinsmith_rl.trajectory import EpisodeId, StopReason, Trajectory
 
@@ -86,13 +88,13 @@ def test_right_values_come_as_plain_ones() -> None:
     assert call(Returns("nothing to check"), "close") == "nothing to check"
 
 
-@pytest.mark.parametrize("error", [KeyError("lost"), SystemExit("enough")])
+@pytest.mark.parametrize("error", [KeyError("lost"), SystemExit("enough"), UserError("the door is locked")])
 def test_what_it_raises_comes_with_the_whole_traceback(error: BaseException) -> None:
     with pytest.raises(EnvError) as raised:
         call(Returns(error), "step", "up")
     assert str(raised.value) == f"{type(error).__name__}: {error}"
     assert raised.value.details.startswith("Traceback (most recent call last):\n")
-    assert raised.value.details.endswith(f"in _given\n    raise self.value\n{type(error).__name__}: {error}\n")
+    assert raised.value.details.endswith(f"in _given\n    raise self.value\n{format_exception_only(error)[0]}")
     travelled = pickle.loads(pickle.dumps(raised.value))  # as from a worker process
     assert (str(travelled), travelled.details) == (str(raised.value), raised.value.details)
 

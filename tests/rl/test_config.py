@@ -85,12 +85,25 @@ def test_a_run_of_the_command_line_resumes_or_with_new_begins_another(tmp_path: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tinsmith_rl.__main__.require_server", lambda _: None)
     monkeypatch.setattr("tinsmith_rl.trainer.train", lambda config: trained.append(config.output.directory))
-    (tmp_path / "maze.yaml").write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
+    (tmp_path / "-maze.yaml").write_text("model: {base_model: tiny}\nenv: {name: maze2d}\noutput: {directory: rl-output/maze}\n")
     (tmp_path / "rl-output" / "maze").mkdir(parents=True)
     for options in ([], ["--new"]):
-        assert CliRunner().invoke(app, ["rl", "maze.yaml", *options]).exit_code == 0
-        main(["maze.yaml", *options])
+        assert CliRunner().invoke(app, ["rl", *options, "--", "-maze.yaml"]).exit_code == 0
+        main([*options, "--", "-maze.yaml"])
     assert trained == ["rl-output/maze"] * 2 + ["rl-output/maze-2"] * 2
+
+
+def test_ctrl_c_ends_either_command_line_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tinsmith_rl.__main__.require_server", waits)
+    file = tmp_path / "maze.yaml"
+    file.write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
+    ended = CliRunner().invoke(app, ["rl", str(file)])
+    with pytest.raises(SystemExit) as raised:
+        main([str(file)])
+    assert (ended.exit_code, raised.value.code) == (130, 130)
 
 
 def test_an_environment_may_lie_in_the_working_directory_or_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
