@@ -8,7 +8,9 @@ Invariant: A sample uses the newest weights although older ones are being read f
 """
 
 import contextlib
+import gc
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -271,3 +273,28 @@ def test_what_failed_for_another_reason_is_tried_again_too(text_base: BaseModel,
     put(spill, TWO, text_base)
     spill.settle()
     assert all(isinstance(spill.find(key), Written) for key in (ONE, TWO))
+
+
+def test_weights_that_the_disk_does_not_take_leave_the_memory_with_their_last_user(
+    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and not when somebody looks for garbage: they may be as large as the model."""
+
+    def run_out(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("tinsmith.worker.spill.write_state", run_out)
+    spill = Spill(tmp_path / "spill")
+    put(spill, ONE, text_base)
+    spill._thread.submit(lambda: None).result()  # it has been tried by now
+    gc.collect()
+    gc.disable()
+    try:
+        refused = random_adapter(text_base)
+        there = weakref.ref(refused)
+        with contextlib.suppress(MemoryError):
+            spill.put(TWO, About.of(text_base, refused.shape), refused)
+        del refused
+        assert there() is None
+    finally:
+        gc.enable()

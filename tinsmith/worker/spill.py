@@ -90,11 +90,14 @@ class Spill:
         """Wait until all is on the disk. Raises what went wrong, which is tried again."""
         if self._writing is None:
             return
-        failure = self._writing.exception()
-        if failure is not None:
-            if self._leaving is not None:
-                self._start(self._leaving)
-            raise failure
+        with ExitStack() as then:  # a frame of ours that named the error would keep it, and with it the weights of all its callers
+            then.callback(self._start_again)
+            self._writing.result()
+
+    def _start_again(self) -> None:
+        """Write what was not written; nothing if all was."""
+        if self._leaving is not None:
+            self._start(self._leaving)
 
     def _start(self, leaving: _Leaving) -> None:
         self._leaving = leaving
