@@ -392,8 +392,8 @@ MUTATIONS = (
     Mutation(
         "a stop string across two tokens is overlooked",
         "tinsmith/sampling/stopping.py",
-        "text = self.tail + new",
-        "text = new",
+        "self.strings.read(self.matched, self.text.add(token))",
+        "self.strings.read(0, self.text.add(token))",
         ("tests/sampling/test_stopping.py",),
     ),
     Mutation(

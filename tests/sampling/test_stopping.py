@@ -1,6 +1,7 @@
 """When a sequence ends."""
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from tinsmith.models.base import BaseModel
-from tinsmith.sampling.stopping import StopIds, StopStrings, TextStream
+from tinsmith.sampling.stopping import StopIds, StopStrings, StringMatcher, TextStream
 
 
 def first_stop(rule: StopIds | StopStrings, tokens: list[int]) -> int | None:
@@ -65,22 +66,29 @@ def test_bytes_that_are_no_utf8_end_neither_the_sequence_nor_its_stop_strings(by
         stream.add(-1)
 
 
-def test_strings_that_overlap_are_found_where_the_first_of_them_is_complete(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = ""
-    monkeypatch.setattr(TextStream, "add", lambda _, start: text[start : start + 3])
+def test_strings_that_overlap_are_found_where_the_first_of_them_is_complete() -> None:
     generator = random.Random(0)
     for _ in range(300):
         strings = ["".join(generator.choices("ab€", k=generator.randint(1, 5))) for _ in range(generator.randint(1, 6))]
         text = "".join(generator.choices("ab€", k=40))
-        rule = StopStrings([], tuple(strings), text_base.tokenizer)
+        matcher, state = StringMatcher(tuple(strings)), 0
         for start in range(0, len(text), 3):
-            found = rule.stops(start)
+            state, found = matcher.read(state, text[start : start + 3])
             assert found == any(string in text[: start + 3] for string in strings)
             if found:
                 break
 
 
-def test_sequences_of_a_request_share_what_is_large_and_nothing_that_changes(text_base: BaseModel) -> None:
+def test_sequences_of_a_request_share_what_is_large_and_nothing_that_changes(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is large is made once, too, and not at every token."""
+    built: list[StringMatcher] = []
+    build = StringMatcher._build
+
+    def counted(matcher: StringMatcher) -> None:
+        built.append(matcher)
+        build(matcher)
+
+    monkeypatch.setattr(StringMatcher, "_build", counted)
     tokenizer = text_base.tokenizer
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abcd"]
     one = StopStrings([], ("abc",), tokenizer)
@@ -91,4 +99,21 @@ def test_sequences_of_a_request_share_what_is_large_and_nothing_that_changes(tex
     assert another.ids is one.ids
     plain = StopIds([7])
     assert plain.for_another().ids is plain.ids
-    assert another.strings is one.strings
+    assert built == [one.strings] == [another.strings]
+
+
+def test_many_long_strings_cost_a_token_hardly_more_than_one_short(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may ask for 256 strings that all but occur in what is sampled, and other requests wait for each of its tokens."""
+    monkeypatch.setattr(TextStream, "add", lambda *_: "a" * 128)
+
+    def seconds(strings: list[str]) -> float:
+        rule = StopStrings([], tuple(strings), text_base.tokenizer)
+        assert not rule.stops(0)
+        took: list[float] = []
+        for _ in range(20):
+            began = time.perf_counter()
+            assert not rule.stops(0)
+            took.append(time.perf_counter() - began)
+        return min(took)
+
+    assert seconds([f"{'a' * 7}{chr(200 + i)}{'a' * 8}" for i in range(256)]) < 4 * seconds(["never"])

@@ -33,6 +33,7 @@ from tinsmith.sampling.local.cached_attention import Window
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import SequenceState
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
+from tinsmith.sampling.stopping import StringMatcher
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.wire.chunks import Chunk
@@ -268,6 +269,14 @@ def test_stop_rules(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(text_base.network.generation_config, "eos_token_id", [seventh])
     at_third, at_seventh = path[: path.index(third) + 1], path[: path.index(seventh) + 1]
     sampler = sampler_of(text_base)
+    built: list[tuple[str, ...]] = []
+    build = StringMatcher._build
+
+    def counted(matcher: StringMatcher) -> None:
+        built.append(matcher.strings)
+        build(matcher)
+
+    monkeypatch.setattr(StringMatcher, "_build", counted)
     for rule, tokens, reason in (
         (StopRule(True, (), ()), at_seventh, "stop"),
         (NO_STOP, path, "length"),
@@ -277,6 +286,7 @@ def test_stop_rules(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> No
     ):
         result = sampled(sampler, rendered, ask(replace(greedy, stop=rule), num_samples=2))
         assert [(sequence.tokens, sequence.stop_reason) for sequence in result.sequences] == [(tokens, reason)] * 2
+    assert built == [(word,)]  # once for both sequences
 
 
 def test_a_broken_model_does_not_reach_another_through_the_cache(text_base: BaseModel) -> None:

@@ -123,8 +123,14 @@ def _attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float, window
     seen = columns <= places
     if window is not None:
         seen &= columns > places - window
+    if len(query) == 1:  # heads that share a key/value head become the query rows of one call
+        folded = query.view(1, key.shape[1], -1, query.shape[2])
+        k, v = (x.transpose(0, 1).unsqueeze(0) for x in (key, value))
+        return scaled_dot_product_attention(folded, k, v, attn_mask=seen, scale=scale).flatten(1, 2)
+    # On CUDA only a kernel that keeps all scores takes groups of heads in float32.
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True).squeeze(0).transpose(0, 1)
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).squeeze(0).transpose(0, 1)
 
 
 # One new token of each row
