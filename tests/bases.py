@@ -32,8 +32,7 @@ from tinsmith.models.families import IMAGE_FAMILIES
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.network import follow_plans
 from tinsmith.models.tiny import TinyKind, write_tiny_model
-from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.training.backend import DatumWork

@@ -190,7 +190,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of a step are counted again in the next",
-        "tinsmith/training/accumulation.py",
+        "tinsmith/training/optimizer.py",
         "totals, self.totals = self.totals, None",
         "totals = self.totals",
         (OPTIMIZER,),
@@ -255,14 +255,14 @@ MUTATIONS = (
     # ---- Packed sequences
     Mutation(
         "attention reaches the sequences before",
-        "tinsmith/models/pass_plan.py",
+        "tinsmith/models/attention.py",
         "self.runs = group_runs(lengths)",
         "self.runs = group_runs([sum(lengths)])",
         ("tests/models/test_decoder.py", BACKEND),
     ),
     Mutation(
         "a convolution reaches the sequence before, forward and backward",
-        "tinsmith/models/pass_plan.py",
+        "tinsmith/models/attention.py",
         "return convolve_anew(x, weight, self.lengths)",
         "return convolve_anew(x, weight, (len(x),))",
         (PEFT,),
@@ -276,7 +276,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the state of a delta net goes on into the next sequence",
-        "tinsmith/models/pass_plan.py",
+        "tinsmith/models/attention.py",
         "return gated_delta_rule_anew(query, key, value, decay, beta, self.lengths)",
         "return gated_delta_rule_anew(query, key, value, decay, beta, (len(query),))",
         (PEFT,),
@@ -494,7 +494,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a datum gets the advantages of another in its row",
-        "tinsmith/training/loss_groups.py",
+        "tinsmith/training/losses.py",
         "name: np.concatenate([datum.loss_inputs[name].reshape(len(datum.rendered), width) for datum in datums])",
         "name: np.concatenate([datum.loss_inputs[name].reshape(len(datum.rendered), width) for datum in datums[::-1]])",
         (BACKEND,),

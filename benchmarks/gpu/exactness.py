@@ -33,10 +33,9 @@ from benchmarks.gpu.sampling import SHARED_MEMORY, sampler_of, stepped
 from benchmarks.gpu.shapes import base_of, configuration, network_of, write_surroundings
 from benchmarks.gpu.training import text_datum
 from tinsmith.config import TrainingConfig
+from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel
-from tinsmith.models.pass_plan import PackedPlan
-from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import AdamSettings, LoraShape, WeightsRef
 from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.sampler import SampleResult

@@ -27,7 +27,7 @@ from benchmarks.gpu.measuring import DEVICE, TINY, Figures, begin, figure, finis
 from benchmarks.gpu.sampling import CACHE_GIB, SHARED_MEMORY, Load, Requests, sampler_of, stepped
 from benchmarks.gpu.shapes import base_of, configuration, network_of, write_surroundings
 from benchmarks.gpu.training import RANK, backend_of, filled, train
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.sampler import SampleResult
 from tinsmith.training.backend import DatumWork

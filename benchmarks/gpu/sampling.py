@@ -53,8 +53,7 @@ from tinsmith.config import SamplingConfig, TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter, new_adapter
-from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import AdamSettings, LoraShape, WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, TokensSampled

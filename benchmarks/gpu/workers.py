@@ -68,8 +68,7 @@ from benchmarks.gpu.training import batch_of, text_datum, train
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import WorkersLostError
 from tinsmith.protocol.place import Place
-from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sharded_backend import ShardedBackend

@@ -20,8 +20,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.store.catalog import delete_checkpoint, every_checkpoint
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.recorded_sequences import RecordedSequences
-from tinsmith.store.store import Store
-from tinsmith.store.sweep import sweep
+from tinsmith.store.store import Store, sweep
 
 
 @pytest.fixture

@@ -28,8 +28,7 @@ from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import ParentLink
 from tinsmith.protocol.place import Place, meeting_at
 from tinsmith.protocol.questions import Answering, Questions
-from tinsmith.training.parallel.meeting import LOOPBACK, interface_of, set_communication_variables
-from tinsmith.training.parallel.process_group import ProcessGroup
+from tinsmith.training.parallel.process_group import LOOPBACK, ProcessGroup, interface_of, set_communication_variables
 from tinsmith.worker.bases import require_same
 
 

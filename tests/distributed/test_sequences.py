@@ -28,8 +28,8 @@ from tinsmith.models.base import BaseModel
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 from tinsmith.training.losses import LOSSES
-from tinsmith.training.parallel import sequence_slices
-from tinsmith.training.parallel.sequence_slices import share_heads, slices_of
+from tinsmith.training.parallel import sequence_parallel
+from tinsmith.training.parallel.sequence_parallel import share_heads, slices_of
 from tinsmith.wire.chunks import Chunk
 
 TRAINING = TrainingConfig(logits_chunk=16)
@@ -212,10 +212,10 @@ class _Failing(torch.autograd.Function):
 @contextmanager
 def failing_in(where: str, error: Exception | None, times: int, rank: int) -> Iterator[None]:
     """The second process fails so many times in the attention of the second layer, forward or backward; without an error it ends there."""
-    plain = sequence_slices.SequenceParallelPlan.attend
+    plain = sequence_parallel.SequenceParallelPlan.attend
     left = [times]
 
-    def attend(plan: sequence_slices.SequenceParallelPlan, layer: int, query: Tensor, *others: Any) -> Tensor:
+    def attend(plan: sequence_parallel.SequenceParallelPlan, layer: int, query: Tensor, *others: Any) -> Tensor:
         if rank == 1 and layer == 1 and where == "attend" and error is not None and left[0] > 0:
             left[0] -= 1
             raise error
@@ -224,11 +224,11 @@ def failing_in(where: str, error: Exception | None, times: int, rank: int) -> It
             query = failing(query, error, left)
         return plain(plan, layer, query, *others)
 
-    sequence_slices.SequenceParallelPlan.attend = attend  # type: ignore[method-assign, assignment]
+    sequence_parallel.SequenceParallelPlan.attend = attend  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        sequence_slices.SequenceParallelPlan.attend = plain  # type: ignore[method-assign]
+        sequence_parallel.SequenceParallelPlan.attend = plain  # type: ignore[method-assign]
 
 
 @in_processes(2)

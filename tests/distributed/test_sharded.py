@@ -42,8 +42,7 @@ from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserE
 from tinsmith.memory.budget import sharded_full_bytes
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
-from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import AdamSettings, LoraShape, WeightsRef
 from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state

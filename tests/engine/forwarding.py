@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinsmith.engine.forward_queues import PassOrder
-from tinsmith.engine.forward_work import ForwardWork
-from tinsmith.engine.paces import Paces
+from tinsmith.engine.forward_work import ForwardWork, PassOrder
+from tinsmith.engine.passes import Paces
 from tinsmith.engine.shares import divide
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, RunPass

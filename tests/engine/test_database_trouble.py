@@ -17,7 +17,7 @@ import torch
 
 from tests.bases import png
 from tests.engine.here import Here, is_idle
-from tinsmith.engine.stepwise import SAVE_AGAIN_S
+from tinsmith.engine.operations import SAVE_AGAIN_S
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.messages import Message

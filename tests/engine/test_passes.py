@@ -21,10 +21,10 @@ from tests.bases import png
 from tests.engine.forwarding import Device
 from tests.engine.here import IMAGE_TOKENS, LONG_S, Here
 from tinsmith.config import ImagesConfig, TrainingConfig
-from tinsmith.engine.paces import PASS_S
+from tinsmith.engine.passes import PASS_S
 from tinsmith.memory.pass_memory import Recomputation
 from tinsmith.models.base import BaseModel
-from tinsmith.models.images import ImageInput
+from tinsmith.models.vision_tower import ImageInput
 from tinsmith.protocol.serving import EndSession, Sample
 from tinsmith.protocol.work import Prepared
 from tinsmith.rendering.processor import LocalProcessor

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from tests.bases import load
 from tinsmith.config import SamplingConfig
 from tinsmith.errors import ConfigError
-from tinsmith.memory.cache_sizes import CacheShape, CacheSizes
+from tinsmith.memory.budget import CacheShape, CacheSizes
 from tinsmith.models.layers import Attention, layers_of
 from tinsmith.sampling.local.sampler import LocalSampler
 

@@ -21,13 +21,13 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5
 from tests.bases import DEVICE, image_chunks, load, random_adapter, random_tokens, renderer, write_decoder
 from tests.extent import families
 from tinsmith.config import ModelsConfig
+from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel, PackedRow, load_base_model
+from tinsmith.models.decoder import kept_in_host_memory
 from tinsmith.models.families import family_of, read_config
 from tinsmith.models.full import Weights, new_full_weights
 from tinsmith.models.network import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm, fuse_norms
-from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.read_decoder import read_decoder
-from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack
 

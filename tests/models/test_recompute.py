@@ -20,9 +20,9 @@ from tests.training.test_backend import backend_with
 from tinsmith.config import ModelsConfig
 from tinsmith.memory.pass_memory import PassMemory, Recomputation, pass_memory_of
 from tinsmith.memory.sizing import size_of
+from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights
-from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack
 from tinsmith.training.step import run_packed
@@ -67,7 +67,7 @@ def test_weights_get_the_same_bits(family_base: Callable[[str], BaseModel], fami
 def test_inputs_that_wait_in_pieces_come_back_as_they_were_also_in_bfloat16(
     family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.models.recompute.HOST_PIECE", 1000)
+    monkeypatch.setattr("tinsmith.models.decoder.HOST_PIECE", 1000)
     base = load(family_dir("qwen3"), dtype="bfloat16")
     assert_equal_bits(base, [random_adapter(base, seed=1), random_adapter(base, seed=2)])
 

@@ -16,8 +16,7 @@ from tests.bases import image, load, renderer
 from tinsmith.models import vision_tower
 from tinsmith.models.base import BaseModel
 from tinsmith.models.families import IMAGE_FAMILIES
-from tinsmith.models.images import ImageFeatures, ImageInput
-from tinsmith.models.vision_tower import VisionTower
+from tinsmith.models.vision_tower import ImageFeatures, ImageInput, VisionTower
 
 SIZES = [(96, 64), (64, 160), (96, 64), (33, 200), (300, 500)]
 """Widths and heights. Of most of them, Qwen2.5-VL's windows have several sizes."""

@@ -14,7 +14,7 @@ import pytest
 
 from tests.preloaded import REAL_PYTHON
 from tests.running import START_S
-from tinsmith.protocol.progress import Exchanges, Progress
+from tinsmith.protocol.heartbeat import Exchanges, Progress
 
 WORK = "at work"
 """What a process is doing that has something to do."""

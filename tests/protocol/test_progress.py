@@ -24,7 +24,7 @@ def test_signs_of_progress() -> None:
 
 LOOKS = """
 import gc, os, random, sys, threading, time
-from tinsmith.protocol.progress import Progress
+from tinsmith.protocol.heartbeat import Progress
 
 class Garbage:
     def __init__(self):

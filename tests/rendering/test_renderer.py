@@ -30,7 +30,7 @@ from tests.extent import amount
 from tinsmith.config import ImagesConfig
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.images import ImageInput
+from tinsmith.models.vision_tower import ImageInput
 from tinsmith.rendering import renderer as rendering
 from tinsmith.rendering.packing import pack
 from tinsmith.rendering.processor import LocalProcessor

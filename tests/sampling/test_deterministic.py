@@ -16,8 +16,8 @@ from tests.sampling.local.test_kernels import whole
 from tests.sampling.local.test_sampler import PARAMS, ask, check, prompt_of, run, sampled, sampler_of
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import ConfigError
+from tinsmith.models.attention import PackedBlocks
 from tinsmith.models.base import BaseModel
-from tinsmith.models.stable_attention import PackedBlocks
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.sampler import SampleResult
 from tinsmith.training.backend import LocalBackend

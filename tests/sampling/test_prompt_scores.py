@@ -10,9 +10,9 @@ import torch
 from tests.bases import image_chunks, random_adapter, renderer
 from tests.sampling.local.test_sampler import PARAMS, ask, followed_by, prompt_of, run, sampled, sampler_of
 from tinsmith.errors import UserError
+from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter
-from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.logprobs import head_logits, head_lora

@@ -22,10 +22,10 @@ from tests.bases import OTHER_DECODERS, load, write_decoder
 from tests.extent import families, slow
 from tinsmith.errors import ConfigError
 from tinsmith.models import vision_tower
+from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import AttentionBlock, Decoder, Layer, Pass
 from tinsmith.models.fused import Normed
-from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.sampling.self_check import LENGTHS, QUICK, check_base_model
 

@@ -19,9 +19,9 @@ from tests.preloaded import REAL_PYTHON
 from tinsmith.config import Config, ServerConfig
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.serving import Done
-from tinsmith.server.app import create_app
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.hub import Hub
+from tinsmith.server.main import create_app
 from tinsmith.store.records import Checkpoint, Command, Outcome
 from tinsmith.store.store import Store
 from tinsmith.wire.paths import parse_path

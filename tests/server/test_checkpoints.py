@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.server.serving import SHAPE, Served, refused
-from tinsmith.store.sweep import sweep
+from tinsmith.store.store import sweep
 
 A = "tinker://m/weights/a"
 

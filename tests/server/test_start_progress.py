@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.protocol.serving import Starting
-from tinsmith.server.start_progress import FILE, StartProgress
+from tinsmith.server.engine_process import FILE, StartProgress
 
 STEPS = [Starting("imports its libraries", ["loads a", "checks a"]), Starting("loads a", ["checks a"]), Starting("checks a", [])]
 

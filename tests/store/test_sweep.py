@@ -18,8 +18,7 @@ from tests.store.test_files import write
 from tests.store.test_store import DESCRIPTION, checkpoint
 from tinsmith.store.catalog import copy_checkpoint, delete_checkpoint, set_checkpoint_ttl
 from tinsmith.store.files import WRITING_S, CheckpointFiles
-from tinsmith.store.store import Store
-from tinsmith.store.sweep import find_garbage, find_unknown, sweep
+from tinsmith.store.store import Store, find_garbage, find_unknown, sweep
 
 CRASH = """
 import os, signal, sys

@@ -27,8 +27,7 @@ from tinsmith.models.full import FullState, join, split
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
-from tinsmith.training.compact import PIECE, STEP_BUFFERS, _Sum
-from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, Code, chances, decode, encode
+from tinsmith.training.compact import BLOCK, FIRST, PIECE, SECOND, STEP_BUFFERS, Code, _Sum, chances, decode, encode
 
 SETTINGS = AdamSettings(lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
 STATES: list[FullState] = ["compact", "compact-host"]

@@ -18,8 +18,8 @@ from tinker.types.save_weights_for_sampler_request import SaveWeightsForSamplerR
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest as SdkHeartbeat
 
 from tinsmith.errors import NotBuiltError, UserError
-from tinsmith.wire import catalog_requests as catalog
 from tinsmith.wire import sample
+from tinsmith.wire import service_requests as catalog
 from tinsmith.wire import service_requests as service
 from tinsmith.wire import training_requests as training
 from tinsmith.wire.json_body import parse_json

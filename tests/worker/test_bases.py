@@ -16,7 +16,7 @@ import torch
 from tests.bases import DEVICE
 from tinsmith.config import Config, ModelsConfig, SamplingConfig
 from tinsmith.errors import ConfigError
-from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.models.attention import PackedPlan
 from tinsmith.worker import bases
 from tinsmith.worker.bases import PASSED_DIR, load_bases
 

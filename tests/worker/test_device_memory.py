@@ -15,8 +15,7 @@ import pytest
 from tests.bases import load
 from tests.models.published import SERVED
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
-from tinsmith.memory.budget import CPU_CACHE, ModelBytes, divide_memory
-from tinsmith.memory.cache_sizes import BLOCK
+from tinsmith.memory.budget import BLOCK, CPU_CACHE, ModelBytes, divide_memory
 from tinsmith.memory.plan import BasePlan, DevicePlace, make_plan, plan_modes
 from tinsmith.memory.sizing import beside_weights, size_of
 from tinsmith.models.base import BaseModel

@@ -27,10 +27,10 @@ from tinsmith.training.checkpoint import SavedState, write_state
 from tinsmith.training.parallel.checkpoint_shard import CheckpointShard
 from tinsmith.training.parallel.flat_row import FlatRow
 from tinsmith.training.update_check import ENTRIES
-from tinsmith.worker import joint_saves
+from tinsmith.worker import checkpoint_files
 from tinsmith.worker.background import Background
+from tinsmith.worker.checkpoint_files import JointSaves, Save, _require_whole
 from tinsmith.worker.exports import write_external
-from tinsmith.worker.joint_saves import JointSaves, Save, _require_whole
 
 COUNT = 2
 MODEL = "s:train:0"
@@ -183,7 +183,7 @@ def test_an_export_leaves_nothing_unencrypted_or_fails(workers: Workers, backend
         if not ignore_errors:
             raise OSError("the disk keeps it")
 
-    monkeypatch.setattr(joint_saves, "shutil", SimpleNamespace(rmtree=kept))
+    monkeypatch.setattr(checkpoint_files, "shutil", SimpleNamespace(rmtree=kept))
     workers.finish(told)
     assert "the disk keeps it" in str(workers.answers)
     assert workers.files.finished_places() == []

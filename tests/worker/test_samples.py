@@ -33,13 +33,11 @@ from tinsmith.store.store import Store
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TargetIds, TargetLogprobs, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, encode_sample_response
-from tinsmith.worker import sample_results
-from tinsmith.worker.admission import STARTED_BYTES
+from tinsmith.worker import samples
+from tinsmith.worker.admission import STARTED_BYTES, SamplingBase
 from tinsmith.worker.background import SMALL_BYTES, Background
 from tinsmith.worker.samples import Samples
-from tinsmith.worker.sampling_base import SamplingBase
-from tinsmith.worker.snapshots import Snapshots
-from tinsmith.worker.weights_reader import Snapshot
+from tinsmith.worker.snapshots import Snapshot, Snapshots
 
 BLANKS = b" " * (SMALL_BYTES + 1)
 """Make any request a large one."""
@@ -151,7 +149,7 @@ def test_a_sample_that_fails_harms_no_other(bench: Bench, text_base: BaseModel, 
             raise ValueError("too large")
         return encode_sample_response(sequences, *more)
 
-    monkeypatch.setattr(sample_results, "encode_sample_response", failing)
+    monkeypatch.setattr(samples, "encode_sample_response", failing)
     misshapen = random_adapter(text_base)
     misshapen.working["lm_head"] = LoraPair(*(tensor[:, :1] for tensor in misshapen.working["lm_head"]))
     bench.samples.admission.snapshots.publish("tiny", "s:train:0/1", misshapen)

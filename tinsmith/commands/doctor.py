@@ -204,7 +204,7 @@ def _count(config: Config, machine: Machine) -> int:
 
 def _cache(planned: "BasePlan") -> Iterator[Finding]:
     """The local sampler's cache. Raises ConfigError if no sequence fits."""
-    from tinsmith.memory.cache_sizes import BLOCK
+    from tinsmith.memory.budget import BLOCK
 
     cache, shape = planned.cache, planned.cache_shape
     if cache is None:

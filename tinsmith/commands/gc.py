@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tinsmith.store.disk import only_user
 from tinsmith.store.files import KEPT_DIR, SNAPSHOTS_DIR, CheckpointFiles
-from tinsmith.store.store import Store, opened
-from tinsmith.store.sweep import Garbage, find_garbage, find_unknown, sweep
+from tinsmith.store.store import Garbage, Store, find_garbage, find_unknown, opened, sweep
 
 
 def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[str]:

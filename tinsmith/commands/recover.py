@@ -14,8 +14,7 @@ from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CHECKPOINTS_DIR, CheckpointFiles
 from tinsmith.store.manifest import read_manifest, verify_files
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.store import Store
-from tinsmith.store.sweep import unknown_places
+from tinsmith.store.store import Store, unknown_places
 
 
 def recover(data_dir: Path, root: str) -> Iterator[str]:

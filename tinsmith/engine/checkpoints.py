@@ -4,17 +4,32 @@ A worker writes the files of a checkpoint once, to a directory of their own, and
 new files and a new row. A save is acknowledged when first the files and then the row are on the disk.
 """
 
+import logging
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tinsmith.engine.running import Steps, until_stored
-from tinsmith.errors import StoreUnavailableError, UserError
-from tinsmith.protocol.work import ExportModel, SaveModel
+from pydantic import BaseModel
+
+from tinsmith.config import Config
+from tinsmith.engine.model_state import Ended, LoadedModel, ModelStates, Saved, Steps, until_stored
+from tinsmith.errors import StoreUnavailableError, TinsmithError, UserError
+from tinsmith.protocol.facts import ModelFacts, find_base
+from tinsmith.protocol.shapes import LoraShape, rank_refusal
+from tinsmith.protocol.work import ExportModel, LoadModel, SaveModel
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.records import Checkpoint
+from tinsmith.store.records import SESSION_END, Checkpoint
 from tinsmith.store.store import Store
 from tinsmith.wire.paths import CheckpointPath
+from tinsmith.wire.training_requests import (
+    CreateFromCheckpointRequest,
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
 
 
 class CheckpointRows:
@@ -70,3 +85,133 @@ class CheckpointRows:
         """Raise NotFoundError if a checkpoint whose files could not be read has been deleted meanwhile."""
         with suppress(StoreUnavailableError):
             self.store.require_checkpoint(tinker_path)
+
+
+# Operations on checkpoints: save, export and load. Each is a generator of steps (`model_state.py`).
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class CheckpointOperations:
+    """Saves models as checkpoints, and loads checkpoints as models."""
+
+    config: Config
+    rows: CheckpointRows
+    models: ModelStates
+    facts: Callable[[], Mapping[str, ModelFacts]]
+    next_number: Callable[[], int]
+
+    def save(self, request: SaveWeightsRequest) -> Steps[Ended]:
+        """Save weights and optimizer, to train on."""
+        model = self.models.require(request.model_id)
+        path = CheckpointPath(model.model_id, "training", request.path)
+        if not request.overwrite:
+            self.rows.check_free(path)
+        copied_state = model.state
+        saved = yield from self._written(model, path, request.ttl_seconds, request.user_metadata)
+        # A step may have been taken while the files were written: its state is not in them, and a model never goes further back.
+        if model.state == copied_state and (model.origin is None or not model.origin.lasts):
+            model.origin = Saved(saved.tinker_path, saved.directory, optimizer=True)
+        return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory})
+
+    def save_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
+        model = self.models.require(request.model_id)
+        path = CheckpointPath(model.model_id, "sampler", request.path or "")
+        self.rows.check_free(path)
+        saved = yield from self._written(model, path, request.ttl_seconds, request.user_metadata)
+        return Ended({"path": saved.tinker_path, "type": "save_weights_for_sampler"}, {"directory": saved.directory})
+
+    def save_external(self, request: SaveWeightsExternalRequest) -> Steps[Ended]:
+        """Export weights to download, encrypted for their recipients if there are any."""
+        model = self.models.require(request.model_id)
+        path = CheckpointPath(model.model_id, "external", request.path)
+        self.rows.check_free(path)
+        recipients = list(request.age_encryption_recipients or [])
+        saved = yield from self._written(model, path, request.ttl_seconds, recipients=recipients)
+        result = {"path": saved.tinker_path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
+        return Ended(result, {"directory": saved.directory})
+
+    def _written(
+        self,
+        model: LoadedModel,
+        path: CheckpointPath,
+        ttl_seconds: float | None,
+        user_metadata: dict[str, str] | None = None,
+        recipients: Sequence[str] = (),
+    ) -> Steps[Checkpoint]:
+        architecture = self.facts()[model.base_model].architecture
+        row = self.rows.announce(path, model.base_model, architecture, asdict(model.shape), ttl_seconds, user_metadata)
+        about = self.next_number(), model.base_model, model.model_id
+        call = ExportModel(*about, list(recipients), row) if path.kind == "external" else SaveModel(*about, path.kind == "training", row)
+        return (yield from self.rows.written(call))
+
+    def keep(self, model_id: str) -> Steps[Ended]:
+        """Save a model that the server is going to unload, if it was ever created."""
+        model = self.models.find(model_id)
+        if model is None:
+            return Ended({})
+        ttl_s = self.config.training.ended_model_ttl_s
+        saved = yield from self._written(model, CheckpointPath(model_id, "training", SESSION_END), ttl_s)
+        yield from until_stored(lambda: self.rows.store.unload_model(model_id))
+        log.info(
+            "model %s is kept as %s for %.3g days; go on with create_training_client_from_state_with_optimizer(%r)",
+            model_id,
+            saved.tinker_path,
+            ttl_s / 86400,
+            saved.tinker_path,
+        )
+        return Ended({})
+
+    def create(self, model_id: str, request: CreateFromCheckpointRequest) -> Steps[Ended]:
+        """Make a new model of a checkpoint."""
+        checkpoint = self.rows.store.require_checkpoint(request.path, "training")
+        base_model = find_base(request.base_model or checkpoint.base_model, self.facts())
+        shape = LoraShape(**checkpoint.lora_config)
+        require_rank(shape.rank, self.config.models.max_lora_rank)
+        yield from self._restored(base_model, model_id, checkpoint, request.optimizer)
+        origin = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
+        self.models[model_id].loaded = LoadedModel(model_id, base_model, shape, origin=origin)
+        result = {"path": request.path, "model_id": model_id, "type": "load_weights"}
+        return Ended(result, {"directory": checkpoint.directory})
+
+    def load(self, request: LoadWeightsRequest) -> Steps[Ended]:
+        """Replace the weights of a model that nothing has happened to yet."""
+        model = self.models.require(request.model_id)
+        if request.seq_id != 1:
+            raise UserError(
+                f"load_weights must be the first request of a model, this one is seq_id {request.seq_id}; "
+                "use create_training_client_from_state, which makes a new model"
+            )
+        checkpoint = self.rows.store.require_checkpoint(request.path, "training")
+        saved = LoraShape(**checkpoint.lora_config)
+        if replace(saved, seed=model.shape.seed) != model.shape:
+            there, here = saved.differences(model.shape), model.shape.differences(saved)
+            raise UserError(f"{request.path} was saved with {there}, the model was created with {here}; create one with {there}")
+        yield from self._restored(model.base_model, model.model_id, checkpoint, request.optimizer)
+        model.origin = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
+        model.state += 1
+        result = {"path": request.path, "model_id": request.model_id, "type": "load_weights"}
+        return Ended(result, {"directory": checkpoint.directory})
+
+    def _restored(self, base_model: str, model_id: str, checkpoint: Checkpoint, optimizer: bool) -> Steps[None]:
+        path = checkpoint.tinker_path
+        try:
+            yield LoadModel(self.next_number(), base_model, model_id, path, checkpoint.directory, optimizer)
+        except TinsmithError:
+            self.rows.check_still_there(path)
+            raise
+
+
+def require_rank(rank: int, largest: int) -> None:
+    """Raise UserError for adapters of a larger rank than this server trains."""
+    if rank > largest:
+        raise UserError(rank_refusal(rank, largest))
+
+
+def writes_files(request: BaseModel) -> bool:
+    """Whether it is a save whose copy of the model is written to files."""
+    match request:
+        case SaveWeightsForSamplerRequest():
+            return request.path is not None
+    return isinstance(request, SaveWeightsRequest | SaveWeightsExternalRequest)

@@ -1,16 +1,133 @@
 """The state of one model: its commands that wait, what its workers hold, and what is under way for it but for `ForwardWork`."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+import time
+from collections.abc import Callable, Generator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeVar
 
 from tinsmith.engine.command_queue import CommandQueue
-from tinsmith.engine.loaded_model import LoadedModel
-from tinsmith.engine.running import Running
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotFoundError, StoreUnavailableError, TinsmithError
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.work import ClearGradients, DeleteModel
+from tinsmith.protocol.shapes import LoraShape
+from tinsmith.protocol.work import Call, ClearGradients, CreateModel, DeleteModel, LoadModel
 from tinsmith.store.records import REJECTED, Command
+
+# A model that workers hold: what has happened to it, and from where new workers can restore it.
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """A model that was created and never stepped: its seed says it all."""
+
+    shape: LoraShape
+    lasts: bool = True
+
+    def call(self, number: int, base_model: str, model_id: str) -> CreateModel:
+        """Return the call that restores the model on a new worker."""
+        return CreateModel(number, base_model, model_id, asdict(self.shape))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Files: of a checkpoint, or of a kept copy."""
+
+    name: str
+    """The checkpoint's path, or what messages call the copy."""
+    directory: str
+    optimizer: bool
+    """Whether the optimizer's state is part of it. Without it the optimizer starts anew, as it did when the model was loaded from there."""
+    lasts: bool = False
+    """Whether no client can delete or replace it, as with a kept copy."""
+
+    def call(self, number: int, base_model: str, model_id: str) -> LoadModel:
+        """Return the call that restores the model on a new worker."""
+        return LoadModel(number, base_model, model_id, self.name, self.directory, self.optimizer)
+
+
+@dataclass
+class LoadedModel:
+    """A model between create_model and the end of its session."""
+
+    model_id: str
+    base_model: str
+    shape: LoraShape
+    spoiled: str | None = None
+    """The reason why the gradients since the last optim_step are not what the client asked for."""
+    origin: Fresh | Saved | None = None
+    """Place of the state that the last finished step left; None if there is none, and the model ends with its workers."""
+    added_seq: int = -1
+    """seq_id of the newest operation that is finished and has added gradients."""
+    stepped_seq: int = -1
+    """seq_id of the newest optim_step that is finished, whether it was applied or has failed."""
+    told_of_empty_step: bool = False
+    """The log has been told that it took a step without gradients."""
+    state: int = 0
+    """The number of the state that the last finished step, or load, has left: each leaves another."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether finished operations have added gradients since the last step."""
+        return self.added_seq > self.stepped_seq
+
+
+# Operations that have begun. Each is a generator: each `yield` is a call to a worker and returns its reply.
+#
+#     steps = operations.start(command, ...)  # nothing has happened yet
+#     next(steps)  -> a call                  # the engine sends it to the worker, and goes on with other work
+#     steps.send({"metrics": ...})            # the answer; or steps.throw(error)
+#     StopIteration(Ended(...))               # what the operation came to
+#
+# Where the database takes nothing, a step yields the reason, and is sent None when it is time to try again. So an operation that needs
+# its worker twice and the database in between is one function, and no thread waits.
+
+T = TypeVar("T")
+
+
+Steps = Generator[Call | StoreUnavailableError, Any, T]
+
+
+def until_stored(write: Callable[[], T]) -> Steps[T]:
+    """The result of a write that must not fail for want of the database: what it belongs to has had its effect already."""
+    while True:
+        try:
+            return write()
+        except StoreUnavailableError as error:
+            reason = error
+        yield reason
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Result of an operation."""
+
+    result: dict[str, Any]
+    resolved: dict[str, Any] | None = None
+    """Values that it read or wrote outside of its payload (`Outcome.resolved`)."""
+
+
+@dataclass(eq=False)
+class Running:
+    """An operation that waits for its worker, or for the database."""
+
+    model_id: str
+    steps: Steps[Ended]
+    command: Command | None
+    """None if the server saves a model that it is going to unload."""
+    started_at: float = field(default_factory=time.monotonic)
+    in_call: int | None = None
+    """The number of the call that it waits for; None if it waits for the database."""
+    has_begun: bool = False
+    """Whether it has come to its first call: before that nothing of it has happened."""
+    copied_state: int | None = None
+    """State of the model (`LoadedModel.state`) that a save has copied. The model goes on meanwhile."""
+
+    def step(self, answer: dict[str, Any] | TinsmithError | None) -> Call | StoreUnavailableError | Ended:
+        """Go on with the answer to the last call, to the next call, to a wait for the database, or to the end. Raises TinsmithError."""
+        try:
+            return self.steps.throw(answer) if isinstance(answer, TinsmithError) else self.steps.send(answer)
+        except StopIteration as end:
+            ended: Ended = end.value
+            return ended
 
 
 @dataclass(eq=False)

@@ -10,13 +10,11 @@ from functools import partial
 
 from tinsmith.config import Config
 from tinsmith.engine.crash_recovery import CrashRecovery
-from tinsmith.engine.forward_queues import PassOrder
-from tinsmith.engine.forward_work import ForwardWork
+from tinsmith.engine.forward_work import ForwardWork, PassOrder
 from tinsmith.engine.model_state import ModelState
-from tinsmith.engine.operations import Operations
+from tinsmith.engine.operations import DatabaseWaits, Operations, StepwiseOperations
 from tinsmith.engine.outcomes import Outcomes
-from tinsmith.engine.paces import ActiveSessions, Paces
-from tinsmith.engine.stepwise import DatabaseWaits, StepwiseOperations
+from tinsmith.engine.passes import ActiveSessions, Paces
 from tinsmith.engine.unloading import Unloading
 from tinsmith.errors import StoreUnavailableError, UserError
 from tinsmith.protocol.boundary import failing_into

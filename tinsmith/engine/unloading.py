@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.model_state import ModelState, ModelStates
 from tinsmith.engine.outcomes import Outcomes
-from tinsmith.engine.paces import ActiveSessions
+from tinsmith.engine.passes import ActiveSessions
 from tinsmith.errors import GivenUpError, TinsmithError, UserError
 from tinsmith.store.store import Store
 

@@ -12,7 +12,10 @@ from typing import Literal
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
 from tinsmith.memory.budget import (
+    BLOCK,
     Budget,
+    CacheShape,
+    CacheSizes,
     FullBytes,
     ModelBytes,
     computes_together,
@@ -20,7 +23,6 @@ from tinsmith.memory.budget import (
     full_state,
     reserve_of,
 )
-from tinsmith.memory.cache_sizes import BLOCK, CacheShape, CacheSizes
 from tinsmith.memory.pass_memory import PassMemory, Recomputation
 from tinsmith.memory.sizing import Sizes, beside_weights, size_of
 from tinsmith.models.full import FullState

@@ -4,8 +4,9 @@ Image features are written into the embeddings at the indices that rendering com
 placeholder ids, is never used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,22 +22,21 @@ from tinsmith.errors import ConfigError
 from tinsmith.kernels.compiled import count_kernels, keep_kernels
 from tinsmith.kernels.delta_nets import announce
 from tinsmith.kernels.device import move_weights
+from tinsmith.models.attention import PassPlan
 from tinsmith.models.decoder import Decoder, Deepstack
 from tinsmith.models.deterministic import require_attention_only, stable_hidden_states
 from tinsmith.models.families import Family, context_length, family_of, load_network, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
-from tinsmith.models.images import ImageFeatures, ImageInput
 from tinsmith.models.layers import DeltaNet
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
 from tinsmith.models.lora import Segment
 from tinsmith.models.machine import limit_memory, why_no_gpu
 from tinsmith.models.network import ATTENTION, ActivePass, attach_lora, follow_plans, fuse_norms, recompute_layers, use_attention
 from tinsmith.models.packed_lora import SegmentAdapters
-from tinsmith.models.pass_plan import PassPlan
 from tinsmith.models.read_decoder import KNOWN_TYPES, read_decoder
 from tinsmith.models.streamed_decoder import move_all_but_layers, read_host_decoder
-from tinsmith.models.vision_tower import VisionTower
+from tinsmith.models.vision_tower import ImageFeatures, ImageInput, VisionTower
 from tinsmith.protocol.shapes import LoraShape
 
 
@@ -333,3 +333,36 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
+
+
+# Chooses the number of CPU threads for a pass or an optimizer step.
+#
+# The operations of a small pass are each over before a second thread has woken up. Where other processes need the cores too, threads that
+# wait for each other make it several times slower, and take the cores from the others.
+
+SMALL_PASS = 2**27
+"""Multiply-adds of a forward pass below which one thread is enough: 500 tokens of the tiny model, less than one of a real one."""
+
+SMALL_STEP = 2**22
+"""Parameters below which one thread is enough for an optimizer step: torch's fused AdamW lets all threads meet at every tensor."""
+
+
+def threads_for(base: BaseModel, tokens: int) -> AbstractContextManager[None]:
+    """Run a pass over that many tokens with one thread if it is small; afterwards the number of threads is as it was."""
+    weights = sum(target.in_features * target.out_features for target in base.layout.targets.values())
+    return _one_thread() if base.device.type == "cpu" and tokens * weights < SMALL_PASS else nullcontext()
+
+
+def threads_for_step(parameters: int) -> AbstractContextManager[None]:
+    """Run an optimizer step over that many parameters with one thread if it is small; afterwards as `threads_for`."""
+    return _one_thread() if parameters < SMALL_STEP else nullcontext()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -2,7 +2,7 @@
 
 Libraries multiply matrices of different sizes in different orders, on which sums of floating-point numbers depend. So the tokens of a pass
 are computed in tiles of one size, each of one model, the last ones filled up: where in a tile a token lies changes nothing. Attention has
-an order of its own (`models/stable_attention.py`). Sampling and the log-probabilities of training are computed so; gradients are not.
+an order of its own (`models/attention.py`). Sampling and the log-probabilities of training are computed so; gradients are not.
 
 It costs time: a tile takes as long with one token as with all, and training computes its log-probabilities apart from the gradients.
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tinsmith.errors import ConfigError
+from tinsmith.models.attention import PassPlan
 from tinsmith.models.decoder import AttentionBlock, Decoder, Deepstack, Pass
 from tinsmith.models.lora import Adapter, Segment
 from tinsmith.models.packed_lora import SegmentAdapters
-from tinsmith.models.pass_plan import PassPlan
 
 
 def tile_rows(device: torch.device) -> int:

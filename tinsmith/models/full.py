@@ -17,8 +17,7 @@ from torch.func import functional_call
 from tinsmith.kernels.device import on_device
 from tinsmith.models.layout import HEAD_WEIGHT
 from tinsmith.models.lora import Adapter
-from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import LoraShape, WeightsRef
 
 if TYPE_CHECKING:
     from tinsmith.models.decoder import Decoder  # which imports this module

@@ -1,6 +1,6 @@
 """The kinds of layers of a language model, as data that training, sampling, sizing, export and the self-check read.
 
-A kind says what a layer asks of a pass (`models/pass_plan.py`) and what has to be kept of a sequence to continue it.
+A kind says what a layer asks of a pass (`models/attention.py`) and what has to be kept of a sequence to continue it.
 """
 
 from dataclasses import dataclass

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from tinsmith.models.layout import Layout, Projection, side_by_side
-from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import LoraShape, WeightsRef
 
 LORA_ALPHA = 32.0
 """Fixed, independent of the rank: the scale of an adapter is 32 / rank."""

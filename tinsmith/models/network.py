@@ -1,7 +1,7 @@
 """Changes a network of transformers, so that it computes packed rows with adapters: its attention, norms, linear layers and delta nets.
 
 Models that our own decoder (`models/decoder.py`) does not know run through these modules; of the others they hold the parameters, and the
-self-check compares both ways. The plan of a pass (`models/pass_plan.py`) is a keyword that transformers hands through to each layer.
+self-check compares both ways. The plan of a pass (`models/attention.py`) is a keyword that transformers hands through to each layer.
 """
 
 import inspect
@@ -18,14 +18,14 @@ from torch.nn.functional import rms_norm, silu, softplus
 from transformers import AttentionInterface
 
 from tinsmith.errors import ConfigError
+from tinsmith.models.attention import PassPlan
+from tinsmith.models.decoder import recomputed
 from tinsmith.models.families import Family
 from tinsmith.models.full import FullWeights
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import LoraTarget, Projection
 from tinsmith.models.lora import Segment
 from tinsmith.models.packed_lora import SegmentAdapters
-from tinsmith.models.pass_plan import PassPlan
-from tinsmith.models.recompute import recomputed
 
 ATTENTION = "tinsmith"
 """The name under which the attention function is registered with transformers."""
@@ -273,7 +273,7 @@ def attach_lora(model: nn.Module, targets: Mapping[str, LoraTarget], active: Act
 
 
 def recompute_layers(language_model: nn.Module, active: ActivePass) -> None:
-    """Let a pass have its first layers recomputed (`models/recompute.py`)."""
+    """Let a pass have its first layers recomputed (`models/decoder.py`)."""
     prefix, layers = layer_modules(language_model)
     for index, layer in enumerate(layers):
         own: Any = layer

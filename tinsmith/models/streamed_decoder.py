@@ -12,11 +12,11 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from tinsmith.models.attention import PassPlan
 from tinsmith.models.decoder import Decoder, Deepstack, DeltaBlock, Layer, Norm, Pass
 from tinsmith.models.joined_linear import JoinedLinear, join_on
 from tinsmith.models.layout import LM_HEAD, Layout
 from tinsmith.models.packed_lora import Adapters, SegmentAdapters
-from tinsmith.models.pass_plan import PassPlan
 from tinsmith.models.read_decoder import DecoderParts, read_parts
 
 P = TypeVar("P")

@@ -34,7 +34,8 @@ class Place:
     count: int = 1
     meeting: str = ""
     """Address at which the workers of a group meet: `file://` and a path if all are on the server's host, otherwise `tcp://` and the
-    address by which others reach this worker's host (`training/parallel/meeting.py`). Empty for a worker alone on the server's host."""
+    address by which others reach this worker's host (`training/parallel/process_group.py`). Empty for a worker alone on the server's
+    host."""
 
     @property
     def host(self) -> str:

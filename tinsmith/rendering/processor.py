@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from tinsmith.errors import ConfigError, UserError
-from tinsmith.models.images import ImageInput, PixelLevels
+from tinsmith.models.vision_tower import ImageInput, PixelLevels
 from tinsmith.wire.images import ImageHeader
 
 KNOWN = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")

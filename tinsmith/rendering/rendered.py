@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinsmith.models.families import ImageSpan
-from tinsmith.models.images import ImageInput
+from tinsmith.models.vision_tower import ImageInput
 
 
 @dataclass(frozen=True, eq=False)

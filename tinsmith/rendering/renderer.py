@@ -19,7 +19,7 @@ from tinsmith.config import ImagesConfig
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.families import ImageSpan, positions
-from tinsmith.models.images import ImageInput
+from tinsmith.models.vision_tower import ImageInput
 from tinsmith.rendering.processor import LocalProcessor
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk

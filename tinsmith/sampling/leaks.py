@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter
-from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.rendering.packing import pack, packing_order
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.tower_check import EXACT, refuse

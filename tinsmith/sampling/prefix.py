@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tinsmith.memory.cache_sizes import BLOCK
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.memory.budget import BLOCK
+from tinsmith.protocol.shapes import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.full import Weights
-from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions
 from tinsmith.wire.sample import SampledSequence, SampleRequest

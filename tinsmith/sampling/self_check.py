@@ -28,16 +28,15 @@ from tinsmith.config import ImagesConfig, SamplingConfig
 from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.kernels.compiled import compile_ahead
 from tinsmith.kernels.dispatch import MOST_ROWS, has_triton
-from tinsmith.memory.cache_sizes import CacheSizes, blocks_for
+from tinsmith.memory.budget import CacheSizes, blocks_for
+from tinsmith.models.attention import PackedPlan, PassPlan
 from tinsmith.models.base import BaseModel
 from tinsmith.models.families import positions
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, Segment, adapter_of, new_adapter
 from tinsmith.models.network import ATTENTION, use_attention
-from tinsmith.models.pass_plan import PackedPlan, PassPlan
-from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer

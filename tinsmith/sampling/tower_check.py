@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.images import ImageFeatures, ImageInput
+from tinsmith.models.vision_tower import ImageFeatures, ImageInput
 from tinsmith.rendering.processor import LocalProcessor
 
 SIZES = ((150, 230), (64, 40), (150, 230))

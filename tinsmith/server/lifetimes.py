@@ -16,8 +16,7 @@ from tinsmith.protocol.boundary import failing_into
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.store import Store
-from tinsmith.store.sweep import sweep
+from tinsmith.store.store import Store, sweep
 
 log = logging.getLogger(__name__)
 

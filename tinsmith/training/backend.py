@@ -9,16 +9,14 @@ from tinsmith.config import TrainingConfig
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.memory.budget import snapshot_bytes
 from tinsmith.memory.retries import is_out_of_memory
-from tinsmith.models.base import BaseModel
+from tinsmith.models.base import BaseModel, threads_for_step
 from tinsmith.models.full import FullWeights, Weights, new_compact_weights, new_full_weights
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.machine import free_memory
-from tinsmith.models.threads import threads_for_step
-from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import AdamSettings, LoraShape, WeightsRef
 from tinsmith.training.checkpoint import About, SavedState, copy_beside, copy_to_host, weights_from
 from tinsmith.training.compact import CompactOptimizer, Optimizer
-from tinsmith.training.loss_groups import DatumResult, DatumWork
+from tinsmith.training.losses import DatumResult, DatumWork
 from tinsmith.training.model_memory import ModelMemory
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.parallel.all_reduce import all_reduce_step

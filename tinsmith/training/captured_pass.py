@@ -17,12 +17,11 @@ from torch import Tensor
 
 from tinsmith.kernels.device import Stopwatch, upload
 from tinsmith.memory.pass_memory import KEEP_ALL, PassMemory
-from tinsmith.models.attention import varlen_attention
+from tinsmith.models.attention import PackedPlan, varlen_attention
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.decoder import AttentionBlock, Decoder
 from tinsmith.models.lora import Adapter, AdapterForm, Segment
 from tinsmith.models.packed_lora import SegmentAdapters
-from tinsmith.models.pass_plan import PackedPlan
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.fingerprint import check_fingerprint
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, LoraPair, adapter_of
-from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.store.files import ABOUT_FILE
 from tinsmith.training.update_check import MOMENTS
 

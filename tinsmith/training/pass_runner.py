@@ -17,11 +17,11 @@ from tinsmith.config import TrainingConfig
 from tinsmith.errors import DeviceLostError, EngineUnavailableError, GivenUpError
 from tinsmith.memory.pass_memory import Recomputation, pass_memory_of
 from tinsmith.memory.retries import MemoryRetries, PassFailure, attempted
+from tinsmith.models.base import threads_for
 from tinsmith.models.lora import Adapter
-from tinsmith.models.threads import threads_for
 from tinsmith.rendering.packing import shared_rows
 from tinsmith.training.compact import Optimizer
-from tinsmith.training.loss_groups import DatumResult, DatumWork
+from tinsmith.training.losses import DatumResult, DatumWork
 from tinsmith.training.model_memory import ModelMemory
 from tinsmith.training.step import run_packed
 

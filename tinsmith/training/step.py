@@ -3,7 +3,7 @@
     render       text and images to token ids and pixels, in threads       rendering/renderer.py
     pack         datums of any models into one row                         rendering/packing.py
     forward      hidden states, then log-probabilities of the targets      models/decoder.py, logprobs.py
-    loss         of each datum                                             loss_groups.py, losses.py
+    loss         of each datum                                             losses.py
     backward     gradients of all models, with `autograd.grad`
     accumulate   in place, when everything that can fail has succeeded     accumulation.py
     step         AdamW on what was accumulated, model by model             optimizer.py
@@ -22,16 +22,16 @@ from torch import Tensor
 
 from tinsmith.kernels.device import Fetched, upload
 from tinsmith.memory.pass_memory import KEEP_ALL, Recomputation
+from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel, PackedRow
+from tinsmith.models.decoder import kept_in_host_memory
 from tinsmith.models.deterministic import instead
 from tinsmith.models.full import Weights
-from tinsmith.models.pass_plan import PackedPlan
-from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.rendering.packing import pack, packing_order, segments_of
 from tinsmith.training.captured_pass import CapturedPasses
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.logprobs import rows_to_keep, stable_target_logprobs, target_logprobs
-from tinsmith.training.loss_groups import DatumResult, DatumWork, LossGroup, Scored, results_of, targets_per_position, trained_positions
+from tinsmith.training.losses import DatumResult, DatumWork, LossGroup, Scored, results_of, targets_per_position, trained_positions
 
 
 def run_packed(

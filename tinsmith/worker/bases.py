@@ -18,15 +18,24 @@ from tinsmith import __version__
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
 from tinsmith.kernels.compiled import digest_of_sources
-from tinsmith.memory.budget import GIB
+from tinsmith.memory.budget import GIB, computes_together
 from tinsmith.memory.sizing import size_of
 from tinsmith.models.base import BaseModel, load_base_model, loading_of, loading_to_compare, pick_device
 from tinsmith.models.files import local_directory
 from tinsmith.models.fingerprint import state_of_files
 from tinsmith.models.machine import free_memory, limit_memory, size_text
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.self_check import check_base_model
+from tinsmith.training.backend import LocalBackend
 from tinsmith.training.parallel.process_group import ProcessGroup
-from tinsmith.training.parallel.sharded_layers import require_divisible
+from tinsmith.training.parallel.sequence_parallel import SHORTEST_SLICE
+from tinsmith.training.parallel.sharded_backend import ShardedBackend
+from tinsmith.training.parallel.sharded_layers import require_divisible, shard
+from tinsmith.worker.admission import SamplingBase
+from tinsmith.worker.device_memory import DeviceMemory
+from tinsmith.worker.device_turns import Sleeper
+from tinsmith.worker.passes import TrainingBase
 
 log = logging.getLogger(__name__)
 
@@ -197,3 +206,50 @@ def require_same(group: ProcessGroup, bases: Mapping[str, BaseModel]) -> None:
         if len(set(found)) > 1:
             told = ", ".join(f"{each} on {host}" for host, each in dict(zip(hosts, found, strict=True)).items())
             raise ConfigError(f"workers on several hosts need the same of all that computes, but {what} differs: {told}; install the same")
+
+
+# Makes what a worker trains and samples its base models with, from the configuration.
+
+
+def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> LocalBackend:
+    """Return the trainer of a base model, whose layers `--shard weights` first shards over the group."""
+    if group is None or not config.shards_weights:
+        return LocalBackend(base, config.training, group, config.sampling.eager)
+    shard(base, group)
+    return ShardedBackend(base, config.training, group, gives_snapshots=config.compares_with_copy)
+
+
+def training_base(
+    backend: LocalBackend, renderer: Renderer, config: Config, memory: DeviceMemory, group: ProcessGroup | None
+) -> TrainingBase:
+    """Return the trainer of a base model, with the lengths that train on this worker alone and on all together."""
+    base = backend.base
+    alone = memory.longest_trained(base.name)
+    if group is None or not computes_together(config, group.count):
+        return TrainingBase(backend, renderer, alone)
+    together = memory.longest_together(base.name)
+    configured = config.training.sequence_parallel_from
+    longest_alone = max(min(alone, configured - 1) if configured else alone, SHORTEST_SLICE * group.count - 1)
+    return TrainingBase(backend, renderer, together, longest_alone, group.count)
+
+
+def local_samplers(
+    bases: Mapping[str, BaseModel], renderers: Mapping[str, Renderer], config: Config, memory: DeviceMemory
+) -> dict[str, SamplingBase]:
+    """Return samplers that compute with the training weights."""
+    sampled: dict[str, SamplingBase] = {}
+    for name, base in bases.items():
+        sampler = LocalSampler(base, config.sampling, config.training.logits_chunk, memory.cache_sizes(name))
+        log.info("%s: the cache of %s (--kv-cache-gib) holds %s", name, size_text(memory.plans[name].budget.cache), sampler.capacity())
+        sampled[name] = SamplingBase(sampler, renderers[name])
+    return sampled
+
+
+def vllm_samplers(
+    bases: Mapping[str, BaseModel], renderers: Mapping[str, Renderer], config: Config, wake: Callable[[], None]
+) -> tuple[dict[str, SamplingBase], list[Sleeper]]:
+    """Start vLLM servers, which compute with copies of the weights; returns their samplers, also as what takes turns with training."""
+    from tinsmith.sampling.vllm.sampler import start_vllm_sampler  # needs packages that are not there without vLLM
+
+    started = {name: start_vllm_sampler(base, renderers[name], config, wake) for name, base in bases.items()}
+    return {name: SamplingBase(sampler, renderers[name]) for name, sampler in started.items()}, list(started.values())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from tinsmith.config import Config
-from tinsmith.memory.cache_sizes import CacheSizes
+from tinsmith.memory.budget import CacheSizes
 from tinsmith.memory.plan import DevicePlace, plan_beside
 from tinsmith.memory.sizing import loaded_sizes
 from tinsmith.models.base import BaseModel

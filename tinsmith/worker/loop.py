@@ -47,8 +47,9 @@ from tinsmith.store.blobs import BlobFiles
 from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.training.parallel.process_group import ProcessGroup
-from tinsmith.worker.assembly import backend_of, local_samplers, training_base, vllm_samplers
+from tinsmith.worker.admission import SamplingBase
 from tinsmith.worker.background import Background
+from tinsmith.worker.bases import backend_of, local_samplers, training_base, vllm_samplers
 from tinsmith.worker.device_memory import DeviceMemory
 from tinsmith.worker.device_turns import DeviceTurns, Sleeper
 from tinsmith.worker.kept_copies import KeptCopies
@@ -56,7 +57,6 @@ from tinsmith.worker.models import Models
 from tinsmith.worker.passes import Passes
 from tinsmith.worker.records import AskedRecords
 from tinsmith.worker.samples import Samples
-from tinsmith.worker.sampling_base import SamplingBase
 from tinsmith.worker.snapshots import Snapshots
 from tinsmith.worker.status import WorkerStatusReporter
 

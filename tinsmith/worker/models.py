@@ -15,8 +15,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.boundary import failing_into, result_or_error
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import AdamSettings, LoraShape, WeightsRef
 from tinsmith.protocol.work import (
     Answer,
     Call,
@@ -35,9 +34,8 @@ from tinsmith.store.files import CheckpointFiles
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import SavedState, read_state, write_state
 from tinsmith.worker.background import Background
-from tinsmith.worker.checkpoint_files import opened_files, write_files
+from tinsmith.worker.checkpoint_files import JointSaves, opened_files, write_files
 from tinsmith.worker.exports import parse_recipients, write_external
-from tinsmith.worker.joint_saves import JointSaves
 from tinsmith.worker.kept_copies import KeptCopies
 from tinsmith.worker.snapshots import Snapshots
 

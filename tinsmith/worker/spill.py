@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.models.full import Weights
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import WeightsRef
 from tinsmith.sampling.sampler import ref_of
 from tinsmith.training.checkpoint import About, SavedState, write_state
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from tests.running import START_S
 from tinsmith.sampling.inside_vllm import transfer_group
 from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TRAINER, TransferGroup
-from tinsmith.training.parallel.meeting import LOOPBACK, set_communication_variables
+from tinsmith.training.parallel.process_group import LOOPBACK, set_communication_variables
 
 ON_GPU = os.environ.get("TINSMITH_TEST_DEVICE") == "cuda"
 SENT = [torch.arange(6, dtype=torch.float32).reshape(2, 3).T, torch.tensor([1.5, -2.0], dtype=torch.bfloat16), torch.zeros(0)]

@@ -20,9 +20,9 @@ from tests.bases import load, random_adapter
 from tests.sampling.local.test_sampler import PARAMS, ask, of_session, outcomes, prompt_of, run, sampled, sampler_of, tokens_of
 from tinsmith.errors import UserError
 from tinsmith.kernels.device import upload
+from tinsmith.models.attention import PassPlan
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.lora import LoraPair
-from tinsmith.models.pass_plan import PassPlan
 from tinsmith.sampling.local import kv_cache
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows
 from tinsmith.sampling.local.device_batch import DeviceBatch

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.bases import DEVICE
 from tests.extent import amount, slow
-from tinsmith.memory.cache_sizes import BLOCK, CacheShape, blocks_for
+from tinsmith.memory.budget import BLOCK, CacheShape, blocks_for
 from tinsmith.models.layers import Attention
 from tinsmith.sampling.local import cached_attention
 from tinsmith.sampling.local.cached_attention import CachedPlan, Window

@@ -23,7 +23,7 @@ from tests.bases import datum, image_chunks, new_ref, random_adapter, random_tok
 from tests.extent import slow
 from tinsmith.config import SamplingConfig, TrainingConfig
 from tinsmith.errors import UserError
-from tinsmith.memory.cache_sizes import BLOCK, CacheSizes
+from tinsmith.memory.budget import BLOCK, CacheSizes
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter

@@ -26,7 +26,7 @@ from tinsmith.sampling.vllm.launch import (
     sizes_of,
     transfer_kind,
 )
-from tinsmith.training.parallel.meeting import LOOPBACK
+from tinsmith.training.parallel.process_group import LOOPBACK
 
 GIB = 2**30
 CONTEXT = 262_144

@@ -15,16 +15,14 @@ from tests.sampling.vllm.answering import Agreeing, answering, in_a_loop, instan
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import new_full_weights
-from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.sampling.sampler import ref_of
 from tinsmith.sampling.vllm.generate import generate
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
 from tinsmith.sampling.vllm.loader import WeightLoader
-from tinsmith.sampling.vllm.probes import TryOut, make_probes
 from tinsmith.sampling.vllm.protocol import ServerFailedError, scoring_params
 from tinsmith.sampling.vllm.publisher import Publisher
-from tinsmith.sampling.vllm.verify import Canary, PublishedWeights
+from tinsmith.sampling.vllm.verify import Canary, PublishedWeights, TryOut, make_probes
 from tinsmith.sampling.vllm.weights import WeightFiles
 
 

@@ -25,7 +25,8 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
-from tinsmith.sampling.vllm import servers, trainer_model
+from tinsmith.sampling.vllm import sampler as sampler_module
+from tinsmith.sampling.vllm import servers
 from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
 from tinsmith.sampling.vllm.verify import score_prompt
 from tinsmith.wire.prompt_scores import PromptQuestions
@@ -125,7 +126,7 @@ def test_the_trainers_model_works_for_one_request_in_each_step(alone: Bench, mon
             raise RuntimeError("no memory")
         score_prompt(*arguments)
 
-    monkeypatch.setattr(trainer_model, "score_prompt", score)
+    monkeypatch.setattr(sampler_module, "score_prompt", score)
     for name in "ab":
         alone.add(name, asked=replace(request(), questions=PromptQuestions(alternatives=2)))
     alone.add("c")

@@ -27,8 +27,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.sampling.vllm.probes import kind_of, make_probes
-from tinsmith.sampling.vllm.verify import Canary, Expectation
+from tinsmith.sampling.vllm.verify import Canary, Expectation, kind_of, make_probes
 from tinsmith.sampling.vllm.weights import WeightFiles
 
 SHAPE = LoraShape(rank=0, seed=0)

@@ -1,7 +1,7 @@
 """A process group of the trainer and the vLLM workers of one server, to send weights from one GPU to the others.
 
 All ends use this module, which needs PyTorch only. It is NCCL between GPUs, Gloo between CPUs. All are on one machine, and their
-environment says so (`communication_variables` of `training/parallel/meeting.py`): no port is open to others.
+environment says so (`communication_variables` of `training/parallel/process_group.py`): no port is open to others.
 """
 
 import logging

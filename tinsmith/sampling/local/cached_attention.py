@@ -14,10 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tinsmith.kernels.device import upload
 from tinsmith.kernels.dispatch import half_on_gpu, on_paged_kernel
-from tinsmith.memory.cache_sizes import BLOCK, blocks_for
-from tinsmith.models.attention import flash_attention
-from tinsmith.models.pass_plan import PackedPlan
-from tinsmith.models.stable_attention import stable_attention
+from tinsmith.memory.budget import BLOCK, blocks_for
+from tinsmith.models.attention import PackedPlan, flash_attention, stable_attention
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps
 
@@ -44,7 +42,7 @@ class CachedPlan(StatefulPlan):
     """The `PassPlan` of a row of windows."""
 
     def __init__(self, cache: KVCache, windows: Sequence[Window], states: StateSlots | None = None, stable: bool = False) -> None:
-        """If `stable`, attention is computed as in `models/stable_attention.py`."""
+        """If `stable`, attention is computed as in `models/attention.py`."""
         device, dtype = cache.keys.device, cache.keys.dtype
         starts, total = [], 0
         for window in windows:

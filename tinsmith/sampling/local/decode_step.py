@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tinsmith.kernels.dispatch import on_paged_kernel
+from tinsmith.models.attention import stable_attention
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.batched_lora import BareRows, BatchedAdapters
 from tinsmith.models.decoder import Decoder
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import LM_HEAD
-from tinsmith.models.stable_attention import stable_attention
 from tinsmith.rendering.packing import segments_of
 from tinsmith.sampling.choose import DeviceChoice, choose_next
 from tinsmith.sampling.local.cached_attention import gathered_bytes, paged_attention, store_and_attend
@@ -76,7 +76,7 @@ class DecodePlan(StatefulPlan):
         steps: StateSteps | StepsInPlace | None,
         stable: bool,
     ) -> None:
-        """If `stable`, attention is computed as in `models/stable_attention.py`."""
+        """If `stable`, attention is computed as in `models/attention.py`."""
         super().__init__(steps)
         self.cache = cache
         self.stable = stable

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from tinsmith.errors import UserError
 from tinsmith.kernels.device import upload
-from tinsmith.memory.cache_sizes import blocks_for
-from tinsmith.models.base import BaseModel
+from tinsmith.memory.budget import blocks_for
+from tinsmith.models.base import BaseModel, threads_for
 from tinsmith.models.batched_lora import BatchedAdapters
 from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter
-from tinsmith.models.threads import threads_for
 from tinsmith.sampling.choose import likeliest
 from tinsmith.sampling.local.decode_graph import StepRunner
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows, rows_of

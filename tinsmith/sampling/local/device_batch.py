@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinsmith.kernels.device import upload
-from tinsmith.memory.cache_sizes import BLOCK
+from tinsmith.memory.budget import BLOCK
 from tinsmith.sampling.local.sequence import Seat, SequenceState
 
 (

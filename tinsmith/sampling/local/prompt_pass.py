@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from tinsmith.kernels.device import upload
-from tinsmith.models.base import BaseModel
+from tinsmith.models.base import BaseModel, threads_for
 from tinsmith.models.full import Weights
-from tinsmith.models.threads import threads_for
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.sampling.choose import choose
 from tinsmith.sampling.local.cached_attention import CachedPlan

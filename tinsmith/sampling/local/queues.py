@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from operator import attrgetter
 
-from tinsmith.memory.cache_sizes import BLOCK, blocks_for
+from tinsmith.memory.budget import BLOCK, blocks_for
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.sequence import SampleJob, SequenceState
 from tinsmith.sampling.local.states import StateSlots

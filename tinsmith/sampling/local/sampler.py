@@ -10,8 +10,7 @@ from functools import partial
 
 from tinsmith.config import SamplingConfig
 from tinsmith.errors import UserError
-from tinsmith.memory.budget import CPU_CACHE
-from tinsmith.memory.cache_sizes import BLOCK, CacheShape, CacheSizes
+from tinsmith.memory.budget import BLOCK, CPU_CACHE, CacheShape, CacheSizes
 from tinsmith.memory.retries import is_out_of_memory
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tinsmith.models.full import Weights
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import Choice
 from tinsmith.sampling.prefix import prompt_keys, weights_key

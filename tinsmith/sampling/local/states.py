@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tinsmith.kernels.device import reserve_zeros
 from tinsmith.kernels.dispatch import on_kernels
-from tinsmith.memory.cache_sizes import CacheShape
+from tinsmith.memory.budget import CacheShape
 from tinsmith.models.delta_rule import convolve, gated_delta_rule
 
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from tinsmith.errors import TinsmithError
-from tinsmith.models.images import ImageInput
+from tinsmith.models.vision_tower import ImageInput
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.vllm.instance import Instance
 from tinsmith.sampling.vllm.protocol import ServerFailedError, in_new_form

@@ -245,9 +245,9 @@ class Instance:
     refusal: str | None = None
     """Reason why it is not sampled from at all (`launch.py`)."""
     facts: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    """Tasks that find out label and refusal, and the kinds below (`probes.py`)."""
+    """Tasks that find out label and refusal, and the kinds below (`verify.py`)."""
     merged_kinds: frozenset[str] = frozenset()
-    """Kinds of layers to which it applies no adapters (`probes.py`). Adapters that train one are merged into the base."""
+    """Kinds of layers to which it applies no adapters (`verify.py`). Adapters that train one are merged into the base."""
     refused_kinds: frozenset[str] = frozenset()
     """Those of them with which it differs from the trainer even then."""
     images: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_IMAGE_CACHE, getsizeof=lambda size: size))

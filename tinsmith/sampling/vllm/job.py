@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tinsmith.errors import TinsmithError
-from tinsmith.memory.cache_sizes import BLOCK
+from tinsmith.memory.budget import BLOCK
 from tinsmith.models.base import BaseModel
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.prefix import prompt_keys, weights_key

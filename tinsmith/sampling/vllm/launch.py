@@ -27,7 +27,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import TransferKind, backend_of
 from tinsmith.sampling.vllm.options import share_of, value_of
 from tinsmith.sampling.vllm.servers import Launch
-from tinsmith.training.parallel.meeting import LOOPBACK, communication_variables
+from tinsmith.training.parallel.process_group import LOOPBACK, communication_variables
 from tinsmith.wire.prompt_scores import MAX_TOPK
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@
     load      the server reads them, and compares their identity with the trainer's (`loader.py`)
     verify    the server scores the canary, as the trainer has (`verify.py`)
 
-Before the first adapter, a server shows with probes what of an adapter it applies (`probes.py`).
+Before the first adapter, a server shows with probes what of an adapter it applies (`verify.py`).
 """
 
 import asyncio
@@ -16,8 +16,7 @@ from functools import partial
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.vllm.instance import BASE, Instance
 from tinsmith.sampling.vllm.loader import WeightLoader, once
-from tinsmith.sampling.vllm.probes import TryOut
-from tinsmith.sampling.vllm.verify import Canary, PublishedWeights
+from tinsmith.sampling.vllm.verify import Canary, PublishedWeights, TryOut
 
 
 @dataclass(frozen=True, eq=False)

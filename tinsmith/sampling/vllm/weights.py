@@ -36,7 +36,7 @@ from tinsmith.sampling.inside_vllm import DELTA_NET_PARTS, TransferKind
 from tinsmith.sampling.inside_vllm.identity import Identity
 from tinsmith.sampling.inside_vllm.transfer_group import TRAINER, TransferGroup
 from tinsmith.sampling.vllm.protocol import Connection, ServerFailedError
-from tinsmith.training.parallel.meeting import LOOPBACK, set_communication_variables
+from tinsmith.training.parallel.process_group import LOOPBACK, set_communication_variables
 from tinsmith.training.peft_format import write_adapter
 
 PREFIX = "tinsmith-weights-"

@@ -11,7 +11,8 @@ from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
 from tinsmith.store import catalog
 from tinsmith.store.records import TrainingRun
-from tinsmith.wire.catalog_requests import (
+from tinsmith.wire.json_body import parse_query
+from tinsmith.wire.service_requests import (
     AssignProjectRequest,
     CheckpointsQuery,
     Query,
@@ -20,7 +21,6 @@ from tinsmith.wire.catalog_requests import (
     SearchSessionsRequest,
     SessionsQuery,
 )
-from tinsmith.wire.json_body import parse_query
 
 router = APIRouter()
 

@@ -12,9 +12,8 @@ from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
 from tinsmith.store import catalog
 from tinsmith.store.store import Store
-from tinsmith.wire.catalog_requests import CopyWeightsRequest, TtlRequest, WeightsInfoRequest
 from tinsmith.wire.paths import parse_path
-from tinsmith.wire.service_requests import CreateSessionRequest
+from tinsmith.wire.service_requests import CopyWeightsRequest, CreateSessionRequest, TtlRequest, WeightsInfoRequest
 
 router = APIRouter()
 

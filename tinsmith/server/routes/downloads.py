@@ -21,8 +21,8 @@ from tinsmith.server.routes.checkpoints import CHECKPOINT, path_of
 from tinsmith.store.catalog import LoggedOperation, session_operations
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
-from tinsmith.wire.catalog_requests import DownloadQuery, Query
 from tinsmith.wire.json_body import parse_query
+from tinsmith.wire.service_requests import DownloadQuery, Query
 
 router = APIRouter()
 

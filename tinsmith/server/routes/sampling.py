@@ -4,9 +4,8 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.serving import Sample
-from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import read_json
-from tinsmith.server.hub import Hub, comes_from_here, hub_of
+from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of
 from tinsmith.server.replies import future_reply, json_reply
 from tinsmith.server.sample_checks import ReceivedSample, check_sample, receive_sample
 from tinsmith.server.samples import PendingSample

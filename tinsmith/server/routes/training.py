@@ -13,8 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from tinsmith.errors import NotBuiltError, UserError, reported
 from tinsmith.protocol.serving import Wake
 from tinsmith.protocol.shapes import rank_refusal
-from tinsmith.server.base_models import check_fits
-from tinsmith.server.hub import Hub, comes_from_here, hub_of, operation_body
+from tinsmith.server.hub import Hub, check_fits, comes_from_here, hub_of, operation_body
 from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession

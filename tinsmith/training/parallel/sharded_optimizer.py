@@ -14,8 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.shapes import AdamSettings
-from tinsmith.training.accumulation import GradientAccumulator
-from tinsmith.training.optimizer import ModelOptimizer, fatal, norm_of, require_finite_norm
+from tinsmith.training.optimizer import GradientAccumulator, ModelOptimizer, fatal, norm_of, require_finite_norm
 from tinsmith.training.parallel.all_reduce import state_after
 from tinsmith.training.parallel.joint_work import failing_on_all
 from tinsmith.training.parallel.sharded_weights import ShardedWeights

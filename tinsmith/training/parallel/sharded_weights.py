@@ -21,8 +21,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Decoder, Layer
 from tinsmith.models.full import FullWeights
 from tinsmith.models.streamed_decoder import parameters_of
-from tinsmith.protocol.shapes import LoraShape
-from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.training.parallel.flat_row import FlatRow
 from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.parallel.sharded_layers import ShardedDecoder, ShardedLayers
