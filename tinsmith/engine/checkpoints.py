@@ -31,6 +31,8 @@ from tinsmith.wire.training_requests import (
     SaveWeightsRequest,
 )
 
+log = logging.getLogger(__name__)
+
 
 class CheckpointRows:
     """All checkpoints of a data directory."""
@@ -88,8 +90,6 @@ class CheckpointRows:
 
 
 # Operations on checkpoints: save, export and load. Each is a generator of steps (`model_state.py`).
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)

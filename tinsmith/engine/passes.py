@@ -20,6 +20,8 @@ from tinsmith.protocol.work import Prepared
 from tinsmith.store import ids
 from tinsmith.store.records import Command
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, eq=False)
 class DatumOutput:
@@ -186,8 +188,6 @@ def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: in
 
 
 # How long passes take, and how long they may be: short where sessions wait for each other.
-
-log = logging.getLogger(__name__)
 
 SAMPLING_S = 600.0
 """Seconds after a session's sample in which another is expected, so that passes are kept short."""

@@ -168,6 +168,8 @@ def _state_of(stat: Path) -> str:
     return ""
 
 
+# The messages that say so.
+
 BEAT_S = 0.5
 
 _UNREAD = 10

@@ -82,6 +82,8 @@ def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:
         )
 
 
+# The state of a server, and how a route gets at it.
+
 _KNOWN_MODELS = 4096
 
 

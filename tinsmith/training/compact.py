@@ -92,6 +92,8 @@ def chances(like: Tensor, seed: Tensor) -> Tensor:
     return ((x ^ x >> 16) >> 8).float() * 2**-24
 
 
+# The optimizer that keeps its moments so.
+
 PIECE = {"cpu": 2**18, "cuda": 2**23}
 """Numbers of a tensor that are float32 at a time: few enough to take little memory, enough to keep the device busy."""
 STEP_BUFFERS = 16

@@ -151,6 +151,8 @@ def _views(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [buffer[end - part.numel() : end].view(part.shape) for end, part in zip(ends, like, strict=True)]
 
 
+# The step that takes them.
+
 NORM_PIECE = 2**16
 """Numbers whose squares are added up before they meet the others: on a CPU float32 loses digits in longer sums."""
 

@@ -35,6 +35,8 @@ from tinsmith.training.parallel.joint_work import JointWork
 from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.step import results_and_gradients
 
+log = logging.getLogger(__name__)
+
 # One sequence on several workers: slices of its tokens become slices of heads and back (Ulysses, Jacobs et al., arXiv 2309.14509).
 #
 # What mixes tokens gets all tokens of some heads: an exchange gives each worker the heads that it computes, and another brings the
@@ -268,7 +270,7 @@ class SequenceParallelPlan:
         return x if places is None else x[:, list(places)]
 
 
-log = logging.getLogger(__name__)
+# The pass over such a sequence, and which of its failures concern all workers.
 
 SHORTEST_SLICE = 16
 """Fewest tokens of a worker: more than a convolution reaches back."""
