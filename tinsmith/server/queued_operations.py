@@ -1,6 +1,6 @@
-"""Limits the size of queued training operations, in all and by session.
+"""Limits the size of queued training operations, in all and by session, and lets polls wait for operations and samples.
 
-They are in the store, so this limits the disk, not the memory. An operation over it is answered 429: the SDK repeats it for some five
+Queued operations are in the store, so this limits the disk, not the memory. An operation over it is answered 429: the SDK repeats it for some five
 minutes, so the sequence gets no hole.
 """
 

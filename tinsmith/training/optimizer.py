@@ -1,4 +1,4 @@
-"""The optimizer of one model: AdamW's moments, and the step from what has been accumulated (`accumulation.py`).
+"""The optimizer of one model: AdamW's moments, its gradients over the passes since the last step, and the step.
 
 The step is torch's own AdamW over the float32 masters. On a GPU, full weights in half precision take the same step in kernels of ours
 (`kernels/adamw.py`), which move fewer bytes.

@@ -1,6 +1,6 @@
 """Computes one sequence on all workers together, because it is too long for one (sequence parallelism).
 
-Each worker computes a slice of the tokens (`sequence_slices.py`), and the loss of the whole sequence from the gathered log-probabilities.
+Each worker computes a slice of the tokens (`SequenceSlices`), and the loss of the whole sequence from the gathered log-probabilities.
 Its backward takes the gradient of its own slice alone: a step, which sums over all workers, counts every token once. Whatever fails, fails
 on all (`joint_work.py`).
 """
