@@ -1,7 +1,7 @@
 """Limits the size of queued training operations, in all and by session, and lets polls wait for operations and samples.
 
-Queued operations are in the store, so this limits the disk, not the memory. An operation over it is answered 429: the SDK repeats it for some five
-minutes, so the sequence gets no hole.
+Queued operations are in the store, so this limits the disk, not the memory. An operation over it is answered 429: the SDK repeats it
+for some five minutes, so the sequence gets no hole.
 """
 
 import asyncio
