@@ -1,4 +1,4 @@
-"""Composes forward and forward_backward operations of many models into passes under a token budget.
+"""Composes forward and forward_backward operations of many models into passes under a token budget, and learns how long passes take.
 
 An operation may need several passes and a pass may serve several operations. Models take turns of half a pass, and those go first that
 were served longest ago, so a long operation does not hold up a short one of another model. A turn is not a single datum: each adapter of
