@@ -22,7 +22,7 @@ from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, ne
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, Ready, Recovering, Saving, Shutdown, Starting
-from tinsmith.server.queued_operations import set_within
+from tinsmith.server.waiters import set_within
 
 log = logging.getLogger(__name__)
 
