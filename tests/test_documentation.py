@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -177,6 +178,29 @@ def test_files_that_the_pages_name_exist() -> None:
             pattern = path.replace("NAME", "*")
             if not any(any(root.glob(pattern)) for root in [page.parent, *roots]):
                 missing.append(f"{page.name}: {path}")
+    assert not missing, "\n".join(missing)
+
+
+def comments() -> Iterator[tuple[str, str]]:
+    """Place and text of every comment of the modules."""
+    for path, _ in modules():
+        with (ROOT / path).open("rb") as file:
+            found = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+        yield from ((f"{path}:{token.start[0]}", token.string) for token in found)
+
+
+def test_files_that_docstrings_and_comments_name_exist() -> None:
+    """Seen from the module, its room or its package; and none sends the reader to where it stands itself."""
+    missing = []
+    for place, text in (*docstrings(), *comments()):
+        module = ROOT / place.partition(":")[0]
+        package = next(package for package in (PACKAGE, RL) if module.is_relative_to(package))
+        for name in re.findall(r"(?<![\w./*-])[\w/]+\.py\b(?!:)", text):
+            there = [
+                root / name for root in (module.parent, module.parents[1], package, PACKAGE / "sampling", ROOT) if (root / name).is_file()
+            ]
+            if not there or there[0] == module:
+                missing.append(f"{place}: {name}")
     assert not missing, "\n".join(missing)
 
 

@@ -1,1 +1,1 @@
-"""The commands that a person types, one file each. `cli.py` declares their options and imports one when it runs."""
+"""The commands that a person types, related ones in one file. `cli.py` declares their options and imports one when it runs."""

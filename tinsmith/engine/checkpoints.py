@@ -1,4 +1,4 @@
-"""Rows of checkpoints for the operations that write and read them.
+"""Rows of checkpoints, and the operations that write and read them.
 
 A worker writes the files of a checkpoint once, to a directory of their own, and the row points to them. So a checkpoint is replaced by
 new files and a new row. A save is acknowledged when first the files and then the row are on the disk.
@@ -30,6 +30,8 @@ from tinsmith.wire.training_requests import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointRows:
@@ -87,9 +89,7 @@ class CheckpointRows:
             self.store.require_checkpoint(tinker_path)
 
 
-# Operations on checkpoints: save, export and load. Each is a generator of steps (`model_state.py`).
-
-log = logging.getLogger(__name__)
+# The operations: save, export and load. Each is a generator of steps (`model_state.py`).
 
 
 @dataclass(eq=False)

@@ -116,6 +116,8 @@ def _has_images(operation: ForwardOperation) -> bool:
     return any(pixels) and any(pixels[index] for index in operation.open)
 
 
+# The way of the operations: to the worker that prepares them, into passes, and back with results.
+
 PREPARED_BYTES = 2**20
 """Bytes of a model's operations that are prepared at a time; the last one may go beyond."""
 

@@ -50,6 +50,8 @@ from tinsmith.store.files import KEPT_DIR, CheckpointFiles
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
+log = logging.getLogger(__name__)
+
 # Tells the server what engine and workers do, for `tinsmith status`.
 
 STATUS_S = 1.0
@@ -88,8 +90,6 @@ class StatusReporter:
 
 
 # The end of the training half when the server stops: what the workers compute is finished, then all models are saved.
-
-log = logging.getLogger(__name__)
 
 
 class Stopping:
@@ -148,6 +148,8 @@ class Stopping:
         state.forget_save()
         state.ending = "drop"
 
+
+# The engine itself, turn after turn.
 
 IDLE_S = 1.0
 """Seconds that an idle engine sleeps before it looks whether its server and its workers still live."""

@@ -130,6 +130,9 @@ class Running:
             return ended
 
 
+# All that is known of a model.
+
+
 @dataclass(eq=False)
 class ModelState:
     """A model, from its first command until it is unloaded or lost.

@@ -1,4 +1,4 @@
-"""Composes forward and forward_backward operations of many models into passes under a token budget.
+"""Composes forward and forward_backward operations of many models into passes under a token budget, and learns how long passes take.
 
 An operation may need several passes and a pass may serve several operations. Models take turns of half a pass, and those go first that
 were served longest ago, so a long operation does not hold up a short one of another model. A turn is not a single datum: each adapter of
@@ -19,6 +19,8 @@ from tinsmith.errors import TinsmithError
 from tinsmith.protocol.work import Prepared
 from tinsmith.store import ids
 from tinsmith.store.records import Command
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,8 +188,6 @@ def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: in
 
 
 # How long passes take, and how long they may be: short where sessions wait for each other.
-
-log = logging.getLogger(__name__)
 
 SAMPLING_S = 600.0
 """Seconds after a session's sample in which another is expected, so that passes are kept short."""

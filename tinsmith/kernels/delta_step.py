@@ -1,6 +1,7 @@
-"""The Triton kernels of `delta_step.py`. They compute in float32, element by element, so that float32 loses nothing.
+"""The Triton kernels of a decoding step of gated delta nets (`sampling/local/states.py`).
 
-A step is bound by the memory of the states. Each program holds a part of one state in registers while it reads it, steps it and writes it.
+They compute in float32, element by element, so that float32 loses nothing. A step is bound by the memory of the states. Each
+program holds a part of one state in registers while it reads it, steps it and writes it.
 """
 
 from typing import Any

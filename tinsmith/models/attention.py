@@ -1,4 +1,4 @@
-"""Attention over packed rows: PyTorch's kernels below the plan of a pass (`models/attention.py`), which says what attends to what."""
+"""Attention over packed rows: PyTorch's kernels, and on top of them the plan of a pass, which says what attends to what."""
 
 import itertools
 import logging
@@ -241,7 +241,7 @@ class PackedPlan:
     """Each sequence of a packed row begins anew, and reaches no other.
 
     On CUDA in half precision attention is PyTorch's variable-length kernel, or a faster one if all sequences that train have one length.
-    Elsewhere neighbours of equal length are one batch. A `stable` plan, which gives no gradients, computes as `models/attention.py`.
+    Elsewhere neighbours of equal length are one batch. A `stable` plan, which gives no gradients, computes by `stable_attention`.
     """
 
     def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype, stable: bool = False) -> None:

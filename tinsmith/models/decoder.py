@@ -81,6 +81,8 @@ def kept_in_host_memory(tokens: int) -> Iterator[None]:
         yield
 
 
+# The kinds of layers, and the walk through them.
+
 SWIGLU = SwiGLU()
 SIGMOID_GATED = SigmoidGated()
 

@@ -103,6 +103,8 @@ class ImageFeatures:
         return ImageFeatures(self.embeddings[rows], tuple(layer[rows] for layer in self.deepstack))
 
 
+# The tower that makes these features.
+
 PATCHES_AT_ONCE = 2**14
 """Patches of one call, which bounds its memory; a single image may have more."""
 

@@ -1,7 +1,7 @@
 """A thread that tells the parent, twice a second, that this process runs.
 
 A heartbeat also says how long a worker has been busy with its current turn, for people who look at the server, for how long it has shown
-no sign of progress (`progress.py`), and whether it waits for others. A process that is frozen, or whose machine is, sends nothing.
+no sign of progress (`Progress`), and whether it waits for others. A process that is frozen, or whose machine is, sends nothing.
 """
 
 import gc
@@ -167,6 +167,8 @@ def _state_of(stat: Path) -> str:
         return stat.read_text().rpartition(")")[2].split()[0]
     return ""
 
+
+# The messages that say so.
 
 BEAT_S = 0.5
 

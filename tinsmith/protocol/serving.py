@@ -105,7 +105,7 @@ class Alive(Message):
     busy_s: float
     """Seconds that the loop has been in its current turn; 0 while it waits for work."""
     still_s: float = 0.0
-    """Seconds for which nothing has moved in a worker that is busy (`progress.py`)."""
+    """Seconds for which nothing has moved in a worker that is busy (`Progress`)."""
     stuck_s: float = 0.0
     """Seconds for which a busy worker has been in one and the same call."""
     waits: bool = False

@@ -1,4 +1,4 @@
-"""Choices of a client about a model and an optimizer step, as plain numbers for rooms without torch."""
+"""Choices of a client about a model and an optimizer step, and the identity of weights, as plain values for rooms without torch."""
 
 from dataclasses import dataclass
 

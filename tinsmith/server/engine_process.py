@@ -22,11 +22,11 @@ from tinsmith.protocol.child_process import LAST_WORDS_S, WATCH_S, exit_text, ne
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, Ready, Recovering, Saving, Shutdown, Starting
-from tinsmith.server.queued_operations import set_within
-
-# Tells how far an engine's start is. Each step is expected to take what it took the last time.
+from tinsmith.server.waiters import set_within
 
 log = logging.getLogger(__name__)
+
+# Tells how far an engine's start is. Each step is expected to take what it took the last time.
 
 FILE = "start_times.json"
 """File in the data directory: seconds of each step when it was last taken."""
@@ -93,6 +93,8 @@ def _read(file: Path) -> dict[str, float]:
     steps = known.items() if isinstance(known, dict) else ()
     return {str(step): float(seconds) for step, seconds in steps if isinstance(seconds, int | float)}
 
+
+# The process whose start that is.
 
 _DATABASE_RETRY_S = 1.0
 """Time between two attempts to write down that an engine has ended."""

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection: uvicorn's httptools protocol with limits on headers and on waiting.
+"""HTTP/1.1 on one connection: uvicorn's httptools protocol with limits on headers and on waiting; and which web pages may use it.
 
 uvicorn closes only connections that are idle behind a reply; with half a header or body they would stay for ever. And httptools joins the
 pieces of a header again and again: 100 MB of one would stop the event loop for 20 seconds. uvicorn's `h11_max_incomplete_event_size` is for

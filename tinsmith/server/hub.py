@@ -17,12 +17,13 @@ from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.body import LargeBodies, read_body
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.lifetimes import Lifetimes
-from tinsmith.server.queued_operations import QueuedOperations, Waiters
+from tinsmith.server.queued_operations import QueuedOperations
 from tinsmith.server.replies import private_places, without_paths
 from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.sample_reports import SampleReports
 from tinsmith.server.samples import SampleBook, SamplingSessions
 from tinsmith.server.signatures import UrlSigner
+from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Checkpoint, Model, Outcome, Session
 from tinsmith.store.shared import SharedCheckpoints
@@ -81,6 +82,8 @@ def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:
             f"{checkpoint.base_model!r}, of architecture {checkpoint.architecture}; name one of the same architecture"
         )
 
+
+# The state of a server, and how a route gets at it.
 
 _KNOWN_MODELS = 4096
 

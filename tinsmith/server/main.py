@@ -29,6 +29,8 @@ from tinsmith.server.routes import catalog, checkpoints, downloads, futures, sam
 from tinsmith.store.disk import only_user
 from tinsmith.store.store import Store
 
+log = logging.getLogger(__name__)
+
 # The FastAPI application: routes, error replies, and an answer for the parts of the Tinker API that are not built.
 
 _PREFIX = "/api/v1"
@@ -58,7 +60,7 @@ async def _not_built(request: Request) -> Response:
     raise NotFoundError(f"{request.method} {request.url.path} is not built in this version of Tinsmith")
 
 
-log = logging.getLogger(__name__)
+# The server around the application, from its socket to the signal that ends it.
 
 _BACKLOG = 2048
 _OPEN_FILES = 65536

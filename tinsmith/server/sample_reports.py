@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tinsmith.server.queued_operations import set_within
 from tinsmith.server.sample_journal import SampleJournal
+from tinsmith.server.waiters import set_within
 from tinsmith.store import ids
 
 Client = tuple[str, int]

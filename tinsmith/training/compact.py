@@ -1,7 +1,7 @@
 """Full-parameter training in little memory: AdamW whose moments take 8 bits a number, with gradients in the precision of the base.
 
 In bfloat16 a parameter takes 2 bytes for the weight that passes read, 2 for the rest of its float32 master (`models/full.py`), 2
-for both moments (`eight_bit.py`) and 2 for its gradient: 8 in place of 18. Sums of gradients are rounded up or down by chance: rounded to
+for both moments (`encode`) and 2 for its gradient: 8 in place of 18. Sums of gradients are rounded up or down by chance: rounded to
 the nearest, small ones would all be lost beside a large sum.
 
 A step goes through the parameters in pieces, which are float32 meanwhile. Moments and rests may lie in host memory; the pieces then travel.
@@ -91,6 +91,8 @@ def chances(like: Tensor, seed: Tensor) -> Tensor:
         x = (x ^ x >> shift) * factor & 0xFFFFFFFF
     return ((x ^ x >> 16) >> 8).float() * 2**-24
 
+
+# The optimizer that keeps its moments so.
 
 PIECE = {"cpu": 2**18, "cuda": 2**23}
 """Numbers of a tensor that are float32 at a time: few enough to take little memory, enough to keep the device busy."""

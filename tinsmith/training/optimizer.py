@@ -1,4 +1,4 @@
-"""The optimizer of one model: AdamW's moments, and the step from what has been accumulated (`accumulation.py`).
+"""The optimizer of one model: AdamW's moments, its gradients over the passes since the last step, and the step.
 
 The step is torch's own AdamW over the float32 masters. On a GPU, full weights in half precision take the same step in kernels of ours
 (`kernels/adamw.py`), which move fewer bytes.
@@ -150,6 +150,8 @@ def _views(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     ends = accumulate(part.numel() for part in like)
     return [buffer[end - part.numel() : end].view(part.shape) for end, part in zip(ends, like, strict=True)]
 
+
+# The step that takes them.
 
 NORM_PIECE = 2**16
 """Numbers whose squares are added up before they meet the others: on a CPU float32 loses digits in longer sums."""

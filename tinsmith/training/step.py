@@ -5,7 +5,7 @@
     forward      hidden states, then log-probabilities of the targets      models/decoder.py, logprobs.py
     loss         of each datum                                             losses.py
     backward     gradients of all models, with `autograd.grad`
-    accumulate   in place, when everything that can fail has succeeded     accumulation.py
+    accumulate   in place, when everything that can fail has succeeded     optimizer.py
     step         AdamW on what was accumulated, model by model             optimizer.py
 
 A failed pass leaves no trace. All work is given to the device before anything is read back, and what is read back is known before the

@@ -1,4 +1,4 @@
-"""JSON about sessions, sampling sessions and futures."""
+"""Requests about sessions, futures, runs and checkpoints: JSON bodies and query strings."""
 
 from typing import Annotated, Literal, Self
 
@@ -106,7 +106,7 @@ class CreateSamplingSessionRequest(StrictModel):
         return self
 
 
-# Query strings and JSON bodies about runs, checkpoints and sessions.
+# What `RestClient` and the `tinker` command line ask about runs, checkpoints and sessions.
 
 _Limit = Annotated[int, Field(ge=1, le=1000)]
 _Text = Annotated[str, Field(min_length=1)]

@@ -123,6 +123,8 @@ def take_from(counts: Counter[str], key: str, amount: int) -> None:
         del counts[key]
 
 
+# The way of one sample: it is parsed, measured and rendered, its weights are found, and its sampler gets it.
+
 STARTED_BYTES = 2**20
 """Bytes of bodies of one session that threads parse and render at a time, and of small ones parsed between two steps; the last may go
 beyond.

@@ -1,4 +1,4 @@
-"""Loads a worker's base models and checks their numbers before they are served."""
+"""Loads a worker's base models, checks their numbers before they are served, and makes what trains and samples them."""
 
 import hashlib
 import json
@@ -208,7 +208,7 @@ def require_same(group: ProcessGroup, bases: Mapping[str, BaseModel]) -> None:
             raise ConfigError(f"workers on several hosts need the same of all that computes, but {what} differs: {told}; install the same")
 
 
-# Makes what a worker trains and samples its base models with, from the configuration.
+# What a worker trains and samples its base models with, as it is configured.
 
 
 def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> LocalBackend:

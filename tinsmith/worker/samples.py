@@ -28,9 +28,9 @@ from tinsmith.worker.records import SequenceRecords
 from tinsmith.worker.snapshots import Snapshots
 from tinsmith.worker.spill import Key
 
-# Answers samples that have ended: with what was sampled, which may be recorded first, or with an error.
-
 log = logging.getLogger(__name__)
+
+# Answers samples that have ended: with what was sampled, which may be recorded first, or with an error.
 
 
 @dataclass(eq=False)
@@ -95,6 +95,9 @@ class SampleResults:
 def _log_failure(ended: "Future[None]") -> None:
     with failing_into(lambda error: log.warning("what an ended session recorded stays until it expires: %s", error)):
         ended.result()
+
+
+# The samples that wait and run.
 
 
 class Samples:

@@ -30,9 +30,9 @@ from tinsmith.wire.paths import is_path
 from tinsmith.worker.checkpoint_files import opened_files
 from tinsmith.worker.spill import Key, Spill, Written
 
-# Reads weights to sample from the files of checkpoints and of snapshots that have left the memory.
-
 log = logging.getLogger(__name__)
+
+# Reads weights to sample from the files of checkpoints and of snapshots that have left the memory.
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ class WeightsReader:
             require_memory(f"sampling from {weights_id}", size, base.device)
         return weights_from(read_state(directory, base), base, ref)
 
+
+# What stays in memory, what is written to the disk, and what is dropped.
 
 _LOOK_S = 60.0
 """Seconds between two looks for idle snapshots."""

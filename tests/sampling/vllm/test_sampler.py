@@ -1,6 +1,6 @@
 """The vLLM sampler without a vLLM server, and with one on a real socket that samples made-up tokens.
 
-`tests/with_vllm/test_a_sampler.py` and `test_a_reader.py` have it with vLLM itself.
+`tests/with_vllm/test_a_sampler.py` has it with vLLM itself.
 """
 
 import asyncio

@@ -12,6 +12,8 @@ from tinsmith.sampling.local.kv_cache import PrefixCache
 from tinsmith.sampling.local.queues import Queues
 from tinsmith.sampling.local.sequence import SequenceState
 
+log = logging.getLogger(__name__)
+
 # Decides which of the sequences that wait are computed.
 #
 # Sessions take turns. A session of which nothing is computed is admitted at once, for which the session with most sequences gives up its
@@ -126,7 +128,7 @@ def _next_block(sequence: SequenceState) -> int:
     return blocks_for(sequence.length + 1) - blocks_for(sequence.length)
 
 
-log = logging.getLogger(__name__)
+# Decides about those that are admitted: whose prompts are computed next, who grows, and who makes room.
 
 PromptWindows = list[tuple[SequenceState, Window]]
 """Pieces of prompts, each with its sequence."""

@@ -95,7 +95,7 @@ class SequenceState:
     seat: Seat | None = None
     """Its row on the device, while it runs."""
     saves: set[int] = field(default_factory=set)
-    """Numbers of blocks behind which its state is to be saved for others, beside the last full one (`prefix_cache.py`)."""
+    """Numbers of blocks behind which its state is to be saved for others, beside the last full one (`PrefixCache`)."""
     newest_save: bytes | None = None
     """Key of the state that was saved at its last full block."""
     admitted: int = 0

@@ -141,13 +141,13 @@ def _environment(config: Config, directory: Path, gpus: Sequence[int]) -> dict[s
     # What its processes have to say to each other, and to the trainer, stays on this machine. NCCL reads that once, when it is first used.
     environment = communication_variables(LOOPBACK) | os.environ
     environment |= {
-        "PYTHONPATH": str(directory),  # our package, and no other of this environment; and `every_process.py`
+        "PYTHONPATH": str(directory),  # our package, and no other of this environment; and `inside_vllm/every_process.py`
         "PYTHONSAFEPATH": "1",  # nothing that lies in the working directory is imported, also by what vLLM starts
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
-        # The newer runner applies adapters wrongly where it scores a prompt's tokens, and `worker.py` repairs the other one only.
+        # The newer runner applies adapters wrongly where it scores a prompt's tokens; `inside_vllm/worker.py` repairs the other one only.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
     if not gpus:

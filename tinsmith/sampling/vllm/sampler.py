@@ -42,6 +42,8 @@ from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, WeightFiles
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SampleRequest, VersionSpan
 
+log = logging.getLogger(__name__)
+
 # The trainer's own model, where vLLM's samples need it: for canaries, and for answers about a prompt that vLLM cannot give.
 
 
@@ -121,7 +123,7 @@ def _seed_of(request: SampleRequest) -> int:
     return secrets.randbits(64) if request.params.seed is None else request.params.seed
 
 
-log = logging.getLogger(__name__)
+# The sampler, and how its servers start.
 
 
 @dataclass(eq=False)

@@ -40,6 +40,8 @@ from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SamplingParams, StopRule
 
+log = logging.getLogger(__name__)
+
 _TOKENS = 12
 """Text tokens before the image, and behind it."""
 _WITHIN_LAYERS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -185,8 +187,6 @@ def _image() -> ImageChunk:
 # If a server leaves out a part of an adapter, that is no error to vLLM, and changes less than rounding while the adapter has learned
 # little. Where a server differs from the trainer with a probe, adapters that reach such layers are sent there merged into the base's
 # weights.
-
-log = logging.getLogger(__name__)
 
 _SIZE = 2.0
 """Size of a probe's change of a weight, as a multiple of the weight's (Frobenius norms)."""

@@ -44,7 +44,7 @@ PREFIX = "tinsmith-weights-"
 _MEMORY = Path("/dev/shm")
 LONGEST_BROADCAST_S = 240.0
 """Seconds that trainer and server may take to connect, where one is usual, and that a broadcast may take. After five minutes NCCL would end
-the trainer (`transfer_group.py`)."""
+the trainer (`inside_vllm/transfer_group.py`)."""
 
 Tensors = Mapping[str, Tensor]
 """Tensors by their names in the checkpoint. They must not change before `Transfer.send` has returned."""
@@ -176,7 +176,7 @@ class IpcTransfer:
 
 
 class BroadcastTransfer:
-    """From the trainer's GPU to all of the server's at the same time, tensor by tensor (`transfer_group.py`)."""
+    """From the trainer's GPU to all of the server's at the same time, tensor by tensor (`inside_vllm/transfer_group.py`)."""
 
     def __init__(self, directory: Path, device: torch.device, ranks: int = 1, longest_s: float = LONGEST_BROADCAST_S) -> None:
         """Trainer and workers, `ranks` of them, find each other through a file in `directory`, which only the user can enter.

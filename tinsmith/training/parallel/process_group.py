@@ -23,6 +23,8 @@ from tinsmith.protocol.heartbeat import Exchanges
 from tinsmith.protocol.place import Place, listening_at
 from tinsmith.protocol.questions import Answers, FindMeeting, MeetingPort
 
+log = logging.getLogger(__name__)
+
 # Lets workers of several hosts find each other: the first opens a port, and tells the engine, which tells the others.
 #
 # Nobody has to choose a free port. The engine's messages are private; what workers say to each other afterwards, over this port, gloo and
@@ -87,7 +89,7 @@ def _store(place: Place, host: str, port: int, listener: int | None) -> dist.Sto
     return dist.TCPStore(host, port, place.count, listener is not None, timeout=CONNECT, wait_for_workers=False, master_listen_fd=listener)
 
 
-log = logging.getLogger(__name__)
+# The collectives of workers that have met.
 
 LONGEST_WAIT = timedelta(hours=2)
 """Longest wait for a worker that still computes. The engine notices much earlier that one has ended, or that all wait for each other."""

@@ -1,6 +1,6 @@
 """Computes one sequence on all workers together, because it is too long for one (sequence parallelism).
 
-Each worker computes a slice of the tokens (`sequence_slices.py`), and the loss of the whole sequence from the gathered log-probabilities.
+Each worker computes a slice of the tokens (`SequenceSlices`), and the loss of the whole sequence from the gathered log-probabilities.
 Its backward takes the gradient of its own slice alone: a step, which sums over all workers, counts every token once. Whatever fails, fails
 on all (`joint_work.py`).
 """
@@ -34,6 +34,8 @@ from tinsmith.training.losses import DatumResult, DatumWork, LossGroup, Scored, 
 from tinsmith.training.parallel.joint_work import JointWork
 from tinsmith.training.parallel.process_group import ProcessGroup
 from tinsmith.training.step import results_and_gradients
+
+log = logging.getLogger(__name__)
 
 # One sequence on several workers: slices of its tokens become slices of heads and back (Ulysses, Jacobs et al., arXiv 2309.14509).
 #
@@ -268,7 +270,7 @@ class SequenceParallelPlan:
         return x if places is None else x[:, list(places)]
 
 
-log = logging.getLogger(__name__)
+# The pass over such a sequence, and which of its failures concern all workers.
 
 SHORTEST_SLICE = 16
 """Fewest tokens of a worker: more than a convolution reaches back."""

@@ -126,6 +126,9 @@ def _number_of(model_id: str) -> int:
     return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7]) + 2
 
 
+# The models of such a base: created, copied, saved and loaded by all workers together.
+
+
 class ShardedBackend(LocalBackend):
     """The backend of one of several workers that share the layers of the base."""
 

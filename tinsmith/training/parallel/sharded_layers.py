@@ -28,6 +28,8 @@ from tinsmith.models.machine import size_text
 from tinsmith.models.streamed_decoder import StreamedDecoder, tensors_of, with_tensors
 from tinsmith.training.parallel.process_group import ProcessGroup
 
+log = logging.getLogger(__name__)
+
 ALIGNED = 64
 """Tensors begin at multiples of so many bytes, as those that are allocated do."""
 
@@ -159,9 +161,6 @@ def _own_part(tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
         start += _room(tensor)
     mine = size // group.count
     return row[group.place.rank * mine :][:mine].clone()
-
-
-log = logging.getLogger(__name__)
 
 
 def require_divisible(base: BaseModel) -> None:

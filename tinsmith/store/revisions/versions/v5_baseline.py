@@ -1,4 +1,4 @@
-"""The first schema that was released: `schema.py` makes it. The next revision names it as its `down_revision`."""
+"""The first schema that was released: `store/schema.py` makes it. The next revision names it as its `down_revision`."""
 
 revision = "5"
 down_revision = None
