@@ -1,9 +1,9 @@
-"""How much slower a neighbour's heartbeat, text sample and training step are while somebody sends what is cheap to send and dear to serve.
+"""How much attacks, cheap to send and dear to serve, slow down a neighbour's heartbeat, text sample and training step.
 
-A server process with two tiny base models, one of them with vision. The neighbour asks over plain HTTP, one question after the other. Each
-attack runs in a process of its own, as fast as it gets answers; its bodies are built before. The neighbour is measured in pairs, without
-an attack and while it runs, and the medians are compared. All the time two more processes compute, as on a machine that has other work.
-`python -m benchmarks.attacks NAME...` runs some of them.
+A server process with two tiny base models, one of them with vision. The neighbour asks over plain HTTP, one question
+after the other. Each attack runs in a process of its own, as fast as it gets answers; its bodies are built before. The
+neighbour is measured in pairs, without an attack and while it runs, and the medians are compared. All the time two more
+processes compute, as on a machine that has other work. `python -m benchmarks.attacks NAME...` runs some of them.
 
 Run it with: taskset -c 0,1 python -m benchmarks.attacks
 """
@@ -40,8 +40,7 @@ from tinsmith.wire import tinker_pb2 as pb
 
 VISION_MODEL = "vision"
 PAIRS, MEASURED_S, ROUNDS, HEARTBEATS = 2, 5.0, 4, 10
-"""So many times the neighbour is measured without and with each attack: for so many seconds each time, but for so many rounds at least,
-with so many heartbeats in each."""
+"""Pairs of measurements, without and with each attack; least seconds and rounds of each; heartbeats of a round."""
 BUSY = 2
 """Processes that compute meanwhile."""
 
@@ -63,7 +62,9 @@ class Client:
         asked = {"session_id": self.session_id, "sampling_session_seq_id": 0, "base_model": base_model}
         self.sampler = self.http.post("create_sampling_session", json=asked).json()["sampling_session_id"]
 
-    def sample_body(self, seq_id: int, max_tokens: int = 8, num_samples: int = 1, chunks: object = None, **params: object) -> bytes:
+    def sample_body(
+        self, seq_id: int, max_tokens: int = 8, num_samples: int = 1, chunks: object = None, **params: object
+    ) -> bytes:
         """An asample body."""
         prompt = {"chunks": chunks or [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
         asked = {"sampling_session_id": self.sampler, "seq_id": seq_id, "num_samples": num_samples, "prompt": prompt}
@@ -87,7 +88,9 @@ class Neighbour:
         self.samples, self.operations = itertools.count(1), itertools.count(1)
 
     def heartbeat(self) -> None:
-        assert self.client.http.post("session_heartbeat", json={"session_id": self.client.session_id}).status_code == 200
+        assert (
+            self.client.http.post("session_heartbeat", json={"session_id": self.client.session_id}).status_code == 200
+        )
 
     def sample(self) -> None:
         assert self.client.sample(self.client.sample_body(next(self.samples))) == 200
@@ -125,7 +128,9 @@ def stop_strings(url: str) -> Send:
 def polls(url: str) -> Send:
     """1.3 million ids in half a kilobyte, and as many as are taken."""
     client = Client(url)
-    head = b'{"target": {"sampling_session_id": "%s"}, "timeout": 0, "retrieved_request_ids": [' % client.sampler.encode()
+    head = (
+        b'{"target": {"sampling_session_id": "%s"}, "timeout": 0, "retrieved_request_ids": [' % client.sampler.encode()
+    )
     bodies = [zstandard.compress(head + b'"x",' * (count - 1) + b'"x"]}') for count in (1_300_000, 2**16)]
 
     def send(number: int) -> None:
@@ -166,7 +171,9 @@ def trained_images(url: str) -> Send:
         for place in range(4):
             image = pb.ImageChunk(data=whole + number.to_bytes(4, "big") + bytes([place]), format="jpeg")
             datums.append(pb.Datum(model_input=[pb.Chunk(image=image)], loss_fn_inputs={"target_tokens": targets}))
-        message = pb.ForwardBackwardRequest(model_id=model.model_id, seq_id=number + 1, data=datums, loss_fn="cross_entropy")
+        message = pb.ForwardBackwardRequest(
+            model_id=model.model_id, seq_id=number + 1, data=datums, loss_fn="cross_entropy"
+        )
         return {"request_id": model.submit_protobuf(message.SerializeToString())}
 
     refused = client.http.post("retrieve_future", json=request(0, 1)).text
@@ -200,14 +207,19 @@ def zero_chunks(url: str) -> Send:
     rest = zstandard.compress(pb.ForwardBackwardRequest(data=[zeros]).SerializeToString())
 
     def send(number: int) -> None:
-        key = pb.ForwardBackwardRequest(model_id=model.model_id, seq_id=10**6 + number, loss_fn="cross_entropy").SerializeToString()
+        key = pb.ForwardBackwardRequest(
+            model_id=model.model_id, seq_id=10**6 + number, loss_fn="cross_entropy"
+        ).SerializeToString()
         client.http.post("forward_backward", content=zstandard.compress(key) + rest, headers=PROTOBUF | ZSTD)
 
     return send
 
 
 def ended_sessions(url: str) -> Send:
-    """Eight sequences of 4,000 tokens; then the session ends. What a single sequence takes nobody is spared, so none is longer."""
+    """Eight sequences of 4,000 tokens; then the session ends.
+
+    What a single sequence takes nobody is spared, so none is longer.
+    """
     http = Client(url).http
     data = random_datums([4_000] * 8)
 
@@ -224,7 +236,9 @@ def ended_sessions(url: str) -> Send:
 def idle_connections(url: str) -> Send:
     """A thousand connections that send nothing, half a header or half a body."""
     host, port = url.removeprefix("http://").split(":")
-    head = b"POST /api/v1/telemetry HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
+    head = (
+        b"POST /api/v1/telemetry HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
+    )
     beginnings = itertools.cycle((b"", head, head + b"\r\n{"))
     kept: list[socket.socket] = []
 

@@ -1,8 +1,9 @@
-"""The loss curve of training all parameters with a compact state, beside that with a float32 state, and the memory of both.
+"""Loss curve and memory of training all parameters with a compact state, beside those with a float32 state.
 
-A small Qwen3 in bfloat16 on the CPU learns sequences that count upwards in random steps: 200 steps of four sequences of 64 tokens, the same
-ones for all, in one pass each or in four. Prints the mean loss of every 20 steps, and how far the curves are apart in the last 100. Run it
-with: python -m benchmarks.compact_state
+A small Qwen3 in bfloat16 on the CPU learns sequences that count upwards in random steps: 200 steps of four sequences of
+64 tokens, the same ones for all, in one pass each or in four. Prints the mean loss of every 20 steps, and how far the
+curves are apart in the last 100.
+Run it with: python -m benchmarks.compact_state
 """
 
 import tempfile
@@ -23,7 +24,11 @@ from tinsmith.training.losses import LOSSES
 
 STEPS, SEQUENCES, LENGTH, SHOWN = 200, 4, 64, 20
 SETTINGS = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
-CURVES: dict[str, tuple[FullState, int]] = {"float32": ("float32", 1), "compact": ("compact", 1), "compact, 4 passes": ("compact", 4)}
+CURVES: dict[str, tuple[FullState, int]] = {
+    "float32": ("float32", 1),
+    "compact": ("compact", 1),
+    "compact, 4 passes": ("compact", 4),
+}
 """State, and passes in each step, by name."""
 
 
@@ -67,7 +72,10 @@ def main() -> None:
         tail = slice(STEPS // 2, None)
         apart = abs(losses[tail] - exact[tail])
         size = full_bytes(parameters, torch.bfloat16, CURVES[name][0]).device / parameters
-        print(f"{name}: {size:.2f} bytes a parameter; last {STEPS // 2} steps {losses[tail].mean():.4f}, off by {apart.mean():.4f} a step")
+        print(
+            f"{name}: {size:.2f} bytes a parameter; last {STEPS // 2} steps {losses[tail].mean():.4f}, "
+            f"off by {apart.mean():.4f} a step"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What it takes to fetch a result that is there: retrieve_future of a finished forward, raw HTTP on one connection. Median of 600 calls.
+"""What it takes to fetch a result that is there: retrieve_future of a finished forward, raw HTTP on one connection.
+
+Median of 600 calls.
 
 Run it with: taskset -c 0,1 python -m benchmarks.finished_future
 """
@@ -16,7 +18,10 @@ WARM_UP, CALLS = 50, 600
 
 def main() -> None:
     """Measure and print the line."""
-    with tinsmith_server() as url, httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": API_KEY}, timeout=60) as http:
+    with (
+        tinsmith_server() as url,
+        httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": API_KEY}, timeout=60) as http,
+    ):
         model = RawModel(http, BASE_MODEL)
         request_id = model.forward_backward(1, random_datums([8]), forward_only=True)
         times = [1000 * seconds(lambda: model.output(request_id)) for _ in range(WARM_UP + CALLS)][WARM_UP:]

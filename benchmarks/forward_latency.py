@@ -23,7 +23,12 @@ def forward_ms(client: tinker.TrainingClient, calls: int) -> list[float]:
 
 def main() -> None:
     """Measure and print the line."""
-    with tinsmith_server() as ours, stub_server() as stub, training_client(ours) as client, training_client(stub) as stub_client:
+    with (
+        tinsmith_server() as ours,
+        stub_server() as stub,
+        training_client(ours) as client,
+        training_client(stub) as stub_client,
+    ):
         forward_ms(client, WARM_UP)
         forward_ms(stub_client, WARM_UP)
         times: list[float] = []

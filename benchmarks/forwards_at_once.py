@@ -1,4 +1,6 @@
-"""How many small forwards a second one SDK process gets: 64 of 8 tokens sent at once, until the last result. Median of 9 such bursts.
+"""How many small forwards a second one SDK process gets: 64 of 8 tokens sent at once, until the last result.
+
+Median of 9 such bursts.
 
 Run it with: taskset -c 0,1 python -m benchmarks.forwards_at_once
 
@@ -22,7 +24,12 @@ def burst(client: tinker.TrainingClient) -> None:
 
 def main() -> None:
     """Measure and print the line."""
-    with tinsmith_server() as ours, stub_server() as stub, training_client(ours) as client, training_client(stub) as stub_client:
+    with (
+        tinsmith_server() as ours,
+        stub_server() as stub,
+        training_client(ours) as client,
+        training_client(stub) as stub_client,
+    ):
         ours_s, stub_s = in_turn(lambda: burst(client), lambda: burst(stub_client), rounds=9)
     report("forwards_at_once_per_s", COUNT / ours_s, "at least 150", stub=COUNT / stub_s)
 

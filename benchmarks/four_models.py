@@ -1,6 +1,7 @@
-"""Four SDK processes that train four models at once, against the same four on the instant stub: steps a second, as a ratio.
+"""Steps per second of four SDK processes that train four models at once, as a ratio to the same on the instant stub.
 
-Tiny model, LoRA of rank 8, a batch of 4 sequences of 32 tokens, 40 steps for each process after 5. Both servers take turns; median of 3.
+Tiny model, LoRA of rank 8, batches of 4 sequences of 32 tokens, 40 steps for each process after 5 to warm up. Both
+servers take turns; median of 3.
 Run it with: taskset -c 0,1 python -m benchmarks.four_models
 """
 
@@ -53,7 +54,9 @@ def main() -> None:
         rounds = sorted((steps_per_s(ours), steps_per_s(stub)) for _ in range(ROUNDS))
     ratios = sorted(mine / its for mine, its in rounds)
     mine, its = rounds[ROUNDS // 2]
-    report("four_models", ratios[ROUNDS // 2], "at least 0.85 of the stub's", ours_steps_per_s=mine, stub_steps_per_s=its)
+    report(
+        "four_models", ratios[ROUNDS // 2], "at least 0.85 of the stub's", ours_steps_per_s=mine, stub_steps_per_s=its
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What an idle server costs: CPU time of its processes over 20 seconds without a request, with one model loaded, in percent of a core.
+"""CPU time of an idle server's processes over 20 seconds, with one model loaded, in percent of a core.
 
 Run it with: taskset -c 0,1 python -m benchmarks.idle
 """

@@ -1,6 +1,7 @@
-"""From `tinsmith serve` to the first finished forward_backward, tiny model, when the files of Python and torch are in the disk cache.
+"""Seconds from `tinsmith serve` to the first finished forward_backward of a tiny model, with a warm disk cache.
 
-The second, third and fourth launch count; the median of them is the figure. Run it with: taskset -c 0,1 python -m benchmarks.launch
+The first launch only brings the files of Python and torch into the disk cache; the median of the next three counts.
+Run it with: taskset -c 0,1 python -m benchmarks.launch
 """
 
 import statistics

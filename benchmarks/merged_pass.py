@@ -1,6 +1,7 @@
-"""What merging models saves: one forward_backward pass of four models with 64 tokens each, against four passes of one model.
+"""Time of one merged forward_backward pass of four models, 64 tokens each, against four separate passes.
 
-The tiny model, LoRA of rank 8, float32; median of 5 rounds of 20. Run it with: taskset -c 0,1 python -m benchmarks.merged_pass
+The tiny model, LoRA of rank 8, float32; median of 5 rounds of 20.
+Run it with: taskset -c 0,1 python -m benchmarks.merged_pass
 """
 
 import tempfile
@@ -48,7 +49,13 @@ def main() -> None:
             backend.run_pass([piece], backward=True)
 
     merged_s, apart_s = in_turn(merged, apart, rounds=5, repeats=20)
-    report("merged_pass", merged_s / apart_s, "at most 0.5 times the time", merged_ms=1000 * merged_s, apart_ms=1000 * apart_s)
+    report(
+        "merged_pass",
+        merged_s / apart_s,
+        "at most 0.5 times the time",
+        merged_ms=1000 * merged_s,
+        apart_ms=1000 * apart_s,
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """How fast the server answers livez and session_heartbeat while 64 requests of 8 MB with images arrive at once.
 
-Three processes: a server with its engine (tiny vision-language model), one that sends the 64 requests over 64 connections, and one that
-asks each of the two questions every 10 ms, however late the answers are: milliseconds from the time that a question was due to its answer.
-First for five seconds at rest, then until the last of the 64 is accepted; three times, each with new images. Once for forward_backward
-(8 images of 1 MB, in 8 datums) and once for samples (6 such images in base64). The engine works on what has arrived.
+Three processes: a server with its engine (tiny vision-language model), one that sends the 64 requests over 64
+connections, and one that asks each of the two questions every 10 ms, however late the answers are: milliseconds from
+the time that a question was due to its answer. First for five seconds at rest, then until the last of the 64 is
+accepted; three times, each with new images. Once for forward_backward (8 images of 1 MB, in 8 datums) and once for
+samples (6 such images in base64). The engine works on what has arrived.
 
 Run it with: taskset -c 0,1 python -m benchmarks.responsive
 """
@@ -36,7 +37,14 @@ AT_ONCE, ROUNDS, EVERY_S, AT_REST_S = 64, 3, 0.01, 5.0
 WIDTH, TOKENS = 576, 18 * 18
 """Of an image in pixels, and the positions that it takes."""
 
-UNLIMITED = ("--max-queued-session-mib", "8192", "--max-pending-sample-mib-per-session", "8192", "--max-pending-sample-mib", "8192")
+UNLIMITED = (
+    "--max-queued-session-mib",
+    "8192",
+    "--max-pending-sample-mib-per-session",
+    "8192",
+    "--max-pending-sample-mib",
+    "8192",
+)
 """No request is to be refused because the engine has not come to the earlier ones."""
 
 FORK = multiprocessing.get_context("fork")
@@ -47,7 +55,9 @@ FORK = multiprocessing.get_context("fork")
 def noise() -> bytes:
     """A PNG that cannot be compressed."""
     file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (WIDTH, WIDTH, 3), dtype=np.uint8)).save(file, "png", compress_level=0)
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (WIDTH, WIDTH, 3), dtype=np.uint8)).save(
+        file, "png", compress_level=0
+    )
     return file.getvalue()
 
 
@@ -60,9 +70,14 @@ def forward_backward_body(model_id: str, seq_id: int, images: list[bytes]) -> by
     """A datum for each image, in protobuf."""
     datums = []
     for data in images:
-        text, image = types.EncodedTextChunk(tokens=[1, 2]), types.ImageChunk(data=data, format="png", expected_tokens=TOKENS)
+        text, image = (
+            types.EncodedTextChunk(tokens=[1, 2]),
+            types.ImageChunk(data=data, format="png", expected_tokens=TOKENS),
+        )
         targets = types.TensorData.from_numpy(np.ones(2 + TOKENS, dtype=np.int64))
-        datums.append(types.Datum(model_input=types.ModelInput(chunks=[text, image]), loss_fn_inputs={"target_tokens": targets}))
+        datums.append(
+            types.Datum(model_input=types.ModelInput(chunks=[text, image]), loss_fn_inputs={"target_tokens": targets})
+        )
     content = types.ForwardBackwardInput(data=datums, loss_fn="cross_entropy")
     request = types.ForwardBackwardRequest(forward_backward_input=content, model_id=model_id, seq_id=seq_id)
     return forward_backward_request_to_proto(request).SerializeToString()
@@ -70,9 +85,17 @@ def forward_backward_body(model_id: str, seq_id: int, images: list[bytes]) -> by
 
 def sample_body(sampling_session_id: str, seq_id: int, images: list[bytes]) -> bytes:
     """A prompt of all images, in JSON."""
-    chunks = [{"type": "image", "data": base64.b64encode(data).decode(), "format": "png", "expected_tokens": TOKENS} for data in images]
+    chunks = [
+        {"type": "image", "data": base64.b64encode(data).decode(), "format": "png", "expected_tokens": TOKENS}
+        for data in images
+    ]
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, *chunks]}
-    asked = {"sampling_session_id": sampling_session_id, "seq_id": seq_id, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+    asked = {
+        "sampling_session_id": sampling_session_id,
+        "seq_id": seq_id,
+        "prompt": prompt,
+        "sampling_params": {"max_tokens": 1},
+    }
     return json.dumps(asked).encode()
 
 
@@ -83,7 +106,10 @@ def send_all(url: str, path: str, bodies: list[bytes]) -> None:
 
     async def send(body: bytes) -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {media_type}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST /api/v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {media_type}\r\nContent-Length: "
+            f"{len(body)}\r\n\r\n"
+        )
         writer.write(head.encode())
         view = memoryview(body)
         for start in range(0, len(body), 2**18):
@@ -115,13 +141,17 @@ class Probe:
         writer.write(self.request)
         head = await reader.readuntil(b"\r\n\r\n")
         assert b" 200 " in head.splitlines()[0], head
-        size = next(int(line.split(b":")[1]) for line in head.lower().splitlines() if line.startswith(b"content-length"))
+        size = next(
+            int(line.split(b":")[1]) for line in head.lower().splitlines() if line.startswith(b"content-length")
+        )
         await reader.readexactly(size)
         self.times_ms.append(1000 * (asyncio.get_running_loop().time() - due))
         self.free.append((reader, writer))
 
 
-def probe(url: str, session_id: str, stop: Event, times: "multiprocessing.queues.Queue[dict[str, list[float]]]") -> None:
+def probe(
+    url: str, session_id: str, stop: Event, times: "multiprocessing.queues.Queue[dict[str, list[float]]]"
+) -> None:
     """Ask until told to stop, then say how long each answer took."""
     beat = json.dumps({"session_id": session_id}).encode()
     head = b"POST /api/v1/session_heartbeat HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
@@ -169,7 +199,10 @@ def measure(url: str, path: str, body_of: Callable[[int, list[bytes]], bytes], s
     took = []
     for turn in range(ROUNDS):
         first = 1 + turn * AT_ONCE
-        bodies = [body_of(seq_id, [image(seq_id * per_body + n) for n in range(per_body)]) for seq_id in range(first, first + AT_ONCE)]
+        bodies = [
+            body_of(seq_id, [image(seq_id * per_body + n) for n in range(per_body)])
+            for seq_id in range(first, first + AT_ONCE)
+        ]
         sender = FORK.Process(target=send_all, args=(url, path, bodies))
         with probing(url, session_id, busy):
             started = time.perf_counter()
@@ -195,11 +228,22 @@ def measure(url: str, path: str, body_of: Callable[[int, list[bytes]], bytes], s
 
 def main() -> None:
     """Measure and print the lines."""
-    with tinsmith_server(*UNLIMITED, kind="qwen3-vl") as url, httpx.Client(base_url=f"{url}/api/v1", timeout=60) as http:
+    with (
+        tinsmith_server(*UNLIMITED, kind="qwen3-vl") as url,
+        httpx.Client(base_url=f"{url}/api/v1", timeout=60) as http,
+    ):
         model = RawModel(http, BASE_MODEL)
         session_id = model.model_id.partition(":")[0]
-        measure(url, "forward_backward", lambda seq_id, images: forward_backward_body(model.model_id, seq_id, images), session_id)
-    with tinsmith_server(*UNLIMITED, kind="qwen3-vl") as url, httpx.Client(base_url=f"{url}/api/v1", timeout=60) as http:
+        measure(
+            url,
+            "forward_backward",
+            lambda seq_id, images: forward_backward_body(model.model_id, seq_id, images),
+            session_id,
+        )
+    with (
+        tinsmith_server(*UNLIMITED, kind="qwen3-vl") as url,
+        httpx.Client(base_url=f"{url}/api/v1", timeout=60) as http,
+    ):
         session_id = http.post("create_session", json={}).json()["session_id"]
         asked = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
         sampler = http.post("create_sampling_session", json=asked).json()["sampling_session_id"]

@@ -1,9 +1,10 @@
-"""What `tinsmith_rl` itself costs: 256 trajectories of three turns with an image each, against a server with a tiny model.
+"""CPU time of `tinsmith_rl` itself in 256 trajectories of three turns with an image each, with a tiny model.
 
-The episodes are played on the server once, and played again with the answers recorded. What the second time takes of the processor is all
-that our side does: environment, images, chat template, samples (the SDK takes no part). It is printed as a share of the first time's wall
-time, with the training sequences per trajectory, and how often the server's renderer processes each image on its way through all
-prompts and training sequences. Not measured: the trainer's side, where making datums is all that is ours.
+The episodes are played on the server once, then again with the recorded answers. The CPU time of the second time is all
+that our side does: environment, images, chat template, samples (the SDK takes no part). It is printed as a share of the
+first time's wall time, with the training sequences per trajectory, and how often the server's renderer processes each
+image on its way through all prompts and training sequences. Not measured: the trainer's side, where making datums is
+all that is ours.
 """
 
 import asyncio
@@ -69,7 +70,9 @@ def play_all(rollouts: EnvRollouts, policy: Policy, first_seed: int) -> list[Tra
 
     async def play() -> None:  # returns nothing: asyncio.run formats what it returns
         episodes = [EpisodeId(rollouts.env, first_seed + number, number) for number in range(TRAJECTORIES)]
-        made.extend(await asyncio.gather(*(rollouts.play(policy, Prompt(episode.seed), episode) for episode in episodes)))
+        made.extend(
+            await asyncio.gather(*(rollouts.play(policy, Prompt(episode.seed), episode) for episode in episodes))
+        )
 
     asyncio.run(play())
     return made
@@ -99,12 +102,20 @@ def measure(url: str, template: ChatTemplate) -> Costs:
         played = play_all(rollouts, recorder, first_seed=0)
         wall = time.perf_counter() - start
     start = time.process_time()
-    replayed = play_all(rollouts, Replay(recorder.answers), first_seed=TRAJECTORIES)  # images that nobody has encoded yet
+    # Images that nobody has encoded yet
+    replayed = play_all(rollouts, Replay(recorder.answers), first_seed=TRAJECTORIES)
     assert [trajectory.turns for trajectory in replayed] == [TURNS] * TRAJECTORIES
-    assert all((a.samples[0].sequence.ids == b.samples[0].sequence.ids).all() for a, b in zip(played, replayed, strict=True))
+    assert all(
+        (a.samples[0].sequence.ids == b.samples[0].sequence.ids).all() for a, b in zip(played, replayed, strict=True)
+    )
     ours = time.process_time() - start
     samples = [sample for trajectory in played for sample in trajectory.samples]
-    return Costs(wall, ours, len(samples) / TRAJECTORIES, recorder.prompts + [likelihood_datum(sample).model_input for sample in samples])
+    return Costs(
+        wall,
+        ours,
+        len(samples) / TRAJECTORIES,
+        recorder.prompts + [likelihood_datum(sample).model_input for sample in samples],
+    )
 
 
 def processed(inputs: list[tinker.ModelInput], model: Path) -> float:

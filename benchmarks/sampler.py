@@ -1,7 +1,8 @@
-"""The Sampler interface against transformers' batched `generate`: the tiny model, 64 requests at temperature 1, log-probabilities wanted.
+"""Tokens per second of the local sampler against transformers' batched `generate`, with the tiny model.
 
-Two loads: 64 prompts of 64 tokens with answers of 64, and mixed ones of 16 to 112 tokens each, which `generate` pads to the longest prompt
-and answer. Both sides take turns; median of 3 rounds. Run it with: taskset -c 0,1 python -m benchmarks.sampler
+Two loads of 64 requests at temperature 1 with logprobs: prompts of 64 tokens with answers of 64, and mixed ones of 16
+to 112 tokens each, which `generate` pads to the longest prompt and answer. Both sides take turns; median of 3 rounds.
+Run it with: taskset -c 0,1 python -m benchmarks.sampler
 """
 
 import tempfile
@@ -52,7 +53,7 @@ def load_generator(directory: Path) -> Any:
 
 @torch.no_grad()
 def generate_batch(model: Any, asked: Sequence[Prompt]) -> None:
-    """One call of `generate`: prompts padded on the left to the longest, and every answer as long as the longest of them."""
+    """Call `generate` once, prompts padded on the left to the longest, all answers as long as the longest of them."""
     longest = max(len(prompt.tokens) for prompt in asked)
     input_ids = torch.zeros(len(asked), longest, dtype=torch.int64)
     mask = torch.zeros_like(input_ids)

@@ -1,6 +1,6 @@
-"""8 prompts of 64 tokens, 8 samples of 64 tokens each, through the SDK and the server, against transformers' `generate` of the 64 rows.
+"""Sampling 8 answers to each of 8 prompts through SDK and server, against transformers' `generate` of the 64 rows.
 
-The tiny model at temperature 1. Both sides take turns on the same cores; median of 5 rounds.
+Tiny model, temperature 1, 64 tokens a prompt and answer. Both sides take turns on the same cores; median of 5 rounds.
 Run it with: taskset -c 0,1 python -m benchmarks.sampling_through_server
 """
 

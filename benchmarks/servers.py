@@ -1,4 +1,4 @@
-"""Starting what a benchmark measures: a Tinsmith server with a tiny model, and the instant stub; and the SDK's view of both."""
+"""What a benchmark starts: a Tinsmith server with a tiny model, the instant stub, and the SDK's client and datums."""
 
 import contextlib
 import socket
@@ -24,12 +24,16 @@ BASE_MODEL = "tiny"
 
 
 @contextmanager
-def tinsmith_server(*options: str, kind: TinyKind = "qwen3", hidden: int = 64, layers: int = 2, vocab: int = 2048) -> Iterator[str]:
-    """The URL of a server process that is ready, with a random model of that kind and shape as the base model `BASE_MODEL`."""
+def tinsmith_server(
+    *options: str, kind: TinyKind = "qwen3", hidden: int = 64, layers: int = 2, vocab: int = 2048
+) -> Iterator[str]:
+    """Start a server whose base model `BASE_MODEL` is random, of that kind and shape; yields its URL when ready."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         write_tiny_model(kind, directory / "model", hidden=hidden, layers=layers, vocab=vocab)
-        with serving(directory, "--base-model", f"{BASE_MODEL}={directory / 'model'}", "--kv-cache-gib", "0.25", *options) as server:
+        with serving(
+            directory, "--base-model", f"{BASE_MODEL}={directory / 'model'}", "--kv-cache-gib", "0.25", *options
+        ) as server:
             server.wait_for_health()
             yield server.url
 

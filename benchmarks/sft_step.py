@@ -1,7 +1,8 @@
-"""An SFT step (forward_backward and optim_step) through the SDK and the server, against a bare transformers + PEFT loop on the same cores.
+"""Time of an SFT step through SDK and server, against a bare transformers + PEFT loop on the same cores.
 
-Qwen3 of width 512 with 8 layers and a vocabulary of 8192, LoRA of rank 8 with the LM head, float32. Two batches: 8 sequences of 128 tokens,
-and 32 of 16 to 256 tokens, which the loop has to pad. Steps of both sides take turns; median of 3 rounds of 2 steps. About 3 minutes.
+A step is forward_backward and optim_step. Qwen3 of width 512 with 8 layers and a vocabulary of 8192, LoRA of rank 8
+with the LM head, float32. Two batches: 8 sequences of 128 tokens, and 32 of 16 to 256 tokens, which the loop has to
+pad. Steps of both sides take turns; median of 3 rounds of 2 steps. About 3 minutes.
 
 Run it with: taskset -c 0,1 python -m benchmarks.sft_step
 """
@@ -34,7 +35,9 @@ TRAINED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def peft_step(directory: Path, batch: Sequence[Sequence[int]]) -> Callable[[], None]:
     """Load the model into transformers + PEFT; each call is one step on `batch`, as a person would write it first."""
     network: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    model: Any = get_peft_model(network, LoraConfig(r=8, lora_alpha=int(LORA_ALPHA), lora_dropout=0.0, target_modules=TRAINED))
+    model: Any = get_peft_model(
+        network, LoraConfig(r=8, lora_alpha=int(LORA_ALPHA), lora_dropout=0.0, target_modules=TRAINED)
+    )
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
@@ -51,14 +54,21 @@ def peft_step(directory: Path, batch: Sequence[Sequence[int]]) -> Callable[[], N
 
 
 def _padded(batch: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    """[sequences, longest] each, padded on the right. A batch without padding needs no mask, and attention is faster without one."""
+    """[sequences, longest] each, padded on the right.
+
+    A batch without padding needs no mask, and attention is faster without one.
+    """
     longest = max(len(tokens) for tokens in batch)
     input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
     labels = torch.full_like(input_ids, -100)
     for row, tokens in enumerate(batch):
         input_ids[row, : len(tokens)] = labels[row, : len(tokens)] = torch.tensor(tokens)
     arguments = {"input_ids": input_ids, "labels": labels}
-    return arguments if len({len(tokens) for tokens in batch}) == 1 else arguments | {"attention_mask": (labels != -100).long()}
+    return (
+        arguments
+        if len({len(tokens) for tokens in batch}) == 1
+        else arguments | {"attention_mask": (labels != -100).long()}
+    )
 
 
 def sdk_step(client: tinker.TrainingClient, data: list[types.Datum]) -> None:
@@ -83,7 +93,13 @@ def main() -> None:
         write_tiny_model("qwen3", directory, hidden=512, layers=8, vocab=VOCABULARY)
         with tinsmith_server(hidden=512, layers=8, vocab=VOCABULARY) as url, training_client(url) as client:
             ours_s, loop_s = compare(client, directory, UNIFORM)
-            report("sft_step_uniform", ours_s / loop_s, "at most 1.05 times the loop's seconds", ours_s=ours_s, loop_s=loop_s)
+            report(
+                "sft_step_uniform",
+                ours_s / loop_s,
+                "at most 1.05 times the loop's seconds",
+                ours_s=ours_s,
+                loop_s=loop_s,
+            )
             ours_s, loop_s = compare(client, directory, MIXED)
     padding = len(MIXED) * max(MIXED) / sum(MIXED)
     wanted = f"at least {0.9 * padding:.3g} times as fast, 0.9 of the padding ratio"

@@ -2,9 +2,9 @@
 
 Run it with: taskset -c 0,1 python -m benchmarks.slow_save
 
-The store is a local S3 server whose uploads wait 0.2 s a part. The client that saves trains all the weights of a model of 42 million
-parameters; the other trains an adapter on the same base, one optim_step after the other. A pass is that adapter's forward_backward of 1,024
-tokens: the step may be delayed by no more than one of them.
+The store is a local S3 server whose uploads wait 0.2 s a part. The client that saves trains all the weights of a model
+of 42 million parameters; the other trains an adapter on the same base, one optim_step after the other. A pass is that
+adapter's forward_backward of 1,024 tokens: the step may be delayed by no more than one of them.
 """
 
 import os
@@ -79,7 +79,10 @@ def main() -> None:
         path, took = saved.result().path, time.monotonic() - started
         (size,) = [
             checkpoint.size_bytes
-            for checkpoint in tinker.RestClient(base_url=url, api_key=API_KEY).list_user_checkpoints().result().checkpoints
+            for checkpoint in tinker.RestClient(base_url=url, api_key=API_KEY)
+            .list_user_checkpoints()
+            .result()
+            .checkpoints
             if checkpoint.tinker_path == path
         ]
     report(

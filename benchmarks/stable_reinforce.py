@@ -1,9 +1,9 @@
-"""Asynchronous RL through SDK and server with stable_reinforce, importance_sampling and ppo, on samples that are `LAG` steps old.
+"""Rewards of stable_reinforce, importance_sampling and ppo in asynchronous RL on samples that are `LAG` steps old.
 
-A tiny model learns to sort four of eight symbols; the reward is the share of places that are right. A short supervised warm-up, the same
-for all, leaves much to learn. In each step weights are published, a batch of samples begins with them, and the batch that began `LAG` steps
-ago is trained on while the newer ones are sampled. All losses get the same prompts, sampling seeds, learning rate and staleness, three
-times with other seeds. Gradients are not clipped.
+A tiny model learns to sort four of eight symbols, through SDK and server; the reward is the share of right places. A
+short supervised warm-up, the same for all, leaves much to learn. In each step weights are published, a batch of samples
+begins with them, and the batch that began `LAG` steps ago is trained on while the newer ones are sampled. All losses
+get the same prompts, sampling seeds, learning rate and staleness, three times with other seeds. No gradient clipping.
 
 Run it with: taskset -c 0,1 nice -n 10 python -m benchmarks.stable_reinforce
 """
@@ -89,7 +89,10 @@ def warm_up(client: tinker.TrainingClient, generator: np.random.Generator) -> No
             tokens = [*prompt.tolist(), _SEPARATOR, *np.sort(prompt).tolist()]
             weights = [0.0] * LENGTH + [1.0 / LENGTH / 32] * LENGTH
             data.append(with_inputs(types.ModelInput.from_ints(tokens[:-1]), target_tokens=tokens[1:], weights=weights))
-        steps = client.forward_backward(data, "cross_entropy"), client.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
+        steps = (
+            client.forward_backward(data, "cross_entropy"),
+            client.optim_step(types.AdamParams(learning_rate=LEARNING_RATE)),
+        )
         for step in steps:
             step.result()
 
@@ -115,7 +118,9 @@ def graded(batch: Batch, loss: Loss) -> tuple[float, list[types.Datum]]:
     return statistics.mean(rewards), data
 
 
-def policy_datum(prompt: NDArray[np.int64], sequence: types.SampledSequence, advantage: float, loss: Loss) -> types.Datum:
+def policy_datum(
+    prompt: NDArray[np.int64], sequence: types.SampledSequence, advantage: float, loss: Loss
+) -> types.Datum:
     """A datum as the cookbook's rl_loop makes it."""
     datum = with_inputs(
         types.ModelInput.from_ints([*prompt.tolist(), _SEPARATOR, *sequence.tokens[:-1]]),
@@ -142,7 +147,9 @@ def run(url: str, loss: Loss, seed: int) -> Curve:
     """One run."""
     curve, batches = Curve(), deque[Batch]()
     with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
-        client: tinker.TrainingClient = service.create_lora_training_client(base_model=BASE_MODEL, rank=16, seed=seed).result()
+        client: tinker.TrainingClient = service.create_lora_training_client(
+            base_model=BASE_MODEL, rank=16, seed=seed
+        ).result()
         generator = np.random.default_rng(seed)
         warm_up(client, generator)
         for number in range(STEPS + LAG):
@@ -151,7 +158,10 @@ def run(url: str, loss: Loss, seed: int) -> Curve:
                 continue
             reward, data = graded(batches.popleft(), loss)
             curve.rewards.append(reward)
-            steps = client.forward_backward(data, loss), client.optim_step(types.AdamParams(learning_rate=LEARNING_RATE, eps=1e-8))
+            steps = (
+                client.forward_backward(data, loss),
+                client.optim_step(types.AdamParams(learning_rate=LEARNING_RATE, eps=1e-8)),
+            )
             steps[0].result()
             curve.norms.append((steps[1].result().metrics or {})["grad_norm"])
         curve.rewards += [graded(batch, loss)[0] for batch in batches]

@@ -1,6 +1,7 @@
 """An instant Tinker server: every operation is finished when it is asked for, and every log-probability is 0.
 
-It shows what the SDK and HTTP cost by themselves: no server can be faster than this one. `python -m benchmarks.stub PORT` runs it.
+It shows what the SDK and HTTP cost by themselves: no server can be faster than this one.
+Run it with: python -m benchmarks.stub PORT
 """
 
 import sys
@@ -29,8 +30,12 @@ def create_stub() -> FastAPI:
     @app.post("/api/v1/forward_backward")
     async def forward_backward(request: Request) -> Response:
         asked = await bodies.read_parsed(request, _MAX_BODY_BYTES, None, "application/x-protobuf", decode_stored)
-        outputs = [{"logprobs": np.zeros(datum.loss_fn_inputs["target_tokens"].shape, np.float32)} for datum in asked.data]
-        return finished(asked.model_id, asked.seq_id, encode_output(outputs, {"loss:sum": 0.0}), "application/x-protobuf")
+        outputs = [
+            {"logprobs": np.zeros(datum.loss_fn_inputs["target_tokens"].shape, np.float32)} for datum in asked.data
+        ]
+        return finished(
+            asked.model_id, asked.seq_id, encode_output(outputs, {"loss:sum": 0.0}), "application/x-protobuf"
+        )
 
     @app.post("/api/v1/create_model")
     async def create_model(request: Request) -> Response:
@@ -41,7 +46,9 @@ def create_stub() -> FastAPI:
     @app.post("/api/v1/optim_step")
     async def optim_step(request: Request) -> Response:
         asked = orjson.loads(await request.body())
-        return finished(asked["model_id"], asked["seq_id"], orjson.dumps({"metrics": {"learning_rate": 0.0}}), "application/json")
+        return finished(
+            asked["model_id"], asked["seq_id"], orjson.dumps({"metrics": {"learning_rate": 0.0}}), "application/json"
+        )
 
     @app.post("/api/v1/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
@@ -52,7 +59,16 @@ def create_stub() -> FastAPI:
     async def get_info(request: Request) -> Response:
         data = {"arch": "stub", "model_name": "stub", "tokenizer_id": "stub"}
         model_id = orjson.loads(await request.body())["model_id"]
-        return _json({"type": "get_info", "model_id": model_id, "model_data": data, "is_lora": True, "lora_rank": 8, "model_name": "stub"})
+        return _json(
+            {
+                "type": "get_info",
+                "model_id": model_id,
+                "model_data": data,
+                "is_lora": True,
+                "lora_rank": 8,
+                "model_name": "stub",
+            }
+        )
 
     @app.post("/api/v1/create_session")
     async def create_session() -> Response:
@@ -79,4 +95,6 @@ def _json(content: Any) -> Response:
 
 
 if __name__ == "__main__":
-    uvicorn.run(create_stub(), port=int(sys.argv[1]), loop="uvloop", http="httptools", access_log=False, log_level="warning")
+    uvicorn.run(
+        create_stub(), port=int(sys.argv[1]), loop="uvloop", http="httptools", access_log=False, log_level="warning"
+    )

@@ -1,6 +1,6 @@
 """Timing two ways of doing one thing against each other in one run, and the one line that a benchmark prints.
 
-A figure is a ratio, or the median of many repeats: other work on the machine then slows both sides alike and moves it little.
+A figure is a ratio, or the median of many repeats, so that other work on the machine moves it little.
 """
 
 import statistics
@@ -16,7 +16,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def in_turn(*actions: Callable[[], object], rounds: int = 3, repeats: int = 1) -> list[float]:
-    """Median over `rounds` of the seconds that one call of each action takes, on average of `repeats` calls; after a warm-up call each."""
+    """Median over `rounds` of each action's seconds per call, averaged over `repeats` calls, after one warm-up call."""
     for action in actions:
         action()
     measured: list[list[float]] = [[] for _ in actions]

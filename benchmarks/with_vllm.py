@@ -1,7 +1,8 @@
-"""Sampling through the SDK, the server and vLLM on a CPU, against the same vLLM server asked directly; and how long publishing takes.
+"""Sampling on a CPU through SDK, server and vLLM, against that vLLM asked directly; and how long publishing takes.
 
-- 64 requests at once of 64 tokens each, one sample of 64 or 256 tokens: tokens per second against bare HTTP on vLLM's generate endpoint.
-- The same with an image in every prompt, each used by 8 requests and new in every round. vLLM alone gets the encoded image each time.
+- 64 requests at once of 64 tokens, one sample of 64 or 256 tokens: tokens per second against vLLM's generate endpoint.
+- The same with an image in every prompt, each used by 8 requests and new in every round. vLLM alone gets the encoded
+  image each time.
 - From save_weights_and_get_sampling_client to the first token sampled with a changed adapter of the tiny model.
 - The same with the full weights of a model of 30 million parameters.
 
@@ -106,15 +107,25 @@ def images(placeholder: int) -> tuple[list[types.ModelInput], list[Body]]:
 SEEDS = count()
 
 
-def throughput(client: tinker.SamplingClient, address: str, name: str, wanted: str, make: Callable[[], Any], answer: int) -> None:
+def throughput(
+    client: tinker.SamplingClient, address: str, name: str, wanted: str, make: Callable[[], Any], answer: int
+) -> None:
     """Tokens per second through everything, as a part of those of vLLM alone."""
     rounds = ANSWERS[answer]
     batches = iter([make() for _ in range(2 * (rounds + 1))])
     ours_s, bare_s = in_turn(
-        lambda: through_sdk(client, next(batches)[0], answer), lambda: directly(address, next(batches)[1], answer), rounds=rounds
+        lambda: through_sdk(client, next(batches)[0], answer),
+        lambda: directly(address, next(batches)[1], answer),
+        rounds=rounds,
     )
     tokens = REQUESTS * answer
-    report(f"{name}_{answer}", bare_s / ours_s, wanted, ours_tokens_per_s=tokens / ours_s, vllm_tokens_per_s=tokens / bare_s)
+    report(
+        f"{name}_{answer}",
+        bare_s / ours_s,
+        wanted,
+        ours_tokens_per_s=tokens / ours_s,
+        vllm_tokens_per_s=tokens / bare_s,
+    )
 
 
 def publishing(client: tinker.TrainingClient, name: str, wanted: str) -> None:
@@ -134,13 +145,19 @@ def main() -> None:
     """Measure and print the lines."""
     with running("qwen3-vl") as (service, address):
         client = service.create_sampling_client(base_model="tiny").result()
-        placeholder = service.create_lora_training_client("tiny", rank=8).result().get_tokenizer().get_vocab()["<|image_pad|>"]
+        placeholder = (
+            service.create_lora_training_client("tiny", rank=8).result().get_tokenizer().get_vocab()["<|image_pad|>"]
+        )
         for answer in ANSWERS:
             throughput(client, address, "vllm_text", "at least 0.95 times as fast", texts, answer)
-            throughput(client, address, "vllm_images", "at least 0.90 times as fast", lambda: images(placeholder), answer)
+            throughput(
+                client, address, "vllm_images", "at least 0.90 times as fast", lambda: images(placeholder), answer
+            )
         publishing(service.create_lora_training_client("tiny", rank=8).result(), "vllm_publish_lora", "at most 150 ms")
     with running("qwen3", hidden=640, layers=8) as (service, _):
-        publishing(service.create_lora_training_client("tiny", rank=0).result(), "vllm_publish_full_30m", "at most 1000 ms")
+        publishing(
+            service.create_lora_training_client("tiny", rank=0).result(), "vllm_publish_full_30m", "at most 1000 ms"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""A worker is killed (SIGKILL) while it computes: how long until work is taken again, and what becomes of the work that it had.
+"""Seconds from killing a busy worker (SIGKILL) until work is taken again, and what becomes of the work that it had.
 
 Run it with: taskset -c 0,1 python -m benchmarks.worker_death
 
-A tiny model. Three times: 16 forward_backward calls are sent, the worker is killed during them, and a new model is trained one step as soon
-as that works. The time is from the kill to the end of that step, through the SDK, which asks again by itself.
+A tiny model. Three times: 16 forward_backward calls are sent, the worker is killed during them, and a new model is
+trained one step as soon as that works. The time is from the kill to the end of that step, through the SDK, which asks
+again by itself.
 """
 
 import os
@@ -29,7 +30,9 @@ def worker_of(engine: psutil.Process) -> psutil.Process:
 
 def engine_of_this_server() -> psutil.Process:
     """The engine of the server that this process has started."""
-    found = [child for child in psutil.Process().children(recursive=True) if "tinsmith.engine" in " ".join(child.cmdline())]
+    found = [
+        child for child in psutil.Process().children(recursive=True) if "tinsmith.engine" in " ".join(child.cmdline())
+    ]
     return found[0]
 
 
@@ -45,7 +48,10 @@ def one_round(url: str, engine: psutil.Process) -> tuple[float, int, int]:
         os.kill(killed.pid, signal.SIGKILL)
         started = time.monotonic()
         other = service.create_lora_training_client(base_model=BASE_MODEL, rank=8).result()
-        passed, stepped = other.forward_backward(data, "cross_entropy"), other.optim_step(types.AdamParams(learning_rate=1e-4))
+        passed, stepped = (
+            other.forward_backward(data, "cross_entropy"),
+            other.optim_step(types.AdamParams(learning_rate=1e-4)),
+        )
         passed.result()
         stepped.result()
         seconds = time.monotonic() - started

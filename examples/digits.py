@@ -2,10 +2,11 @@
 
     make demo          or          python examples/digits.py [--kind qwen3-vl] [--epochs 12] [--output demo-output]
 
-It makes a tiny random model of Qwen3-VL's architecture, or with `--kind qwen3-5` of Qwen3.5's (nothing is downloaded), starts
-`tinsmith serve` with it, and fine-tunes it with LoRA on 1,500 of the 1,797 digit scans that come with scikit-learn. It asks the model about
-the other 297 scans before training and after every epoch. The functions from `prompt` to `fine_tune` are the Tinker script; the others
-prepare the data, run the server and draw the result. No checkpoint is saved.
+It makes a tiny random model of Qwen3-VL's architecture, or with `--kind qwen3-5` of Qwen3.5's (nothing is downloaded),
+starts `tinsmith serve` with it, and fine-tunes it with LoRA on 1,500 of the 1,797 digit scans that come with
+scikit-learn. It asks the model about the other 297 scans before training and after every epoch. The functions from
+`prompt` to `fine_tune` are the Tinker script; the others prepare the data, run the server and draw the result. No
+checkpoint is saved.
 """
 
 import argparse
@@ -72,7 +73,9 @@ def load_scans(seed: int = 0) -> list[Scan]:
 
 def encode_png(pixels: NDArray[np.float64]) -> bytes:
     """A scan [8, 8] with values 0 to 16 as an image."""
-    image = Image.fromarray((pixels * 255 / 16).astype(np.uint8)).resize((IMAGE_SIDE, IMAGE_SIDE), Image.Resampling.NEAREST)
+    image = Image.fromarray((pixels * 255 / 16).astype(np.uint8)).resize(
+        (IMAGE_SIDE, IMAGE_SIDE), Image.Resampling.NEAREST
+    )
     file = io.BytesIO()
     image.convert("RGB").save(file, "PNG")
     return file.getvalue()
@@ -163,7 +166,9 @@ def running_server(model_dir: Path, output: Path) -> Iterator[str]:
     log = output / "server.log"
     command = [sys.executable, "-P", "-m", "tinsmith.cli", "serve", "--base-model", f"{MODEL}={model_dir}"]
     with log.open("w") as file:
-        server = subprocess.Popen([*command, "--port", "0", "--data-dir", str(output / "data")], stdout=file, stderr=file)
+        server = subprocess.Popen(
+            [*command, "--port", "0", "--data-dir", str(output / "data")], stdout=file, stderr=file
+        )
     try:
         yield wait_until_ready(server, log)
     finally:
@@ -184,7 +189,7 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", log: Path) -> str:
 
 
 def draw(curves: Curves, held_out: list[Scan], file: Path) -> None:
-    """Loss and accuracy curves, and a grid of held-out scans with the model's answers; wrong ones come first and in red."""
+    """Draw loss and accuracy curves, and a grid of held-out scans with the model's answers, wrong ones first in red."""
     figure = plt.figure(figsize=(14, 6), layout="constrained")
     halves = figure.add_gridspec(1, 2, width_ratios=[1, 1.25])
     left, right = figure.add_subfigure(halves[0]), figure.add_subfigure(halves[1])
@@ -218,9 +223,16 @@ The same with a real model on a GPU:
 def main() -> None:
     """Make the model, start the server, fine-tune, and save the image."""
     parser = argparse.ArgumentParser(description="Fine-tune a tiny vision-language model to read handwritten digits.")
-    parser.add_argument("--kind", choices=["qwen3-vl", "qwen3-5"], default="qwen3-vl", help="architecture of the model (default: qwen3-vl)")
+    parser.add_argument(
+        "--kind",
+        choices=["qwen3-vl", "qwen3-5"],
+        default="qwen3-vl",
+        help="architecture of the model (default: qwen3-vl)",
+    )
     parser.add_argument("--epochs", type=int, default=12, help="passes over the 1,500 training scans (default: 12)")
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="directory of the results (default: demo-output)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo-output"), help="directory of the results (default: demo-output)"
+    )
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     model_dir = options.output / options.kind
@@ -230,13 +242,18 @@ def main() -> None:
     scans = load_scans()
     training, held_out = scans[:TRAINED], scans[TRAINED:]
     console.print("starting the server")
-    with running_server(model_dir, options.output) as url, tinker.ServiceClient(base_url=url, api_key="tml-demo") as service:
+    with (
+        running_server(model_dir, options.output) as url,
+        tinker.ServiceClient(base_url=url, api_key="tml-demo") as service,
+    ):
         console.print(f"fine-tuning on {len(training)} scans, {len(held_out)} held out, through {url}")
         model = service.create_lora_training_client(base_model=MODEL).result()
         curves = fine_tune(model, training, held_out, options.epochs)
     image = options.output / "digits.png"
     draw(curves, held_out, image)
-    console.print(f"held-out accuracy: {curves.accuracies[0][1]:.3f} -> {curves.accuracies[-1][1]:.3f}", highlight=False)
+    console.print(
+        f"held-out accuracy: {curves.accuracies[0][1]:.3f} -> {curves.accuracies[-1][1]:.3f}", highlight=False
+    )
     console.print(f"curves and answers: {image}\n{NEXT_STEPS}", highlight=False, soft_wrap=True)
 
 

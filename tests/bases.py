@@ -40,7 +40,7 @@ from tinsmith.training.losses import LOSSES
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 
 DEVICE = os.environ.get("TINSMITH_TEST_DEVICE", "cpu")
-"""Where the numerical tests compute: `TINSMITH_TEST_DEVICE=cuda pytest tests/training tests/sampling` runs them on a GPU."""
+"""Where numerical tests compute; on a GPU with `TINSMITH_TEST_DEVICE=cuda pytest tests/training tests/sampling`."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 2048,
@@ -99,7 +99,13 @@ def write_family(model_type: str, directory: Path) -> None:
         text_config.tie_word_embeddings = False
         network: Any = AutoModelForCausalLM.from_config(text_config, dtype=torch.float32)
     elif model_type == "llama":
-        rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
         rope |= {"original_max_position_embeddings": 256}
         network = LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope, tie_word_embeddings=False))
     elif model_type == "mistral":
@@ -126,14 +132,20 @@ def _qwen2_5_vl_config(directory: Path) -> Qwen2_5_VLConfig:
         "window_size": 64,
         "fullatt_block_indexes": [1],
     }
-    ids: dict[str, Any] = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
+    ids: dict[str, Any] = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")
+    }
     ids |= {f"vision_{end}_token_id": tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>") for end in ("start", "end")}
-    return Qwen2_5_VLConfig(text_config=SMALL | {"rope_parameters": rope}, vision_config=vision, **ids, tie_word_embeddings=True)
+    return Qwen2_5_VLConfig(
+        text_config=SMALL | {"rope_parameters": rope}, vision_config=vision, **ids, tie_word_embeddings=True
+    )
 
 
 def load(directory: Path, **models: Any) -> BaseModel:
     """The base model in `directory`, on DEVICE in float32 unless asked otherwise."""
-    return load_base_model("tiny", str(directory), ModelsConfig(**{"device": DEVICE, "dtype": "float32"} | models), 2**26)
+    return load_base_model(
+        "tiny", str(directory), ModelsConfig(**{"device": DEVICE, "dtype": "float32"} | models), 2**26
+    )
 
 
 def on_host(directory: Path, dtype: str = "float32", device: str = "cpu") -> BaseModel:
@@ -142,8 +154,12 @@ def on_host(directory: Path, dtype: str = "float32", device: str = "cpu") -> Bas
 
 
 def transformers_model(directory: Path, **options: Any) -> Any:
-    """The model in `directory` as transformers computes it, in PyTorch on any device, also where kernels are installed that it prefers."""
-    auto: Any = AutoModelForImageTextToText if AutoConfig.from_pretrained(directory).model_type in IMAGE_FAMILIES else AutoModelForCausalLM
+    """The model in `directory` in transformers' PyTorch code on any device, whatever kernels are installed."""
+    auto: Any = (
+        AutoModelForImageTextToText
+        if AutoConfig.from_pretrained(directory).model_type in IMAGE_FAMILIES
+        else AutoModelForCausalLM
+    )
     network = auto.from_pretrained(directory, **{"dtype": torch.float32, "attn_implementation": "eager"} | options)
     follow_plans(network)  # without a plan they follow transformers
     return network.eval()
@@ -185,7 +201,13 @@ def random_tokens(seed: int, length: int) -> TextChunk:
 def image_chunks(base: BaseModel, seed: int, length: int, **size: int) -> list[Chunk]:
     """Text, an image between its markers, and text."""
     start, end = base.config.vision_start_token_id, base.config.vision_end_token_id
-    return [random_tokens(seed, length // 2), text(start), image(seed, **size), text(end), random_tokens(seed + 1, length - length // 2)]
+    return [
+        random_tokens(seed, length // 2),
+        text(start),
+        image(seed, **size),
+        text(end),
+        random_tokens(seed + 1, length - length // 2),
+    ]
 
 
 def shifted(rendered: RenderedInput) -> NDArray[np.int64]:

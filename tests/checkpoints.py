@@ -35,7 +35,9 @@ class Checkpoints:
         write = partial(write_state, backend.copy_state(path.model_id, optimizer=path.kind == "training"))
         return self.add(path, write, asdict(backend.optimizers[path.model_id].weights.shape), **more).tinker_path
 
-    def add(self, path: CheckpointPath, write: Callable[[Path], None], lora_config: dict[str, Any], **more: Any) -> Checkpoint:
+    def add(
+        self, path: CheckpointPath, write: Callable[[Path], None], lora_config: dict[str, Any], **more: Any
+    ) -> Checkpoint:
         """A checkpoint whose directory `write` fills."""
         row = self.rows.announce(path, "tiny", "qwen3", lora_config, **more)
         steps = self.rows.written(SaveModel(1, "tiny", path.model_id, path.kind == "training", row))

@@ -17,9 +17,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if os.environ.get("TINSMITH_TEST_DEVICE", "cpu") == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which transformers does; its kernels then compute on a CPU
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the server has it: threads that spin take the cores from other processes
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # here and in what tests start: threads waited for each other a tenth of the time
+    # Triton reads it when it is imported, which transformers does; its kernels then compute on a CPU
+    os.environ["TRITON_INTERPRET"] = "1"
+# As the server has it: threads that spin take the cores from other processes
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Here and in what tests start: threads waited for each other a tenth of the time
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.crashes import pytest_testnodedown
 from tests.extent import EVERYTHING
@@ -41,7 +44,10 @@ ALONE = "TINSMITH_TEST_ALONE"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `slow`, unless everything is asked for. TINSMITH_TEST_ORDER is a seed: the order is random then."""
+    """Leave out the tests marked `slow`, unless everything is asked for.
+
+    TINSMITH_TEST_ORDER is a seed: the order is random then.
+    """
     left_out = [item for item in items if item.get_closest_marker("slow") and not EVERYTHING]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -52,12 +58,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is marked `alone` in a process of its own: it limits its process, in which other tests have left threads."""
+    """Run a test that is marked `alone` in a process of its own: it limits its process, in which other tests have left
+    threads."""
     if pyfuncitem.get_closest_marker("alone") is None or ALONE in os.environ:
         return None
     command = [sys.executable, "-m", "pytest", pyfuncitem.nodeid, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     environment = os.environ | {ALONE: "1"}
-    ended = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, text=True, check=False
+    )
     assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
     return True
 
@@ -70,10 +79,17 @@ def pytest_report_header() -> list[str]:
         return []
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     libraries = [f"{name} {metadata.version(name)}" for name in ("torch", "triton", "transformers")]
     day = time.strftime("%Y-%m-%d", time.gmtime())
-    return [f"{torch.cuda.get_device_name()}, {', '.join(libraries)}, commit {os.environ.get('COMMIT') or commit or 'unknown'}, {day}"]
+    return [
+        (
+            f"{torch.cuda.get_device_name()}, {', '.join(libraries)}, commit "
+            f"{os.environ.get('COMMIT') or commit or 'unknown'}, {day}"
+        )
+    ]
 
 
 @pytest.fixture(autouse=True)

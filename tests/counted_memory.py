@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class CountedMemory(TorchDispatchMode):
-    """Counts the bytes of tensors that are made inside of it and are alive; more than `limit` are refused as CUDA refuses them.
+    """Counts the bytes of tensors that are made inside of it and are alive; more than `limit` are refused as CUDA
+    refuses them.
 
     So is what the operation numbered `fails` asks for, of those that take memory.
     """

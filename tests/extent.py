@@ -1,6 +1,7 @@
-"""How much of the tests runs: what every change needs (`make test`), or all there is (`make test-all`, which sets TINSMITH_TEST_ALL).
+"""How much of the tests runs: `make test`, which every change needs, or `make test-all` (TINSMITH_TEST_ALL).
 
-Tests and parameters marked `slow` are left out of `make test`. What they test beyond those that stay is said where they are marked.
+Tests and parameters marked `slow` are left out of `make test`. What they test beyond those that stay is said where they
+are marked.
 """
 
 import os
@@ -15,9 +16,10 @@ EVERYTHING = os.environ.get("TINSMITH_TEST_ALL") == "1"
 """Whether all there is was asked for."""
 
 USUAL_FAMILIES = {"llama", "qwen3", "qwen3_vl", "qwen3_5", "gemma2", "olmo"}
-"""Model families that `make test` covers: two of text, two that take images, one of these hybrid, and two that transformers computes.
+"""Model families that `make test` covers: two of text, two with images (one hybrid), two that transformers computes.
 
-The others have the same parts in other arrangements."""
+The others have the same parts in other arrangements.
+"""
 
 
 def amount(usual: T, everything: T) -> T:
@@ -27,7 +29,9 @@ def amount(usual: T, everything: T) -> T:
 
 def slow(*values: Any) -> list[Any]:
     """Parameters that are left out of `make test`; a tuple stands for several arguments."""
-    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values]
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values
+    ]
 
 
 def families(names: Iterable[str]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Prints what Tinsmith promises and which tests guard it: `make invariants`, or `python -m tests.invariants`.
 
-A promise is a paragraph of a test's docstring (of a module, a class or a function) that begins with "Invariant:". A line that begins with
-"Also:" ends it, and names other files that guard the same promise.
+A promise is a paragraph of a test's docstring (of a module, a class or a function) that begins with "Invariant:". A
+line that begins with "Also:" ends it, and names other files that guard the same promise.
 """
 
 import ast
@@ -15,7 +15,8 @@ TESTS = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Invariant:
-    """A promise, the test whose docstring states it, and the other files that guard it, as paths from the repository's root."""
+    """A promise, the test whose docstring states it, and the other files that guard it, as paths from the repository's
+    root."""
 
     promise: str
     test: str
@@ -32,7 +33,11 @@ def invariants() -> Iterator[Invariant]:
                 for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
                     if paragraph.startswith("Invariant:"):
                         promise, _, also = " ".join(paragraph.removeprefix("Invariant:").split()).partition(" Also: ")
-                        yield Invariant(promise.strip(), f"{path.relative_to(TESTS.parent)}{name}", tuple(re.findall(r"`([^`]+)`", also)))
+                        yield Invariant(
+                            promise.strip(),
+                            f"{path.relative_to(TESTS.parent)}{name}",
+                            tuple(re.findall(r"`([^`]+)`", also)),
+                        )
 
 
 def main() -> None:

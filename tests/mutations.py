@@ -6,10 +6,11 @@ A `Mutation` is a small patch of the product. It is applied to a copy, and those
     python -m tests.mutations "ppo" "AdamW"    those whose names contain one of these
     python -m tests.mutations --baseline       first the same tests on the product as it is, which must pass
 
-A mutation is caught by a test that fails. One whose tests all pass has survived: a test is missing. One whose copy cannot be imported, or
-whose tests are not there, is broken and counts as neither.
+A mutation is caught by a test that fails. One whose tests all pass has survived: a test is missing. One whose copy
+cannot be imported, or whose tests are not there, is broken and counts as neither.
 
-One process imports the large libraries, and nothing of the product. It forks itself for each mutation: none waits for these imports.
+One process imports the large libraries, and nothing of the product. It forks itself for each mutation: none waits for
+these imports.
 """
 
 import argparse
@@ -91,8 +92,8 @@ MUTATIONS = (
     Mutation(
         "targets are shifted by one",
         "tinsmith/training/step.py",
-        "targets = upload(np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places]), base.device)",
-        "targets = upload(np.roll(np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places]), -1, 0), base.device)",
+        "targets = upload(target_tokens, base.device)",
+        "targets = upload(np.roll(target_tokens, -1, 0), base.device)",
         (PEFT,),
     ),
     Mutation(
@@ -112,7 +113,10 @@ MUTATIONS = (
     Mutation(
         "a captured pass computes with the adapter of the pass before",
         "tinsmith/training/captured_pass.py",
-        "        frame.adapter.flat_working.copy_(adapter.flat_working)\n        frame.embeddings[:tokens].copy_(embeddings)",
+        (
+            "        frame.adapter.flat_working.copy_(adapter.flat_working)\n        "
+            "frame.embeddings[:tokens].copy_(embeddings)"
+        ),
         "        frame.embeddings[:tokens].copy_(embeddings)",
         (CAPTURED,),
     ),
@@ -133,8 +137,8 @@ MUTATIONS = (
     Mutation(
         "of texts of several adapters that are computed apart, those of the last are computed with each",
         "tinsmith/training/pass_runner.py",
-        "return list(models.values()) if len(texts)",
-        "return [own] * len(models) if len(texts)",
+        "return list(models.values())\n",
+        "return [own] * len(models)\n",
         (CAPTURED,),
     ),
     Mutation(
@@ -169,16 +173,23 @@ MUTATIONS = (
     Mutation(
         "gradients count twice when a pass is computed again for want of memory",
         "tinsmith/training/step.py",
-        "return [optimizer.accumulator.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]",
-        "for optimizer in optimizers:\n"
-        "        optimizer.accumulator.contribution(list(islice(gradients, len(optimizer.weights.leaves()))))()\n    return []",
+        "    return [\n"
+        "        optimizer.accumulator.contribution(list(islice(gradients, len(optimizer.weights.leaves()))))\n"
+        "        for optimizer in optimizers\n"
+        "    ]\n",
+        "    for optimizer in optimizers:\n"
+        "        optimizer.accumulator.contribution(list(islice(gradients, len(optimizer.weights.leaves()))))()\n"
+        "    return []\n",
         ("tests/training/test_pass_failures.py",),
     ),
     Mutation(
         "gradients of the second half of a pass that was split are lost",
         "tinsmith/training/pass_runner.py",
         "outcome = self._compute(part, backward)",
-        "outcome = self._compute(part, backward and chosen[0] in {row[0] for row in self._rows(work, there, backward)})",
+        (
+            "outcome = self._compute(part, backward and chosen[0] in {row[0] for row in "
+            "self._rows(work, there, backward)})"
+        ),
         ("tests/training/test_pass_failures.py",),
     ),
     Mutation(
@@ -401,7 +412,8 @@ MUTATIONS = (
         "tinsmith/sampling/local/sequence.py",
         'return SampledSequence(self.tokens, self.logprobs, self.reason or "length", top, versions)',
         'keep = len(self.tokens) - (self.reason == "stop")\n'
-        '        return SampledSequence(self.tokens[:keep], self.logprobs[:keep], self.reason or "length", top, versions)',
+        '        return SampledSequence(self.tokens[:keep], self.logprobs[:keep], self.reason or "length", top, '
+        "versions)",
         (f"{SAMPLER}::test_stop_rules",),
     ),
     Mutation(
@@ -444,7 +456,10 @@ MUTATIONS = (
         "AdamW corrects no bias",
         "tinsmith/training/optimizer.py",
         "        self.adamw.step()",
-        '        for state in self.adamw.state.values():\n            state["step"].clamp_(min=10**6)\n        self.adamw.step()',
+        (
+            '        for state in self.adamw.state.values():\n            state["step"].clamp_(min=10**6)\n        '
+            "self.adamw.step()"
+        ),
         (OPTIMIZER,),
     ),
     Mutation(
@@ -568,7 +583,10 @@ MUTATIONS = (
     Mutation(
         "a second outcome of an operation replaces the one that was acknowledged",
         "tinsmith/store/commands.py",
-        'commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq"), commands.c.status == "queued"',
+        (
+            'commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq"), '
+            'commands.c.status == "queued"'
+        ),
         'commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq")',
         ("tests/store/test_commands.py",),
     ),
@@ -662,7 +680,8 @@ MUTATIONS = (
 
 
 def stale(mutations: Iterable[Mutation] = MUTATIONS) -> list[str]:
-    """What is wrong with the patches: one whose text does not stand once in its file, or that is no Python, tests that are not there."""
+    """What is wrong with the patches: one whose text does not stand once in its file, or that is no Python, tests that
+    are not there."""
     wrong = []
     for mutation in mutations:
         text = (ROOT / mutation.path).read_text(encoding="utf-8")
@@ -720,7 +739,8 @@ class Recorder:
 
 
 def _run_tests(directory: Path, tests: Sequence[str], first_only: bool) -> None:
-    """In a forked process: run tests of the copy in `directory`, and write what they came to into `result.json` beside it."""
+    """In a forked process: run tests of the copy in `directory`, and write what they came to into `result.json` beside
+    it."""
     os.setsid()
     copy = directory / "copy"
     output = os.open(directory / "output", os.O_WRONLY | os.O_CREAT)
@@ -763,7 +783,9 @@ class Run:
         copy_repository(copy)
         if self.mutation is not None:
             patched = copy / self.mutation.path
-            patched.write_text(patched.read_text(encoding="utf-8").replace(self.mutation.old, self.mutation.new), encoding="utf-8")
+            patched.write_text(
+                patched.read_text(encoding="utf-8").replace(self.mutation.old, self.mutation.new), encoding="utf-8"
+            )
         self.began = time.monotonic()
         sys.stdout.flush()
         self.pid = os.fork()
@@ -791,12 +813,16 @@ class Run:
         output = (self.directory / "output").read_text(encoding="utf-8", errors="replace") if found is not None else ""
         shutil.rmtree(self.directory, ignore_errors=True)
         if found is None:
-            return Ended("broken", seconds, "it took too long" if seconds > LIMIT_S else "its process ended without a result")
+            return Ended(
+                "broken", seconds, "it took too long" if seconds > LIMIT_S else "its process ended without a result"
+            )
         if found["code"] == 0:
             return Ended("survived", seconds, "")
         if found["code"] == 1 and found["failed"] and not found["no_verdict"]:
             return Ended("caught", seconds, found["failed"])
-        return Ended("broken", seconds, f"{found['no_verdict'] or 'no verdict'}, exit code {found['code']}\n{output[-2000:]}")
+        return Ended(
+            "broken", seconds, f"{found['no_verdict'] or 'no verdict'}, exit code {found['code']}\n{output[-2000:]}"
+        )
 
 
 def run_all(runs: Sequence[Run], processes: int) -> dict[str, Ended]:
@@ -823,7 +849,9 @@ def baseline(mutations: Sequence[Mutation]) -> list[Run]:
     for mutation in mutations:
         for test in mutation.tests:
             files[test.partition("::")[0]].add(test)
-    return [Run(f"baseline of {file}", [file] if file in tests else sorted(tests)) for file, tests in sorted(files.items())]
+    return [
+        Run(f"baseline of {file}", [file] if file in tests else sorted(tests)) for file, tests in sorted(files.items())
+    ]
 
 
 def main() -> int:
@@ -831,7 +859,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Let tests find faults that are put into a copy of the product.")
     parser.add_argument("names", nargs="*", help="parts of names of mutations; all without any")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
-    parser.add_argument("--baseline", action="store_true", help="first run the same tests without a mutation; they must pass")
+    parser.add_argument(
+        "--baseline", action="store_true", help="first run the same tests without a mutation; they must pass"
+    )
     parser.add_argument("--processes", type=int, default=2, help="how many run at a time (default: 2)")
     asked = parser.parse_args()
     chosen = [each for each in MUTATIONS if not asked.names or any(part in each.name for part in asked.names)]
@@ -842,7 +872,8 @@ def main() -> int:
         print("\n".join(wrong))
         return 1
     began = time.monotonic()
-    os.environ |= {"TRITON_INTERPRET": "1", "OMP_WAIT_POLICY": "passive"}  # before the imports, as tests/conftest.py has it
+    # Before the imports, as tests/conftest.py has it
+    os.environ |= {"TRITON_INTERPRET": "1", "OMP_WAIT_POLICY": "passive"}
     for module in PRELOADED:
         import_module(module)
     if asked.baseline:

@@ -48,10 +48,14 @@ def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Map
     trust = 1.0 if drift <= 0.2 else 0.2 / drift
     total = torch.zeros((), dtype=logprobs.dtype)
     for i, gap in zip(sampled, gaps, strict=True):
-        moved = (inputs["advantages"][i] > 0 and gap > math.log(1.5)) or (inputs["advantages"][i] < 0 and gap < -math.log(1.5))
+        moved = (inputs["advantages"][i] > 0 and gap > math.log(1.5)) or (
+            inputs["advantages"][i] < 0 and gap < -math.log(1.5)
+        )
         weight = 0.0 if moved else trust * (2.0 if gap > math.log(2.0) else math.exp(gap))
         total = total - weight * inputs["advantages"][i] * torch.exp(logprobs[i] - logprobs[i].detach())
-        total = total + config["kl_coeff"] * torch.nn.functional.huber_loss(logprobs[i], inputs["logprobs"][i], reduction="sum")
+        total = total + config["kl_coeff"] * torch.nn.functional.huber_loss(
+            logprobs[i], inputs["logprobs"][i], reduction="sum"
+        )
     return total
 
 

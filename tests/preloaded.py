@@ -1,9 +1,9 @@
-"""Python processes that begin with torch, transformers and this package imported, which takes ten seconds of a core otherwise.
+"""Python processes that begin with torch, transformers and this package imported, which saves ten seconds of a core.
 
-A test run starts this module as a process. It imports these libraries once, waits for requests and forks itself for each. Whatever tests
-and product start as `sys.executable` is then a small program (`tests/preloaded_python.py`) that asks for such a process, gives it its
-command line, environment, directory and open files, passes on the signals that it gets, and ends as the process ends. So are the processes
-of pytest-xdist that run the tests.
+A test run starts this module as a process. It imports these libraries once, waits for requests and forks itself for
+each. Whatever tests and product start as `sys.executable` is then a small program (`tests/preloaded_python.py`) that
+asks for such a process, gives it its command line, environment, directory and open files, passes on the signals that it
+gets, and ends as the process ends. So are the processes of pytest-xdist that run the tests.
 
 `REAL_PYTHON` starts Python as a user does: for tests of what is imported, or of how much memory a process takes.
 """
@@ -65,7 +65,7 @@ PRELOADED = (
 
 
 def replace_python(serve: bool) -> None:
-    """Let `sys.executable` be the small program of this test run; if `serve`, let it be a process that is forked, else Python itself.
+    """Let `sys.executable` be the small program of this test run: it starts a fork if `serve`, else Python itself.
 
     Call it before modules are imported that keep `sys.executable`.
     """
@@ -104,7 +104,9 @@ def _start_server(directory: Path) -> None:
         number = listener.fileno()
         command = [REAL_PYTHON, "-m", "tests.preloaded", str(directory), str(number)]
         root = Path(__file__).parent.parent
-        server = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[number])
+        server = subprocess.Popen(
+            command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[number]
+        )
     atexit.register(server.communicate)
 
 
@@ -250,7 +252,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    aside = range(min(hard, MOST_NUMBERS) - len(files), min(hard, MOST_NUMBERS))  # above all numbers that they are to have
+    # Above all numbers that they are to have
+    aside = range(min(hard, MOST_NUMBERS) - len(files), min(hard, MOST_NUMBERS))
     for source, number in zip(files, aside, strict=True):
         os.dup2(source, number)
     _close_all_but(set(aside))
@@ -265,7 +268,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         resource.setrlimit(number, tuple(limits))
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.BufferedWriter(io.FileIO(number, "w", closefd=False)), line_buffering=True) for number in (1, 2)
+        io.TextIOWrapper(io.BufferedWriter(io.FileIO(number, "w", closefd=False)), line_buffering=True)
+        for number in (1, 2)
     )
     program = request["pid"]
     os.getppid = lambda: _parent_of(program)
@@ -276,7 +280,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
 
 
 def _parent_of(pid: int) -> int:
-    """The parent of a small program, which the process behind it takes for its own; 1 if the small program has ended."""
+    """The parent of a small program, for the process behind it; 1 if the small program has ended."""
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
     return 1
@@ -336,4 +340,5 @@ def _run_module(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    import_module("tests.preloaded").main(*sys.argv[1:])  # not this `__main__`, so that what is forked finds it under its name
+    # Not this `__main__`, so that what is forked finds it under its name
+    import_module("tests.preloaded").main(*sys.argv[1:])

@@ -1,4 +1,5 @@
-"""The small program that tests start in place of Python: it asks for a process that has the libraries imported, and stands for it.
+"""The small program that tests start in place of Python: it asks for a process that has the libraries imported, and
+stands for it.
 
 See `tests/preloaded.py`. It imports little of the standard library, so that it starts in some 20 ms.
 """
@@ -19,9 +20,11 @@ LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, res
 def main(python: str, directory: str) -> None:
     """Run the program of the command line in a process that is forked for it, and end as that ends.
 
-    With other options of Python than -B and -u, which such a process cannot obey, this becomes `python`, and so it does if nobody forks.
+    With other options of Python than -B and -u, which such a process cannot obey, this becomes `python`, and so it does
+    if nobody forks.
     """
-    while sys.argv[1:2] in (["-B"], ["-u"]):  # of multiprocessing and of pytest-xdist; such a process writes little byte code, and by lines
+    # Of multiprocessing and of pytest-xdist; such a process writes little byte code, and by lines
+    while sys.argv[1:2] in (["-B"], ["-u"]):
         del sys.argv[1]
     first = sys.argv[2:3] if sys.argv[1:2] == ["-P"] else sys.argv[1:2]
     has_options = not first or (first[0].startswith("-") and first[0] != "-m" and sys.argv[1] != "-c")
@@ -62,7 +65,9 @@ def _ask(connection: socket.socket) -> None:
         "limits": [(number, resource.getrlimit(number)) for number in LIMITS],
     }
     body = json.dumps(request).encode()
-    connection.sendmsg([len(body).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+    connection.sendmsg(
+        [len(body).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+    )
     connection.sendall(body)
     if len(connection.recv(4, socket.MSG_WAITALL)) < 4:
         os._exit(1)

@@ -1,8 +1,9 @@
-"""A Ray of a test's own: a head that listens on the loopback address alone, and hosts beside it with other addresses of that interface.
+"""A Ray of a test's own: a head that listens on the loopback address alone, and hosts beside it with other addresses of
+that interface.
 
-`python -m tests.ray_head DIRECTORY CORES GPUS [HEAD HOST]` keeps its files in DIRECTORY, whose path must be short, writes its address, and
-ends with its input. It is the head of a cluster, or joins that of HEAD as another host, whose address is HOST: then Ray listens on all
-interfaces. Programs that connect need the token that is in the environment.
+`python -m tests.ray_head DIRECTORY CORES GPUS [HEAD HOST]` keeps its files in DIRECTORY, whose path must be short,
+writes its address, and ends with its input. It is the head of a cluster, or joins that of HEAD as another host, whose
+address is HOST: then Ray listens on all interfaces. Programs that connect need the token that is in the environment.
 """
 
 import os
@@ -21,7 +22,8 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # as in an engine
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as on these systems, Ray then listens on the loopback address alone
+# As on these systems, Ray then listens on the loopback address alone
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 import ray
 from ray.util.placement_group import placement_group
@@ -41,7 +43,8 @@ def ray_head(cores: int, gpus: int = 0) -> Iterator[str]:
 
 @contextmanager
 def another_host(head: str, host: str, cores: int) -> Iterator[psutil.Process]:
-    """Something like a host of this address that has joined the cluster of `head`: a process, of which all that runs there is a child."""
+    """Something like a host of this address that has joined the cluster of `head`: a process, of which all that runs
+    there is a child."""
     with _running(str(cores), "0", head, host) as (process, _):
         yield process
 
@@ -89,7 +92,10 @@ def head(directory: str, cores: int, gpus: int) -> None:
 
 
 def join(directory: str, cores: int, head: str, host: str) -> None:
-    """Run a host of a cluster until the input ends. `ray start` would take the loopback address of the head for that of this host."""
+    """Run a host of a cluster until the input ends.
+
+    `ray start` would take the loopback address of the head for that of this host.
+    """
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 

@@ -1,4 +1,4 @@
-"""The program as a person runs it: `tinsmith serve` as a process on a port of its own choice, and the commands that come to an end."""
+"""The program as a person runs it: `tinsmith serve` on a port that it chooses, and commands that end."""
 
 import io
 import re
@@ -20,23 +20,29 @@ from tinsmith.cli import main
 T = TypeVar("T")
 
 START_S = 600.0
-"""How long tests wait for what must happen: a server to start, a program to end. Seconds anywhere; minutes on a very busy machine."""
+"""How long tests wait for a server to start or a program to end: seconds, but minutes on a very busy machine."""
 
 PROGRAM = [sys.executable, "-c", "from tinsmith.cli import main; main()"]
-"""The program, as the installed script starts it. Its processes begin with their libraries imported (`tests/preloaded.py`)."""
+"""The program as the installed script starts it; its processes begin with libraries imported (`tests/preloaded.py`)."""
 
 REAL_PROGRAM = [REAL_PYTHON, *PROGRAM[1:]]
 """The same, of which each process imports what it needs."""
 
 
 def limited_program(limit: int, most: int) -> list[str]:
-    """The program, which first sets a soft limit of `resource` for itself. In this process it would hold for other tests, too."""
+    """The program, which first sets a soft limit of `resource` for itself.
+
+    In this process it would hold for other tests, too.
+    """
     code = f"import resource; resource.setrlimit({limit}, ({most}, resource.getrlimit({limit})[1])); {PROGRAM[2]}"
     return [PROGRAM[0], "-c", code]
 
 
 def tinsmith(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """The program in a process of its own. A command that needs torch then takes seconds to import it: see `tinsmith_here`."""
+    """The program in a process of its own.
+
+    A command that needs torch then takes seconds to import it: see `tinsmith_here`.
+    """
     return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, check=False, timeout=START_S)
 
 
@@ -47,7 +53,9 @@ def tinsmith_here(*arguments: str) -> "subprocess.CompletedProcess[str]":
         patch.setattr(sys, "argv", ["tinsmith", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-    return subprocess.CompletedProcess(["tinsmith", *arguments], int(ended.value.code or 0), out.getvalue(), err.getvalue())
+    return subprocess.CompletedProcess(
+        ["tinsmith", *arguments], int(ended.value.code or 0), out.getvalue(), err.getvalue()
+    )
 
 
 class Server:
@@ -55,7 +63,9 @@ class Server:
 
     def __init__(self, log: IO[str], data_dir: Path, options: list[str], program: list[str] = PROGRAM) -> None:
         self.log = Path(log.name)
-        self.process = subprocess.Popen([*program, "serve", "--port", "0", "--data-dir", str(data_dir), *options], stdout=log, stderr=log)
+        self.process = subprocess.Popen(
+            [*program, "serve", "--port", "0", "--data-dir", str(data_dir), *options], stdout=log, stderr=log
+        )
 
     @property
     def url(self) -> str:
@@ -105,7 +115,9 @@ class Server:
 
     def worker_pids(self) -> list[int]:
         """The workers, in the order of their ranks."""
-        workers = [child for child in psutil.Process(self.engine_pid()).children() if "tinsmith.worker" in child.cmdline()]
+        workers = [
+            child for child in psutil.Process(self.engine_pid()).children() if "tinsmith.worker" in child.cmdline()
+        ]
         return [process_behind(worker.pid) for worker in sorted(workers, key=lambda worker: int(worker.cmdline()[-3]))]
 
     def _child_of(self, pid: int, module: str) -> int:

@@ -1,8 +1,7 @@
-"""The house keeps its shape: rooms import one way, torch stays in its rooms, and what we touch of transformers' inside is known.
+"""The house keeps its shape: rooms import one way, torch stays in its rooms, what we touch inside others is known.
 
-Invariant: Rooms import one way, and modules in no circle; torch stays in its rooms; what we touch inside transformers and inside
-vLLM is listed.
-Also: `tests/with_vllm/test_inside_vllm.py`.
+Invariant: Rooms import one way, and modules in no circle; torch stays in its rooms; what we touch inside transformers
+and inside vLLM is listed. Also: `tests/with_vllm/test_inside_vllm.py`.
 """
 
 import ast
@@ -22,11 +21,18 @@ from tinsmith.models.base import BaseModel
 
 PACKAGE = Path(__file__).parent.parent / "tinsmith"
 RL = Path(__file__).parent.parent / "rl" / "tinsmith_rl"
-"""The client, a package of its own: it talks to any Tinker server through the SDK, and imports nothing of the server."""
+"""The client, a package of its own: it talks to any Tinker server through the SDK and imports none of ours."""
 
-STARTS_PYTHON = re.compile(r'.*(?:"-m", "tinsmith|"-c"|get_context\(|ProcessPoolExecutor\(|multiprocessing\.Process\().*')
-IN_ANY_DIRECTORY = ('sys.executable, "-P", "-m"', "vllm_python or sys.executable", '{"PYTHONSAFEPATH": "1"}', "_set_safe_path")
-"""How programs are started that import nothing of the working directory. vLLM's and multiprocessing's have it in their environment."""
+STARTS_PYTHON = re.compile(
+    r'.*(?:"-m", "tinsmith|"-c"|get_context\(|ProcessPoolExecutor\(|multiprocessing\.Process\().*'
+)
+IN_ANY_DIRECTORY = (
+    'sys.executable, "-P", "-m"',
+    "vllm_python or sys.executable",
+    '{"PYTHONSAFEPATH": "1"}',
+    "_set_safe_path",
+)
+"""How programs start that import nothing of the working directory; vLLM's and multiprocessing's by environment."""
 
 RANKS = {
     "errors": 0,
@@ -140,7 +146,10 @@ def test_rooms_import_one_way() -> None:
 
 
 def test_the_client_imports_what_its_project_installs_and_nothing_of_the_server() -> None:
-    """It uses transformers for tokenizers, chat templates and image sizes only, which need no torch. The cookbook needs one."""
+    """It uses transformers for tokenizers, chat templates and image sizes only, which need no torch.
+
+    The cookbook needs one.
+    """
     project = tomllib.loads((RL.parent / "pyproject.toml").read_text())["project"]
     stated = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     names = {re.split(r"[><=]", requirement)[0] for requirement in stated}
@@ -155,7 +164,11 @@ def test_modules_import_each_other_in_no_circle(package: Path) -> None:
     paths = {".".join(path.relative_to(package).with_suffix("").parts): path for path in modules(package)}
     imported = {module: imported_modules(path) & paths.keys() - {module} for module, path in paths.items()}
     reached = {module: _reached(module, imported) for module in paths}
-    circles = {frozenset(other for other in reached[module] if module in reached[other]) for module in paths if module in reached[module]}
+    circles = {
+        frozenset(other for other in reached[module] if module in reached[other])
+        for module in paths
+        if module in reached[module]
+    }
     assert circles == set()
 
 
@@ -176,10 +189,17 @@ def _reached(start: str, imported: dict[str, set[str]]) -> set[str]:
 
 
 def test_workers_open_no_database() -> None:
-    """They may run on hosts other than the server's, and SQLite in WAL mode is damaged by processes of several hosts."""
+    """They may run on other hosts than the server, and SQLite in WAL mode is damaged by processes of several hosts."""
     for path in (PACKAGE / "worker").glob("*.py"):
         for module, names in imports(path):
-            opens = {"Store", "RecordedSequences", "open_database", "sqlite3", "sqlalchemy", "tinsmith.store.recorded_sequences"}
+            opens = {
+                "Store",
+                "RecordedSequences",
+                "open_database",
+                "sqlite3",
+                "sqlalchemy",
+                "tinsmith.store.recorded_sequences",
+            }
             assert not opens & {module, *names}, f"{path.name} imports {opens & {module, *names}} of {module}"
     code = "import sys, tinsmith.protocol.questions; assert 'sqlalchemy' not in sys.modules"
     subprocess.run([REAL_PYTHON, "-c", code], check=True)
@@ -190,13 +210,17 @@ def test_what_runs_inside_vllm_needs_nothing_else_of_the_package() -> None:
     allowed = {*sys.stdlib_module_names, "numpy", "safetensors", "torch", "vllm"}
     for path in (PACKAGE / "sampling" / "inside_vllm").glob("*.py"):
         for module, _ in imports(path):
-            assert module.startswith("tinsmith.sampling.inside_vllm") or module.split(".")[0] in allowed, f"{path.name} imports {module}"
+            assert module.startswith("tinsmith.sampling.inside_vllm") or module.split(".")[0] in allowed, (
+                f"{path.name} imports {module}"
+            )
     for package in (PACKAGE, PACKAGE / "sampling"):
         assert not imports(package / "__init__.py")
 
 
 def test_what_we_touch_of_transformers_is_listed_and_there(vision_base: BaseModel) -> None:
-    imported = {f"{module}.{name}" for path in modules() + modules(RL) for module, names in imports(path) for name in names}
+    imported = {
+        f"{module}.{name}" for path in modules() + modules(RL) for module, names in imports(path) for name in names
+    }
     used = {name.removeprefix("transformers.") for name in imported if name.startswith("transformers.")}
     assert used == TRANSFORMERS_NAMES
     for dotted in used:
@@ -225,11 +249,15 @@ def test_no_program_imports_from_the_working_directory() -> None:
 
 
 def test_no_context_of_a_generator_suppresses_an_error() -> None:
-    """From Python 3.12 on it would keep the error, and with it the tensors of a failed pass: `errors.Reported` suppresses instead."""
+    """From Python 3.12 on it keeps the error and so a failed pass's tensors; `errors.Reported` suppresses instead."""
     suppressing = []
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and any("contextmanager" in ast.unparse(each) for each in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any(
+                "contextmanager" in ast.unparse(each) for each in node.decorator_list
+            ):
                 handlers = [each for part in ast.walk(node) if isinstance(part, ast.Try) for each in part.handlers]
-                suppressing += [f"{path}:{each.lineno}" for each in handlers if not isinstance(each.body[-1], ast.Raise)]
+                suppressing += [
+                    f"{path}:{each.lineno}" for each in handlers if not isinstance(each.body[-1], ast.Raise)
+                ]
     assert suppressing == []

@@ -37,9 +37,9 @@ def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
         default = "" if setting.default in ("", []) else f"default: {setting.default}"
         notes = ", ".join(note for note in (setting.unit, default) if note)
         value = "" if setting.type is bool else "(NUMBER|TEXT) "
-        assert re.search(rf"{setting.option} {value}{re.escape(f'{setting.help} [{notes}]' if notes else setting.help)}", page), (
-            setting.name
-        )
+        assert re.search(
+            rf"{setting.option} {value}{re.escape(f'{setting.help} [{notes}]' if notes else setting.help)}", page
+        ), setting.name
     assert "--base-model TEXT" in page
     assert "--config FILE.yaml" in page
 
@@ -54,7 +54,8 @@ def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
         (
             ["--base-model", "org/x", "--sampler", "vllm", "--vllm-python", "/no/python"],
             (
-                "tinsmith: vllm_python='/no/python' is no Python that can be run; name the one of the environment with vLLM, such as "
+                "tinsmith: vllm_python='/no/python' is no Python that can be run; "
+                "name the one of the environment with vLLM, such as "
                 "DIR/bin/python\n"
             ),
         ),
@@ -71,28 +72,57 @@ def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
             "tinsmith: train=none is not possible with sampler=none: nothing would be left to serve\n",
         ),
         (
-            ["--base-model", "org/x", "--train", "none", "--sampler", "vllm", "--memory-share", "0.5", "--vllm-url", "http://127.0.0.1:1"],
-            ("tinsmith: memory_share=0.5 has no effect with train=none and vllm_urls, with which this server uses no GPU; leave it out\n"),
+            [
+                "--base-model",
+                "org/x",
+                "--train",
+                "none",
+                "--sampler",
+                "vllm",
+                "--memory-share",
+                "0.5",
+                "--vllm-url",
+                "http://127.0.0.1:1",
+            ],
+            (
+                "tinsmith: memory_share=0.5 has no effect with train=none and vllm_urls, with which this server uses "
+                "no GPU; leave it out\n"
+            ),
         ),
         (
             ["--base-model", "org/x", "--sampler", "vllm", "--train", "none", "--vllm-turn-s", "5"],
-            "tinsmith: vllm_turn_s=5 has no effect with train=none, where vLLM servers never wait for a trainer; leave it out\n",
+            (
+                "tinsmith: vllm_turn_s=5 has no effect with train=none, where vLLM servers never wait for a trainer; "
+                "leave it out\n"
+            ),
         ),
         (
             ["--base-model", "org/x", "--sampler", "vllm", "--vllm-url", "http://127.0.0.1:1", "--vllm-turn-s", "5"],
-            "tinsmith: vllm_turn_s=5 is possible only with vLLM servers that Tinsmith starts; leave it or vllm_urls out\n",
+            (
+                "tinsmith: vllm_turn_s=5 is possible only with vLLM servers that Tinsmith starts; "
+                "leave it or vllm_urls out\n"
+            ),
         ),
         (
             ["--base-model", "org/x", "--sampler", "vllm", "--deterministic"],
-            "tinsmith: deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local\n",
+            (
+                "tinsmith: deterministic=True is not possible with sampler=vllm, which computes in an order of its "
+                "own; use --sampler local\n"
+            ),
         ),
         (
             ["--base-model", "org/x", "--device", "cpu", "--sequence-parallel-from", "1000"],
-            "tinsmith: sequence_parallel_from has no effect with one worker; add --workers 2 or more, or leave it out\n",
+            (
+                "tinsmith: sequence_parallel_from has no effect with one worker; "
+                "add --workers 2 or more, or leave it out\n"
+            ),
         ),
         (
             ["--base-model", "org/x", "--sequence-parallel-from", "1000", "--workers", "2", "--deterministic"],
-            "tinsmith: sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker\n",
+            (
+                "tinsmith: sequence_parallel_from is not possible with deterministic=True, which computes each "
+                "sequence on one worker\n"
+            ),
         ),
         (["--config", "/no/such/file.yaml"], "tinsmith: cannot read the configuration file /no/such/file.yaml"),
     ],
@@ -108,7 +138,9 @@ def test_an_unknown_option_is_refused() -> None:
     assert "No such option: --prot (Possible options: --host, --port)" in tinsmith_here("serve", "--prot", "1").stderr
 
 
-def test_options_override_environment_variables_which_override_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_override_environment_variables_which_override_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file = tmp_path / "tinsmith.yaml"
     file.write_text("base_models: [a=/no/first]\n")
     assert "'a=/no/first'" in tinsmith_here("serve", "--config", str(file)).stderr
@@ -145,7 +177,8 @@ from tinsmith.cli import main
 try:
     main()
 finally:
-    print("", *({"torch", "transformers", "numpy", "pydantic", "fastapi", "uvicorn", "sqlalchemy", "tinker"} & set(sys.modules)))
+    slow = {"torch", "transformers", "numpy", "pydantic", "fastapi", "uvicorn", "sqlalchemy", "tinker"}
+    print("", *(slow & set(sys.modules)))
 """
 
 
@@ -157,7 +190,9 @@ finally:
         (["import", "adapter", "name", "--base-model", "org/model"], 2, {"pydantic", "sqlalchemy"}),
     ],
 )
-def test_what_can_be_said_at_once_imports_nothing_slow(arguments: list[str], code: int, modules: set[str], tmp_path: Path) -> None:
+def test_what_can_be_said_at_once_imports_nothing_slow(
+    arguments: list[str], code: int, modules: set[str], tmp_path: Path
+) -> None:
     """Help is there in 0.2 s then, on a quiet core."""
     command = [REAL_PYTHON, "-c", IMPORTED, *arguments]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
@@ -165,7 +200,10 @@ def test_what_can_be_said_at_once_imports_nothing_slow(arguments: list[str], cod
     assert done.returncode == code
     assert set(done.stdout.splitlines()[-1].split()) <= modules, done.stderr
     if code:
-        missing = "tinsmith: data_dir=tinsmith-data holds no data of a server (there is no tinsmith.db in it); name its --data-dir\n"
+        missing = (
+            "tinsmith: data_dir=tinsmith-data holds no data of a server (there is no tinsmith.db in it); "
+            "name its --data-dir\n"
+        )
         assert done.stderr == missing
 
 
@@ -185,7 +223,16 @@ main()
 def test_doctor_tells_of_damaged_files_before_it_imports_torch(tmp_path: Path) -> None:
     """That takes seconds, up to fifteen."""
     (tmp_path / "config.json").write_text("{")
-    command = [REAL_PYTHON, "-c", UP_TO_TORCH, "doctor", "--base-model", f"a={tmp_path}", "--base-model", f"b={tmp_path}"]
+    command = [
+        REAL_PYTHON,
+        "-c",
+        UP_TO_TORCH,
+        "doctor",
+        "--base-model",
+        f"a={tmp_path}",
+        "--base-model",
+        f"b={tmp_path}",
+    ]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (ran.returncode, ran.stderr) == (9, "")
@@ -217,7 +264,10 @@ def test_rl_without_its_package_says_how_to_install_it(command: str, tmp_path: P
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_a_process_of_a_server_runs_nothing_that_lies_in_the_working_directory(safe: bool, tmp_path: Path) -> None:
-    """It ends for lack of arguments, and would end by each of these files. That all are started like this: tests/test_architecture.py."""
+    """It ends for lack of arguments, and would end by each of these files.
+
+    That all are started like this: tests/test_architecture.py.
+    """
     for name in ("random.py", "queue.py", "torch.py", "tinsmith/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("import os\nos._exit(9)\n")
@@ -230,7 +280,9 @@ def test_a_process_of_a_server_runs_nothing_that_lies_in_the_working_directory(s
 def test_a_stand_in_for_python_imports_from_where_python_does(safe: list[str], tmp_path: Path) -> None:
     """Else the tests would see another path than processes have."""
     (tmp_path / "own.py").write_text("print('run')")
-    done = subprocess.run([sys.executable, *safe, "-m", "own"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *safe, "-m", "own"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.stdout == ("" if safe else "run\n")
 
 
@@ -246,9 +298,16 @@ def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "arguments", [["export", "tinker://a/weights/b", "new"], ["import", "adapter", "name", "--base-model", "org/model"], ["backup", "new"]]
+    "arguments",
+    [
+        ["export", "tinker://a/weights/b", "new"],
+        ["import", "adapter", "name", "--base-model", "org/model"],
+        ["backup", "new"],
+    ],
 )
-def test_what_writes_a_directory_ends_in_order(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_writes_a_directory_ends_in_order(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From its first moment on. That what is half written is deleted: tests/commands/test_exchange.py."""
     monkeypatch.chdir(tmp_path)
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}

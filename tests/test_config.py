@@ -1,7 +1,8 @@
-"""The configuration tree: every setting once, the order in which sources override each other, and wrong values refused with a reason.
+"""The configuration tree: every setting once, the order in which sources override each other, and wrong values refused
+with a reason.
 
-Invariant: Command line, environment, file and default override each other in this order; what names no setting is refused.
-Also: `tests/test_cli.py`.
+Invariant: Command line, environment, file and default override each other in this order; what names no setting is
+refused. Also: `tests/test_cli.py`.
 """
 
 from pathlib import Path
@@ -29,9 +30,19 @@ def test_every_setting_has_a_name_of_its_own_with_its_unit() -> None:
 
 def test_options_override_the_environment_which_overrides_the_file_which_overrides_the_defaults(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "data_dir: from-file\nserver: {port: 1, host: from-file, max_body_mib: 2}\n")
-    environment = {"TINSMITH_PORT": "2", "TINSMITH_MAX_BODY_MIB": "1.5GiB", "TINSMITH_KV_CACHE_GIB": "", "HOME": "/root"}
+    environment = {
+        "TINSMITH_PORT": "2",
+        "TINSMITH_MAX_BODY_MIB": "1.5GiB",
+        "TINSMITH_KV_CACHE_GIB": "",
+        "HOME": "/root",
+    }
     config = load(file, {"port": "3", "base_models": ["a=b/c"]}, environment)
-    assert (config.data_dir, config.server.host, config.server.max_body_mib, config.server.port) == ("from-file", "from-file", 1536, 3)
+    assert (config.data_dir, config.server.host, config.server.max_body_mib, config.server.port) == (
+        "from-file",
+        "from-file",
+        1536,
+        3,
+    )
     assert config.base_models == ["a=b/c"]
     assert (config.sampling, config.training) == (Config().sampling, Config().training)
     assert load(yaml_file(tmp_path, "# nothing yet\n")) == Config()
@@ -50,7 +61,10 @@ def test_a_variable_of_a_list_holds_words_as_in_a_shell(text: str, words: list[s
 
 def test_every_setting_has_a_variable() -> None:
     """The defaults, given as variables, are the defaults."""
-    texts = {each.variable: " ".join(each.default) if isinstance(each.default, list) else str(each.default) for each in settings()}
+    texts = {
+        each.variable: " ".join(each.default) if isinstance(each.default, list) else str(each.default)
+        for each in settings()
+    }
     assert load(environment=texts) == Config()
     assert texts["TINSMITH_SNAPSHOT_DISK_GIB"] == "32.0"
 
@@ -61,7 +75,11 @@ def test_every_setting_has_a_variable() -> None:
         ("TINSMITH_PORT", "70000", "environment: TINSMITH_PORT='70000' must be a whole number from 0 to 65535"),
         ("TINSMITH_SAMPLER", "vlm", "environment: TINSMITH_SAMPLER='vlm' must be one of local, vllm, none"),
         ("TINSMITH_PROT", "1", "environment: unknown variable TINSMITH_PROT; did you mean TINSMITH_PORT?"),
-        ("TINSMITH_BASE_MODEL", "a", "environment: unknown variable TINSMITH_BASE_MODEL; did you mean TINSMITH_BASE_MODELS?"),
+        (
+            "TINSMITH_BASE_MODEL",
+            "a",
+            "environment: unknown variable TINSMITH_BASE_MODEL; did you mean TINSMITH_BASE_MODELS?",
+        ),
         (
             "TINSMITH_SERVICE_HOST",
             "a",
@@ -116,7 +134,10 @@ def test_the_tree_survives_the_way_to_the_engine() -> None:
         ("models: {device: gpu}\n", "models.device='gpu' must be one of auto, cpu, cuda, cuda:N with a number N"),
         ("models: {device: 'cuda:'}\n", "models.device='cuda:' must be one of auto, cpu, cuda, cuda:N with a number N"),
         ("server: {port: 65536}\n", "server.port=65536 must be a whole number from 0 to 65535"),
-        ("training: {tokens_per_pass: 0}\n", "training.tokens_per_pass=0 must be a whole number of tokens of at least 1"),
+        (
+            "training: {tokens_per_pass: 0}\n",
+            "training.tokens_per_pass=0 must be a whole number of tokens of at least 1",
+        ),
         ("sampling: {kv_cache_gib: .nan}\n", "sampling.kv_cache_gib=nan must be a number of GiB of at least 0"),
         ("models: {dtype: float16}\n", "models.dtype='float16' must be one of auto, float32, bfloat16"),
         ("base_models: tiny\n", "base_models='tiny' must be a list of texts"),
@@ -161,7 +182,10 @@ def test_what_is_no_yaml_is_refused_in_one_line(tmp_path: Path, content: bytes |
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown option 'prot'; the options are base_models, data_dir, checkpoint_root, log_level, host"):
+    with pytest.raises(
+        ConfigError,
+        match="unknown option 'prot'; the options are base_models, data_dir, checkpoint_root, log_level, host",
+    ):
         load(options={"prot": 1})
 
 
@@ -172,7 +196,9 @@ def test_a_path_means_the_same_wherever_it_is_given(tmp_path: Path, monkeypatch:
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
     file = tmp_path / "file.yaml"
-    file.write_text("checkpoint_root: ~/saved\nmodels: {compile_cache: ~/compiled}\nbase_models: ['~/lr=1e-4,bs=8/a model']\n")
+    file.write_text(
+        "checkpoint_root: ~/saved\nmodels: {compile_cache: ~/compiled}\nbase_models: ['~/lr=1e-4,bs=8/a model']\n"
+    )
     config = load(file, {"vllm_dir": "~/weights"}, {"TINSMITH_DATA_DIR": "~/data"})
     assert config.data_dir == f"{tmp_path}/data"
     assert config.checkpoint_root == f"{tmp_path}/saved"
@@ -189,7 +215,9 @@ def test_base_models_get_a_name_and_a_source(tmp_path: Path) -> None:
     directory.mkdir()
     for place in (tmp_path, directory):
         (place / "config.json").write_text("{}")
-    config = load(options={"base_models": [f"mine={tmp_path}", str(directory), "Qwen/Qwen3-4B", "small=org/model-1.5b"]})
+    config = load(
+        options={"base_models": [f"mine={tmp_path}", str(directory), "Qwen/Qwen3-4B", "small=org/model-1.5b"]}
+    )
     assert base_model_sources(config) == {
         "mine": str(tmp_path),
         str(directory): str(directory),
@@ -209,7 +237,13 @@ def test_base_models_get_a_name_and_a_source(tmp_path: Path) -> None:
         (["./models"], "there is no directory './models'"),
         (["a=/no/such=place"], "there is no directory '/no/such=place'"),
         (["/no/such=place"], "'/no/such=place': there is no directory '/no/such=place'"),
-        (["tiny=none"], "there is no directory 'none', and a Hub id looks like ORGANISATION/MODEL; if it is the name of a served model"),
+        (
+            ["tiny=none"],
+            (
+                "there is no directory 'none', and a Hub id looks like ORGANISATION/MODEL; "
+                "if it is the name of a served model"
+            ),
+        ),
         (["tiny="], "there is no directory ''"),
         (["a=DIRECTORY/file"], "DIRECTORY/file' is a file"),
         (["a/b/c"], "a Hub id looks like ORGANISATION/MODEL"),

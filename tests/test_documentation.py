@@ -53,7 +53,17 @@ PLAIN = {
 }
 """Words that have puzzled readers, and what to write instead."""
 
-WITHOUT_UNIT = {"port", "max_aspect", "seed", "rank", "max_lora_rank", "temperature", "top_p", "learning_rate", "weight_decay"}
+WITHOUT_UNIT = {
+    "port",
+    "max_aspect",
+    "seed",
+    "rank",
+    "max_lora_rank",
+    "temperature",
+    "top_p",
+    "learning_rate",
+    "weight_decay",
+}
 WITHOUT_UNIT |= {
     "memory_share",
     "kept_copies_share",
@@ -70,7 +80,9 @@ WITHOUT_UNIT |= {
 @cache
 def modules() -> list[tuple[str, ast.Module]]:
     """Path below the repository and syntax tree of every module that is not generated."""
-    paths = [path for package in (PACKAGE, RL) for path in sorted(package.rglob("*.py")) if not path.name.endswith("_pb2.py")]
+    paths = [
+        path for package in (PACKAGE, RL) for path in sorted(package.rglob("*.py")) if not path.name.endswith("_pb2.py")
+    ]
     return [(str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
 
 
@@ -111,7 +123,11 @@ def docstrings() -> Iterator[tuple[str, str]]:
     for path, module in modules():
         for node in ast.walk(module):
             for statement in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
-                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+                if (
+                    isinstance(statement, ast.Expr)
+                    and isinstance(statement.value, ast.Constant)
+                    and isinstance(statement.value.value, str)
+                ):
                     yield f"{path}:{statement.lineno}", inspect.cleandoc(statement.value.value)
 
 
@@ -158,7 +174,12 @@ def all_settings(section: Any) -> Iterator[tuple[str, type, Any]]:
 
 
 def test_every_number_among_the_settings_has_a_unit() -> None:
-    without = {name for root in (Config(), RlConfig()) for name, kind, info in all_settings(root) if kind in (int, float) and not info.unit}
+    without = {
+        name
+        for root in (Config(), RlConfig())
+        for name, kind, info in all_settings(root)
+        if kind in (int, float) and not info.unit
+    }
     assert without - WITHOUT_UNIT == set()
 
 
@@ -197,7 +218,9 @@ def test_files_that_docstrings_and_comments_name_exist() -> None:
         package = next(package for package in (PACKAGE, RL) if module.is_relative_to(package))
         for name in re.findall(r"(?<![\w./*-])[\w/]+\.py\b(?!:)", text):
             there = [
-                root / name for root in (module.parent, module.parents[1], package, PACKAGE / "sampling", ROOT) if (root / name).is_file()
+                root / name
+                for root in (module.parent, module.parents[1], package, PACKAGE / "sampling", ROOT)
+                if (root / name).is_file()
             ]
             if not there or there[0] == module:
                 missing.append(f"{place}: {name}")
@@ -206,9 +229,18 @@ def test_files_that_docstrings_and_comments_name_exist() -> None:
 
 def test_links_of_the_pages_lead_somewhere() -> None:
     """Also to the heading that follows a `#`. The text of a link to a module, if it is a name, is defined there."""
-    links = [(page, *link) for page in PAGES for link in LINK.findall(page.read_text(encoding="utf-8")) if not link[1].startswith("http")]
+    links = [
+        (page, *link)
+        for page in PAGES
+        for link in LINK.findall(page.read_text(encoding="utf-8"))
+        if not link[1].startswith("http")
+    ]
     assert len(links) > 100
-    assert [(page.name, text, path, anchor) for page, text, path, anchor in links if not leads_somewhere(page, text, path, anchor)] == []
+    assert [
+        (page.name, text, path, anchor)
+        for page, text, path, anchor in links
+        if not leads_somewhere(page, text, path, anchor)
+    ] == []
 
 
 def leads_somewhere(page: Path, text: str, path: str, anchor: str) -> bool:
@@ -218,7 +250,10 @@ def leads_somewhere(page: Path, text: str, path: str, anchor: str) -> bool:
     name = re.fullmatch(r"`(?:\w+\.)*(\w+)`", text)
     if target.suffix != ".py" or not name:
         return True
-    return re.search(rf"^ *(?:async )?(?:def|class) {name[1]}\b", target.read_text(encoding="utf-8"), re.MULTILINE) is not None
+    return (
+        re.search(rf"^ *(?:async )?(?:def|class) {name[1]}\b", target.read_text(encoding="utf-8"), re.MULTILINE)
+        is not None
+    )
 
 
 def anchors(page: Path) -> set[str]:
@@ -235,7 +270,11 @@ def test_the_page_of_the_architecture_names_the_rooms_in_their_order() -> None:
 
 def test_pages_install_from_where_this_version_is_and_begin_with_what_says_most() -> None:
     """No package index has it. The SDK alone says nothing for minutes."""
-    assert [page.name for page in PAGES if re.search(r"pip install\b.*\btinsmith\b *(\[|['\"`\n])", page.read_text(encoding="utf-8"))] == []
+    assert [
+        page.name
+        for page in PAGES
+        if re.search(r"pip install\b.*\btinsmith\b *(\[|['\"`\n])", page.read_text(encoding="utf-8"))
+    ] == []
     _, _, section = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## My script hangs\n")
     assert section.startswith("\n```\ntinsmith ping ")
 
@@ -255,7 +294,10 @@ def test_the_invariants_name_tests_that_exist() -> None:
 
 def test_options_and_variables_that_the_readme_names_exist() -> None:
     options = {
-        option for command in typer.main.get_group(app).commands.values() for parameter in command.params for option in parameter.opts
+        option
+        for command in typer.main.get_group(app).commands.values()
+        for parameter in command.params
+        for option in parameter.opts
     }
     variables = {setting.variable for setting in settings()} | {CONFIG_VARIABLE}
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """The command line: `tinsmith serve` and the other commands.
 
-Every setting of `tinsmith/config.py` becomes an option of `serve` and `doctor`, and some of `plan`, with the help, unit and default that
-are declared there. Each command imports what it needs when it runs, and help is printed without Rich, so that `tinsmith --help` answers
-at once.
+Every setting of `tinsmith/config.py` becomes an option of `serve` and `doctor`, and some of `plan`, with the help, unit
+and default that are declared there. Each command imports what it needs when it runs, and help is printed without Rich,
+so that `tinsmith --help` answers at once.
 """
 
 import dataclasses
@@ -42,7 +42,8 @@ def main() -> None:
     try:
         app()
     except TinsmithError as error:
-        print("tinsmith:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)  # it may quote what a server said
+        # It may quote what a server said
+        print("tinsmith:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
@@ -59,7 +60,7 @@ def _end_in_order() -> None:
 
 
 def _path(given: str | Path) -> Path:
-    """The path that a text or a default names; `~/` is read here too, which a shell leaves as it is behind a `=` and in a variable."""
+    """The path that is given, or a default. `~/` is read here too: a shell leaves it after `=` and in a variable."""
     return Path(at_home(str(given)))
 
 
@@ -71,17 +72,20 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
 ) -> None:
-    """A self-hosted server for the Tinker API: fine-tune and sample language and vision-language models on your own hardware."""
+    """A self-hosted server for the Tinker API, for language and vision-language models on your own hardware."""
 
 
 def serve(config: Path | None, **options: Any) -> None:
     """Serve base models to Tinker clients until Ctrl-C.
 
-    Settings may also stand in the file given with --config, and in environment variables: TINSMITH_PORT for --port. For an option that may
-    be repeated, the variable has the plural name and holds several words: TINSMITH_BASE_MODELS="tiny=/models/tiny Qwen/Qwen3-4B". The
-    command line overrides the environment, and the environment overrides the file.
+    Settings may also stand in the file given with --config, and in environment variables: TINSMITH_PORT for --port. For
+    an option that may be repeated, the variable has the plural name and holds several words:
+    TINSMITH_BASE_MODELS="tiny=/models/tiny Qwen/Qwen3-4B". The command line overrides the environment, and the
+    environment overrides the file.
     """
     from tinsmith.commands.serve import configuration_of, serve
 
@@ -91,20 +95,22 @@ def serve(config: Path | None, **options: Any) -> None:
 def warm(config: Path | None, **options: Any) -> None:
     """Do what makes the first start slow, such as compiling kernels, and exit.
 
-    Give it the settings of the server: a later `tinsmith serve` with them and the same data directory starts quickly. Run it before a
-    server is needed, or while an image of a machine is made.
+    Give it the settings of the server: a later `tinsmith serve` with them and the same data directory starts quickly.
+    Run it before a server is needed, or while an image of a machine is made.
     """
     from tinsmith.commands.serve import configuration_of, warm
 
     took = warm(configuration_of(config, options))
-    typer.echo(f"ready after {took:.0f} s; what was compiled and checked is kept for the next start with these settings")
+    typer.echo(
+        f"ready after {took:.0f} s; what was compiled and checked is kept for the next start with these settings"
+    )
 
 
 def doctor(config: Path | None, **options: Any) -> None:
     """Check what this machine offers and what is missing.
 
-    It takes the settings of `serve`. With --base-model it also estimates the memory that the model needs. Exits with code 1 if something is
-    missing.
+    It takes the settings of `serve`. With --base-model it also estimates the memory that the model needs. Exits with
+    code 1 if something is missing.
     """
     from tinsmith.commands.serve import configuration_of
 
@@ -124,14 +130,17 @@ def doctor(config: Path | None, **options: Any) -> None:
 def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config: Path | None, **options: Any) -> None:
     """Say what LoRA trains in a model, what fits into a device's memory, and how long a sequence trains.
 
-    No weights are read: a directory that holds nothing but config.json is enough. Exits with code 1 if not even one adapter fits.
+    No weights are read: a directory that holds nothing but config.json is enough. Exits with code 1 if not even one
+    adapter fits.
     """
     from tinsmith.commands.serve import configuration_of
 
     configuration = configuration_of(config, options)
     configuration.base_models = [model]
     if not configuration.training.trains:
-        raise ConfigError("train=none leaves nothing to plan: leave it out, or ask `tinsmith doctor` what fits for sampling")
+        raise ConfigError(
+            "train=none leaves nothing to plan: leave it out, or ask `tinsmith doctor` what fits for sampling"
+        )
     from tinsmith.models.files import require_usable
 
     require_usable(base_model_sources(configuration).values(), whole=False)
@@ -159,10 +168,12 @@ def _option(setting: Setting) -> inspect.Parameter:
         show_default=False,
         metavar="NUMBER" if is_number else "TEXT" if is_list or setting.type is str else None,
     )
-    # A number arrives as a text, because it may be a size such as 2GiB, which config_values.py reads. None means that the option was not
-    # given: then the environment, the file or the default decides.
+    # A number arrives as a text, because it may be a size such as 2GiB, which config_values.py reads. None means that
+    # the option was not given: then the environment, the file or the default decides.
     kind = str if is_number else setting.type
-    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
 
 
 def _parameter(name: str, kind: Any, default: Any = None) -> inspect.Parameter:
@@ -177,13 +188,24 @@ _FILE = typer.Option(
     help="Read settings from this file, by section, such as server: {port: 9000}",
 )
 _PLAN_OPTIONS = [
-    _parameter("model", Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of the model.")], inspect.Parameter.empty),
-    _parameter("rank", Annotated[int, typer.Option(min=0, metavar="NUMBER", help="LoRA rank; 0 trains all parameters.")], 32),
+    _parameter(
+        "model",
+        Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of the model.")],
+        inspect.Parameter.empty,
+    ),
+    _parameter(
+        "rank", Annotated[int, typer.Option(min=0, metavar="NUMBER", help="LoRA rank; 0 trains all parameters.")], 32
+    ),
     _parameter(
         "memory_gib",
         Annotated[
             float | None,
-            typer.Option(min=0, metavar="GIB", help="Memory of a GPU to plan for.", show_default="what is free on this machine's device"),
+            typer.Option(
+                min=0,
+                metavar="GIB",
+                help="Memory of a GPU to plan for.",
+                show_default="what is free on this machine's device",
+            ),
         ],
     ),
     _parameter("as_json", Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")], False),
@@ -212,11 +234,19 @@ for _command, _own, _chosen in (
 
 @app.command("tiny-model")
 def tiny_model(
-    kind: Annotated[Literal["qwen3", "qwen3-vl", "qwen3-5"], typer.Argument(help="qwen3 takes text, the others text and images.")],
-    directory: Annotated[Path, typer.Argument(parser=_path, metavar="DIR", help="Directory to write to; created if it does not exist.")],
+    kind: Annotated[
+        Literal["qwen3", "qwen3-vl", "qwen3-5"], typer.Argument(help="qwen3 takes text, the others text and images.")
+    ],
+    directory: Annotated[
+        Path, typer.Argument(parser=_path, metavar="DIR", help="Directory to write to; created if it does not exist.")
+    ],
     hidden: Annotated[int, typer.Option(help="Width of the hidden states (numbers per token).")] = 64,
-    layers: Annotated[int | None, typer.Option(help="Number of decoder layers.", show_default="4 of qwen3-5, 2 of others")] = None,
-    vocab: Annotated[int, typer.Option(help="Rows of the embedding; the tokenizer has at most this many tokens.")] = 2048,
+    layers: Annotated[
+        int | None, typer.Option(help="Number of decoder layers.", show_default="4 of qwen3-5, 2 of others")
+    ] = None,
+    vocab: Annotated[
+        int, typer.Option(help="Rows of the embedding; the tokenizer has at most this many tokens.")
+    ] = 2048,
     seed: Annotated[int, typer.Option(help="Seed of the random weights; the same seed gives the same files.")] = 0,
 ) -> None:
     """Write a tiny random model to try things out.
@@ -247,16 +277,16 @@ def status(
 
 @app.command()
 def ping(
-    url: Annotated[str, typer.Argument(metavar="[URL]", envvar="TINKER_BASE_URL", help="URL of the server, without /api/v1.")] = (
-        "http://127.0.0.1:8000"
-    ),
+    url: Annotated[
+        str, typer.Argument(metavar="[URL]", envvar="TINKER_BASE_URL", help="URL of the server, without /api/v1.")
+    ] = ("http://127.0.0.1:8000"),
     base_model: Annotated[str, typer.Option(help="Name of a base model that it is to serve.")] = "",
     api_key: Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="Key that clients send.")] = "",
 ) -> None:
     """Say what keeps clients from a server.
 
-    In about a second it names what is wrong: scheme, host, port, TLS, path, proxy, key, readiness or base model. The SDK would repeat its
-    requests for minutes without a word. Exits with code 0 if the server can be used, else 2.
+    In about a second it names what is wrong: scheme, host, port, TLS, path, proxy, key, readiness or base model. The
+    SDK would repeat its requests for minutes without a word. Exits with code 0 if the server can be used, else 2.
     """
     from tinsmith.commands.ping import ping
 
@@ -265,14 +295,20 @@ def ping(
 
 _RlConfig = Annotated[
     Path,
-    typer.Argument(parser=_path, metavar="CONFIG.yaml", help="Configuration of the run; docs/rl.md describes it, examples/rl/ has some."),
+    typer.Argument(
+        parser=_path,
+        metavar="CONFIG.yaml",
+        help="Configuration of the run; docs/rl.md describes it, examples/rl/ has some.",
+    ),
 ]
 
 
 @app.command()
 def rl(
     config: _RlConfig,
-    new: Annotated[bool, typer.Option("--new", help="Begin another run, in a directory of its own beside that of the last one.")] = False,
+    new: Annotated[
+        bool, typer.Option("--new", help="Begin another run, in a directory of its own beside that of the last one.")
+    ] = False,
 ) -> None:
     """Train a model with reinforcement learning on a Tinker server.
 
@@ -293,7 +329,11 @@ def evaluate(config: _RlConfig) -> None:
 def _reinforcement_learning(config: Path, *options: str) -> None:
     if importlib.util.find_spec("tinsmith_rl") is None:
         project = Path(__file__).parent.parent / "rl"
-        where = f"pip install -e '{project}'" if (project / "pyproject.toml").is_file() else "pip install ./rl in a clone of Tinsmith"
+        where = (
+            f"pip install -e '{project}'"
+            if (project / "pyproject.toml").is_file()
+            else "pip install ./rl in a clone of Tinsmith"
+        )
         raise ConfigError(f"reinforcement learning is a package of its own, tinsmith-rl: {where}")
     from tinsmith_rl.__main__ import main
 
@@ -301,7 +341,10 @@ def _reinforcement_learning(config: Path, *options: str) -> None:
 
 
 _DataDir = Annotated[
-    Path, typer.Option("--data-dir", parser=_path, metavar="PATH", envvar="TINSMITH_DATA_DIR", help="Data directory of the server.")
+    Path,
+    typer.Option(
+        "--data-dir", parser=_path, metavar="PATH", envvar="TINSMITH_DATA_DIR", help="Data directory of the server."
+    ),
 ]
 
 
@@ -309,12 +352,22 @@ _DataDir = Annotated[
 def export_checkpoint(
     path: Annotated[
         str,
-        typer.Argument(metavar="PATH", help="The checkpoint: tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME."),
+        typer.Argument(
+            metavar="PATH",
+            help="The checkpoint: tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME.",
+        ),
     ],
-    directory: Annotated[Path, typer.Argument(parser=_path, metavar="DIR", help="Directory to write to; created if it does not exist.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Write a complete transformers model instead of a PEFT adapter.")] = False,
+    directory: Annotated[
+        Path, typer.Argument(parser=_path, metavar="DIR", help="Directory to write to; created if it does not exist.")
+    ],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write a complete transformers model instead of a PEFT adapter.")
+    ] = False,
     base_model: Annotated[
-        str | None, typer.Option(help="Directory or Hub id of the base model, if it is no longer where it was when the model was trained.")
+        str | None,
+        typer.Option(
+            help="Directory or Hub id of the base model, if it is no longer where it was when the model was trained."
+        ),
     ] = None,
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
@@ -339,12 +392,15 @@ def import_adapter(
     adapter: Annotated[
         Path,
         typer.Argument(
-            parser=_path, metavar="DIR", help="Directory of the PEFT adapter, with adapter_config.json and adapter_model.safetensors."
+            parser=_path,
+            metavar="DIR",
+            help="Directory of the PEFT adapter, with adapter_config.json and adapter_model.safetensors.",
         ),
     ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new checkpoint.")],
     base_model: Annotated[
-        str, typer.Option(help="The adapter's base model as [NAME=]PATH_OR_HUB_ID, exactly as given to `tinsmith serve`.")
+        str,
+        typer.Option(help="The adapter's base model as [NAME=]PATH_OR_HUB_ID, exactly as given to `tinsmith serve`."),
     ],
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
@@ -372,15 +428,20 @@ def import_adapter(
 
 @app.command()
 def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")] = False,
-    unknown: Annotated[bool, typer.Option("--unknown", help="Also delete complete checkpoints that are not in the database.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
+    ] = False,
+    unknown: Annotated[
+        bool, typer.Option("--unknown", help="Also delete complete checkpoints that are not in the database.")
+    ] = False,
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
     """Delete expired checkpoints and unused files.
 
     Unused are files that no checkpoint refers to, such as those that a crash left behind.
 
-    It may run while the server runs. The server itself deletes the same files within a minute, except those of --unknown.
+    It may run while the server runs. The server itself deletes the same files within a minute, except those of
+    --unknown.
     """
     from tinsmith.commands.gc import collect_garbage
 
@@ -391,7 +452,8 @@ def gc(
 @app.command()
 def backup(
     directory: Annotated[
-        Path, typer.Argument(parser=_path, metavar="DIR", help="Directory to copy to; it must be empty or not exist yet.")
+        Path,
+        typer.Argument(parser=_path, metavar="DIR", help="Directory to copy to; it must be empty or not exist yet."),
     ],
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:

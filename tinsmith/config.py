@@ -1,8 +1,8 @@
 """Every setting of a server, declared once: name, type, default, unit and limits.
 
-`kv_cache_gib` becomes the option `--kv-cache-gib`, the variable `TINSMITH_KV_CACHE_GIB`, and a key of its section in the file of
-`--config`. The command line overrides the environment, which overrides the file. Each part of the server is given its section; no
-configuration is global.
+`kv_cache_gib` becomes the option `--kv-cache-gib`, the variable `TINSMITH_KV_CACHE_GIB`, and a key of its section in
+the file of `--config`. The command line overrides the environment, which overrides the file. Each part of the server is
+given its section; no configuration is global.
 """
 
 import dataclasses
@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinsmith.config_values import Setting, base_model_source, fill, fill_from_environment, put, read_yaml, setting, settings_of
+from tinsmith.config_values import (
+    Setting,
+    base_model_source,
+    fill,
+    fill_from_environment,
+    put,
+    read_yaml,
+    setting,
+    settings_of,
+)
 from tinsmith.errors import ConfigError
 from tinsmith.logs import LEVELS
 
@@ -28,81 +37,126 @@ class ServerConfig:
     port: int = setting(8000, "TCP port to listen on; 0 chooses a free port, which is printed", low=0, high=65535)
     allowed_hosts: list[str] = setting(
         [],
-        "Name of this server beside its addresses, localhost and this machine's name; repeat for several. Requests with another Host, or "
-        "from web pages of other sites, are refused",
+        "Name of this server beside its addresses, localhost and this machine's name; repeat for several. "
+        "Requests with another Host, or from web pages of other sites, are refused",
     )
     long_poll_s: float = setting(
         30.0, "How long retrieve_future waits for a result; after HTTP 408 the client asks again", "seconds", 0.1, 40
     )
     connection_idle_s: float = setting(
         75.0,
-        "Close a connection after this long without a whole request header, or with a body slower than 4 KiB/s; must exceed the time for "
-        "which clients keep idle connections",
+        "Close a connection after this long without a whole request header, or with a body slower than 4 KiB/s; "
+        "must exceed the time for which clients keep idle connections",
         "seconds",
         0.1,
     )
     max_header_kib: int = setting(64, "Maximum size of a request's line and headers together", "KiB", 4, 1024)
     max_body_mib: int = setting(256, "Maximum size of a request body after decompression", "MiB", 1, 4096)
-    fwdbwd_max_chunk_len: int = setting(1024, "Maximum number of datums that the SDK puts into one forward_backward request", "datums", 1)
+    fwdbwd_max_chunk_len: int = setting(
+        1024, "Maximum number of datums that the SDK puts into one forward_backward request", "datums", 1
+    )
     sample_result_ttl_s: float = setting(600.0, "How long the result of a sample waits to be fetched", "seconds", 1)
     max_finished_sample_mib: int = setting(
-        1024, "Maximum size of unfetched sample results; then the oldest are dropped, and the SDK repeats them", "MiB", 1
+        1024,
+        "Maximum size of unfetched sample results; then the oldest are dropped, and the SDK repeats them",
+        "MiB",
+        1,
     )
     max_pending_samples: int = setting(
-        65536, "Maximum number of unfinished sequences (num_samples of each request); further requests get HTTP 429", "sequences", 1
+        65536,
+        "Maximum number of unfinished sequences (num_samples of each request); further requests get HTTP 429",
+        "sequences",
+        1,
     )
-    max_pending_samples_per_session: int = setting(16384, "Maximum number of unfinished sequences of one session", "sequences", 1)
-    max_pending_sample_mib: int = setting(2048, "Maximum size of all unfinished sample requests; further ones get HTTP 429", "MiB", 1)
-    max_pending_sample_mib_per_session: int = setting(512, "Maximum size of one session's unfinished sample requests", "MiB", 1)
+    max_pending_samples_per_session: int = setting(
+        16384, "Maximum number of unfinished sequences of one session", "sequences", 1
+    )
+    max_pending_sample_mib: int = setting(
+        2048, "Maximum size of all unfinished sample requests; further ones get HTTP 429", "MiB", 1
+    )
+    max_pending_sample_mib_per_session: int = setting(
+        512, "Maximum size of one session's unfinished sample requests", "MiB", 1
+    )
     max_queued_session_mib: int = setting(
-        2048, "Maximum size of one session's queued training operations with images; further ones get HTTP 429", "MiB", 1
+        2048,
+        "Maximum size of one session's queued training operations with images; further ones get HTTP 429",
+        "MiB",
+        1,
     )
-    max_queued_mib: int = setting(16384, "Maximum size, on disk, of all queued training operations; further ones get HTTP 429", "MiB", 1)
+    max_queued_mib: int = setting(
+        16384, "Maximum size, on disk, of all queued training operations; further ones get HTTP 429", "MiB", 1
+    )
     session_idle_s: float = setting(
         600.0, "End a session after this long without heartbeat and request, and save its models", "seconds", 0.1
     )
     result_ttl_s: float = setting(
-        86400.0, "How long the result of a training operation waits to be fetched, while its session lives", "seconds", 1
+        86400.0,
+        "How long the result of a training operation waits to be fetched, while its session lives",
+        "seconds",
+        1,
     )
     ended_session_ttl_s: float = setting(
-        2592000.0, "How long an ended session stays in the database, with operations and with models that have no checkpoint", "seconds", 60
+        2592000.0,
+        "How long an ended session stays in the database, with operations and with models that have no checkpoint",
+        "seconds",
+        60,
     )
     kept_operations_mib: int = setting(
         0, "Disk space for requests of finished training operations; the oldest go first, and 0 keeps none", "MiB", 0
     )
     download_ttl_s: int = setting(3600, "How long a download URL is valid", "seconds", 60, 604800)
     engine_silent_s: float = setting(
-        10.0, "Report not ready after this long without a heartbeat of the engine, which sends two a second", "seconds", 2
+        10.0,
+        "Report not ready after this long without a heartbeat of the engine, which sends two a second",
+        "seconds",
+        2,
     )
     engine_hung_s: float = setting(120.0, "Restart the engine after this long without a heartbeat", "seconds", 2)
     worker_hung_s: float = setting(120.0, "Restart a worker after this long without a heartbeat", "seconds", 2)
     worker_still_s: float = setting(
         50.0,
-        "Restart a worker that was ready after this long without a heartbeat, or busy without progress (using no processor, and waiting "
-        "for no disk or other worker)",
+        "Restart a worker that was ready after this long without a heartbeat, or busy without progress (using no "
+        "processor, and waiting for no disk or other worker)",
         "seconds",
         2,
     )
     worker_stuck_s: float = setting(
         1800.0,
-        "Restart a worker that was ready after this long in one call, even with progress; must exceed the longest wait for a GPU",
+        (
+            "Restart a worker that was ready after this long in one call, even with progress; "
+            "must exceed the longest wait for a GPU"
+        ),
         "seconds",
         2,
     )
-    shutdown_s: float = setting(120.0, "After Ctrl-C, maximum time for the pass under way, and for saving each model", "seconds", 0.1)
+    shutdown_s: float = setting(
+        120.0, "After Ctrl-C, maximum time for the pass under way, and for saving each model", "seconds", 0.1
+    )
 
 
 @dataclass
 class RequestsConfig:
     """Limits of one request, checked before anything is built from it."""
 
-    max_json_kib: int = setting(128, "Maximum size of the JSON body of a request that is not a sample", "KiB", 64, 65536)
-    max_sample_mib: int = setting(64, "Maximum size of the JSON body of a sample request, with its images in base64", "MiB", 1, 1024)
-    max_sample_values: int = setting(2**20, "Maximum number of JSON values in a sample request; each token id is one", "values", 1024)
+    max_json_kib: int = setting(
+        128, "Maximum size of the JSON body of a request that is not a sample", "KiB", 64, 65536
+    )
+    max_sample_mib: int = setting(
+        64, "Maximum size of the JSON body of a sample request, with its images in base64", "MiB", 1, 1024
+    )
+    max_sample_values: int = setting(
+        2**20, "Maximum number of JSON values in a sample request; each token id is one", "values", 1024
+    )
     max_datums: int = setting(4096, "Maximum number of datums in one forward_backward request", "datums", 1)
-    max_chunks: int = setting(32768, "Maximum number of chunks (texts and images) in one forward_backward request", "chunks", 1)
-    max_prompt_chunks: int = setting(8192, "Maximum number of chunks (texts and images) in the prompt of a sample", "chunks", 1)
-    max_images: int = setting(4096, "Maximum number of images in one request; the SDK puts up to 5 MB of datums into one", "images", 1)
+    max_chunks: int = setting(
+        32768, "Maximum number of chunks (texts and images) in one forward_backward request", "chunks", 1
+    )
+    max_prompt_chunks: int = setting(
+        8192, "Maximum number of chunks (texts and images) in the prompt of a sample", "chunks", 1
+    )
+    max_images: int = setting(
+        4096, "Maximum number of images in one request; the SDK puts up to 5 MB of datums into one", "images", 1
+    )
 
 
 @dataclass
@@ -122,25 +176,33 @@ class ModelsConfig:
     )
     memory_share: float = setting(
         1.0,
-        "Share of a GPU's memory that this server takes; the rest is left to other programs on it, such as a vLLM server, which takes "
-        "what --vllm-arg=--gpu-memory-utilization says. Servers of Tinsmith share a GPU only if each takes less than 1",
+        "Share of a GPU's memory that this server takes; the rest is left to other programs on it, "
+        "such as a vLLM server, which takes what --vllm-arg=--gpu-memory-utilization says. "
+        "Servers of Tinsmith share a GPU only if each takes less than 1",
         "",
         0.01,
         1,
     )
-    max_context: int = setting(0, "Maximum length of prompt and answer together; 0 is the model's own limit", "tokens", 0)
+    max_context: int = setting(
+        0, "Maximum length of prompt and answer together; 0 is the model's own limit", "tokens", 0
+    )
     max_lora_rank: int = setting(256, "Maximum LoRA rank that a client may ask for", "", 1)
     deterministic: bool = setting(
         False,
-        "Let samples and log-probabilities depend on their request alone, to the last bit; slower, and not for gated delta nets",
+        (
+            "Let samples and log-probabilities depend on their request alone, to the last bit; "
+            "slower, and not for gated delta nets"
+        ),
     )
     self_check: str = setting(
         "quick",
-        "How base models are checked before they are served: full; or quick, which takes seconds if the full check has passed before "
-        "with the same files, versions, device and settings",
+        "How base models are checked before they are served: full; or quick, which takes seconds if the full check has "
+        "passed before with the same files, versions, device and settings",
         choices=("quick", "full"),
     )
-    compile_cache: str = setting("", "Directory of what is compiled for a GPU, for the next start; empty is ~/.cache/tinsmith/compiled")
+    compile_cache: str = setting(
+        "", "Directory of what is compiled for a GPU, for the next start; empty is ~/.cache/tinsmith/compiled"
+    )
 
 
 @dataclass
@@ -149,21 +211,25 @@ class DistributedConfig:
 
     workers: int = setting(
         0,
-        "Number of processes that train and sample, each on a GPU or a share of a CPU; 0 is one for each visible GPU without a vLLM "
-        "server, or one on a CPU",
+        "Number of processes that train and sample, each on a GPU or a share of a CPU; "
+        "0 is one for each visible GPU without a vLLM server, or one on a CPU",
         "workers",
         0,
         1024,
     )
     shard: str = setting(
         "auto",
-        "How models are spread over GPUs: none, each GPU holds all of them; weights, each holds a slice of every layer (needs --sampler "
+        "How models are spread over GPUs: none, each GPU holds all of them; "
+        "weights, each holds a slice of every layer (needs --sampler "
         "vllm or none); auto, weights only if a model does not fit otherwise",
         choices=("auto", "none", "weights"),
     )
     ray_address: str = setting(
         "",
-        "Ray cluster that runs the workers: auto for the one that runs here, or HOST:PORT of its head; empty starts them without Ray",
+        (
+            "Ray cluster that runs the workers: auto for the one that runs here, or HOST:PORT of its head; "
+            "empty starts them without Ray"
+        ),
         choices=("auto", "HOST:PORT of Ray's head"),
         pattern=r"|auto|[^:/\s]+:[0-9]+",
     )
@@ -179,7 +245,9 @@ class ImagesConfig:
         200_000_000, "Maximum number of pixels of all images in one prompt or datum, by their headers", "pixels", 1
     )
     max_aspect: float = setting(200.0, "Maximum ratio of the longer side of an image to the shorter one", "", 1)
-    image_cache_mib: int = setting(512, "Memory for pixel values and vision features of images, for repeated ones", "MiB", 0)
+    image_cache_mib: int = setting(
+        512, "Memory for pixel values and vision features of images, for repeated ones", "MiB", 0
+    )
 
 
 @dataclass
@@ -188,46 +256,58 @@ class TrainingConfig:
 
     train: str = setting(
         "any",
-        "What clients may train: any, adapters and all weights; none, nothing: no memory is planned for it, and the server samples base "
+        "What clients may train: any, adapters and all weights; none, nothing: "
+        "no memory is planned for it, and the server samples base "
         "models and checkpoints, also those that another server writes to --checkpoint-root",
         choices=("any", "none"),
     )
-    tokens_per_pass: int = setting(8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1)
+    tokens_per_pass: int = setting(
+        8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1
+    )
     logits_chunk: int = setting(
-        1024, "Number of positions whose logits are in memory at a time; fewer take less memory and more time", "tokens", 1
+        1024,
+        "Number of positions whose logits are in memory at a time; fewer take less memory and more time",
+        "tokens",
+        1,
     )
     sequence_parallel_from: int = setting(
         0,
-        "Length from which all workers compute a sequence together, a slice each; 0 only does so if it is too long for one. Needs "
-        "--workers 2 or more",
+        "Length from which all workers compute a sequence together, a slice each; "
+        "0 only does so if it is too long for one. Needs --workers 2 or more",
         "tokens",
         0,
     )
     planned_models: int = setting(
         0,
-        "Number of models in training for which an automatic cache (--kv-cache-gib 0) leaves room; 0 is four with LoRA, else one",
+        (
+            "Number of models in training for which an automatic cache (--kv-cache-gib 0) leaves room; "
+            "0 is four with LoRA, else one"
+        ),
         "models",
         0,
     )
     planned_rank: int = setting(32, "LoRA rank of the planned models; 0 trains all parameters", "", 0)
     full_state: str = setting(
         "float32",
-        "What training of all parameters (rank 0) keeps beside the weights: float32, exact; compact, in half of the memory, with moments "
-        "in 8 bits and gradients in the base's precision; compact-host, the same, with all that a pass does not need in host memory",
+        "What training of all parameters (rank 0) keeps beside the weights: float32, exact; "
+        "compact, in half of the memory, with moments in 8 bits and gradients in the base's precision; "
+        "compact-host, the same, with all that a pass does not need in host memory",
         choices=("float32", "compact", "compact-host"),
     )
-    ended_model_ttl_s: float = setting(604800.0, "How long to keep the checkpoint of a model that the server has unloaded", "seconds", 0.1)
+    ended_model_ttl_s: float = setting(
+        604800.0, "How long to keep the checkpoint of a model that the server has unloaded", "seconds", 0.1
+    )
     kept_copies_gib: float = setting(
         32.0,
-        "Disk space of all workers for copies that restore LoRA models and optimizers after a worker has died; a model without one is "
-        "lost then, unless it was just saved. 0 keeps none",
+        "Disk space of all workers for copies that restore LoRA models and optimizers after a worker has died; "
+        "a model without one is lost then, unless it was just saved. 0 keeps none",
         "GiB",
         0,
     )
     kept_copies_share: float = setting(
         0.05,
-        "Maximum share of a model's time for its copies, during which its steps wait. A model that has stepped since its last copy is "
-        "lost if a worker dies. 1 copies after every step",
+        "Maximum share of a model's time for its copies, during which its steps wait. "
+        "A model that has stepped since its last copy is lost if a worker dies. 1 copies after every step",
         "",
         0.001,
         1,
@@ -251,12 +331,18 @@ class SamplingConfig:
 
     sampler: str = setting(
         "local",
-        "What samples: local, the worker itself with the weights it trains; vllm, vLLM servers; none, sample requests are refused",
+        (
+            "What samples: local, the worker itself with the weights it trains; vllm, vLLM servers; "
+            "none, sample requests are refused"
+        ),
         choices=("local", "vllm", "none"),
     )
     kv_cache_gib: float = setting(
         0.0,
-        "Memory of the local sampler's cache for each base model; 0 is what planned training leaves of a GPU, and 2 GiB on a CPU",
+        (
+            "Memory of the local sampler's cache for each base model; 0 is what planned training leaves of a GPU, "
+            "and 2 GiB on a CPU"
+        ),
         "GiB",
         0,
     )
@@ -265,8 +351,8 @@ class SamplingConfig:
     )
     snapshot_disk_gib: float = setting(
         32.0,
-        "Disk space for snapshots, shared equally by the workers that sample; when full, the least recently sampled are deleted, "
-        "except each model's newest and those in use",
+        "Disk space for snapshots, shared equally by the workers that sample; "
+        "when full, the least recently sampled are deleted, except each model's newest and those in use",
         "GiB",
         0,
     )
@@ -275,7 +361,10 @@ class SamplingConfig:
     )
     recorded_sequences_gib: float = setting(
         4.0,
-        "Disk space for samples with record_stability_info, for the loss stable_reinforce; when full, the least recently used go",
+        (
+            "Disk space for samples with record_stability_info, for the loss stable_reinforce; "
+            "when full, the least recently used go"
+        ),
         "GiB",
         0.0001,
     )
@@ -291,30 +380,44 @@ class SamplingConfig:
 class VLLMConfig:
     """Settings for vLLM servers, with sampler=vllm."""
 
-    vllm_servers: int = setting(1, "Number of vLLM servers to start for each base model; not used with --vllm-url", "servers", 1, 64)
+    vllm_servers: int = setting(
+        1, "Number of vLLM servers to start for each base model; not used with --vllm-url", "servers", 1, 64
+    )
     vllm_tensor_parallel: int = setting(
-        1, "Number of GPUs, or processes on a CPU, that share the base model of a vLLM server; not used with --vllm-url", "GPUs", 1, 64
+        1,
+        "Number of GPUs, or processes on a CPU, that share the base model of a vLLM server; not used with --vllm-url",
+        "GPUs",
+        1,
+        64,
     )
     vllm_urls: list[str] = setting([], "URL of a running vLLM server to use; none is started then; repeat for several")
     vllm_python: str = setting("", "Python of vLLM's environment; empty is the one that runs Tinsmith")
-    vllm_args: list[str] = setting([], "Argument for started vLLM servers, such as --vllm-arg=--max-loras=8; repeat for several")
+    vllm_args: list[str] = setting(
+        [], "Argument for started vLLM servers, such as --vllm-arg=--max-loras=8; repeat for several"
+    )
     vllm_transfer: str = setting(
         "auto",
-        "How full weights get into started vLLM servers: file, through a file in memory; ipc, through the memory of a shared GPU; "
+        "How full weights get into started vLLM servers: file, through a file in memory; "
+        "ipc, through the memory of a shared GPU; "
         "broadcast, from GPU to GPU; auto, as this machine allows",
         choices=("auto", "file", "ipc", "broadcast"),
     )
     vllm_turn_s: float = setting(
         0.0,
-        "Let trainer and vLLM servers share one GPU in turns of at most this length, each with nearly all of its memory. 0 divides the "
-        "memory",
+        "Let trainer and vLLM servers share one GPU in turns of at most this length, each with nearly all of its "
+        "memory. 0 divides the memory",
         "seconds",
         0,
     )
     vllm_hung_s: float = setting(
-        120.0, "Restart a busy vLLM server after this many silent seconds; must exceed the time to transfer weights", "seconds", 1
+        120.0,
+        "Restart a busy vLLM server after this many silent seconds; must exceed the time to transfer weights",
+        "seconds",
+        1,
     )
-    vllm_dir: str = setting("", "Directory for weights that vLLM servers load, readable by all of them; empty keeps these in memory")
+    vllm_dir: str = setting(
+        "", "Directory for weights that vLLM servers load, readable by all of them; empty keeps these in memory"
+    )
 
 
 @dataclass
@@ -324,10 +427,16 @@ class Config:
     base_models: list[str] = setting([], "Base model to serve, as [NAME=]PATH_OR_HUB_ID; repeat for several")
     data_dir: str = setting("tinsmith-data", "Directory of database, checkpoints and all else that survives a restart")
     checkpoint_root: str = setting(
-        "", "Where to write new checkpoints: a directory, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX; empty is inside the data directory"
+        "",
+        (
+            "Where to write new checkpoints: a directory, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX; "
+            "empty is inside the data directory"
+        ),
     )
     log_level: str = setting(
-        "info", "Least important lines to log: debug (adds a line for each sample), info, warning or error", choices=LEVELS
+        "info",
+        "Least important lines to log: debug (adds a line for each sample), info, warning or error",
+        choices=LEVELS,
     )
     server: ServerConfig = field(default_factory=ServerConfig)
     requests: RequestsConfig = field(default_factory=RequestsConfig)
@@ -373,7 +482,8 @@ def load(
 ) -> Config:
     """The defaults, overridden by the YAML file, environment variables, and `options`, values by setting name.
 
-    An empty variable counts as not set. Raises ConfigError for an unreadable file, an unknown key, variable or option, and as `checked`.
+    An empty variable counts as not set. Raises ConfigError for an unreadable file, an unknown key, variable or option,
+    and as `checked`.
     """
     config = Config()
     if file is not None:

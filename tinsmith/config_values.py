@@ -1,7 +1,7 @@
 """Declares settings, and reads and checks their values.
 
-A setting is a field of a dataclass, made with `setting`; a section is such a dataclass, and may hold others. Pydantic checks values; it is
-imported with the first, because `tinsmith --help` imports this module.
+A setting is a field of a dataclass, made with `setting`; a section is such a dataclass, and may hold others. Pydantic
+checks values; it is imported with the first, because `tinsmith --help` imports this module.
 """
 
 import dataclasses
@@ -33,22 +33,31 @@ WRITTEN_BESIDE = ".writing-export-"
 def require_empty(directory: Path) -> None:
     """Raise ConfigError unless a directory is new or empty, but for what exports have left."""
     if directory.is_symlink() and not directory.exists():
-        raise ConfigError(f"{directory} is a link to {directory.readlink()}, which does not exist; make it, or name a new directory")
-    if directory.exists() and (not directory.is_dir() or any(not file.name.startswith(WRITTEN_BESIDE) for file in directory.iterdir())):
+        raise ConfigError(
+            f"{directory} is a link to {directory.readlink()}, which does not exist; make it, or name a new directory"
+        )
+    if directory.exists() and (
+        not directory.is_dir() or any(not file.name.startswith(WRITTEN_BESIDE) for file in directory.iterdir())
+    ):
         raise ConfigError(f"{directory} is not an empty directory; name a new one")
 
 
 def installer(extra: str) -> str:
     """The command that installs an extra: of a clone, or else from the index."""
     clone = Path(__file__).parent.parent
-    return f"pip install -e '{clone}[{extra}]'" if (clone / "pyproject.toml").is_file() else f"pip install 'tinsmith[{extra}]'"
+    return (
+        f"pip install -e '{clone}[{extra}]'"
+        if (clone / "pyproject.toml").is_file()
+        else f"pip install 'tinsmith[{extra}]'"
+    )
 
 
 @dataclass(frozen=True)
 class SettingInfo:
     """Description of a setting beside name, type and default.
 
-    `low` and `high` are inclusive. `choices` are the values of a text, or, with a `pattern` that matches them, only their description.
+    `low` and `high` are inclusive. `choices` are the values of a text, or, with a `pattern` that matches them, only
+    their description.
     """
 
     help: str
@@ -158,8 +167,8 @@ def closest(name: str, known: set[str]) -> str | None:
 def checked(section: Any, name: str, value: Any, place: str) -> Any:
     """`value` as the type of field `name`; `place` names setting and source in messages.
 
-    A text is read as a number where one is wanted; a size may carry a unit: `2`, `2.5`, `2GiB`. Raises ConfigError that says what is
-    accepted.
+    A text is read as a number where one is wanted; a size may carry a unit: `2`, `2.5`, `2GiB`. Raises ConfigError that
+    says what is accepted.
     """
     from pydantic import ValidationError
 
@@ -204,12 +213,21 @@ def _accepted(kind: Any, info: SettingInfo) -> str:
     if choices:
         return f"one of {', '.join(choices)}"
     if kind not in (int, float):
-        words = {bool: "true or false", str: "a text", list[str]: "a list of texts", list[int]: "a list of whole numbers"}
+        words = {
+            bool: "true or false",
+            str: "a text",
+            list[str]: "a list of texts",
+            list[int]: "a list of whole numbers",
+        }
         return words.get(kind, "keys with values")
     number = f"{'a whole number' if kind is int else 'a number'}{f' of {info.unit}' if info.unit else ''}"
     if info.low is not None:
         number += f" from {info.low} to {info.high}" if info.high is not None else f" of at least {info.low}"
-    return f"{number}, such as 2, 2{info.unit} or {'1MiB' if info.unit == 'KiB' else '500MiB'}" if info.unit in _SIZES else number
+    return (
+        f"{number}, such as 2, 2{info.unit} or {'1MiB' if info.unit == 'KiB' else '500MiB'}"
+        if info.unit in _SIZES
+        else number
+    )
 
 
 @dataclass(frozen=True)
@@ -297,8 +315,13 @@ def base_model_source(spec: str) -> tuple[str, str]:
         source = str(directory.resolve())
         if not (directory / "config.json").is_file():
             raise ConfigError(f"base_models: {spec!r}: {source} holds no model (there is no config.json in it)")
-    elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):  # for one word the Hub would be asked a minute: mostly it is a served name
+    # For one word the Hub would be asked a minute: mostly it is a served name
+    elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         missing = f"{source!r} is a file" if directory.is_file() else f"there is no directory {source!r}"
-        served = "" if "/" in source else f"; if it is the name of a served model, say where that is: {name or source}=PATH_OR_HUB_ID"
+        served = (
+            ""
+            if "/" in source
+            else f"; if it is the name of a served model, say where that is: {name or source}=PATH_OR_HUB_ID"
+        )
         raise ConfigError(f"base_models: {spec!r}: {missing}, and a Hub id looks like ORGANISATION/MODEL{served}")
     return name or source, source

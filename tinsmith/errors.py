@@ -60,10 +60,10 @@ def translated(
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A context that gives errors of the types `theirs` to `report` instead of raising them, but for those of the types `passing`.
+    """A context that gives errors of types `theirs` to `report` instead of raising them, except `passing` ones.
 
-    From Python 3.12 on, a context that a generator makes would keep an error that it suppresses, and with it the tensors of a failed pass,
-    until garbage is collected.
+    From Python 3.12 on, a context that a generator makes would keep an error that it suppresses, and with it the
+    tensors of a failed pass, until garbage is collected.
     """
 
     theirs: type[Exception] | tuple[type[Exception], ...]

@@ -14,7 +14,10 @@ _TRACEBACK_CHARACTERS = 20_000
 
 
 def start_logging(process: str, level: str = "info") -> None:
-    """Log to standard error our lines from `level` on, and warnings of libraries. A second call only changes the level."""
+    """Log to standard error our lines from `level` on, and warnings of libraries.
+
+    A second call only changes the level.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine(f"%(asctime)s %(levelname)s {process}: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

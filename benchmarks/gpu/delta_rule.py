@@ -1,8 +1,8 @@
-"""The gated delta rule in bfloat16: errors against float64, beside those of transformers' own code, and times of forward and backward.
+"""The gated delta rule in bfloat16: errors against float64, and times, beside those of transformers' own code.
 
 Parts:
-- errors    shares of the norm by which outputs and gradients lie from those of our PyTorch code in float64, for several rows
-- times     milliseconds of the forward alone and of forward and backward, and the most GiB that both need, of 32 value heads of 128
+- errors    of outputs and gradients, as shares of the norm, against our PyTorch code in float64, for several rows
+- times     milliseconds of the forward, and of forward and backward with their peak GiB, of 32 value heads of 128
 
     python -m benchmarks.gpu.delta_rule --output benchmarks/results/delta-rule.txt
     TINY=1 TRITON_INTERPRET=1 python -m benchmarks.gpu.delta_rule
@@ -29,12 +29,25 @@ NAMES = ("query", "key", "value", "decay", "beta")
 ERRORS: dict[str, tuple[int, ...]] = (
     {"1x66": (66,)}
     if TINY
-    else {"1x1": (1,), "1x63": (63,), "1x64": (64,), "1x65": (65,), "1x1000": (1000,), "mixed": (1, 63, 64, 65, 300, 2), "1x4096": (4096,)}
+    else {
+        "1x1": (1,),
+        "1x63": (63,),
+        "1x64": (64,),
+        "1x65": (65,),
+        "1x1000": (1000,),
+        "mixed": (1, 63, 64, 65, 300, 2),
+        "1x4096": (4096,),
+    }
 )
 TIMES: dict[str, tuple[int, ...]] = (
     {"1x66": (66,)}
     if TINY
-    else {"8x1024": (1024,) * 8, "1x8192": (8192,), "1x65536": (65536,), "128_ragged": tuple(1 + 37 * i % 127 for i in range(128))}
+    else {
+        "8x1024": (1024,) * 8,
+        "1x8192": (8192,),
+        "1x65536": (65536,),
+        "128_ragged": tuple(1 + 37 * i % 127 for i in range(128)),
+    }
 )
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
@@ -52,7 +65,9 @@ def in_torch(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Our PyTorch code."""
     *tensors, lengths, before, keeps = arguments
     query, key, value, decay, beta = tensors
-    return delta_rule_in_chunks(query, key, value, decay, beta, chunks_of(lengths, key.shape[2], value.device), before, keeps)
+    return delta_rule_in_chunks(
+        query, key, value, decay, beta, chunks_of(lengths, key.shape[2], value.device), before, keeps
+    )
 
 
 def transformers_own(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -67,7 +82,9 @@ def transformers_own(*arguments: Any) -> tuple[Tensor, Tensor]:
     for index, (start, end) in enumerate(pairwise([0, *accumulate(lengths)])):
         q, k, v, g, b = (x[start:end].unsqueeze(0) for x in (query, key, value, decay, beta))
         own = None if before is None else before[index : index + 1]
-        out, after = compute(q, k, v, g=g, beta=b, initial_state=own, output_final_state=keeps, use_qk_l2norm_in_kernel=True)
+        out, after = compute(
+            q, k, v, g=g, beta=b, initial_state=own, output_final_state=keeps, use_qk_l2norm_in_kernel=True
+        )
         outs.append(out[0])
         afters.append(after)
     return torch.cat(outs), torch.cat(afters)
@@ -104,7 +121,9 @@ def errors(lengths: tuple[int, ...]) -> Figures:
     exact = results(in_torch, torch.float64)
     found: Figures = {}
     names = ("out", "after", *(f"d_{name}" for name in NAMES), "d_before")
-    for name, ours, theirs, right in zip(names, results(kernels, None), results(transformers_own, None), exact, strict=True):
+    for name, ours, theirs, right in zip(
+        names, results(kernels, None), results(transformers_own, None), exact, strict=True
+    ):
         apart, other = (float((x - right).norm() / right.norm()) for x in (ours, theirs))
         found |= {name: apart, f"{name}_over_theirs": round(apart / max(other, 1e-30), 3)}
     return found

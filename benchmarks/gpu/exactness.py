@@ -1,14 +1,14 @@
-"""How exact bfloat16 is on one GPU: against float32, beside what transformers computes in bfloat16, and sampler against trainer.
+"""How exact bfloat16 is on one GPU: against float32, beside transformers in bfloat16, and sampler against trainer.
 
 Parts:
 
-- layers   for each kind of layer: errors of hidden states, log-probabilities and adapter gradients against float32, over those that
-           transformers + PEFT makes in bfloat16 (median over tokens, and over the matrices of the adapter)
+- layers   for each kind of layer: errors of hidden states, logprobs and adapter gradients against float32, over those
+           that transformers + PEFT makes in bfloat16 (median over tokens, and over the matrices of the adapter)
 - rule     the gated delta rule against float64: outputs and each gradient, ours and the PyTorch code of transformers
-- curve    the losses of 200 steps of LoRA training on text: how far bfloat16 drifts from float32, ours and that of transformers + PEFT
-- sampler  a model of width 512 is trained here on the source files of Python's standard library, its bytes being the tokens, until the
-           time is up; then log-probabilities of its samples: the sampler's against the trainer's; and the same of an adapter that
-           is trained for 50 steps on top of what has been learned
+- curve    losses of 200 steps of LoRA training on text: how far bfloat16 drifts from float32, ours and PEFT's
+- sampler  a model of width 512 is trained for a set time on the source files of Python's standard library, its bytes
+           being the tokens; then logprobs of its samples, the sampler's against the trainer's; the same of an adapter
+           that is trained for 50 steps on top
 - hybrid   the same with a model of gated delta nets and attention
 
     python -m benchmarks.gpu.exactness --output benchmarks/results/exactness.txt
@@ -57,7 +57,7 @@ CONTEXT = 32 if TINY else 256
 
 
 def kinds() -> dict[str, Any]:
-    """Configurations of two layers of one kind each, as wide as those of the published models, with a small vocabulary."""
+    """Configurations of two layers of one kind each, as wide as published models, with a small vocabulary."""
     small = {"vocab_size": 2048, "num_hidden_layers": 2}
     return {
         "attention": configuration("4B", **small),
@@ -84,7 +84,7 @@ def compare_kind(name: str) -> Figures:
 
 
 def compare_layers(directory: Path) -> Figures:
-    """The median errors of our bfloat16 over those of transformers, against our float32, on the model in `directory`."""
+    """Median errors of our bfloat16 over those of transformers, against our float32, on the model in `directory`."""
     from tests.bases import load, random_adapter
     from tests.training.test_against_peft import layers_of_adapter, peft_twin
 
@@ -128,7 +128,9 @@ def compare_layers(directory: Path) -> Figures:
 
 def _each(found: Sequence[Tensor], exact: Sequence[Tensor]) -> Tensor:
     """Relative errors of matrices."""
-    return torch.stack([relative(a.flatten().unsqueeze(0), b.flatten().unsqueeze(0))[0] for a, b in zip(found, exact, strict=True)])
+    return torch.stack(
+        [relative(a.flatten().unsqueeze(0), b.flatten().unsqueeze(0))[0] for a, b in zip(found, exact, strict=True)]
+    )
 
 
 def _ratio(name: str, mine: Tensor, theirs: Tensor) -> Figures:
@@ -165,7 +167,13 @@ def rule() -> Figures:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(length, *shape, generator=generator).to(torch.bfloat16)
 
-    inputs = [drawn(keys, width), drawn(keys, width), drawn(values, width), -drawn(values).float().abs() * 0.1, drawn(values).sigmoid()]
+    inputs = [
+        drawn(keys, width),
+        drawn(keys, width),
+        drawn(values, width),
+        -drawn(values).float().abs() * 0.1,
+        drawn(values).sigmoid(),
+    ]
     direction = drawn(values, width)
 
     def ours(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -186,7 +194,10 @@ def rule() -> Figures:
     names = ("out", "query", "key", "value", "decay", "beta")
     found: Figures = {}
     for side, function in (("ours", ours), ("transformers", theirs)):
-        found |= {f"{name}_{side}": error.item() for name, error in zip(names, _each(answers(function, None), exact), strict=True)}
+        found |= {
+            f"{name}_{side}": error.item()
+            for name, error in zip(names, _each(answers(function, None), exact), strict=True)
+        }
     return found
 
 
@@ -201,28 +212,42 @@ def corpus() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     return np.concatenate(texts[:-20]), np.concatenate(texts[-20:])
 
 
-def text_batch(generator: np.random.Generator, source: NDArray[np.uint8], rows: int, length: int = CONTEXT) -> list[NDArray[np.int32]]:
+def text_batch(
+    generator: np.random.Generator, source: NDArray[np.uint8], rows: int, length: int = CONTEXT
+) -> list[NDArray[np.int32]]:
     """Random pieces of a text."""
     starts = generator.integers(0, len(source) - length, rows)
     return [source[start : start + length].astype(np.int32) for start in starts]
 
 
 def small_config(hybrid: bool) -> Any:
-    """A model of width 512; its vocabulary is larger than the 256 bytes, as the tokenizer that loading wants has more."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    """A model of width 512; its vocabulary exceeds the 256 bytes, as loading wants a tokenizer with more tokens."""
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
     sizes |= {"vocab_size": 2048, "num_hidden_layers": 8}
-    delta = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    delta = {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    }
     if TINY:
         sizes, delta = {"vocab_size": 2048}, {}
     return configuration("Qwen3.5-4B", **sizes, **delta) if hybrid else configuration("4B", **sizes)
 
 
 def curve(seeds: Sequence[int] = SEEDS) -> Figures:
-    """Losses a token of each step: ours in float32 and bfloat16, and those of transformers + PEFT in bfloat16, from one start.
+    """How far bfloat16 losses drift from our float32 ones in training from one start: ours and transformers + PEFT.
 
-    Each seed is another order of texts. How far a curve drifts depends on the texts most of all, so the drifts of one seed are compared
-    with each other; a ratio is the geometric mean over the seeds. In the first `EARLY` steps the curves are as far apart as rounding has
-    pushed them (`early_ratio`); after that training itself enlarges any distance, whatever made it (`drift_ratio`, over all steps).
+    Losses are means per token. Each seed is another order of texts. How far a curve drifts depends on the texts most of
+    all, so the drifts of one seed are compared with each other; a ratio is the geometric mean over the seeds. In the
+    first `EARLY` steps the curves are as far apart as rounding has pushed them (`early_ratio`); after that training
+    itself enlarges any distance, whatever made it (`drift_ratio`, over all steps).
     """
     config = small_config(hybrid=False)
     found: Figures = {}
@@ -299,7 +324,10 @@ def _peft_losses(directory: Path, batches: Sequence[Sequence[NDArray[np.int32]]]
 
 
 def sampler_against_trainer(hybrid: bool, seconds: float = TRAINING_S) -> Figures:
-    """Train a small model on text for so long, then compare log-probabilities of samples from it, and from an adapter trained on top."""
+    """Train a small model on text for `seconds`, then compare the sampler's logprobs of its samples with the trainer's.
+
+    The same again for an adapter that is trained on top.
+    """
     began = time.perf_counter()
     config = small_config(hybrid)
     backend = LocalBackend(base_of(config), TrainingConfig())
@@ -309,14 +337,18 @@ def sampler_against_trainer(hybrid: bool, seconds: float = TRAINING_S) -> Figure
     steps = 0
     while time.perf_counter() - began < seconds:
         rate = 1e-3 * min(1.0, (steps + 1) / 50) * max(0.05, 1 - (time.perf_counter() - began) / seconds)
-        _step(backend, text_batch(generator, learning, 4 if TINY else 32), AdamSettings(rate, (0.9, 0.95), 1e-8, 0.0, 0.0))
+        _step(
+            backend, text_batch(generator, learning, 4 if TINY else 32), AdamSettings(rate, (0.9, 0.95), 1e-8, 0.0, 0.0)
+        )
         steps += 1
     trained_s = time.perf_counter() - began
     found = _against_trainer(backend, held_out, generator)
     adapted = LocalBackend(_as_base(config, backend), TrainingConfig())
     adapted.create_model("m", LoraShape(RANK, seed=0))
     for _ in range(ADAPTER_STEPS):
-        _step(adapted, text_batch(generator, learning, 4 if TINY else 32), AdamSettings(3e-4, (0.9, 0.95), 1e-8, 0.0, 0.0))
+        _step(
+            adapted, text_batch(generator, learning, 4 if TINY else 32), AdamSettings(3e-4, (0.9, 0.95), 1e-8, 0.0, 0.0)
+        )
     with_adapter = {f"adapter_{name}": value for name, value in _against_trainer(adapted, held_out, generator).items()}
     return found | with_adapter | {"steps": steps, "training_s": trained_s}
 
@@ -346,7 +378,9 @@ def _against_trainer(backend: LocalBackend, held_out: NDArray[np.uint8], generat
         sampler.add(str(number), request, rendered, weights)
     answers: dict[int, Any] = {}
     while sampler.has_work:
-        answers |= {int(event.request_id): event.sequences[0] for event in stepped(sampler) if isinstance(event, SampleResult)}
+        answers |= {
+            int(event.request_id): event.sequences[0] for event in stepped(sampler) if isinstance(event, SampleResult)
+        }
     whole = [np.concatenate([prompt, answers[number].tokens]).astype(np.int32) for number, prompt in enumerate(prompts)]
     again = [found[len(prompts[0]) - 1 :] for found in _logprobs(backend, whole)]
     apart = np.abs(np.concatenate(again) - np.concatenate([answers[number].logprobs for number in range(len(prompts))]))
@@ -371,14 +405,20 @@ def main() -> None:
     for part in asked.parts:
         match part:
             case "layers":
-                compared = isolated_series("layers", lambda: ((kind, compare_kind(kind)) for kind in kinds()), asked.budget)
+                compared = isolated_series(
+                    "layers", lambda: ((kind, compare_kind(kind)) for kind in kinds()), asked.budget
+                )
                 for name, found in compared.items():
                     for what in ("hidden", "logprob", "gradient"):
                         figure(f"{name}_{what}", found[f"{what}_ratio"], "at most 1.1 times the error of transformers")
             case "rule":
                 found = isolated("rule", rule, asked.budget)
                 names = ("out", "query", "key", "value", "beta")
-                worst = max((found[f"{name}_ours"] / found[f"{name}_transformers"] for name in names), default=0.0) if found else None
+                worst = (
+                    max((found[f"{name}_ours"] / found[f"{name}_transformers"] for name in names), default=0.0)
+                    if found
+                    else None
+                )
                 figure("delta_rule_worst", worst, "at most 1.1 times the error of transformers")
             case "curve":
                 found = isolated("curve", curve, asked.budget)

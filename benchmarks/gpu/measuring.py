@@ -1,8 +1,8 @@
-"""What the benchmarks for GPUs share: cases in processes of their own with a limit of time, timing, the card's own rates, lines of results.
+"""What GPU benchmarks share: cases in processes of their own with a time limit, timing, the card's rates, output.
 
-A case runs in a fork of the script: it starts with an empty device, what it patches or compiles touches no other case, and it is killed
-at its limit. The script itself must therefore never touch CUDA. `TINY=1` runs small shapes on a CPU, to try a script; its numbers mean
-nothing.
+A case runs in a fork of the script: it starts with an empty device, what it patches or compiles touches no other case,
+and it is killed at its limit. The script itself must therefore never touch CUDA. `TINY=1` runs small shapes on a CPU,
+to try a script; its numbers mean nothing.
 """
 
 import argparse
@@ -65,12 +65,16 @@ def ratio(one: Figures, other: Figures, name: str = "tokens_per_s") -> float | N
 
 
 def begin(description: str | None, parts: Sequence[str], sides: Sequence[str] = ()) -> argparse.Namespace:
-    """Read the command line (`parts`, `sides`, `budget`, `output`) and say on which commit and versions the lines below were measured."""
+    """Read the command line (`parts`, `sides`, `budget`, `output`) and say the commit and versions measured."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(parts), help=f"what to measure, with commas between; of {', '.join(parts)}")
+    parser.add_argument(
+        "--parts", default=",".join(parts), help=f"what to measure, with commas between; of {', '.join(parts)}"
+    )
     if sides:
         parser.add_argument("--sides", default=",".join(sides), help=f"whom to measure; of {', '.join(sides)}")
-    parser.add_argument("--budget", type=float, default=120.0, help="most seconds of one side of one part, building included")
+    parser.add_argument(
+        "--budget", type=float, default=120.0, help="most seconds of one side of one part, building included"
+    )
     parser.add_argument("--output", type=Path, help="a file that gets the lines too, behind what it holds")
     asked = parser.parse_args()
     asked.parts = _chosen(parser, "--parts", asked.parts, parts)
@@ -110,17 +114,21 @@ def _version(distribution: str) -> str:
 
 def _commit() -> str:
     """The commit of the working tree, or what `COMMIT` says where the tree was copied without its history."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return os.environ.get("COMMIT") or found or "unknown"
 
 
 def isolated(name: str, action: Callable[[], Figures], limit_s: float) -> Figures:
-    """Run a case in a fork and say its figures; empty if it failed, ran out of memory or was not done after `limit_s` seconds."""
+    """Run a case in a fork and say its figures; empty if it fails, runs out of memory or takes over `limit_s`."""
     return isolated_series(name, lambda: iter([("", action())]), limit_s).get("", {})
 
 
-def isolated_series(name: str, action: Callable[[], Iterator[tuple[str, Figures]]], limit_s: float) -> dict[str, Figures]:
-    """The same for a case that yields figures one after the other, each under a name of its own: what comes in time counts."""
+def isolated_series(
+    name: str, action: Callable[[], Iterator[tuple[str, Figures]]], limit_s: float
+) -> dict[str, Figures]:
+    """The same for a case that yields several figures, each under its own name; those that come in time count."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(name, action, sender))
@@ -143,7 +151,8 @@ def isolated_series(name: str, action: Callable[[], Iterator[tuple[str, Figures]
     except EOFError:
         say(case=name, failed="its process died")
     finally:
-        with suppress(ProcessLookupError):  # what it holds on the device goes with it, and so do programs that it has started
+        # What it holds on the device goes with it, and so do programs that it has started
+        with suppress(ProcessLookupError):
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
     return found
@@ -199,7 +208,7 @@ class Timing:
 
 
 def timed(step: Callable[[], object], warm: int = 3, rounds: int = 3, most: int = 5, enough_s: float = 12.0) -> Timing:
-    """Median over rounds of several calls, after `warm` calls; slow calls are repeated less, for about `enough_s` seconds in all."""
+    """Median over rounds of several calls each, after `warm` calls; slow ones repeat less, for about `enough_s`."""
     times = [_seconds(step, 1)]
     # The first call compiles: how long others take is seen on the second.
     while len(times) < warm and (times[-1] < enough_s / 2 or (len(times) == 1 and times[0] < 3 * enough_s)):
@@ -221,7 +230,7 @@ def _seconds(step: Callable[[], object], calls: int) -> float:
 
 
 def card() -> Figures:
-    """The card's own rates: a bf16 matrix product of 8192³, sustained, in TFLOP/s, and a copy in TB/s read and written."""
+    """The card's rates: a sustained bf16 matmul of 8192³ in TFLOP/s, and a copy in TB/s (read plus written)."""
     size, repeats = (64, 2) if TINY else (8192, 20)
     a = torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16)
     b = torch.randn_like(a)

@@ -1,13 +1,13 @@
-"""Where the time of a step goes on one GPU: its longest kernels, when it waits for what, and what Python does meanwhile.
+"""Where a step's time goes on one GPU: its longest kernels, what it waits for, and what Python does meanwhile.
 
-`wall_ms` is that of steps that nothing watches. What Python does is the time in each function itself, by its own profiler, which makes
-Python slower: it says where time goes, not how much.
+`wall_ms` is that of steps that nothing watches. What Python does is the time in each function itself, by its own
+profiler, which makes Python slower: it says where time goes, not how much.
 
 - lora      a training step of Qwen3-4B, LoRA of rank 32, 4 sequences of 1,024 tokens
 - hybrid    the same of Qwen3.5-4B
 - mixed     32 sequences of 128 to 4,096 tokens
 - full      Qwen3-1.7B, all weights, 8 sequences
-- images  Qwen3-VL-4B, 8 new images
+- images    Qwen3-VL-4B, 8 new images
 - decode    a step of the sampler, Qwen3-1.7B, 64 requests, half of them with an adapter
 - decode_hybrid  the same of Qwen3.5-4B, without an adapter; decode_rl: with 256 requests, all with an adapter
 - alone     a step of the sampler, Qwen3-1.7B, with one request
@@ -28,7 +28,18 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.measuring import DEVICE, Figures, begin, finish, isolated, release, say
 from benchmarks.gpu.sampling import ALONE, HYBRID, MANY, Load, Requests, adapter_of, sampler_of, stepped
 from benchmarks.gpu.shapes import base_of, configuration, network_of
-from benchmarks.gpu.training import LENGTH, RANK, backend_of, batch_of, datum, filled, mixed_lengths, rendered_images, text_datum, train
+from benchmarks.gpu.training import (
+    LENGTH,
+    RANK,
+    backend_of,
+    batch_of,
+    datum,
+    filled,
+    mixed_lengths,
+    rendered_images,
+    text_datum,
+    train,
+)
 from tinsmith.models.base import BaseModel
 
 PARTS = ("lora", "hybrid", "mixed", "full", "images", "decode", "decode_hybrid", "decode_rl", "alone")
@@ -57,7 +68,11 @@ def profiled(step: Callable[[], object], steps: int) -> Figures:
     for name, times in sorted(by_name.items(), key=lambda pair: -sum(pair[1]))[:LONGEST]:
         say(ms=round(sum(times) / 1000 / steps, 3), calls=round(len(times) / steps, 1), kernel=name[:110])
     _list_gaps(kernels, [event for event in profiler.events() or () if str(event.device_type).endswith("CPU")])
-    return {"wall_ms": 1000 * wall_s / steps, "busy_ms": _covered(kernels) / 1000 / steps, "kernels": len(kernels) / steps}
+    return {
+        "wall_ms": 1000 * wall_s / steps,
+        "busy_ms": _covered(kernels) / 1000 / steps,
+        "kernels": len(kernels) / steps,
+    }
 
 
 def _repeat(step: Callable[[], object], steps: int) -> None:
@@ -114,7 +129,9 @@ def training(shape: str, lengths: Sequence[int], rank: int) -> Figures:
 def images() -> Figures:
     """Steps on new images."""
     backend = backend_of(_base("VL-4B"), {"m": RANK})
-    upcoming = itertools.cycle([[datum("m", rendered) for rendered in those] for those in rendered_images(backend.base)[0]])
+    upcoming = itertools.cycle(
+        [[datum("m", rendered) for rendered in those] for those in rendered_images(backend.base)[0]]
+    )
 
     def step() -> None:
         backend.base.features.clear()

@@ -1,6 +1,7 @@
-"""What users run today: training steps of plain transformers, with PEFT's LoRA and Liger's kernels, everything in bfloat16.
+"""What users run today: training steps of transformers with PEFT's LoRA and Liger's kernels, all in bfloat16.
 
-On several GPUs that is FSDP2 (`torch.distributed.fsdp.fully_shard`) around the same model, with masters in float32 where all weights train.
+On several GPUs that is FSDP2 (`torch.distributed.fsdp.fully_shard`) around the same model, with masters in float32
+where all weights train.
 """
 
 import os
@@ -24,13 +25,15 @@ Inputs = dict[str, Tensor]
 
 
 def texts(batch: Sequence[Any]) -> list[Inputs]:
-    """One micro-batch [sequences, length] of sequences of one length; or a micro-batch of one for each, where the lengths differ."""
+    """One micro-batch [sequences, length] if all sequences are equally long, else a micro-batch of one for each."""
     rows = [torch.from_numpy(tokens).long() for tokens in batch]
     together = [torch.stack(rows)] if len({len(row) for row in rows}) == 1 else [row.unsqueeze(0) for row in rows]
     return [{"input_ids": ids.to(DEVICE), "labels": ids.to(DEVICE)} for ids in together]
 
 
-def lora_network(config: Any, rank: int, checkpointing: bool = False, liger: bool = False, unembed: bool = False) -> Any:
+def lora_network(
+    config: Any, rank: int, checkpointing: bool = False, liger: bool = False, unembed: bool = False
+) -> Any:
     """A random model with PEFT's LoRA of that rank on every linear layer of the decoder, adapters in bfloat16 too."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from peft import LoraConfig, get_peft_model
@@ -53,7 +56,7 @@ def lora_network(config: Any, rank: int, checkpointing: bool = False, liger: boo
 
 
 def sharded_network(config: Any, rank: int, workers: int, checkpointing: bool) -> Any:
-    """A random model that FSDP2 divides over all processes, each layer and the rest: with LoRA of that rank, or all weights for 0."""
+    """A random model that FSDP2 shards over all processes, layer by layer: LoRA of that rank, or all weights for 0."""
     if rank:
         model = lora_network(config, rank, checkpointing)
         layers = model.get_base_model().model.layers
@@ -70,7 +73,9 @@ def sharded_network(config: Any, rank: int, workers: int, checkpointing: bool) -
     return model
 
 
-def step_of(model: Any, micro_batches: Sequence[Inputs] | Callable[[], Sequence[Inputs]], autocast: bool = False) -> Callable[[], float]:
+def step_of(
+    model: Any, micro_batches: Sequence[Inputs] | Callable[[], Sequence[Inputs]], autocast: bool = False
+) -> Callable[[], float]:
     """A training step: forward and backward of each micro-batch, then AdamW. It returns the loss, as our Backend does.
 
     A function gives the micro-batches of each step anew; tensors on the CPU are copied to the device in the step.

@@ -1,10 +1,10 @@
-"""A step of reinforcement learning on one GPU: how its time divides into sampling, training, publishing and all the rest.
+"""How a step of reinforcement learning on one GPU divides into sampling, training, publishing and the rest.
 
-Qwen3-4B's shape with random weights, LoRA of rank 32, bfloat16: 64 requests of 128 tokens that get 256 each, one step of
-`importance_sampling` on all of them, the new adapter published. Parts:
+Qwen3-4B's shape with random weights, LoRA of rank 32, bfloat16: 64 requests of 128 tokens that get 256 each, one step
+of `importance_sampling` on all of them, the new adapter published. Parts:
 
 - local   by Backend and sampler in one process
-- served  through SDK and server, as the client sees it: the rest is the client's own work, and `over_local` says what the server adds
+- served  through SDK and server, as the client sees it: the rest is its own work; `over_local` is what the server adds
 
     python -m benchmarks.gpu.rl_step --output benchmarks/results/rl_step.txt
     TINY=1 python -m benchmarks.gpu.rl_step
@@ -66,8 +66,16 @@ class Clock:
         later = self.steps[2:]
         step_s = statistics.median(step["step"] for step in later)
         total = sum(step["step"] for step in later)
-        shares = {f"{name}_share": sum(step[name] for step in later) / total for name in ("sampling", "training", "publishing")}
-        return {"step_s": step_s, **shares, "rest_share": 1 - sum(shares.values()), "first_step_s": self.steps[0]["step"]}
+        shares = {
+            f"{name}_share": sum(step[name] for step in later) / total
+            for name in ("sampling", "training", "publishing")
+        }
+        return {
+            "step_s": step_s,
+            **shares,
+            "rest_share": 1 - sum(shares.values()),
+            "first_step_s": self.steps[0]["step"],
+        }
 
 
 def aligned(prompt: int, values: Sequence[float]) -> NDArray[np.float32]:
@@ -89,7 +97,9 @@ def local() -> Figures:
                 sampler.publish(weights)
             results: list[SampleResult] = []
             with clock.phase("sampling"):
-                prompts = {requests.add(sampler, LOAD.prompt, LOAD.answer, weights): requests.newest for _ in range(LOAD.rows)}
+                prompts = {
+                    requests.add(sampler, LOAD.prompt, LOAD.answer, weights): requests.newest for _ in range(LOAD.rows)
+                }
                 while sampler.has_work:
                     results += [event for event in stepped(sampler) if isinstance(event, SampleResult)]
             work = [_datum(prompts[result.request_id], result) for result in results]
@@ -103,7 +113,10 @@ def _datum(prompt: NDArray[np.int32], result: SampleResult) -> DatumWork:
     tokens = np.concatenate([prompt, sampled.tokens]).astype(np.int32)
     inputs, targets = tokens[:-1], tokens[1:].astype(np.int64)
     reward = float(np.mean(np.array(sampled.tokens) % 2)) - 0.5
-    numbers = {"logprobs": aligned(len(prompt), sampled.logprobs), "advantages": aligned(len(prompt), [reward] * len(sampled.tokens))}
+    numbers = {
+        "logprobs": aligned(len(prompt), sampled.logprobs),
+        "advantages": aligned(len(prompt), [reward] * len(sampled.tokens)),
+    }
     rendered = RenderedInput(inputs, (), (), torch.arange(len(inputs)).unsqueeze(0))
     return DatumWork("m", rendered, targets, LOSSES["importance_sampling"], numbers)
 
@@ -118,7 +131,7 @@ class Batch:
 
 
 def served(workers: int = 1, batches: Sequence[Batch] = (Batch(),)) -> Figures:
-    """The same through SDK and server, which has so many workers: steps of the first batch, and `step_s_1` and so on of the others."""
+    """The same through SDK and server with that many workers: the first batch's figures, `step_s_N` of the others."""
     import tinker
     from tinker import types
 
@@ -135,19 +148,35 @@ def served(workers: int = 1, batches: Sequence[Batch] = (Batch(),)) -> Figures:
         network.save_pretrained(model)
         del network
         release()
-        options = ["--base-model", f"bench={model}", "--device", DEVICE, "--dtype", "bfloat16", "--kv-cache-gib", str(CACHE_GIB)]
+        options = [
+            "--base-model",
+            f"bench={model}",
+            "--device",
+            DEVICE,
+            "--dtype",
+            "bfloat16",
+            "--kv-cache-gib",
+            str(CACHE_GIB),
+        ]
         with serving(Path(folder), *options, "--workers", str(workers)) as server:
             server.wait_for_health()
             with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
                 trainer = service.create_lora_training_client("bench", rank=RANK, train_unembed=False).result()
-                for clock, batch in ((clock, batch) for clock, batch in zip(clocks, batches, strict=True) for _ in range(STEPS + 2)):
+                for clock, batch in (
+                    (clock, batch) for clock, batch in zip(clocks, batches, strict=True) for _ in range(STEPS + 2)
+                ):
                     with clock.step():
                         with clock.phase("publishing"):
                             client = trainer.save_weights_and_get_sampling_client().result()
-                        prompts = [generator.integers(0, 1500, LOAD.prompt).astype(np.int32) for _ in range(batch.prompts)]
+                        prompts = [
+                            generator.integers(0, 1500, LOAD.prompt).astype(np.int32) for _ in range(batch.prompts)
+                        ]
                         asked = [types.ModelInput.from_ints(prompt.tolist()) for prompt in prompts]
                         with clock.phase("sampling"):
-                            answers = [future.result() for future in [client.sample(prompt, batch.samples, params) for prompt in asked]]
+                            answers = [
+                                future.result()
+                                for future in [client.sample(prompt, batch.samples, params) for prompt in asked]
+                            ]
                         pairs = zip(prompts, answers, strict=True)
                         data = [_sdk_datum(prompt, sampled) for prompt, answer in pairs for sampled in answer.sequences]
                         with clock.phase("training"):

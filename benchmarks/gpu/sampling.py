@@ -1,12 +1,12 @@
-"""Sampling on one GPU by the local sampler, and by vLLM on the same card: tokens per second, delays, how long publishing takes.
+"""Sampling on one GPU by the local sampler, and by vLLM: tokens per second, delays, how long publishing takes.
 
-Published shapes with random weights, bfloat16, temperature 1, log-probabilities wanted, each side through its own Python API. Tokens per
-second count the sampled tokens, from the first request to the last answer, prompts included. Parts:
+Published shapes with random weights, bfloat16, temperature 1, with logprobs, each side through its own Python API.
+Tokens per second count the sampled tokens, from the first request to the last answer, prompts included. Parts:
 
-- 1.7B     Qwen3-1.7B, 64 and 256 requests of 128 tokens that get 512 each, half of them with an adapter of rank 32; and one alone
+- 1.7B     Qwen3-1.7B, 64 and 256 requests of 128 tokens that get 512, half with an adapter of rank 32; and one alone
 - 4B       Qwen3-4B, one request alone
 - hybrid   Qwen3.5-4B, 64 requests of 128 tokens that get 512 each
-- latency  Qwen3-1.7B with 64 requests running: the time to the first token of a prompt of 2,048 tokens, and between the tokens of the 64
+- latency  Qwen3-1.7B, 64 requests running: time to the first token of a prompt of 2,048, and between tokens of the 64
 - publish  Qwen3-1.7B: from a trained adapter of rank 32 to the first token sampled with it
 - served   Qwen3-1.7B, 64 requests as above and publishing, through the SDK and the server
 - deterministic  the 64 of the first part with the option of that name, against those without
@@ -14,7 +14,7 @@ second count the sampled tokens, from the first request to the last answer, prom
     python -m benchmarks.gpu.sampling --parts 1.7B,latency --output benchmarks/results/sampling.txt
     TINY=1 python -m benchmarks.gpu.sampling --sides ours
 
-vLLM runs in its own environment: TINSMITH_TEST_VLLM_PYTHON names that Python, and TINSMITH_TEST_VLLM_PATH what its PYTHONPATH shall be.
+vLLM runs in its own environment: TINSMITH_TEST_VLLM_PYTHON is its Python, TINSMITH_TEST_VLLM_PATH its PYTHONPATH.
 """
 
 import itertools
@@ -98,18 +98,24 @@ class Requests:
         self.newest = np.empty(0, dtype=np.int32)
         """The prompt that was added last."""
 
-    def add(self, sampler: LocalSampler, prompt: int, answer: int, weights: Weights | None, stream: bool = False) -> str:
+    def add(
+        self, sampler: LocalSampler, prompt: int, answer: int, weights: Weights | None, stream: bool = False
+    ) -> str:
         """Add one of `prompt` tokens that gets `answer` tokens; returns its id."""
         self.newest = tokens = self.generator.integers(0, 1500, prompt).astype(np.int32)
         stop = StopRule(eos=False, strings=(), token_ids=())
         params = SamplingParams(max_tokens=answer, temperature=1.0, top_p=1.0, top_k=-1, seed=None, stop=stop)
         number = next(self.numbers)
         request = SampleRequest("bench", number, 1, [TextChunk(tokens)], params, PromptQuestions())
-        sampler.add(str(number), request, RenderedInput(tokens, (), (), torch.arange(prompt).unsqueeze(0)), weights, stream)
+        sampler.add(
+            str(number), request, RenderedInput(tokens, (), (), torch.arange(prompt).unsqueeze(0)), weights, stream
+        )
         return str(number)
 
 
-def stepped(sampler: LocalSampler, deliver: Callable[[Sequence[SampleEvent]], None] | None = None) -> Sequence[SampleEvent]:
+def stepped(
+    sampler: LocalSampler, deliver: Callable[[Sequence[SampleEvent]], None] | None = None
+) -> Sequence[SampleEvent]:
     """One step. Raises RuntimeError if a sample failed."""
     events = sampler.step(deliver)
     if failed := [event.error for event in events if isinstance(event, SampleFailure)]:
@@ -131,7 +137,11 @@ def sample_all(sampler: LocalSampler, requests: Requests, load: Load, answer: in
 def rates(load: Load, times: Sequence[float]) -> Figures:
     """Tokens per second of rounds that took so long."""
     tokens = load.rows * load.answer
-    return {"tokens_per_s": tokens / statistics.median(times), "slowest": tokens / max(times), "fastest": tokens / min(times)}
+    return {
+        "tokens_per_s": tokens / statistics.median(times),
+        "slowest": tokens / max(times),
+        "fastest": tokens / min(times),
+    }
 
 
 def sampler_of(base: BaseModel, cache_gib: float = CACHE_GIB) -> LocalSampler:
@@ -150,7 +160,10 @@ def adapter_of(base: BaseModel) -> Adapter:
 
 
 def ours(shape: str, loads: Sequence[Load], deterministic: bool = False) -> Iterator[tuple[str, Figures]]:
-    """The local sampler: three rounds of each load after a short one, fewer of slow ones; `deterministic` as the server's option."""
+    """The local sampler: three rounds of each load after a short one, fewer if slow.
+
+    `deterministic` is the server's option of that name.
+    """
     base, sampler, requests = _begun(shape, deterministic)
     adapter = adapter_of(base) if any(load.with_adapter for load in loads) else None
     for load in loads:
@@ -175,30 +188,51 @@ def vllm(shape: str, loads: Sequence[Load]) -> Iterator[tuple[str, Figures]]:
         model, adapter = Path(folder) / "model", Path(folder) / "adapter"
         with_adapter = any(load.with_adapter for load in loads)
         _write_for_vllm(shape, model, adapter if with_adapter else None)
-        options: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 256, "enable_prefix_caching": False, "disable_log_stats": True}
+        options: dict[str, Any] = {
+            "max_model_len": 4096,
+            "max_num_seqs": 256,
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+        }
         if with_adapter:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": RANK}
         options |= {"enforce_eager": True, "max_model_len": 512} if TINY else {"gpu_memory_utilization": 0.6}
         if shape == "Qwen3.5-4B":
             options["limit_mm_per_prompt"] = {"image": 0, "video": 0}
         described = [asdict(load) for load in loads]
-        job = {"model": str(model), "adapter": str(adapter) if with_adapter else None, "loads": described, "options": options}
-        own = {"PYTHONPATH": os.environ.get("TINSMITH_TEST_VLLM_PATH", ""), "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
+        job = {
+            "model": str(model),
+            "adapter": str(adapter) if with_adapter else None,
+            "loads": described,
+            "options": options,
+        }
+        own = {
+            "PYTHONPATH": os.environ.get("TINSMITH_TEST_VLLM_PATH", ""),
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
         python = os.environ.get("TINSMITH_TEST_VLLM_PYTHON", sys.executable)
         command = [python, "-m", "benchmarks.gpu.vllm_alone", json.dumps(job)]
         log = Path(tempfile.gettempdir()) / f"vllm-{shape}.log"
         with (
             log.open("w") as errors,
-            subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+            subprocess.Popen(
+                command, env=os.environ | own, stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as process,
         ):
             by_name = {load.name: load for load in loads}
             for line in process.stdout or ():
                 if line.startswith('{"name"'):
                     told = json.loads(line)
                     times = told["seconds"]
-                    yield told["name"], rates(by_name[told["name"]], times) if told["name"] in by_name else {"load_s": times[0]}
+                    yield (
+                        told["name"],
+                        rates(by_name[told["name"]], times) if told["name"] in by_name else {"load_s": times[0]},
+                    )
         if process.returncode:
-            raise RuntimeError(f"vLLM ended with {process.returncode}: " + " | ".join(log.read_text().splitlines()[-8:]))
+            raise RuntimeError(
+                f"vLLM ended with {process.returncode}: " + " | ".join(log.read_text().splitlines()[-8:])
+            )
 
 
 def _write_for_vllm(shape: str, model: Path, adapter: Path | None) -> None:
@@ -256,7 +290,7 @@ class Delays:
 
 
 def latency() -> Figures:
-    """What running requests and a long prompt do to each other: one such prompt comes every 50 tokens of 64 that run."""
+    """How 64 running requests and a long prompt delay each other; such a prompt comes every 50 tokens of the 64."""
     _, sampler, requests = _begun("1.7B")
     running, prompts, between = (4, 3, 10) if TINY else (64, 12, 50)
     delays = Delays(sampler, requests)
@@ -339,7 +373,16 @@ def served() -> Iterator[tuple[str, Figures]]:
         network.save_pretrained(model)
         del network
         release()
-        options = ("--base-model", f"bench={model}", "--device", DEVICE, "--dtype", "bfloat16", "--kv-cache-gib", str(CACHE_GIB))
+        options = (
+            "--base-model",
+            f"bench={model}",
+            "--device",
+            DEVICE,
+            "--dtype",
+            "bfloat16",
+            "--kv-cache-gib",
+            str(CACHE_GIB),
+        )
         began = time.perf_counter()
         with serving(Path(folder), *options, "--max-running", "320", "--workers", "1") as server:
             server.wait_for_health()
@@ -409,10 +452,22 @@ class Script:
                 self.both("Qwen3.5-4B", HYBRID, {"64": "1.0"})
             case "latency":
                 found = isolated("latency", latency, self.asked.budget)
-                figure("first_token_beside_64", _over(found, "first_token_ms", "first_token_alone_ms"), "at most 2 times that alone")
-                figure("between_tokens_p99", _over(found, "between_tokens_p99_ms", "between_tokens_p50_ms"), "at most 3 times the median")
+                figure(
+                    "first_token_beside_64",
+                    _over(found, "first_token_ms", "first_token_alone_ms"),
+                    "at most 2 times that alone",
+                )
+                figure(
+                    "between_tokens_p99",
+                    _over(found, "between_tokens_p99_ms", "between_tokens_p50_ms"),
+                    "at most 3 times the median",
+                )
             case "publish":
-                figure("publish_local_ms", isolated("publish", publish, self.asked.budget).get("publish_ms"), "at most 50 ms")
+                figure(
+                    "publish_local_ms",
+                    isolated("publish", publish, self.asked.budget).get("publish_ms"),
+                    "at most 50 ms",
+                )
             case "served":
                 self.case("served", "ours", served)
                 here, through = self.found.get("1.7B/ours/64", {}), self.found.get("served/ours/64", {})

@@ -1,6 +1,6 @@
-"""Models of published shapes with random weights, made on the device in bfloat16: nothing is downloaded, written or read.
+"""Models of published shapes with random bfloat16 weights, made on the device: none are downloaded, read or written.
 
-Only a small tokenizer, a configuration and the settings of images are written, because loading wants them.
+Only a small tokenizer, a configuration and image settings are written, because loading wants them.
 """
 
 import tempfile
@@ -25,9 +25,24 @@ _QWEN3: dict[str, Any] = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
-_QWEN3_4B = _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
-_QWEN3_1_7B = _QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
-_QWEN3_8B = _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+_QWEN3_4B = _QWEN3 | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+_QWEN3_1_7B = _QWEN3 | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+_QWEN3_8B = _QWEN3 | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
 _QWEN3_8B["tie_word_embeddings"] = False
 _QWEN3_5_4B: dict[str, Any] = {
     "vocab_size": 248320,
@@ -45,7 +60,12 @@ _QWEN3_5_4B: dict[str, Any] = {
     "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": True,
 }
-_QWEN3_6_27B = _QWEN3_5_4B | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24}
+_QWEN3_6_27B = _QWEN3_5_4B | {
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+}
 _QWEN3_6_27B |= {"linear_num_value_heads": 48, "tie_word_embeddings": False}
 _VISION: dict[str, Any] = {
     "depth": 24,
@@ -67,7 +87,12 @@ _SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-_SMALL_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_SMALL_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 _SMALL_VISION = {
     "depth": 2,
     "hidden_size": 64,
@@ -100,7 +125,9 @@ def configuration(shape: str, **changes: Any) -> Any:
         sections = [8, 4, 4] if TINY else [24, 20, 20]
         rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True, "mrope_section": sections}
         vision = _VISION | (_SMALL_VISION if TINY else {})
-        return Qwen3VLConfig(text_config=text | {"rope_parameters": rope} | changes, vision_config=vision, tie_word_embeddings=True)
+        return Qwen3VLConfig(
+            text_config=text | {"rope_parameters": rope} | changes, vision_config=vision, tie_word_embeddings=True
+        )
     return Qwen3Config(**text | changes)
 
 
@@ -114,7 +141,11 @@ def network_of(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def base_of(
-    config: Any, network: Any = None, dtype: torch.dtype = torch.bfloat16, memory_share: float = 1.0, deterministic: bool = False
+    config: Any,
+    network: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+    memory_share: float = 1.0,
+    deterministic: bool = False,
 ) -> BaseModel:
     """A base model of this configuration: of that network of transformers, which it changes, or of a new random one.
 
@@ -128,7 +159,10 @@ def base_of(
 
 
 def write_surroundings(config: Any, directory: Path) -> Path:
-    """What a model's directory holds beside the weights. The ids of images are those of the small tokenizer, also in `config`."""
+    """What a model's directory holds beside the weights.
+
+    The ids of images are those of the small tokenizer, also in `config`.
+    """
     from tinsmith.models.tiny import write_tiny_model  # not above: it imports kernels, and they touch CUDA
 
     images = config.get_text_config() is not config
@@ -143,12 +177,12 @@ def write_surroundings(config: Any, directory: Path) -> Path:
 
 
 def flops_per_token(config: Any, lengths: list[int], all_weights: bool) -> float:
-    """Floating-point operations that a training step needs for each token, as the share of the card's matmul rate counts them.
+    """FLOPs of a training step per token, as the share of the card's matmul rate counts them.
 
-    Of every parameter that is multiplied with: 2 forward, 2 for the gradient of its input, and 2 more for its own where all weights are
-    trained; the LM head once, the embedding's lookup and whatever is computed a second time never. Causal attention beside that: half of
-    two products of each query head with all tokens of the sequence, forward, and as much again for each of the other passes. The delta
-    rule of hybrid layers is left out.
+    Of every parameter that is multiplied with: 2 forward, 2 for the gradient of its input, and 2 more for its own where
+    all weights are trained; the LM head once, the embedding's lookup and whatever is computed a second time never.
+    Causal attention beside that: half of two products of each query head with all tokens of the sequence, forward, and
+    as much again for each of the other passes. The delta rule of hybrid layers is left out.
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
@@ -159,7 +193,10 @@ def flops_per_token(config: Any, lengths: list[int], all_weights: bool) -> float
     attention = 0.0
     for kind in kinds:
         if kind == "linear_attention":
-            key, value = text.linear_num_key_heads * text.linear_key_head_dim, text.linear_num_value_heads * text.linear_value_head_dim
+            key, value = (
+                text.linear_num_key_heads * text.linear_key_head_dim,
+                text.linear_num_value_heads * text.linear_value_head_dim,
+            )
             parameters += text.hidden_size * (2 * key + 3 * value + 2 * text.linear_num_value_heads)
         else:
             parameters += text.hidden_size * (queries * (gated + 1) + 2 * keys)

@@ -1,7 +1,7 @@
-"""Training on one GPU through `Backend.run_pass` and `optim_step`: tokens per second and memory, and the rivals on the same card.
+"""Training on one GPU through `Backend.run_pass` and `optim_step`: tokens per second and memory, beside rivals.
 
-Published shapes with random weights, bfloat16. A step is forward, backward and AdamW. The rivals are transformers with PEFT, without and
-with Liger's kernels, all in bfloat16. Parts:
+Published shapes with random weights, bfloat16. A step is forward, backward and AdamW. The rivals are transformers with
+PEFT, without and with Liger's kernels, all in bfloat16. Parts:
 
 - card      the card's own matmul rate and copy bandwidth, which the other parts need
 - lora      Qwen3-4B, LoRA of rank 32, 4 and 8 sequences of 1,024 tokens, with the share of the card's matmul rate
@@ -11,8 +11,8 @@ with Liger's kernels, all in bfloat16. Parts:
 - long      one sequence of 32,768 and one of 131,072 tokens; Liger with checkpointing at 32,768
 - mixed     32 sequences of 128 to 4,096 tokens, against micro-batches of one
 - tenants   eight LoRA models of ranks 8 to 64, 4 sequences each, against one model of rank 64 with all 32
-- images  Qwen3-VL-4B, 8 sequences of a new 512² image and 256 tokens; the images are processed beforehand on both sides
-- full      Qwen3-1.7B, all weights, 8 sequences of 1,024; transformers with bfloat16 weights, and with float32 ones under autocast
+- images    Qwen3-VL-4B, 8 sequences of a new 512² image and 256 tokens; images are processed beforehand on both sides
+- full      Qwen3-1.7B, all weights, 8 sequences of 1,024; transformers in bfloat16, and in float32 under autocast
 - hybrid    Qwen3.5-4B, LoRA of rank 32, 4 and 8 sequences of 1,024
 - chat      Qwen3.5-4B, 128 sequences of 64 to 8,192 tokens, whose lengths are those of chats
 - hybrid_long  Qwen3.5-4B, one sequence of 65,536 tokens
@@ -34,7 +34,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.gpu.measuring import TINY, Figures, begin, card, figure, isolated, peak_memory, ratio, release, say, timed
+from benchmarks.gpu.measuring import (
+    TINY,
+    Figures,
+    begin,
+    card,
+    figure,
+    isolated,
+    peak_memory,
+    ratio,
+    release,
+    say,
+    timed,
+)
 from benchmarks.gpu.rivals import Inputs, lora_network, step_of, texts
 from benchmarks.gpu.shapes import base_of, configuration, flops_per_token, network_of
 from tinsmith.config import TrainingConfig
@@ -133,7 +145,9 @@ def backend_of(base: BaseModel, ranks: dict[str, int], unembed: bool = False) ->
     return backend
 
 
-def measured(config: Any, lengths: Sequence[int], step: Callable[[], object], matmul: float, all_weights: bool = False) -> Figures:
+def measured(
+    config: Any, lengths: Sequence[int], step: Callable[[], object], matmul: float, all_weights: bool = False
+) -> Figures:
     """Tokens per second, share of the matmul rate and memory of a step on sequences of these lengths."""
     timing = timed(step)
     rate = sum(lengths) / timing.median
@@ -153,8 +167,8 @@ def ours(
 ) -> Figures:
     """Our Backend on text; the sequences go to the models in turn.
 
-    `alone` gives each sequence a pass of its own, `memory_gib` limits the memory, `unembed` trains the LM head too; `deterministic` as the
-    server's option.
+    `alone` gives each sequence a pass of its own, `memory_gib` limits the memory, `unembed` trains the LM head too;
+    `deterministic` as the server's option.
     """
     config = configuration(shape)
     network = network_of(config)
@@ -165,14 +179,21 @@ def ours(
     work = [text_datum(list(ranks)[i // each], tokens) for i, tokens in enumerate(batch_of(lengths))]
 
     def step() -> None:
-        train(backend, [[item] for item in work] if alone else filled(work, backend.passes.tokens_per_pass), list(ranks))
+        train(
+            backend, [[item] for item in work] if alone else filled(work, backend.passes.tokens_per_pass), list(ranks)
+        )
 
     found = measured(config, lengths, step, matmul, all_weights=0 in ranks.values())
     return found | {"tokens_per_pass": backend.passes.tokens_per_pass}
 
 
 def theirs(
-    shape: str, lengths: Sequence[int], matmul: float, liger: bool = False, checkpointing: bool = False, unembed: bool = False
+    shape: str,
+    lengths: Sequence[int],
+    matmul: float,
+    liger: bool = False,
+    checkpointing: bool = False,
+    unembed: bool = False,
 ) -> Figures:
     """What transformers and PEFT do on text."""
     config = configuration(shape)
@@ -207,7 +228,12 @@ class Script:
     def card(self) -> None:
         """Measure the card."""
         self.matmul = isolated("card", card, 60).get("matmul_tflops", 0.0)
-        say(share="tokens_per_s * passes * 2 * (parameters + query_width * layers * length) / matmul; 2 passes for LoRA, 3 for all weights")
+        say(
+            share=(
+                "tokens_per_s * passes * 2 * (parameters + query_width * layers * length) / matmul; "
+                "2 passes for LoRA, 3 for all weights"
+            )
+        )
 
     def lora(self) -> None:
         """4 and 8 sequences."""
@@ -221,7 +247,7 @@ class Script:
             figure(f"{name}_matmul_share", mine.get("matmul_share"), "at least 0.55")
 
     def warm(self) -> None:
-        """The first step after a warm start: the processes before have compiled what it needs, or else the first one here does."""
+        """Time the first step of a process that finds all compiled, by earlier processes or else by a cold one here."""
         action = partial(ours, "4B", [LENGTH] * 4, {"m": RANK}, self.matmul)
         if f"lora_4x{LENGTH}/ours" not in self.found:
             self.case("cold", "ours", action)
@@ -237,7 +263,9 @@ class Script:
     def recompute(self) -> None:
         """8 sequences, in Liger's memory."""
         name = f"lora_8x{LENGTH}"
-        rival = self.found.get(f"{name}/liger") or self.case(name, "liger", partial(theirs, "4B", [LENGTH] * 8, self.matmul, liger=True))
+        rival = self.found.get(f"{name}/liger") or self.case(
+            name, "liger", partial(theirs, "4B", [LENGTH] * 8, self.matmul, liger=True)
+        )
         room = rival.get("reserved_gib", 0.0)
         if room:
             self.case("recompute", "ours", partial(ours, "4B", [LENGTH] * 8, {"m": RANK}, self.matmul, memory_gib=room))
@@ -248,7 +276,9 @@ class Script:
         for length in LONG:
             self.case(f"long_{length}", "ours", partial(ours, "4B", [length], {"m": RANK}, self.matmul))
         length = LONG[0]
-        self.case(f"long_{length}", "liger", partial(theirs, "4B", [length], self.matmul, liger=True, checkpointing=True))
+        self.case(
+            f"long_{length}", "liger", partial(theirs, "4B", [length], self.matmul, liger=True, checkpointing=True)
+        )
         self.compare(f"long_{length}_over_liger", f"long_{length}/ours", f"long_{length}/liger", "at least 1.2")
 
     def mixed(self) -> None:
@@ -280,7 +310,12 @@ class Script:
         self.case("full", "ours", partial(ours, "1.7B", lengths, {"m": 0}, self.matmul))
         for side, dtype in (("transformers_bfloat16", torch.bfloat16), ("transformers_autocast", torch.float32)):
             self.case("full", side, partial(their_full, lengths, self.matmul, dtype))
-            self.compare(f"full_over_{side}", "full/ours", f"full/{side}", "at least 1.4" if dtype == torch.bfloat16 else "at least 1.7")
+            self.compare(
+                f"full_over_{side}",
+                "full/ours",
+                f"full/{side}",
+                "at least 1.4" if dtype == torch.bfloat16 else "at least 1.7",
+            )
 
     def hybrid(self) -> None:
         """A model most of whose layers are gated delta nets."""
@@ -289,10 +324,18 @@ class Script:
             self.case(name, "ours", partial(ours, "Qwen3.5-4B", lengths, {"m": RANK}, self.matmul))
             found = self.case(name, "peft", partial(theirs, "Qwen3.5-4B", lengths, self.matmul))
             if not found:
-                self.case(name, "peft_checkpointing", partial(theirs, "Qwen3.5-4B", lengths, self.matmul, checkpointing=True))
-            self.compare(f"{name}_over_peft", f"{name}/ours", f"{name}/peft" if found else f"{name}/peft_checkpointing", "")
+                self.case(
+                    name, "peft_checkpointing", partial(theirs, "Qwen3.5-4B", lengths, self.matmul, checkpointing=True)
+                )
+            self.compare(
+                f"{name}_over_peft", f"{name}/ours", f"{name}/peft" if found else f"{name}/peft_checkpointing", ""
+            )
         mine = self.found.get(f"hybrid_8x{LENGTH}/ours", {}).get("tokens_per_s")
-        figure("hybrid_over_before", mine / 7906 if mine else None, "at least 1.3 times the 7,906 tokens per second of an H200 before")
+        figure(
+            "hybrid_over_before",
+            mine / 7906 if mine else None,
+            "at least 1.3 times the 7,906 tokens per second of an H200 before",
+        )
 
     def chat(self) -> None:
         """A batch of chats, of which most are short."""
@@ -301,7 +344,9 @@ class Script:
 
     def hybrid_long(self) -> None:
         """One long sequence."""
-        self.case(f"hybrid_long_{HYBRID_LONG}", "ours", partial(ours, "Qwen3.5-4B", [HYBRID_LONG], {"m": RANK}, self.matmul))
+        self.case(
+            f"hybrid_long_{HYBRID_LONG}", "ours", partial(ours, "Qwen3.5-4B", [HYBRID_LONG], {"m": RANK}, self.matmul)
+        )
 
     def deterministic(self) -> None:
         """What it costs that numbers depend on their own sequence alone."""
@@ -327,7 +372,7 @@ TEXT, SIDE = (12, 64) if TINY else (256, 512)
 
 
 def rendered_images(base: BaseModel) -> tuple[list[list[RenderedInput]], float]:
-    """For each step its sequences, text around an image that no other has; and the seconds of processor time that an image took."""
+    """Sequences of each step, text around an image of its own; and the CPU seconds that an image took."""
     from tests.bases import image_chunks, renderer
 
     render = renderer(base)
@@ -363,7 +408,10 @@ def their_images(matmul: float) -> Figures:
     sequences, _ = rendered_images(base_of(config))
     steps = [_together(those, config) for those in sequences]
     config = deepcopy(config)
-    config.text_config._attn_implementation = config.vision_config._attn_implementation = config._attn_implementation = "sdpa"  # not ours
+    # Not ours
+    config.text_config._attn_implementation = config.vision_config._attn_implementation = (
+        config._attn_implementation
+    ) = "sdpa"
     release()
     upcoming = itertools.cycle(steps)
     lengths = [steps[0]["input_ids"].shape[1]] * SEQUENCES

@@ -1,16 +1,16 @@
-"""A user's day on one GPU: what people wait for and get, through `tinsmith serve` with its default settings and the real SDK.
+"""A user's day on one GPU: waiting times and throughput through `tinsmith serve` with defaults and the real SDK.
 
-Published shapes with random weights in bfloat16; their files lie in memory. Each part starts a server with an empty compile cache, does
-its work, and starts the same server once more. Parts:
+Published shapes with random weights in bfloat16; their files lie in memory. Each part starts a server with an empty
+compile cache, does its work, and starts the same server once more. Parts:
 
-- hybrid    Qwen3.5-4B: steps of 8×1,024 tokens, a batch of chats, one sequence of 65,536, sampling 64 × (128 + 512), and steps of
-            reinforcement learning, 16 prompts of 16 samples (256 + 512)
-- dense     Qwen3-4B: steps of 8×1,024 and of 4×512, and four tenants of ranks 8 to 64 at once, against one batch of their tokens
-- images  Qwen3-VL-4B: sampling 32 × 4 with an image in every prompt
+- hybrid    Qwen3.5-4B: steps of 8×1,024 tokens, a batch of chats, one sequence of 65,536, sampling 64 × (128 + 512),
+            and RL steps, 16 prompts of 16 samples (256 + 512)
+- dense     Qwen3-4B: steps of 8×1,024 and 4×512; four tenants of ranks 8 to 64, against one batch of their tokens
+- images    Qwen3-VL-4B: sampling 32 × 4 with an image in every prompt
 - large     Qwen3-8B: steps of 2×4,096 and of 8×1,024
 
-Each work is done several times: `first_s` is what the first one took, `median_s` the median of those behind it. A start is the time from
-the launch until healthz says ready.
+Each work is done several times: `first_s` is what the first one took, `median_s` the median of those behind it. A start
+is the time from the launch until healthz says ready.
 
     python -m benchmarks.gpu.user_day --parts hybrid --output benchmarks/results/user-day-h100.txt
     TINY=1 python -m benchmarks.gpu.user_day
@@ -121,7 +121,10 @@ def sampling(day: Day) -> Figures:
 
 
 def reinforcement(day: Day) -> Figures:
-    """Steps of reinforcement learning: publish, sample, train on what was sampled. Medians of the phases of all steps but the first."""
+    """Steps of reinforcement learning: publish, sample, train on what was sampled.
+
+    Medians of the phases of all steps but the first.
+    """
     prompts, samples, prompt, answer = RL
     model = day.model()
     params = types.SamplingParams(max_tokens=answer, temperature=1.0, stop=[])
@@ -133,14 +136,22 @@ def reinforcement(day: Day) -> Figures:
         began = time.perf_counter()
         answers = [future.result() for future in [client.sample(text, samples, params) for text in asked]]
         sampled_s.append(time.perf_counter() - began)
-        data = [_answered(text, sequence) for text, reply in zip(asked, answers, strict=True) for sequence in reply.sequences]
+        data = [
+            _answered(text, sequence)
+            for text, reply in zip(asked, answers, strict=True)
+            for sequence in reply.sequences
+        ]
         began = time.perf_counter()
         step(model, data, "importance_sampling")
         trained_s.append(time.perf_counter() - began)
 
     whole = repeated(iteration, prompts * samples * (prompt + answer), times=3)
     rate = prompts * samples * answer / statistics.median(sampled_s[1:])
-    return whole | {"sampling_s": statistics.median(sampled_s[1:]), "training_s": statistics.median(trained_s[1:]), "sampled_per_s": rate}
+    return whole | {
+        "sampling_s": statistics.median(sampled_s[1:]),
+        "training_s": statistics.median(trained_s[1:]),
+        "sampled_per_s": rate,
+    }
 
 
 def _answered(prompt: types.ModelInput, sequence: types.SampledSequence) -> types.Datum:

@@ -1,9 +1,10 @@
-"""vLLM by itself, through its Python API, with its CUDA graphs: the rival of `benchmarks.gpu.sampling`, which starts this program.
+"""vLLM by itself, through its Python API with CUDA graphs: the rival that `benchmarks.gpu.sampling` starts.
 
-It runs in vLLM's own environment and imports nothing of Tinsmith. The first argument is a job in JSON: `model` (a directory without
-weights, which are drawn at random), `adapter` (a directory of PEFT's, or null), `loads` (each `name`, `rows`, `prompt`, `answer`,
-`with_adapter`: that many rows sample `answer` tokens each after prompts of `prompt` random ones), `options` (of vLLM's `LLM`). Each load
-gives one line of JSON: its name, and the seconds of each of three rounds after one to warm up.
+It runs in vLLM's own environment and imports nothing of Tinsmith. The first argument is a job in JSON: `model` (a
+directory without weights, which are drawn at random), `adapter` (a directory of PEFT's, or null), `loads` (each `name`,
+`rows`, `prompt`, `answer`, `with_adapter`: that many rows sample `answer` tokens each after prompts of `prompt` random
+ones), `options` (of vLLM's `LLM`). Each load gives one line of JSON: its name, and the seconds of each of three rounds
+after one to warm up.
 """
 
 import json
@@ -26,7 +27,9 @@ def main() -> None:
     numbers = random.Random(0)
 
     def sample(load: dict[str, Any], answer: int) -> float:
-        prompts = [{"prompt_token_ids": [numbers.randrange(1500) for _ in range(load["prompt"])]} for _ in range(load["rows"])]
+        prompts = [
+            {"prompt_token_ids": [numbers.randrange(1500) for _ in range(load["prompt"])]} for _ in range(load["rows"])
+        ]
         adapters = [adapter if row < load["with_adapter"] else None for row in range(load["rows"])]
         params = SamplingParams(temperature=1.0, max_tokens=answer, ignore_eos=True, detokenize=False, logprobs=0)
         began = time.perf_counter()
@@ -38,7 +41,9 @@ def main() -> None:
 
     for load in job["loads"]:
         sample(load, min(64, load["answer"]))
-        print(json.dumps({"name": load["name"], "seconds": [sample(load, load["answer"]) for _ in range(3)]}), flush=True)
+        print(
+            json.dumps({"name": load["name"], "seconds": [sample(load, load["answer"]) for _ in range(3)]}), flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""Several GPUs of one host, each with a worker's base model, trainer and sampler: what two or more do in the time of one.
+"""What several GPUs of one host, each with a base model, trainer and sampler, do in the time of one.
 
-Every process has one GPU and meets the others as workers do. First the process of the first GPU computes alone, while the others wait, then
-all compute at once. A part that fails in one process, or takes longer than `--limit`, ends all of them: new ones go on with the next part.
-Parts:
+Every process has one GPU and meets the others as workers do. First the process of the first GPU computes alone, while
+the others wait, then all compute at once. A part that fails in one process, or takes longer than `--limit`, ends all of
+them: new ones go on with the next part. Parts:
 
 - lora      Qwen3-8B, LoRA of rank 32, 4 sequences of 1,024 tokens on each GPU: one step with its sum of gradients
-- sharded   Qwen3-8B, LoRA of rank 32, the same sequences on layers that are sharded over the GPUs (`--shard weights`), against replicas
+- sharded   the same with layers sharded over the GPUs (`--shard weights`), against replicas
 - bare      the same training with FSDP2 of PyTorch around transformers and PEFT, with and without recomputation
-- sequence  Qwen3-4B, LoRA of rank 32: one sequence of 262,144 tokens (`--sequences`) on all GPUs together, against one of half of it on one
+- sequence  Qwen3-4B, LoRA of rank 32: one sequence of 262,144 tokens (`--sequences`) on all GPUs, half of it on one
 - large     Qwen3.6-27B's shape, LoRA of rank 32, 2 sequences of 1,024 tokens on each GPU
 - full      Qwen3-1.7B, all weights, 4 sequences of 1,024 tokens on each GPU
 - full8b    Qwen3-8B, all weights with a compact state, 8 sequences of 1,024 tokens on each GPU; it needs 141 GB
-- sharded8b Qwen3-8B, all weights in float32 that are sharded, 8 sequences of 1,024 tokens on each GPU; on two GPUs it needs 141 GB
+- sharded8b Qwen3-8B, all weights in float32, sharded, 8 sequences of 1,024 tokens on each GPU; two need 141 GB each
 - bare8b    the same with FSDP2, with recomputation
 - sampling  Qwen3-1.7B, 256 requests of 128 tokens on each GPU, which get 512 tokens each; and 256 in all
 - publish   Qwen3-8B, LoRA of rank 32: a snapshot on every GPU, until a token of it is sampled on all of them
-- save      the same adapter with its optimizer: how long one worker copies it on its device, for which training waits; no file is written
+- save      the same adapter with its optimizer: how long training waits for one worker's copy on its device; no file
 - rl        a step of reinforcement learning (`rl_step.py`) through a server with one worker, and with one for each GPU:
             the same requests, and as many for each
 - rl_groups the same with 32 prompts of 16 samples each, as recipes sample: a GPU alone is busy then
@@ -107,7 +107,10 @@ class Measured:
     """One process of the benchmark. The first says what all have done."""
 
     def __init__(self, group: ProcessGroup, sequences: Sequence[int], long_calls: int, folder: Path) -> None:
-        """`sequences` and `long_calls` are of the part `sequence`. `folder` is the same for all processes, also for later ones."""
+        """`sequences` and `long_calls` are of the part `sequence`.
+
+        `folder` is the same for all processes, also for later ones.
+        """
         self.group = group
         self.sequences, self.long_calls, self.folder = sequences, long_calls, folder
         self.is_first = group.place.rank == 0
@@ -152,7 +155,9 @@ class Measured:
         file = self.folder / name
         return float(file.read_text()) if file.is_file() else None
 
-    def training(self, name: str, shape: str, rank: int, wanted: str, sequences: int = 4, full_state: str = "float32") -> float:
+    def training(
+        self, name: str, shape: str, rank: int, wanted: str, sequences: int = 4, full_state: str = "float32"
+    ) -> float:
         """One GPU against all, the same tokens on each. Returns the share of all cards' matmul rate, on the first."""
         config = configuration(shape)
         base = base_of(config)
@@ -165,8 +170,15 @@ class Measured:
             seconds = self.seconds(partial(train, backend, [work], ["m"]), together=group is not None)
             if self.is_first:
                 rates[label] = sum(lengths) / seconds
-                share = flops_per_token(config, lengths, rank == 0) * rates[label] / (self.matmul * 1e12) if self.matmul else 0.0
-                self.say(f"{name}_{label}", {"tokens_per_s_each": rates[label], "matmul_share": share, "step_s": seconds, **peak_memory()})
+                share = (
+                    flops_per_token(config, lengths, rank == 0) * rates[label] / (self.matmul * 1e12)
+                    if self.matmul
+                    else 0.0
+                )
+                self.say(
+                    f"{name}_{label}",
+                    {"tokens_per_s_each": rates[label], "matmul_share": share, "step_s": seconds, **peak_memory()},
+                )
             del backend
             release()
         if self.is_first:
@@ -220,7 +232,10 @@ class Measured:
         rate = sum(lengths) / seconds
         flops = flops_per_token(config, lengths, rank == 0) * rate
         figures = {"matmul_share": flops / (self.matmul * 1e12)} if self.matmul else {}
-        self.say(name, {"checkpointing": checkpointing, "tokens_per_s_each": rate, **figures, "step_s": seconds, **peak_memory()})
+        self.say(
+            name,
+            {"checkpointing": checkpointing, "tokens_per_s_each": rate, **figures, "step_s": seconds, **peak_memory()},
+        )
         del step
         release()
         return rate
@@ -245,13 +260,20 @@ class Measured:
 
         rates = {}
         shortest, longest = self.sequences
-        for label, step, length, workers in (("one", one_step, shortest, 1), ("all", all_step, longest, self.group.count)):
+        for label, step, length, workers in (
+            ("one", one_step, shortest, 1),
+            ("all", all_step, longest, self.group.count),
+        ):
             release()
             seconds = self.seconds(step, together=workers > 1, warm=1, calls=self.long_calls)
             if self.is_first:
                 flops = length / seconds / workers * flops_per_token(config, [length], False)
                 rates[label] = flops
-                figures = {"tokens": length, "tokens_per_s_each": length / seconds / workers, "tflops_each": flops / 1e12}
+                figures = {
+                    "tokens": length,
+                    "tokens_per_s_each": length / seconds / workers,
+                    "tflops_each": flops / 1e12,
+                }
                 self.say(f"sequence_{label}", figures | {"step_s": seconds} | peak_memory())
         if self.is_first:
             figure("sequence_parallel", rates["all"] / rates["one"], "at least 0.7 of one GPU, attention counted")
@@ -285,7 +307,9 @@ class Measured:
             rate = sum(lengths) / seconds
             share = flops_per_token(config, lengths, True) * rate / (self.matmul * 1e12) if self.matmul else 0.0
             self.keep("sharded8b", rate)
-            self.say("sharded8b", {"tokens_per_s_each": rate, "matmul_share": share, "step_s": seconds, **peak_memory()})
+            self.say(
+                "sharded8b", {"tokens_per_s_each": rate, "matmul_share": share, "step_s": seconds, **peak_memory()}
+            )
             if share:
                 figure("sharded8b_matmul_share", share, "at least 0.45 on 4; bare FSDP2 0.36")
 
@@ -357,7 +381,9 @@ def reinforcement_learning(count: int, budget_s: float) -> None:
 
 def reinforcement_learning_in_groups(count: int, budget_s: float) -> None:
     """The same with many samples of each prompt."""
-    one, many = (isolated(f"rl_groups_{workers}", partial(served, workers, [GROUPS]), budget_s) for workers in (1, count))
+    one, many = (
+        isolated(f"rl_groups_{workers}", partial(served, workers, [GROUPS]), budget_s) for workers in (1, count)
+    )
     figure("rl_groups_step_scaling", ratio(one, many, "step_s"), "at least 1.8 of 2")
 
 
@@ -400,10 +426,20 @@ def main() -> None:
     usual = ",".join(part for part in PARTS if part not in LARGER)
     parser.add_argument("--parts", default=usual, help=f"what to measure, with commas between; of {', '.join(PARTS)}")
     parser.add_argument("--output", type=Path, help="a file that gets the lines too, behind what it holds")
-    parser.add_argument("--limit", type=float, default=400.0, help="most seconds of each part that starts no server, building included")
-    parser.add_argument("--budget", type=float, default=300.0, help="most seconds of each side of a part that starts servers")
-    parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="tokens of the sequence of one GPU, and of that of all")
-    parser.add_argument("--long-calls", type=int, default=2, help="measured steps of each of these sequences, after one that is not")
+    parser.add_argument(
+        "--limit", type=float, default=400.0, help="most seconds of each part that starts no server, building included"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=300.0, help="most seconds of each side of a part that starts servers"
+    )
+    parser.add_argument(
+        "--sequences",
+        default=",".join(map(str, SEQUENCES)),
+        help="tokens of the sequence of one GPU, and of that of all",
+    )
+    parser.add_argument(
+        "--long-calls", type=int, default=2, help="measured steps of each of these sequences, after one that is not"
+    )
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -442,7 +478,11 @@ def attempt(parts: Sequence[str], asked: argparse.Namespace, folder: Path) -> st
     """Measure the parts in a process for each GPU. Returns the part that failed or took too long, None if none did."""
     command = [sys.executable, "-m", "benchmarks.gpu.workers", "--count", str(asked.count), "--parts", ",".join(parts)]
     command += ["--meeting", f"file://{folder}/store{len(parts)}", "--long-calls", str(asked.long_calls)]
-    command += ["--sequences", ",".join(map(str, asked.sequences)), *(["--output", str(asked.output)] if asked.output else [])]
+    command += [
+        "--sequences",
+        ",".join(map(str, asked.sequences)),
+        *(["--output", str(asked.output)] if asked.output else []),
+    ]
     files = [_file_of(folder, rank) for rank in range(asked.count)]
     for file in files:
         file.write_text("")
@@ -454,12 +494,15 @@ def attempt(parts: Sequence[str], asked: argparse.Namespace, folder: Path) -> st
         return watch(processes, files, parts, asked.limit)
     finally:
         for process in processes:
-            with suppress(ProcessLookupError):  # what it holds on the device goes with it, and so do the compilers that it has started
+            # What it holds on the device goes with it, and so do the compilers that it has started
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def watch(processes: "Sequence[subprocess.Popen[bytes]]", files: Sequence[Path], parts: Sequence[str], limit_s: float) -> str | None:
+def watch(
+    processes: "Sequence[subprocess.Popen[bytes]]", files: Sequence[Path], parts: Sequence[str], limit_s: float
+) -> str | None:
     """As `attempt`, of processes that run. `files` say which part each is at."""
     began, last = time.monotonic(), ""
     while True:

@@ -18,20 +18,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     That includes an error of the operating system about a file, such as one that cannot be read.
     """
-    about = "Train a model with reinforcement learning on a Tinker server. Started again with the same file, it resumes."
+    about = (
+        "Train a model with reinforcement learning on a Tinker server. Started again with the same file, it resumes."
+    )
     parser = argparse.ArgumentParser("tinsmith-rl", description=about)
-    parser.add_argument("config", type=_path, metavar="CONFIG.yaml", help="configuration of the run, which docs/rl.md describes")
+    parser.add_argument(
+        "config", type=_path, metavar="CONFIG.yaml", help="configuration of the run, which docs/rl.md describes"
+    )
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--new", action="store_true", help="begin another run, in a directory of its own beside that of the last one")
-    only.add_argument("--eval", action="store_true", help="sample episodes and print rewards and metrics, without training")
+    only.add_argument(
+        "--new", action="store_true", help="begin another run, in a directory of its own beside that of the last one"
+    )
+    only.add_argument(
+        "--eval", action="store_true", help="sample episodes and print rewards and metrics, without training"
+    )
     given = parser.parse_args(arguments)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # such as that there is no PyTorch, which nothing here needs
+    # Such as that there is no PyTorch, which nothing here needs
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         _run(given.config, given.new, given.eval)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except RlError as error:
-        print("tinsmith-rl:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)  # it may quote what a server said
+        # It may quote what a server said
+        print("tinsmith-rl:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if error.filename is None:

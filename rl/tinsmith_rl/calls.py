@@ -1,8 +1,9 @@
 """Calls into an environment's code: what it raises, what it returns, and how often it fails.
 
-The code is the user's. Every exception becomes an `EnvError`, and every returned value is checked before anything else uses it: a reward of
-None or a message without a role would otherwise fail far away, in an error that names neither the environment nor the method. A few failed
-episodes are dropped without harm. If most episodes fail, their rewards say nothing about the model, and `FailureCounter` ends the run.
+The code is the user's. Every exception becomes an `EnvError`, and every returned value is checked before anything else
+uses it: a reward of None or a message without a role would otherwise fail far away, in an error that names neither the
+environment nor the method. A few failed episodes are dropped without harm. If most episodes fail, their rewards say
+nothing about the model, and `FailureCounter` ends the run.
 """
 
 import inspect
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # the processes of environments import this module, and traje
 log = logging.getLogger(__name__)
 
 MIN_EPISODES = 64
-"""The share of failed episodes is judged over at least this many, so that two failures in a small batch do not end a run."""
+"""The fewest episodes over which the share of failures is judged, so that two in a small batch end no run."""
 
 _MAX_QUOTED = 200
 """Characters of a wrong value that an error quotes."""
@@ -46,12 +47,16 @@ class TooManyFailuresError(RlError):
 
 
 def call(env: Any, method: str, *arguments: Any) -> Any:
-    """Call a method of an environment. Returns its value, checked, with Python's own numbers; of an async method, an awaitable of that.
+    """Call a method of an environment.
+
+    Returns its value, checked, with Python's own numbers; of an async method, an awaitable of that.
 
     Raises EnvError, and ConfigError for a demonstration of an environment that is no `Teacher`.
     """
     if method == "demonstrate" and not isinstance(env, Teacher):
-        raise ConfigError(f"warmup: steps: {type(env).__qualname__} has no demonstrations; derive it from Teacher, or set steps=0")
+        raise ConfigError(
+            f"warmup: steps: {type(env).__qualname__} has no demonstrations; derive it from Teacher, or set steps=0"
+        )
     with environment_code():
         value = getattr(env, method)(*arguments)
         return _checked_later(env, method, value) if inspect.isawaitable(value) else _checked(env, method, value)
@@ -68,25 +73,29 @@ def _checked(env: Any, method: str, value: Any) -> Any:
 
 
 def environment_code(*others: type[Exception]) -> AbstractContextManager[None]:
-    """Turn every exception of the body, which runs an environment's code, into an EnvError; but for those of types `others`."""
+    """Turn every exception of the body, an environment's code, into an EnvError, except those of types `others`."""
     return foreign_code(env_error, EnvError, *others)
 
 
 def env_error(error: BaseException) -> EnvError:
     """The EnvError for an exception that an environment raised."""
-    return EnvError(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error, limit=-30)))  # one without end is deep
+    # One without end is deep
+    return EnvError(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error, limit=-30)))
 
 
 def checked_reward(where: str, value: Any) -> float:
-    """The reward as a float. Raises EnvError unless it is a finite number; `where` names the class and method that returned it."""
+    """The reward as a float.
+
+    Raises EnvError unless it is a finite number; `where` names the class and method that returned it.
+    """
     return _number(f"{where} returned the reward", value)
 
 
 class FailureCounter:
     """Counts failed episodes: the environment raised, returned a wrong value or took too long.
 
-    The first failure is logged with its traceback, later ones as a number. A run ends when the environment fails in more than `max_share`
-    of the episodes, or in every episode of `max_groups` groups in a row.
+    The first failure is logged with its traceback, later ones as a number. A run ends when the environment fails in
+    more than `max_share` of the episodes, or in every episode of `max_groups` groups in a row.
     """
 
     def __init__(self, env: str, max_share: float, max_groups: int) -> None:
@@ -99,39 +108,62 @@ class FailureCounter:
         self._reported = 0
 
     def count(self, group: "Sequence[Trajectory]") -> None:
-        """Count a finished group. Raises TooManyFailuresError after `max_groups` groups in a row in which every episode failed."""
+        """Count a finished group.
+
+        Raises TooManyFailuresError after `max_groups` groups in a row in which every episode failed.
+        """
         failed = [trajectory for trajectory in group if trajectory.failed]
         if failed and not self._first:
             first = failed[0]
             self._first = first.error
-            which = f"seed {first.episode.seed}, group {first.episode.group}, member {first.episode.member}, turn {first.turns}"
-            log.error("environment %r failed in an episode (%s; %s):\n%s", self.env, first.stop_reason, which, first.details.rstrip())
+            which = (
+                f"seed {first.episode.seed}, group {first.episode.group}, member {first.episode.member}, "
+                f"turn {first.turns}"
+            )
+            log.error(
+                "environment %r failed in an episode (%s; %s):\n%s",
+                self.env,
+                first.stop_reason,
+                which,
+                first.details.rstrip(),
+            )
         self.failed += len(failed)
         self._episodes += len(group)
         self._failed_episodes += len(failed)
         self._failed_groups_in_a_row = self._failed_groups_in_a_row + 1 if len(failed) == len(group) else 0
         if self._failed_groups_in_a_row >= self.max_groups:
             raise self._too_many(
-                f"in every episode of {self._failed_groups_in_a_row} groups in a row", "max_failed_groups", self.max_groups
+                f"in every episode of {self._failed_groups_in_a_row} groups in a row",
+                "max_failed_groups",
+                self.max_groups,
             )
 
     def judge(self, min_episodes: int = MIN_EPISODES) -> None:
-        """Log how many episodes failed since the last call, and judge their share once there are `min_episodes` to judge.
+        """Log how many episodes failed since the last call; judge their share once there are `min_episodes`.
 
         Raises TooManyFailuresError if the share is too large.
         """
         if self.failed > self._reported:
-            log.warning("environment %r failed in %d more episodes, %d in all", self.env, self.failed - self._reported, self.failed)
+            log.warning(
+                "environment %r failed in %d more episodes, %d in all",
+                self.env,
+                self.failed - self._reported,
+                self.failed,
+            )
             self._reported = self.failed
         if self._episodes < min_episodes:
             return
         if self._failed_episodes > self.max_share * self._episodes:
-            raise self._too_many(f"in {self._failed_episodes} of {self._episodes} episodes", "max_failed_share", self.max_share)
+            raise self._too_many(
+                f"in {self._failed_episodes} of {self._episodes} episodes", "max_failed_share", self.max_share
+            )
         self._episodes = self._failed_episodes = 0
 
     def _too_many(self, how_often: str, setting: str, limit: float) -> TooManyFailuresError:
         remedy = f"repair it, or raise env: {setting}={limit:g}"
-        return TooManyFailuresError(f"environment {self.env!r} failed {how_often}; {remedy}; the first failure was {self._first}")
+        return TooManyFailuresError(
+            f"environment {self.env!r} failed {how_often}; {remedy}; the first failure was {self._first}"
+        )
 
 
 def _opening(where: str, value: Any) -> tuple[list[ChatMessage], dict[str, Any]]:
@@ -186,7 +218,9 @@ def _message(where: str, place: str, message: Any) -> ChatMessage:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, str | list | tuple) or not isinstance(message.get("role"), str):
         raise EnvError(f"{where} returned {place}={_quoted(message)}; {_MESSAGE}")
-    parts = _text(where, place, content) if isinstance(content, str) else [_part(where, place, part) for part in content]
+    parts = (
+        _text(where, place, content) if isinstance(content, str) else [_part(where, place, part) for part in content]
+    )
     return cast(ChatMessage, {**message, "content": parts})
 
 
@@ -195,7 +229,9 @@ def _part(where: str, place: str, part: Any) -> dict[str, Any]:
         case {"type": "text", "text": str(text)}:
             return {**part, "text": _text(where, place, text)}
         case {"type": "image", "image": image} | {"type": "image_url", "image_url": {"url": image}}:
-            with translated(UserError, lambda why: EnvError(f"{where} returned an image in {place} that cannot be shown: {why}")):
+            with translated(
+                UserError, lambda why: EnvError(f"{where} returned an image in {place} that cannot be shown: {why}")
+            ):
                 return image_part(encode(image))
     raise EnvError(f"{where} returned {_quoted(part)} in {place}; {_PARTS}")
 

@@ -1,15 +1,18 @@
 """Turns messages into tokens: a model's chat template, and a conversation that grows turn by turn.
 
-What the model sampled is kept as it is and never tokenized again. The environment's messages are rendered once. After every turn the whole
-conversation is rendered as a text, only to compare: if that text begins with what the model has seen, the rest of it is appended to the
-tokens that are there. If it does not, because templates of reasoning models drop earlier reasoning, the next prompt is tokenized afresh
-from the new text. A template that changes anything else is refused.
+What the model sampled is kept as it is and never tokenized again. The environment's messages are rendered once. After
+every turn the whole conversation is rendered as a text, only to compare: if that text begins with what the model has
+seen, the rest of it is appended to the tokens that are there. If it does not, because templates of reasoning models
+drop earlier reasoning, the next prompt is tokenized afresh from the new text. A template that changes anything else is
+refused.
 
-A rendered text contains the model's placeholder token where an image stands. The same characters may also occur as plain text, for example
-because the model sampled them. To tell the two apart, plain text carries the character `ESCAPED` instead until it is tokenized.
+A rendered text contains the model's placeholder token where an image stands. The same characters may also occur as
+plain text, for example because the model sampled them. To tell the two apart, plain text carries the character
+`ESCAPED` instead until it is tokenized.
 
-Nobody but the template and the model writes control tokens, such as the end of a turn. Where a message of the environment contains the
-characters of one, the character `BREAK` stands behind the first of them until the text is tokenized, as text.
+Nobody but the template and the model writes control tokens, such as the end of a turn. Where a message of the
+environment contains the characters of one, the character `BREAK` stands behind the first of them until the text is
+tokenized, as text.
 """
 
 import re
@@ -25,7 +28,15 @@ from transformers import PreTrainedTokenizerBase
 
 from tinsmith_rl.env import ChatMessage, visible
 from tinsmith_rl.errors import ConfigError, UserError, foreign_code
-from tinsmith_rl.sequences import EncodedImage, ImageProcessor, TokenSequence, concatenate, image_sequence, takes_images, text_sequence
+from tinsmith_rl.sequences import (
+    EncodedImage,
+    ImageProcessor,
+    TokenSequence,
+    concatenate,
+    image_sequence,
+    takes_images,
+    text_sequence,
+)
 
 ESCAPED = "\U000fdead"
 """Stands for a placeholder that is plain text. A private-use character, which no template and no model writes."""
@@ -48,8 +59,8 @@ class RenderedText:
 class ChatTemplate:
     """Renders conversations for one model.
 
-    `template` replaces the tokenizer's own Jinja template; `options` are passed to it, such as {"enable_thinking": False}. `processor` is
-    needed for images only. Raises ConfigError if there is no template.
+    `template` replaces the tokenizer's own Jinja template; `options` are passed to it, such as {"enable_thinking":
+    False}. `processor` is needed for images only. Raises ConfigError if there is no template.
     """
 
     def __init__(
@@ -70,16 +81,18 @@ class ChatTemplate:
         self.options = dict(options or {})
         if template is None and not tokenizer.chat_template:
             raise ConfigError(
-                f"model: the tokenizer {str(tokenizer.name_or_path)!r} has no chat template; give one with chat_template=FILE, or take a "
-                "model that was trained to chat"
+                f"model: the tokenizer {str(tokenizer.name_or_path)!r} has no chat template; "
+                "give one with chat_template=FILE, or take a model that was trained to chat"
             )
         self.placeholder = "" if processor is None else str(tokenizer.convert_ids_to_tokens(processor.placeholder_id))
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         control = sorted({*map(str, tokenizer.all_special_tokens), *added} - {""}, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, control)) or r"(?!)")
         self.prefill, self.end_of_turn = self._framing()
-        """The beginning of each answer that the generation prompt contains, such as "<think>\\n", mostly empty; and the text of the token
-        that the template puts behind an answer, empty if that is no special token."""
+        """How the prompt begins an answer, such as "<think>\\n" (mostly ""), and the end-of-turn token as text.
+
+        The template puts this token behind an answer; the text is empty if the token is not special.
+        """
         self.end_of_turn_ids: tuple[int, ...] = self.ids(self.end_of_turn)
         ends = {*self.end_of_turn_ids[:1], tokenizer.eos_token_id, tokenizer.pad_token_id}
         self.stop_ids = frozenset(int(end) for end in ends if isinstance(end, int))
@@ -96,10 +109,15 @@ class ChatTemplate:
     def image(self, source: Any) -> EncodedImage:
         """The encoded image of a message. Raises UserError if this model takes no images, or if `source` is none."""
         if self.processor is None:
-            raise UserError(f"the model of tokenizer {self.tokenizer.name_or_path!r} takes no images, and the environment showed one")
+            raise UserError(
+                f"the model of tokenizer {self.tokenizer.name_or_path!r} takes no images, "
+                "and the environment showed one"
+            )
         return self.processor.image(source)
 
-    def render(self, messages: Sequence[ChatMessage], images: tuple[EncodedImage, ...], add_generation_prompt: bool) -> RenderedText:
+    def render(
+        self, messages: Sequence[ChatMessage], images: tuple[EncodedImage, ...], add_generation_prompt: bool
+    ) -> RenderedText:
         """The conversation as a text. `images` are those of all messages, in order.
 
         Raises UserError if the template leaves images out, or cannot render the messages.
@@ -118,7 +136,10 @@ class ChatTemplate:
         segments = rendered.text.split(self.placeholder)
         parts = [text_sequence(self.ids(self.unescaped(segments[0])))]
         for image, segment in zip(rendered.images, segments[1:], strict=True):
-            parts += [image_sequence(image, self.processor.placeholder_id), text_sequence(self.ids(self.unescaped(segment)))]
+            parts += [
+                image_sequence(image, self.processor.placeholder_id),
+                text_sequence(self.ids(self.unescaped(segment))),
+            ]
         return concatenate(parts)
 
     def ids(self, text: str) -> tuple[int, ...]:
@@ -155,9 +176,15 @@ class ChatTemplate:
 
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         """The rendered text. Raises UserError for messages that the template refuses, or is not made for."""
-        with foreign_code(lambda error: UserError(f"the chat template cannot render the messages: {type(error).__name__}: {error}")):
+        with foreign_code(
+            lambda error: UserError(f"the chat template cannot render the messages: {type(error).__name__}: {error}")
+        ):
             rendered = self.tokenizer.apply_chat_template(
-                messages, chat_template=self.template, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
+                messages,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.options,
             )
         return str(rendered)
 
@@ -175,17 +202,21 @@ class ChatTemplate:
 class Conversation:
     """A conversation in which it is the model's turn to speak.
 
-    `end_turn_after_stop_string`: put the template's end-of-turn token, which nobody sampled, behind an answer that ended on a stop string.
-    `context_turns`: the model sees this many turns, including the one that it is about to answer; 0 is all. A turn is what the environment
-    says and the answer to it. System messages at the start belong to no turn and stay. From the first dropped turn on, every prompt is
-    tokenized afresh.
+    `end_turn_after_stop_string`: put the template's end-of-turn token, which nobody sampled, behind an answer that
+    ended on a stop string. `context_turns`: the model sees this many turns, including the one that it is about to
+    answer; 0 is all. A turn is what the environment says and the answer to it. System messages at the start belong to
+    no turn and stay. From the first dropped turn on, every prompt is tokenized afresh.
     """
 
     prompt: TokenSequence
     """Prompt of the model's next answer."""
 
     def __init__(
-        self, template: ChatTemplate, messages: Sequence[ChatMessage], end_turn_after_stop_string: bool = True, context_turns: int = 0
+        self,
+        template: ChatTemplate,
+        messages: Sequence[ChatMessage],
+        end_turn_after_stop_string: bool = True,
+        context_turns: int = 0,
     ) -> None:
         self.template = template
         self.end_turn_after_stop_string = end_turn_after_stop_string
@@ -232,7 +263,9 @@ class Conversation:
             self._check_only_reasoning_dropped(rendered, sampled)
             self.prompt = self.template.encode(rendered)
         else:
-            self.prompt = concatenate((self.prompt, text_sequence(sampled), self.template.encode(RenderedText(appended, new_images))))
+            self.prompt = concatenate(
+                (self.prompt, text_sequence(sampled), self.template.encode(RenderedText(appended, new_images)))
+            )
         self._turn_starts.append(len(history) - len(observations))
         if self.context_turns and len(self._turn_starts) > self.context_turns:
             self._drop_oldest_turn()
@@ -263,7 +296,7 @@ class Conversation:
         return rest
 
     def _check_only_reasoning_dropped(self, rendered: RenderedText, sampled: NDArray[np.int32]) -> None:
-        """Raise TemplateError unless the new text still contains the opening and every answer without its reasoning, in order."""
+        """Raise TemplateError unless the new text has the opening and, in order, every answer without its reasoning."""
         images = self.images[: len(image_sources(self._opening))]
         opening = self.template.render(self._opening, images, add_generation_prompt=False).text
         kept = rendered.text.startswith(opening)
@@ -282,13 +315,17 @@ class Conversation:
         at = int(differs[0]) if len(differs) else common
         was, now = (repr(self.template.decode(sequence.ids[at : at + 1].tolist())) for sequence in (seen, again))
         return TemplateError(
-            f"the chat template changes what was said, beyond leaving out reasoning: token {at} of the conversation was {was} and is {now} "
+            "the chat template changes what was said, beyond leaving out reasoning: "
+            f"token {at} of the conversation was {was} and is {now} "
             "when it is rendered again; give a template that keeps the messages and the visible answers"
         )
 
 
 def image_sources(messages: Sequence[ChatMessage]) -> list[Any]:
-    """The images of messages in the form in which the environment gave them, in order. Raises UserError for a part of unknown type."""
+    """The images of messages in the form in which the environment gave them, in order.
+
+    Raises UserError for a part of unknown type.
+    """
     found = []
     for message in messages:
         for part in message["content"] if not isinstance(message["content"], str) else ():

@@ -48,12 +48,17 @@ class PromptsSection:
 
     count: int = setting(
         0,
-        "Number of prompts: the first rows of `file`, or seeds from `seed` on; 0 is all rows, or 1,000 seeds. Each pass has another order",
+        (
+            "Number of prompts: the first rows of `file`, or seeds from `seed` on; 0 is all rows, or 1,000 seeds. "
+            "Each pass has another order"
+        ),
         "prompts",
         0,
     )
     seed: int = setting(0, "Seed of the first prompt")
-    file: str = setting("", "JSONL file with rows of 'messages' and 'fields', for environments that take their episodes from a data set")
+    file: str = setting(
+        "", "JSONL file with rows of 'messages' and 'fields', for environments that take their episodes from a data set"
+    )
 
 
 @dataclass
@@ -62,17 +67,28 @@ class EnvSection:
 
     name: str = setting(
         "",
-        "Registered name, or an import path: my_package.envs:MyEnv, or my_env.py:MyEnv, which `import: my_env.py, name: MyEnv` means too",
+        (
+            "Registered name, or an import path: my_package.envs:MyEnv, or my_env.py:MyEnv, which `import: "
+            "my_env.py, name: MyEnv` means too"
+        ),
     )
     options: dict[str, Any] = setting({}, "Arguments of the environment")
     kind: Literal["env", "cookbook"] = setting(
         "env", "What the name stands for: an environment, or an EnvGroupBuilder of the Tinker cookbook"
     )
-    workers: WorkerKind = setting("inline", "Where environments run: inline if they are fast, thread if they wait, process if they compute")
+    workers: WorkerKind = setting(
+        "inline", "Where environments run: inline if they are fast, thread if they wait, process if they compute"
+    )
     worker_count: int = setting(32, "Number of threads or processes that run environments", "workers", 1)
-    timeout_s: float = setting(60.0, "Time-out of a call that is async, or made in a thread or process", "seconds", 0.01)
-    max_failed_share: float = setting(0.5, "The run ends if the environment fails in more than this share of the episodes", "", 0, 1)
-    max_failed_groups: int = setting(8, "The run ends after this many groups in a row in which every episode failed", "groups", 1)
+    timeout_s: float = setting(
+        60.0, "Time-out of a call that is async, or made in a thread or process", "seconds", 0.01
+    )
+    max_failed_share: float = setting(
+        0.5, "The run ends if the environment fails in more than this share of the episodes", "", 0, 1
+    )
+    max_failed_groups: int = setting(
+        8, "The run ends after this many groups in a row in which every episode failed", "groups", 1
+    )
 
 
 @dataclass
@@ -84,7 +100,9 @@ class GenerationSection:
     context_turns: int = setting(
         0, "How many turns the model sees, besides system messages; 1 is the last message only, 0 is all", "turns", 0
     )
-    max_context: int = setting(0, "Maximum length of a conversation; 0 is the server's limit for the model", "tokens", 0)
+    max_context: int = setting(
+        0, "Maximum length of a conversation; 0 is the server's limit for the model", "tokens", 0
+    )
     temperature: float = setting(1.0, "Sampling temperature", "", 0)
     top_p: float = setting(1.0, "Nucleus sampling", "", 0, 1)
     top_k: int = setting(-1, "Sample from this many most likely tokens; -1 is all", "tokens", -1)
@@ -106,17 +124,25 @@ class TrainingSection:
     advantages: AdvantageKind = setting("grpo", "How rewards become advantages; docs/rl.md has the formulas")
     loss: PolicyLoss = setting("importance_sampling", "Name of the loss on the server")
     loss_options: dict[str, Any] = setting({}, "Options of the loss, such as clip_low_threshold")
-    loss_scale: LossScale = setting("tokens", "Mean over all sampled tokens, mean over samples of the mean over their tokens, or sum")
+    loss_scale: LossScale = setting(
+        "tokens", "Mean over all sampled tokens, mean over samples of the mean over their tokens, or sum"
+    )
     substeps: int = setting(1, "Optimizer steps in one pass over a batch, each on its part of the samples", "steps", 1)
-    epochs: int = setting(1, "Passes over a batch; with more than one, take a loss that clips, such as ppo", "passes", 1)
+    epochs: int = setting(
+        1, "Passes over a batch; with more than one, take a loss that clips, such as ppo", "passes", 1
+    )
     learning_rate: float = setting(1e-4, "Learning rate of AdamW, after its warm-up", "", 0)
     decay: Literal["constant", "linear"] = setting("constant", "How the learning rate changes over the run")
     warmup_steps: int = setting(0, "Steps in which the learning rate rises from zero", "steps", 0)
     weight_decay: float = setting(0.0, "Weight decay of AdamW", "", 0)
     grad_clip_norm: float = setting(1.0, "Maximum norm of the gradient; 0 does not clip", "", 0)
     kl_coefficient: float = setting(0.0, "Weight of the KL penalty against the reference", "", 0)
-    kl_reference: str = setting("", "Reference of the KL penalty, a checkpoint (tinker://...); if empty, the base model")
-    tis_cap: float = setting(0.0, "Cap of the truncated importance sampling between sampler and trainer, per token; 0 turns it off", "", 0)
+    kl_reference: str = setting(
+        "", "Reference of the KL penalty, a checkpoint (tinker://...); if empty, the base model"
+    )
+    tis_cap: float = setting(
+        0.0, "Cap of the truncated importance sampling between sampler and trainer, per token; 0 turns it off", "", 0
+    )
     overlong_filtering: bool = setting(False, "Learn nothing from episodes that were cut because they were too long")
     dynamic_sampling: bool = setting(False, "Discard groups in which all rewards are equal, and play others")
     dynamic_sampling_limit: int = setting(4, "Most groups that are played to fill a batch, in batches", "batches", 1)
@@ -148,7 +174,9 @@ class EvaluationSection:
     temperature: float = setting(1.0, "Sampling temperature", "", 0)
     success: float = setting(1.0, "Reward from which on an episode is a success, for pass@k", "")
     pass_at: list[int] = setting([], "Each k for which to report pass@k, at most `samples`")
-    model: str = setting("", "What --eval evaluates: a checkpoint (tinker://...), the directory of a run, or the base model if empty")
+    model: str = setting(
+        "", "What --eval evaluates: a checkpoint (tinker://...), the directory of a run, or the base model if empty"
+    )
 
 
 @dataclass
@@ -156,19 +184,40 @@ class OutputSection:
     """The files of a run, and where they are written."""
 
     directory: str = setting(
-        "", "Directory for metrics, trajectories and the state of the run; if empty, rl-output/NAME for a configuration in NAME.yaml"
+        "",
+        (
+            "Directory for metrics, trajectories and the state of the run; "
+            "if empty, rl-output/NAME for a configuration in NAME.yaml"
+        ),
     )
-    resume: bool = setting(True, "Continue the run in the directory from its last checkpoint; false refuses a directory that holds a run")
-    allow_changes: list[str] = setting([], "Settings, as SECTION.KEY, that may differ from those that the run in the directory began with")
+    resume: bool = setting(
+        True, "Continue the run in the directory from its last checkpoint; false refuses a directory that holds a run"
+    )
+    allow_changes: list[str] = setting(
+        [], "Settings, as SECTION.KEY, that may differ from those that the run in the directory began with"
+    )
     save_every: int = setting(
-        10, "Save a checkpoint every this many steps, and at the end; a killed run continues from the last; 0 at the end only", "steps", 0
+        10,
+        (
+            "Save a checkpoint every this many steps, and at the end; a killed run continues from the last; "
+            "0 at the end only"
+        ),
+        "steps",
+        0,
     )
     save_after_s: float = setting(
-        300.0, "Save a checkpoint also after the first step that ends this long after the last one was saved; 0 never", "seconds", 0
+        300.0,
+        "Save a checkpoint also after the first step that ends this long after the last one was saved; 0 never",
+        "seconds",
+        0,
     )
-    keep: int = setting(3, "How many of these checkpoints stay on the server, besides the best weights; 0 keeps all", "checkpoints", 0)
+    keep: int = setting(
+        3, "How many of these checkpoints stay on the server, besides the best weights; 0 keeps all", "checkpoints", 0
+    )
     save_best: bool = setting(True, "Keep the weights with the best reward so far, of evaluations if there are any")
-    trajectories_every: int = setting(10, "Write a batch as JSONL and as an HTML page every this many steps; 0 never", "steps", 0)
+    trajectories_every: int = setting(
+        10, "Write a batch as JSONL and as an HTML page every this many steps; 0 never", "steps", 0
+    )
     page_trajectories: int = setting(32, "Maximum number of trajectories on a page", "trajectories", 1)
     trackers: list[str] = setting(["console"], "console, tensorboard, wandb, trackio")
 
@@ -194,7 +243,10 @@ class RlConfig:
 
 
 def load(file: Path) -> RlConfig:
-    """The configuration in a YAML file. Raises ConfigError: the file cannot be read, has an unknown key, or an impossible value."""
+    """The configuration in a YAML file.
+
+    Raises ConfigError: the file cannot be read, has an unknown key, or an impossible value.
+    """
     return from_tree(read_yaml(file), str(file), file.stem)
 
 
@@ -207,14 +259,24 @@ def begin_another(config: RlConfig) -> None:
 
 
 def from_tree(tree: Mapping[str, Any], source: str = "configuration", name: str = "run") -> RlConfig:
-    """The configuration in plain dictionaries; `source` names it in errors, `name` its output. Raises ConfigError as `load` does."""
+    """The configuration in plain dictionaries; `source` names it in errors, `name` its output.
+
+    Raises ConfigError as `load` does.
+    """
     config = RlConfig()
     env = tree.get("env")
-    if isinstance(env, Mapping) and "import" in env:  # a word that Python keeps for itself, so no field can have this name
+    # A word that Python keeps for itself, so no field can have this name
+    if isinstance(env, Mapping) and "import" in env:
         file, name = env["import"], env.get("name") or ""
         if not isinstance(file, str) or not file.endswith(".py") or not name:
-            raise ConfigError(f"{source}: env: import={file!r}, name={name!r} must be a Python file, such as my_env.py, and a name in it")
-        tree = {**tree, "env": {**{key: value for key, value in env.items() if key != "import"}, "name": f"{file}:{name}"}}
+            raise ConfigError(
+                f"{source}: env: import={file!r}, name={name!r} must be a Python file, such as my_env.py, "
+                "and a name in it"
+            )
+        tree = {
+            **tree,
+            "env": {**{key: value for key, value in env.items() if key != "import"}, "name": f"{file}:{name}"},
+        }
     fill(config, tree, source)
     config.output.directory = config.output.directory or f"rl-output/{name}"
     _check(config, source)
@@ -234,37 +296,46 @@ def _check(config: RlConfig, source: str) -> None:
     if not config.model.base_model and not config.model.start_from:
         raise ConfigError(f"{source}: model: base_model is missing: which model of the server?")
     if config.training.advantages != "batch" and config.training.group_size < 2:
-        raise ConfigError(f"{source}: training: group_size=1 leaves {config.training.advantages} nothing to compare with; take 2 or more")
+        raise ConfigError(
+            f"{source}: training: group_size=1 leaves {config.training.advantages} nothing to compare with; "
+            "take 2 or more"
+        )
     if config.training.substeps > config.training.groups:
-        raise ConfigError(f"{source}: training: substeps={config.training.substeps} exceeds groups={config.training.groups}")
+        raise ConfigError(
+            f"{source}: training: substeps={config.training.substeps} exceeds groups={config.training.groups}"
+        )
     _check_loss(config, source)
     too_many = [k for k in config.evaluation.pass_at if not 1 <= k <= config.evaluation.samples]
     if too_many:
-        raise ConfigError(f"{source}: evaluation: pass_at={too_many} must lie between 1 and samples={config.evaluation.samples}")
+        raise ConfigError(
+            f"{source}: evaluation: pass_at={too_many} must lie between 1 and samples={config.evaluation.samples}"
+        )
 
 
 def _check_loss(config: RlConfig, source: str) -> None:
     training, temperature = config.training, config.generation.temperature
     if training.loss == "dro" and training.loss_scale != "sum":
         raise ConfigError(
-            f"{source}: training: loss_scale={training.loss_scale} would divide dro's advantages, but not its penalty, which the server "
-            "adds; take sum"
+            f"{source}: training: loss_scale={training.loss_scale} would divide dro's advantages, but not its penalty, "
+            "which the server adds; take sum"
         )
     if training.loss == "stable_reinforce" and temperature != 1:
         raise ConfigError(
-            f"{source}: generation: temperature={temperature}: stable_reinforce compares with recorded log-probabilities, "
-            "so these must be at temperature 1; take 1"
+            f"{source}: generation: temperature={temperature}: stable_reinforce compares with recorded "
+            "log-probabilities, so these must be at temperature 1; take 1"
         )
     if training.loss == "stable_reinforce" and config.env.kind == "cookbook":
         raise ConfigError(
-            f"{source}: training: loss=stable_reinforce needs to know how each token was sampled, which kind=cookbook does not say"
+            f"{source}: training: loss=stable_reinforce needs to know how each token was sampled, "
+            "which kind=cookbook does not say"
         )
     if temperature != 1 and training.kl_coefficient:
         raise ConfigError(
-            f"{source}: generation: temperature={temperature}: the KL penalty compares with log-probabilities at temperature 1; take 1"
+            f"{source}: generation: temperature={temperature}: the KL penalty compares with log-probabilities at "
+            "temperature 1; take 1"
         )
     if temperature != 1 and training.loss != "importance_sampling" and not training.tis_cap:
         raise ConfigError(
-            f"{source}: generation: temperature={temperature}: {training.loss} would clip the ratio of the trainer's log-probabilities, "
-            "which are at temperature 1, to those at this one; take 1, or set tis_cap"
+            f"{source}: generation: temperature={temperature}: {training.loss} would clip the ratio of the trainer's "
+            "log-probabilities, which are at temperature 1, to those at this one; take 1, or set tis_cap"
         )

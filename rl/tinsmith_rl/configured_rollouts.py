@@ -14,11 +14,19 @@ from tinsmith_rl.workers import Workers
 def rollout_settings(config: RlConfig, max_context: int, template: ChatTemplate) -> RolloutSettings:
     """The settings of a run, for a server whose sequences have at most `max_context` tokens."""
     section = config.generation
-    request = SamplingRequest(section.max_tokens, section.temperature, section.top_p, section.top_k, tuple(section.stop))
+    request = SamplingRequest(
+        section.max_tokens, section.temperature, section.top_p, section.top_k, tuple(section.stop)
+    )
     end_turn = section.end_turn_after_stop_string
     longest = max_context - _reserved_tokens(config, template)
     return RolloutSettings(
-        request, section.max_turns, longest, config.training.seed, end_turn, section.context_turns, thought=config.warmup.thought
+        request,
+        section.max_turns,
+        longest,
+        config.training.seed,
+        end_turn,
+        section.context_turns,
+        thought=config.warmup.thought,
     )
 
 
@@ -36,9 +44,14 @@ def _reserved_tokens(config: RlConfig, template: ChatTemplate) -> int:
 def make_rollouts(
     config: RlConfig, options: Mapping[str, Any], settings: RolloutSettings, template: ChatTemplate, workers: Workers
 ) -> Rollouts:
-    """Rollouts of the environment that the configuration names. Raises ConfigError if it needs a package that is not installed."""
+    """Rollouts of the environment that the configuration names.
+
+    Raises ConfigError if it needs a package that is not installed.
+    """
     if config.env.kind == "env":
         return EnvRollouts(config.env.name, options, settings, template, workers, config.generation.in_flight)
-    with config_error("env: kind=cookbook needs the package tinker_cookbook", ImportError, remedy="pip install tinker-cookbook"):
+    with config_error(
+        "env: kind=cookbook needs the package tinker_cookbook", ImportError, remedy="pip install tinker-cookbook"
+    ):
         from tinsmith_rl.adapters.cookbook import CookbookRollouts
     return CookbookRollouts(config.env.name, options, settings, template, config.generation.in_flight)

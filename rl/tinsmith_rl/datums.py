@@ -1,7 +1,8 @@
 """Makes training data of rewards: advantages, their corrections, and datums in the SDK's form.
 
-A group is several episodes of one prompt; advantages compare their rewards. The corrections work on logprobs of two models for the same
-sampled tokens, in nats. A datum predicts target i at position i of its input, so a sample of n tokens has n - 1 positions.
+A group is several episodes of one prompt; advantages compare their rewards. The corrections work on logprobs of two
+models for the same sampled tokens, in nats. A datum predicts target i at position i of its input, so a sample of n
+tokens has n - 1 positions.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,14 @@ Spans = list[tinker.types.PromptProvenanceSpan | tinker.types.SampledProvenanceS
 
 
 def advantages(kind: AdvantageKind, groups: Sequence[Sequence[float]]) -> list[NDArray[np.float64]]:
-    """An array [g] for each group of g rewards. Rewards that are all equal, in a group or with "batch" in the batch, give exact zeros.
+    """An array [g] for each group of g rewards.
 
-    grpo: (r - mean) / (standard deviation), both of the group (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
-    rloo: r - mean of the group's other rewards (Ahmadian et al., arXiv 2402.14740).
-    reinforce_pp: r - mean of the group, divided by the standard deviation of the batch (REINFORCE++-baseline, arXiv 2501.03262).
-    batch: r - mean of the batch, divided by the standard deviation of the batch; groups may be single episodes of different prompts.
+    Rewards that are all equal, in a group or with "batch" in the batch, give exact zeros.
+
+    grpo: (r - mean) / (standard deviation), both of the group (DeepSeekMath, arXiv 2402.03300, section 4.1.2). rloo: r
+    - mean of the group's other rewards (Ahmadian et al., arXiv 2402.14740). reinforce_pp: r - mean of the group,
+    divided by the standard deviation of the batch (REINFORCE++-baseline, arXiv 2501.03262). batch: r - mean of the
+    batch, divided by the standard deviation of the batch; groups may be single episodes of different prompts.
     """
     if kind == "batch":
         return _over_batch(groups)
@@ -56,7 +59,7 @@ def has_variance(rewards: Sequence[float]) -> bool:
 
 
 def _centred(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-    # The mean of equal numbers may differ from them in the last bit, and dividing by the standard deviation would magnify that.
+    # The mean of equal numbers may differ from them in the last bit, which the standard deviation would magnify.
     if not has_variance(rewards.tolist()):
         return np.zeros_like(rewards)
     centred: NDArray[np.float64] = rewards - rewards.mean()
@@ -66,14 +69,14 @@ def _centred(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
 def importance_weights(trainer: Logprobs, sampler: Logprobs, cap: float) -> NDArray[np.float32]:
     """[n] min(p_trainer / p_sampler, cap): truncated importance sampling (TIS).
 
-    It corrects for a sampler whose probabilities differ a little from the trainer's. The cap bounds the weight of a single token.
+    It corrects for a sampler that differs a little from the trainer. The cap bounds the weight of a single token.
     """
     weights: NDArray[np.float32] = np.exp(np.minimum(trainer - sampler, np.log(np.float32(cap))))
     return weights
 
 
 def kl_penalty(policy: Logprobs, reference: Logprobs, coefficient: float) -> NDArray[np.float32]:
-    """[n] what to add to the advantages: -coefficient · (log p - log p_reference), minus the mean of that over the batch.
+    """[n] what to add to the advantages: -coefficient · (log p - log p_reference), minus its mean over the batch.
 
     Without its mean, the penalty moves probability from token to token and does not punish sampling as such.
     """
@@ -82,9 +85,9 @@ def kl_penalty(policy: Logprobs, reference: Logprobs, coefficient: float) -> NDA
 
 
 def kl(sampler: Logprobs, other: Logprobs) -> float:
-    """Estimate of KL(sampler ‖ other) from the sampler's tokens, never negative: mean of r - 1 - log r with r = p_other / p_sampler.
+    """KL(sampler ‖ other), estimated on the sampler's tokens: the mean of r - 1 - log r, r = p_other / p_sampler.
 
-    This is "k3" in Schulman's note on approximating KL divergence.
+    It is never negative. This is "k3" in Schulman's note on approximating KL divergence.
     """
     if not len(sampler):
         return 0.0
@@ -118,7 +121,10 @@ def policy_datum(weighted: WeightedSample, loss: PolicyLoss, scale: float) -> ti
 
 
 def _datum_with_provenance(weighted: WeightedSample, scale: float) -> tinker.Datum:
-    """A datum that says of each token in which prompt or answer it was, up to the last that was sampled: the server has the logprobs."""
+    """A datum that names the prompt or answer of each token, up to the last sampled one.
+
+    It holds no logprobs: the server has them.
+    """
     sample, spans, at = weighted.sample, Spans(), 0
     for name, start, stop in sample.answers:
         spans += [
@@ -134,7 +140,8 @@ def _datum_with_provenance(weighted: WeightedSample, scale: float) -> tinker.Dat
     datum = tinker.Datum(model_input=sample.sequence.head(at - 1).model_input, loss_fn_inputs=inputs)
     last, first = spans[-1], spans[0]
     return datum.with_provenance(
-        [*spans[:-1], replace(last, length=last.length - 1)], [replace(first, offset=first.offset + 1, length=first.length - 1), *spans[1:]]
+        [*spans[:-1], replace(last, length=last.length - 1)],
+        [replace(first, offset=first.offset + 1, length=first.length - 1), *spans[1:]],
     )
 
 
@@ -144,7 +151,9 @@ def likelihood_datum(sample: TrainingSample, scale: float = 1.0) -> tinker.Datum
     return _datum(sample, {"target_tokens": _targets(sample), "weights": weights})
 
 
-def response_logprobs(output: tinker.ForwardBackwardOutput, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
+def response_logprobs(
+    output: tinker.ForwardBackwardOutput, samples: Sequence[TrainingSample]
+) -> list[NDArray[np.float32]]:
     """[r] for each sample: the trainer's logprobs of the response, from the server's output for the samples' datums.
 
     0.0 for tokens at its end that the datum leaves out, which nobody sampled.

@@ -1,6 +1,7 @@
 """The interface of an environment, and the registry of their names.
 
-An environment opens a conversation, reads what the model says, replies and gives rewards. One object serves one episode:
+An environment opens a conversation, reads what the model says, replies and gives rewards. One object serves one
+episode:
 
     env = make("maze2d", level="easy")
     messages, metadata = env.init(Prompt(seed=7))
@@ -9,8 +10,9 @@ An environment opens a conversation, reads what the model says, replies and give
 Messages have the form of OpenAI's chat API. The content of a message is a text, or a list of parts: `text_part("...")`,
 `image_part(image)`, or `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
 
-A configuration file names an environment by a registered name, or by an import path such as "my_package.envs:MyEnv" or "my_env.py:MyEnv",
-which needs no registration. The object behind either is a factory: a class or a function that returns a new `Env`.
+A configuration file names an environment by a registered name, or by an import path such as "my_package.envs:MyEnv" or
+"my_env.py:MyEnv", which needs no registration. The object behind either is a factory: a class or a function that
+returns a new `Env`.
 """
 
 import importlib
@@ -43,7 +45,8 @@ class ChatMessage(TypedDict):
 class Prompt:
     """The task of an episode. All episodes of a group have the same prompt.
 
-    Example: Prompt(seed=12), or Prompt(seed=0, messages=({"role": "user", "content": "2 + 2 ="},), fields={"answer": "4"})
+    Example: Prompt(seed=12), or
+    Prompt(seed=0, messages=({"role": "user", "content": "2 + 2 ="},), fields={"answer": "4"})
     """
 
     seed: int = 0
@@ -66,7 +69,10 @@ class Step(NamedTuple):
 
 
 class Env(ABC):
-    """One episode. Methods may be slow or async, and may raise: an exception ends this episode, with its reason in the log, not the run."""
+    """One episode.
+
+    Methods may be slow or async, and may raise: an exception is logged and ends this episode, not the run.
+    """
 
     @abstractmethod
     def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
@@ -97,7 +103,10 @@ def user(*parts: Any) -> ChatMessage:
     """A user's message of texts and images."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return {"role": "user", "content": parts[0]}
-    return {"role": "user", "content": [text_part(part) if isinstance(part, str) else image_part(part) for part in parts]}
+    return {
+        "role": "user",
+        "content": [text_part(part) if isinstance(part, str) else image_part(part) for part in parts],
+    }
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -106,7 +115,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def image_part(image: Any) -> dict[str, Any]:
-    """An image as a part of a message's content: a PIL image, an array of uint8, the bytes of an image file, or a data URI."""
+    """A part of a message's content: a PIL image, an array of uint8, the bytes of an image file, or a data URI."""
     return {"type": "image", "image": image}
 
 
@@ -164,7 +173,8 @@ def find(name: str) -> Factory:
     module, separator, attribute = factory.rpartition(":")
     if not separator:
         raise ConfigError(
-            f"env={name!r} is not registered; known are {', '.join(registered())}; or give an import path: package.module:Env, file.py:Env"
+            f"env={name!r} is not registered; known are {', '.join(registered())}; or give an import path: "
+            "package.module:Env, file.py:Env"
         )
     imported = _imported(module, name)
     found = getattr(imported, attribute, None) or _factories.get(attribute)  # a file may register its environments
@@ -176,7 +186,7 @@ def find(name: str) -> Factory:
 def _imported(module: str, env: str) -> ModuleType:
     """The module of this name, or in this file. Raises ConfigError if it cannot be imported.
 
-    The working directory, or that of the file, comes last in the path of imports: what lies there never stands in for a package.
+    The working directory, or the file's, comes last in the import path: nothing there stands in for a package.
     """
     file = Path(module).absolute() if module.endswith(".py") else None
     if file is not None and not file.is_file():
@@ -187,7 +197,8 @@ def _imported(module: str, env: str) -> ModuleType:
 
     def not_imported(error: BaseException) -> ConfigError:
         raised = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if raised.filename.startswith("<") else f" ({raised.filename}, line {raised.lineno})"  # <...>: the import itself
+        # <...>: the import itself
+        where = "" if raised.filename.startswith("<") else f" ({raised.filename}, line {raised.lineno})"
         return ConfigError(f"env={env!r}: cannot import {module!r}: {type(error).__name__}: {error}{where}")
 
     with foreign_code(not_imported):
@@ -206,6 +217,8 @@ def make(name: str, **options: Any) -> Env:
     """A new environment. Raises ConfigError for an unknown name, and for options that the environment does not take."""
     factory = find(name)
     signature = _signature(factory)
-    with config_error(f"env={name!r} does not take these options {options!r}", TypeError, remedy=f"it takes {signature}"):
+    with config_error(
+        f"env={name!r} does not take these options {options!r}", TypeError, remedy=f"it takes {signature}"
+    ):
         signature.bind(**options)
     return factory(**options)

@@ -51,7 +51,10 @@ def translated(theirs: type[Exception] | tuple[type[Exception], ...], say: Calla
 
 @contextmanager
 def foreign_code(say: Callable[[BaseException], RlError], *others: type[Exception]) -> Iterator[None]:
-    """Run code that may raise anything, such as an environment or a template. All but `others` becomes the error that `say` makes of it."""
+    """Run code that may raise anything, such as an environment or a template.
+
+    All but `others` becomes the error that `say` makes of it.
+    """
     try:
         yield
     except others:

@@ -46,12 +46,17 @@ class Evaluator:
         request = replace(settings.request, temperature=self.section.temperature)
         settings = replace(settings, seed=self.section.seed, request=request)
         self.failures = FailureCounter(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
-        self.rollouts = make_rollouts(config, {**config.env.options, **self.section.options}, settings, template, workers)
+        self.rollouts = make_rollouts(
+            config, {**config.env.options, **self.section.options}, settings, template, workers
+        )
 
     async def evaluate(self, policy: Policy, version: int = 0) -> Evaluation:
         """Play each prompt `samples` times. Raises TooManyFailuresError if the environment fails too often."""
         async with task_group() as tasks:
-            playing = [tasks.create_task(self._group(policy, number, prompt, version)) for number, prompt in enumerate(self.prompts)]
+            playing = [
+                tasks.create_task(self._group(policy, number, prompt, version))
+                for number, prompt in enumerate(self.prompts)
+            ]
         groups = tuple(task.result() for task in playing)
         for group in groups:
             self.failures.count(group)
@@ -59,7 +64,9 @@ class Evaluator:
         return Evaluation(trajectory_metrics(groups) | self._pass_at(groups), list(chain(*groups)))
 
     async def _group(self, policy: Policy, number: int, prompt: Prompt, version: int) -> tuple[Trajectory, ...]:
-        episodes = [EpisodeId(self.rollouts.env, prompt.seed, number, member, version) for member in range(self.section.samples)]
+        episodes = [
+            EpisodeId(self.rollouts.env, prompt.seed, number, member, version) for member in range(self.section.samples)
+        ]
         return await self.rollouts.play_group(policy, prompt, episodes)
 
     def _pass_at(self, groups: Sequence[Sequence[Trajectory]]) -> Metrics:
@@ -92,7 +99,10 @@ def run_evaluation(config: RlConfig, console: Console) -> Evaluation:
 
 
 def print_metrics(title: str, metrics: Metrics, console: Console) -> None:
-    """Print a table of metrics. The names are plain text: in markup, Rich would replace `:train:` in a path by an emoji."""
+    """Print a table of metrics.
+
+    The names are plain text: in markup, Rich would replace `:train:` in a path by an emoji.
+    """
     table = Table("metric", "value")
     for name, value in metrics.items():
         table.add_row(Text(name), f"{value:.4g}")
@@ -107,5 +117,8 @@ def _evaluated_model(config: RlConfig) -> tuple[str, str]:
         return model, config.model.tokenizer
     state = load_state(Path(model))
     if state is None:
-        raise ConfigError(f"evaluation: model={model!r} is no tinker:// path, and no directory of a run (there is no state.json in it)")
+        raise ConfigError(
+            f"evaluation: model={model!r} is no tinker:// path, and no directory of a run (there "
+            "is no state.json in it)"
+        )
     return state.best_weights or state.sampler_weights, config.model.tokenizer or state.tokenizer

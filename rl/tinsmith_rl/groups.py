@@ -1,14 +1,14 @@
 """Schedules groups of episodes, each on some weights. One rule on staleness covers all schedules.
 
-A step trains on a batch of B groups. With weights of version v (after v steps) and a limit s on staleness, groups are started until
-(v + 1 + s) · B of them count.
+A step trains on a batch of B groups. With weights of version v (after v steps) and a limit s on staleness, groups are
+started until (v + 1 + s) · B of them count.
 
 - Synchronous, s = 0: no group of the next batch starts before the step is done.
 - One step off, s = 1, groups taken in order: the next batch is played while the trainer works on this one.
 - Asynchronous, any s: groups are taken as they finish.
 
-A group is played on the newest weights at its start. If it would be older than s steps when it is trained on, it is discarded and counted,
-and another one is started.
+A group is played on the newest weights at its start. If it would be older than s steps when it is trained on, it is
+discarded and counted, and another one is started.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ Play = Callable[[int, int, Policy], Coroutine[Any, Any, Group]]
 class GroupStream:
     """Plays groups ahead of the trainer, and hands them over batch by batch.
 
-    Each group is played as a task of `tasks`, so the failure of one ends the body of that task group. `accepts` decides whether a finished
-    group counts (dynamic sampling); once `max_draws` groups were started for one batch, all count.
+    Each group is played as a task of `tasks`, so the failure of one ends the body of that task group. `accepts` decides
+    whether a finished group counts (dynamic sampling); once `max_draws` groups were started for one batch, all count.
     """
 
     tasks: asyncio.TaskGroup
@@ -81,7 +81,10 @@ class GroupStream:
         self._closed = False
 
     def publish(self, version: int, policy: Policy) -> None:
-        """Take new weights: groups that start from now on are played on them. The first call starts the first groups."""
+        """Take new weights: groups that start from now on are played on them.
+
+        The first call starts the first groups.
+        """
         if self._policy is None:
             self._first_version = version
         self._version, self._policy = version, policy
@@ -115,7 +118,10 @@ class GroupStream:
 
     def _start(self) -> None:
         assert self._policy is not None
-        while not self._closed and self._counting < (self._version - self._first_version + 1 + self.staleness) * self.batch:
+        while (
+            not self._closed
+            and self._counting < (self._version - self._first_version + 1 + self.staleness) * self.batch
+        ):
             number, self.next_number = self.next_number, self.next_number + 1
             self._counting += 1
             self._draws += 1

@@ -1,4 +1,6 @@
-"""Images as environments give them, and the files that become of them. Needs Pillow only, so that processes of environments start fast.
+"""Images as environments give them, and the files that become of them.
+
+Needs Pillow only, so that processes of environments start fast.
 
 A file keeps the pixels that the server sees: of PNG and JPEG files as they are, and of anything else in a PNG.
 """
@@ -20,7 +22,10 @@ _FORMATS: dict[str | None, Format] = {"PNG": "png", "JPEG": "jpeg", "MPO": "jpeg
 """Files that are sent as they are. An MPO is a JPEG with further images behind it, as phones make them."""
 _SEEN_AS = {"RGBa": "RGBA", "La": "LA"}
 """Modes that Pillow does not convert to RGB as it should, and others of the same pixels that it does."""
-_KINDS = "an image is a PIL image, an array of uint8 [height, width, 3 or 4] or [height, width], the bytes of an image file, or a data URI"
+_KINDS = (
+    "an image is a PIL image, an array of uint8 [height, width, 3 or 4] or [height, width], "
+    "the bytes of an image file, or a data URI"
+)
 
 
 class ImageFile(NamedTuple):
@@ -40,7 +45,9 @@ def encode(source: Any) -> ImageFile:
     if isinstance(source, ImageFile):
         return source
     # Pillow raises exceptions of many types for broken files.
-    with foreign_code(lambda error: UserError(f"the image cannot be decoded: {type(error).__name__}: {error}"), UserError):
+    with foreign_code(
+        lambda error: UserError(f"the image cannot be decoded: {type(error).__name__}: {error}"), UserError
+    ):
         if isinstance(source, Image.Image):
             return _of_pixels(source)
         if isinstance(source, bytes | bytearray | memoryview):
@@ -70,11 +77,13 @@ def _of_pixels(image: Image.Image) -> ImageFile:
 
 
 def _plain(image: Image.Image) -> Image.Image:
-    """The image in a mode in which the pixels are the whole image, RGB, RGBA or L: those that the server sees in its file."""
+    """The image in mode RGB, RGBA or L, with the pixels that the server sees in its file."""
     if image.mode in ("RGB", "RGBA", "L"):
         return image
     if image.mode in ("I", "F"):
-        raise UserError(f"the scale of an image of mode {image.mode} is not known; convert it to mode L, or I;16 for 16 bits")
+        raise UserError(
+            f"the scale of an image of mode {image.mode} is not known; convert it to mode L, or I;16 for 16 bits"
+        )
     if image.mode.startswith("I;16"):  # Pillow's own conversion would clip; the server scales 16-bit files so
         return Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
     return image.convert(_SEEN_AS.get(image.mode, image.mode)).convert("RGB")
@@ -88,7 +97,7 @@ def _from_array(array: Any) -> Image.Image:
 
 @lru_cache(maxsize=256)
 def _png(mode: str, size: tuple[int, int], pixels: bytes) -> bytes:
-    # Cached, because all episodes of a group begin with the same image, and simple environments show the same few again and again.
+    # Cached: all episodes of a group begin with the same image, and simple environments repeat the same few.
     file = io.BytesIO()
     # Compression level 1: environments draw flat colours, so higher levels cost the client time and save little.
     Image.frombytes(mode, size, pixels).save(file, "PNG", compress_level=1)

@@ -1,4 +1,4 @@
-"""Learns on the server: supervised steps on demonstrations before a run begins, then optimizer steps on batches of groups."""
+"""Learns on the server: supervised steps on demonstrations first, then optimizer steps on batches of groups."""
 
 import logging
 from collections.abc import Sequence
@@ -31,16 +31,22 @@ from tinsmith_rl.trajectory import EpisodeId, TrainingSample
 log = logging.getLogger(__name__)
 
 
-async def warm_up(client: tinker.TrainingClient, rollouts: EnvRollouts, warmup: WarmupSection, failures: FailureCounter) -> list[float]:
-    """Train on demonstrations, so that a model that knows nothing begins with some reward. Returns the loss per token of each step.
+async def warm_up(
+    client: tinker.TrainingClient, rollouts: EnvRollouts, warmup: WarmupSection, failures: FailureCounter
+) -> list[float]:
+    """Train on demonstrations, so that a model that knows nothing begins with some reward.
 
-    The learning rate falls linearly to zero. Raises ConfigError if the environment has no demonstrations, TooManyFailuresError.
+    Returns the loss per token of each step.
+
+    The learning rate falls linearly to zero. Raises TooManyFailuresError; ConfigError if there are no demonstrations.
     """
     losses, cut, played = [], 0, warmup.steps * warmup.episodes
     for step in range(warmup.steps):
         seeds = range(warmup.seed + step * warmup.episodes, warmup.seed + (step + 1) * warmup.episodes)
         async with task_group() as tasks:
-            playing = [tasks.create_task(rollouts.play(None, Prompt(seed), EpisodeId(rollouts.env, seed))) for seed in seeds]
+            playing = [
+                tasks.create_task(rollouts.play(None, Prompt(seed), EpisodeId(rollouts.env, seed))) for seed in seeds
+            ]
         demonstrated = [task.result() for task in playing]
         failures.count(demonstrated)
         failures.judge(min_episodes=len(demonstrated))
@@ -49,7 +55,9 @@ async def warm_up(client: tinker.TrainingClient, rollouts: EnvRollouts, warmup: 
         tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
         if not tokens:
             continue
-        forward = client.forward_backward([likelihood_datum(sample, 1.0 / tokens) for sample in samples], "cross_entropy")
+        forward = client.forward_backward(
+            [likelihood_datum(sample, 1.0 / tokens) for sample in samples], "cross_entropy"
+        )
         rate = warmup.learning_rate * (1 - step / warmup.steps)
         update = client.optim_step(tinker.AdamParams(learning_rate=rate, eps=1e-8, grad_clip_norm=1.0))
         losses.append(float((await forward).metrics["loss:sum"]))
@@ -84,22 +92,32 @@ class Learner:
         self, weighted: list[WeightedSample], reference: tinker.SamplingClient
     ) -> tuple[list[WeightedSample], float]:
         futures = [reference.compute_logprobs(each.sample.model_input) for each in weighted]
-        scores = [np.array((await future)[each.sample.prompt_length :], np.float32) for future, each in zip(futures, weighted, strict=True)]
+        scores = [
+            np.array((await future)[each.sample.prompt_length :], np.float32)
+            for future, each in zip(futures, weighted, strict=True)
+        ]
         masks = [each.sample.loss_mask for each in weighted]
         policy, other = _masked([each.sample.logprobs for each in weighted], masks), _masked(scores, masks)
         penalties = _unmasked(kl_penalty(policy, other, self.settings.kl_coefficient), masks)
-        changed = [replace(each, advantages=each.advantages + penalty) for each, penalty in zip(weighted, penalties, strict=True)]
+        changed = [
+            replace(each, advantages=each.advantages + penalty)
+            for each, penalty in zip(weighted, penalties, strict=True)
+        ]
         return changed, kl(policy, other)
 
     async def _with_importance_weights(self, weighted: list[WeightedSample]) -> tuple[list[WeightedSample], Metrics]:
-        """Multiply the advantages by the capped ratio of trainer to sampler; the loss then compares with the trainer's logprobs."""
+        """Scale advantages by the capped ratio trainer / sampler; the loss then compares to the trainer's logprobs."""
         samples = [each.sample for each in weighted]
         scores = await self._trainer_logprobs(samples)
         masks = [sample.loss_mask for sample in samples]
         trainer, sampler = _masked(scores, masks), _masked([sample.logprobs for sample in samples], masks)
         ratios = importance_weights(trainer, sampler, self.settings.tis_cap)
         corrected = [
-            replace(each, advantages=each.advantages * np.where(mask, ratio, 1.0), logprobs=np.where(mask, score, 0.0).astype(np.float32))
+            replace(
+                each,
+                advantages=each.advantages * np.where(mask, ratio, 1.0),
+                logprobs=np.where(mask, score, 0.0).astype(np.float32),
+            )
             for each, ratio, score, mask in zip(weighted, _unmasked(ratios, masks), scores, masks, strict=True)
         ]
         capped = float(np.mean(ratios >= np.float32(self.settings.tis_cap))) if len(ratios) else 0.0
@@ -111,10 +129,16 @@ class Learner:
         Samples whose advantages are all zero add nothing to a gradient and are not sent.
         """
         settings = self.settings
-        scaled = [list(zip(part, scales([each.sample for each in part], settings.loss_scale), strict=True)) for part in parts]
+        scaled = [
+            list(zip(part, scales([each.sample for each in part], settings.loss_scale), strict=True)) for part in parts
+        ]
         useful = [[(each, factor) for each, factor in part if each.advantages.any()] for part in scaled]
         sent = [(part, *self._send(part, step)) for part in useful if part]
-        metrics: Metrics = {"learning_rate": self._learning_rate(step), "optimizer_steps": float(len(sent)), "loss": 0.0}
+        metrics: Metrics = {
+            "learning_rate": self._learning_rate(step),
+            "optimizer_steps": float(len(sent)),
+            "loss": 0.0,
+        }
         for number, (part, forward, update) in enumerate(sent):
             output, updated = await forward, await update
             metrics["loss"] += float(output.metrics["loss:sum"]) / len(sent)
@@ -131,7 +155,9 @@ class Learner:
         """[r] for each sample: the trainer's logprobs of the response."""
         if not samples:
             return []
-        return response_logprobs(await self.client.forward([likelihood_datum(sample) for sample in samples], "cross_entropy"), samples)
+        return response_logprobs(
+            await self.client.forward([likelihood_datum(sample) for sample in samples], "cross_entropy"), samples
+        )
 
     def _send(
         self, part: Sequence[tuple[WeightedSample, float]], step: int
@@ -157,7 +183,7 @@ class Learner:
 def weighted_samples(groups: Sequence[Group], settings: TrainingSection) -> list[WeightedSample]:
     """Every usable sample with the advantage of its trajectory, which all samples of a trajectory share.
 
-    Overlong filtering removes the tokens of truncated trajectories from the loss mask; their rewards still count in their group.
+    Overlong filtering takes truncated trajectories out of the loss mask; their rewards still count in their group.
     """
     rewards = [[trajectory.reward for trajectory in group.usable] for group in groups]
     weighted = []
@@ -166,7 +192,9 @@ def weighted_samples(groups: Sequence[Group], settings: TrainingSection) -> list
             kept = not (settings.overlong_filtering and trajectory.truncated)
             for sample in trajectory.samples:
                 filtered = replace(sample, loss_mask=sample.loss_mask & kept)
-                weighted.append(WeightedSample(filtered, (filtered.loss_mask * value).astype(np.float32), sample.logprobs))
+                weighted.append(
+                    WeightedSample(filtered, (filtered.loss_mask * value).astype(np.float32), sample.logprobs)
+                )
     return weighted
 
 
@@ -183,7 +211,9 @@ def _split(weighted: Sequence[WeightedSample], parts: int) -> list[Sequence[Weig
 
 def _masked(values: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.float32]:
     """[tokens] the values of the sampled tokens of all samples, from [r] for each sample."""
-    return np.concatenate([np.zeros(0, dtype=np.float32), *(value[mask] for value, mask in zip(values, masks, strict=True))])
+    return np.concatenate(
+        [np.zeros(0, dtype=np.float32), *(value[mask] for value, mask in zip(values, masks, strict=True))]
+    )
 
 
 def _unmasked(values: NDArray[np.float32], masks: Sequence[NDArray[np.bool_]]) -> list[NDArray[np.float32]]:

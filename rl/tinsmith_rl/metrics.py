@@ -1,6 +1,7 @@
 """Measures a batch of trajectories, and logs the numbers.
 
-Names mean the same in training and in evaluation. Every tracker implements one small interface; `metrics.jsonl` is always written.
+Names mean the same in training and in evaluation. Every tracker implements one small interface; `metrics.jsonl` is
+always written.
 """
 
 import json
@@ -32,15 +33,23 @@ Metrics = dict[str, float]
 PATIENCE = 5
 """Batches in a row from which nothing could be learnt until a warning says so."""
 
-SHOWN = ("reward", "eval/reward", "response_tokens", "entropy", "kl_sampler_trainer", "zero_variance_groups", "seconds/step")
+SHOWN = (
+    "reward",
+    "eval/reward",
+    "response_tokens",
+    "entropy",
+    "kl_sampler_trainer",
+    "zero_variance_groups",
+    "seconds/step",
+)
 """The metrics on the console."""
 
 
 def trajectory_metrics(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
     """Rewards, lengths, stop reasons, the sampler's entropy, and the environment's own metrics under `env/`.
 
-    Means are over usable trajectories, shares of stop reasons over all. The entropy, in nats, is estimated as the mean of -logprob over the
-    sampled tokens.
+    Means are over usable trajectories, shares of stop reasons over all. The entropy, in nats, is estimated as the mean
+    of -logprob over the sampled tokens.
     """
     everyone = [trajectory for group in groups for trajectory in group]
     usable = [trajectory for trajectory in everyone if trajectory.usable]
@@ -68,7 +77,7 @@ def trajectory_metrics(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
 
 
 def batch_metrics(groups: Sequence[Group], step: int, replaced: Mapping[Replaced, int]) -> Metrics:
-    """The metrics of a batch that is trained on at `step`: of its trajectories, how old its groups are, how many were replaced and why."""
+    """The metrics of a batch at `step`: of its trajectories, its groups' ages, and groups replaced, by reason."""
     ages = [step - group.version for group in groups]
     return trajectory_metrics([group.trajectories for group in groups]) | {
         "staleness": sum(ages) / len(ages),
@@ -84,14 +93,17 @@ def _reward(rewards: Sequence[float]) -> Metrics:
 
 
 def succeeded(reward: float, wanted: float) -> bool:
-    """Whether an episode is a success. Rounding is forgiven, because the rewards of several turns may not add up exactly."""
+    """Whether an episode is a success.
+
+    Rounding is forgiven, because the rewards of several turns may not add up exactly.
+    """
     return reward > wanted or math.isclose(reward, wanted, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
     """The probability that at least one of k attempts succeeds, as a mean over prompts.
 
-    Estimated without bias from n >= k attempts with c successes: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+    Unbiased, from n >= k attempts with c successes: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
     """
     counts = [(len(attempts), sum(attempts)) for attempts in successes]
     return _mean([1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1))) for n, c in counts])
@@ -105,7 +117,9 @@ def _env_metrics(reports: Sequence[Mapping[str, float]]) -> Metrics:
 def _seconds(trajectories: Sequence[Trajectory]) -> Metrics:
     """Mean seconds of a trajectory in each stage."""
     stages = sorted({stage for trajectory in trajectories for stage in trajectory.seconds})
-    return {f"seconds/{stage}_of_a_trajectory": _mean([t.seconds.get(stage, 0.0) for t in trajectories]) for stage in stages}
+    return {
+        f"seconds/{stage}_of_a_trajectory": _mean([t.seconds.get(stage, 0.0) for t in trajectories]) for stage in stages
+    }
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -136,21 +150,24 @@ class BatchWatch:
 
     def _why_equal(self, rewards: list[float]) -> str:
         if self.config.generation.temperature == 0:
-            return "nothing was learnt: generation: temperature=0 gives all episodes of a group the same answers; take 1"
+            return (
+                "nothing was learnt: generation: temperature=0 gives all episodes of a group the same answers; take 1"
+            )
         same = bool(rewards) and not has_variance(rewards)
         what = f"every reward was {rewards[0]:g}" if same else "in each group all rewards were equal"
         what = what if rewards else "no episode gave a reward"
         return (
-            f"{what}, and nothing was learnt. Let the model begin with some reward: warm it up (warmup: steps, for environments that can "
-            "demonstrate), make the task easier or harder, reward parts of an answer, or play more episodes of each prompt (training: "
-            "group_size)"
+            f"{what}, and nothing was learnt. Let the model begin with some reward: warm it up (warmup: "
+            "steps, for environments that can demonstrate), make the task easier or harder, "
+            "reward parts of an answer, or play more episodes of each prompt (training: group_size)"
         )
 
     def _why_cut(self, everyone: Sequence[Trajectory]) -> str:
         limit = "max_tokens" if any(trajectory.stop_reason == "length" for trajectory in everyone) else "max_context"
         learnt = ", and nothing was learnt" if self.config.training.overlong_filtering else ""
         return (
-            f"every episode was cut{learnt}; raise generation: {limit}={getattr(self.config.generation, limit)}, or ask for shorter answers"
+            f"every episode was cut{learnt}; raise generation: {limit}={getattr(self.config.generation, limit)}, "
+            "or ask for shorter answers"
         )
 
 
@@ -169,8 +186,8 @@ class Tracker(ABC):
 class JsonlTracker(Tracker):
     """Writes a line of JSON for each step to `file`, at once.
 
-    A resumed run repeats steps. Their old lines are removed when the first new line is written, not before: a run that cannot continue,
-    because its server is gone for example, leaves the file as it was.
+    A resumed run repeats steps. Their old lines are removed when the first new line is written, not before: a run that
+    cannot continue, because its server is gone for example, leaves the file as it was.
     """
 
     def __init__(self, file: Path) -> None:
@@ -188,7 +205,8 @@ class JsonlTracker(Tracker):
 
     def _remove_lines_from(self, step: int) -> None:
         kept = [line for line in _lines(self.file) if json.loads(line)["step"] < step]
-        new = self.file.with_name(f"{self.file.name}.new")  # renamed, so that a run that is killed now leaves the whole file
+        # Renamed, so that a run that is killed now leaves the whole file
+        new = self.file.with_name(f"{self.file.name}.new")
         new.write_text("".join(kept), encoding="utf-8")
         new.replace(self.file)
 
@@ -226,7 +244,9 @@ class ServiceTracker(Tracker):
     """
 
     def __init__(self, package: str, project: str, name: str, settings: dict[str, Any]) -> None:
-        with config_error(f"trackers: {package!r} is not installed", ImportError, remedy=f"install it with: pip install {package}"):
+        with config_error(
+            f"trackers: {package!r} is not installed", ImportError, remedy=f"install it with: pip install {package}"
+        ):
             self.module: Any = import_module(package)
         self.module.init(project=project, name=name, group=name, config=settings)
 

@@ -1,4 +1,4 @@
-"""Trajectories as files: JSONL for programs, and an HTML page on which people see images, sampled tokens and rewards."""
+"""Trajectories as files: JSONL for programs, and an HTML page that shows images, sampled tokens and rewards."""
 
 import base64
 import json
@@ -15,7 +15,11 @@ from tinsmith_rl.trajectory import TrainingSample, Trajectory
 
 # Everything is escaped: texts on the page come from environments and models.
 _TEMPLATES = Environment(
-    loader=PackageLoader("tinsmith_rl", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    loader=PackageLoader("tinsmith_rl", "."),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
 )
 
 
@@ -48,7 +52,9 @@ def write_page(file: Path, trajectories: Sequence[Trajectory], template: ChatTem
         }
         for trajectory in trajectories
     ]
-    file.write_text(_TEMPLATES.get_template("episodes.html.jinja").render(title=title, trajectories=shown), encoding="utf-8")
+    file.write_text(
+        _TEMPLATES.get_template("episodes.html.jinja").render(title=title, trajectories=shown), encoding="utf-8"
+    )
 
 
 def spans(sample: TrainingSample, template: ChatTemplate) -> Iterator[Span]:
@@ -77,7 +83,12 @@ def _span_edges(sample: TrainingSample) -> list[int]:
 
 
 def _facts(trajectory: Trajectory) -> list[str]:
-    facts = [f"reward {trajectory.reward:g}", trajectory.stop_reason, f"{trajectory.turns} turns", f"seed {trajectory.episode.seed}"]
+    facts = [
+        f"reward {trajectory.reward:g}",
+        trajectory.stop_reason,
+        f"{trajectory.turns} turns",
+        f"seed {trajectory.episode.seed}",
+    ]
     facts += [f"{name} {value:g}" for name, value in trajectory.metrics.items()]
     return [*facts, trajectory.error] if trajectory.error else facts
 
@@ -103,6 +114,8 @@ def _sample_record(sample: TrainingSample, template: ChatTemplate) -> dict[str, 
         "loss_mask": sample.loss_mask.astype(int).tolist(),
         "rewards": sample.rewards.tolist(),
         "logprobs": sample.logprobs.tolist(),
-        "images": [{"offset": p.offset, "tokens": p.image.tokens, "sha256": p.image.digest} for p in sample.sequence.images],
+        "images": [
+            {"offset": p.offset, "tokens": p.image.tokens, "sha256": p.image.digest} for p in sample.sequence.images
+        ],
         "is_last_step": sample.is_last_step,
     }

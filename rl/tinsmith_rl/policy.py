@@ -1,7 +1,8 @@
 """Policies, and the server's models as policies.
 
-A `Policy` answers prompts: token ids and images in, token ids and logprobs out. Rollouts know nothing else about models, so a test or
-another library can be a policy, too. The functions below open the models of a Tinker server, as the configuration names them.
+A `Policy` answers prompts: token ids and images in, token ids and logprobs out. Rollouts know nothing else about
+models, so a test or another library can be a policy, too. The functions below open the models of a Tinker server, as
+the configuration names them.
 """
 
 import logging
@@ -60,7 +61,7 @@ class PromptRefusedError(UserError):
 
 
 class WeightsLostError(RlError):
-    """The server does not have the weights of a sampling client any more, because it or its engine was started again: publish again."""
+    """The server has lost the weights of a sampling client, because it or its engine was restarted: publish again."""
 
 
 class Policy(Protocol):
@@ -83,16 +84,22 @@ class TinkerPolicy:
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
-            stop=list(request.stop_ids) or list(request.stop) or None,  # None: the model's end of turn; []: nothing would end the answer
+            # None: the model's end of turn; []: nothing would end the answer
+            stop=list(request.stop_ids) or list(request.stop) or None,
             seed=request.seed,
         )
         try:
             reply = await self.client.sample(prompt, 1, params)
-        except (tinker.TinkerError, ValueError) as error:  # ValueError: the SDK's for a reply to a poll, with the reply as its cause
+        # ValueError: the SDK's for a reply to a poll, with the reply as its cause
+        except (tinker.TinkerError, ValueError) as error:
             reply = (error.__cause__ if isinstance(error, ValueError) else None) or error
-            if isinstance(reply, tinker.NotFoundError) or type(reply) is tinker.TinkerError:  # the SDK's own, when it cannot poll
+            # The SDK's own, when it cannot poll
+            if isinstance(reply, tinker.NotFoundError) or type(reply) is tinker.TinkerError:
                 raise WeightsLostError(_reason(reply)) from error
-            by_user = isinstance(reply, tinker.RequestFailedError) and reply.category == tinker.types.RequestErrorCategory.User
+            by_user = (
+                isinstance(reply, tinker.RequestFailedError)
+                and reply.category == tinker.types.RequestErrorCategory.User
+            )
             if by_user or isinstance(reply, tinker.BadRequestError):
                 raise PromptRefusedError(f"the server refuses the prompt: {_reason(reply)}") from error
             raise
@@ -109,7 +116,10 @@ def derived_seed(*parts: int) -> int:
 
 
 def connect(server: ServerSection) -> tinker.ServiceClient:
-    """A client of the server, which is waited for. Raises ConfigError if it cannot be reached, or if the SDK refuses the API key."""
+    """A client of the server, which is waited for.
+
+    Raises ConfigError if it cannot be reached, or if the SDK refuses the API key.
+    """
     require_server(server)
     with config_error("server", tinker.TinkerError):
         rest_client(server)
@@ -133,7 +143,9 @@ def open_training_client(service: tinker.ServiceClient, model: ModelSection, res
         elif model.start_from:
             client = service.create_training_client_from_state(model.start_from).result()
         else:
-            client = service.create_lora_training_client(base_model=model.base_model, rank=model.rank, seed=model.seed).result()
+            client = service.create_lora_training_client(
+                base_model=model.base_model, rank=model.rank, seed=model.seed
+            ).result()
     return client
 
 
@@ -152,19 +164,20 @@ def open_policy(service: tinker.ServiceClient, path: str, base_model: str) -> Ti
 
 
 def _refusals() -> AbstractContextManager[None]:
-    """A model or checkpoint that the server refuses is a mistake in the configuration: raise ConfigError with the server's reason."""
+    """Raise ConfigError, with the server's reason, where the server refuses a model or checkpoint."""
     refused = (tinker.APIStatusError, tinker.RequestFailedError)
     return translated(refused, lambda error: ConfigError(f"model: the server refuses: {_reason(error)}"))
 
 
 def lost_something(error: Exception) -> bool:
-    """Whether an error of the SDK says that the server, or something on it, is gone and not that the request is wrong."""
+    """Whether an SDK error says that the server, or something on it, is gone, and not that the request is wrong."""
     if isinstance(error, ValueError):
         return isinstance(error.__cause__, tinker.NotFoundError)
     if isinstance(error, tinker.RequestFailedError):
         return error.category != tinker.types.RequestErrorCategory.User
     gone = WeightsLostError | tinker.NotFoundError | tinker.InternalServerError | tinker.APIConnectionError
-    return isinstance(error, gone) or type(error) is tinker.TinkerError  # the latter when the SDK cannot poll for results
+    # The latter when the SDK cannot poll for results
+    return isinstance(error, gone) or type(error) is tinker.TinkerError
 
 
 def _reason(error: BaseException) -> str:
@@ -184,18 +197,24 @@ def context_limit(server: ServerSection, base_model: str) -> int:
     for supported in capabilities.supported_models:
         if supported.model_name == base_model and supported.max_context_length:
             return int(supported.max_context_length)
-    raise ConfigError(f"the server does not say how long sequences of {base_model!r} may be; set generation: max_context")
+    raise ConfigError(
+        f"the server does not say how long sequences of {base_model!r} may be; set generation: max_context"
+    )
 
 
 def tokenizer_of(source: str, client: tinker.TrainingClient | tinker.SamplingClient) -> PreTrainedTokenizerBase:
-    """The tokenizer in a directory or of a Hub id, or for "" the one that the server names. Raises ConfigError if it cannot be loaded."""
+    """The tokenizer in a directory or of a Hub id, or for "" the one that the server names.
+
+    Raises ConfigError if it cannot be loaded.
+    """
     which = f"tokenizer={source!r}" if source else "tokenizer is empty, and the one that the server names"
     remedy = "give the directory or the Hub id of the model's tokenizer"
 
     def not_loaded(error: BaseException) -> ConfigError:
         return ConfigError(f"model: {which} cannot be loaded: {' '.join(str(error).split()) or repr(error)}; {remedy}")
 
-    # Of any kind: that is what the tokenizers library raises for a file that it cannot use. The SDK's are of the connection, for example.
+    # Of any kind: that is what the tokenizers library raises for a file that it cannot use. The SDK's are of the
+    # connection, for example.
     with foreign_code(not_loaded, tinker.TinkerError, MemoryError):
         named = source or _named_by_server(client)
         if not Path(named).is_dir() and not isinstance(try_to_load_from_cache(named, "tokenizer_config.json"), str):
@@ -207,7 +226,7 @@ def tokenizer_of(source: str, client: tinker.TrainingClient | tinker.SamplingCli
 
 
 def _named_by_server(client: tinker.TrainingClient | tinker.SamplingClient) -> str:
-    """The directory or Hub id of which the SDK loads the tokenizer: the server's word, else it follows from the base model's name.
+    """The directory or Hub id of the tokenizer that the SDK loads: named by the server, else by the base model.
 
     Raises ConfigError for a name that leads to neither: the SDK would ask the Hub for it, for more than a minute.
     """
@@ -227,7 +246,10 @@ def _named_by_server(client: tinker.TrainingClient | tinker.SamplingClient) -> s
 
 
 def chat_template(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """The chat template that the configuration names, or else the tokenizer's. Raises ConfigError if its file cannot be read."""
+    """The chat template that the configuration names, or else the tokenizer's.
+
+    Raises ConfigError if its file cannot be read.
+    """
     text = None
     if model.chat_template:
         what = f"model: chat_template={model.chat_template!r} cannot be read"

@@ -13,7 +13,10 @@ from tinsmith_rl.errors import ConfigError, config_error
 
 
 def prompts_of(file: str, seed: int, count: int, seeds: int) -> list[Prompt]:
-    """The first `count` rows of `file`, or prompts of as many seeds from `seed` on. With 0 these are all rows, or `seeds` seeds."""
+    """The first `count` rows of `file`, or prompts of as many seeds from `seed` on.
+
+    With 0 these are all rows, or `seeds` seeds.
+    """
     return file_prompts(Path(file), count) if file else seed_prompts(seed, count or seeds)
 
 
@@ -23,7 +26,9 @@ def seed_prompts(first: int, count: int) -> list[Prompt]:
 
 
 def file_prompts(file: Path, count: int) -> list[Prompt]:
-    """The first `count` rows of a JSONL file, or all with 0, each {"messages": [...], "fields": {...}}. A prompt's seed is its row.
+    """The first `count` rows of a JSONL file, or all with 0, each {"messages": [...], "fields": {...}}.
+
+    A prompt's seed is its row.
 
     Raises ConfigError if the file does not exist, is empty or holds something else.
     """
@@ -38,8 +43,14 @@ def _prompt(file: Path, number: int, row: Any) -> Prompt:
     if not isinstance(row, dict) or set(row) - {"messages", "fields"}:
         raise ConfigError(f"{file}, row {number + 1}: a prompt has the keys messages and fields, got {row!r:.200}")
     messages, fields = row.get("messages", []), row.get("fields", {})
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages) or not isinstance(fields, dict):
-        raise ConfigError(f"{file}, row {number + 1}: messages is a list of messages, and fields an object, got {row!r:.200}")
+    if (
+        not isinstance(messages, list)
+        or not all(isinstance(message, dict) for message in messages)
+        or not isinstance(fields, dict)
+    ):
+        raise ConfigError(
+            f"{file}, row {number + 1}: messages is a list of messages, and fields an object, got {row!r:.200}"
+        )
     return Prompt(number, tuple(messages), fields)
 
 

@@ -1,4 +1,6 @@
-"""Whether the server can be reached, as the SDK reaches it. Problems are reported within seconds, before any slow import.
+"""Whether the server can be reached, as the SDK reaches it.
+
+Problems are reported within seconds, before any slow import.
 
 Without this check the SDK would repeat an unanswered request for minutes, silently.
 """
@@ -32,7 +34,9 @@ _STORED_KEYS = Path("~/.tinker/credentials.json")
 
 
 def require_server(server: ServerSection) -> None:
-    """Wait until the server is ready, for at most `wait_s` seconds, and log why it is not. A proxy that is set is no way to this machine.
+    """Wait until the server is ready, for at most `wait_s` seconds, and log why it is not.
+
+    A proxy that is set is no way to this machine.
 
     Raises ConfigError: no URL or API key is given, there is no Tinker server at the URL, or it is not ready in time.
     """
@@ -44,7 +48,8 @@ def require_server(server: ServerSection) -> None:
         if time.monotonic() >= deadline:
             shown = _without_user(url)
             raise ConfigError(
-                f"server: url={shown!r}: {reason}; start the server, correct the URL, or wait longer with server: wait_s={server.wait_s:g}"
+                f"server: url={shown!r}: {reason}; start the server, correct the URL, or wait longer with server: "
+                f"wait_s={server.wait_s:g}"
             )
         if reason != logged:
             log.warning("waiting for %s: %s", _without_user(url), reason)
@@ -56,11 +61,21 @@ def require_server(server: ServerSection) -> None:
 def _check_url_and_key(url: str, key: str) -> None:
     missing = []
     if not url:
-        missing.append("url is empty and TINKER_BASE_URL is not set; give the server's URL, such as http://127.0.0.1:8000")
+        missing.append(
+            "url is empty and TINKER_BASE_URL is not set; give the server's URL, such as http://127.0.0.1:8000"
+        )
     elif not url.startswith(("http://", "https://")):
         raise ConfigError(f"server: url={_without_user(url)!r} must begin with http:// or https://")
-    if not (key or os.environ.get("TINKER_API_KEY") or os.environ.get("TINKER_CREDENTIAL_CMD") or _STORED_KEYS.expanduser().exists()):
-        missing.append("api_key is empty and TINKER_API_KEY is not set; Tinsmith takes any key that begins with tml-, such as tml-anything")
+    if not (
+        key
+        or os.environ.get("TINKER_API_KEY")
+        or os.environ.get("TINKER_CREDENTIAL_CMD")
+        or _STORED_KEYS.expanduser().exists()
+    ):
+        missing.append(
+            "api_key is empty and TINKER_API_KEY is not set; Tinsmith takes any key that begins with tml-, "
+            "such as tml-anything"
+        )
     if missing:
         raise ConfigError(f"server: {'; '.join(missing)}")
 
@@ -73,7 +88,9 @@ def _why_not_ready(url: str) -> str:
     except HTTPError as error:
         if error.code == 404:
             hint = "; leave out /api/v1, which clients add" if url.endswith("/api/v1") else ""
-            raise ConfigError(f"server: url={_without_user(url)!r} answers 404 to {_HEALTH}: there is no Tinker server{hint}") from error
+            raise ConfigError(
+                f"server: url={_without_user(url)!r} answers 404 to {_HEALTH}: there is no Tinker server{hint}"
+            ) from error
         return _detail(error) if error.code >= 500 else ""  # the SDK reports other errors at once, such as a wrong key
     except InvalidURL as error:
         raise ConfigError(

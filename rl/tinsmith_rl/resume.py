@@ -1,12 +1,13 @@
 """Continues a run that was stopped or killed: its state, its checkpoints on the server, and its output directory.
 
-`state.json` in the output directory says where a run continues. A checkpoint is saved first and recorded there afterwards, and it is
-deleted only after `state.json` has ceased to name it, so at any moment the file names checkpoints that exist.
+`state.json` in the output directory says where a run continues. A checkpoint is saved first and recorded there
+afterwards, and it is deleted only after `state.json` has ceased to name it, so at any moment the file names checkpoints
+that exist.
 
-A run that was killed continues from its last checkpoint. If it had saved none, a new run begins, and the files of the old one are moved to
-a directory of their own, so that neither its metrics nor its weights on the server are lost. A run continues only with the settings that it
-began with; `MAY_DIFFER`, `MAY_CHANGE` and `FIXED_AT_START` name the exceptions. Two runs in one directory would delete each other's
-checkpoints, so a run locks its directory.
+A run that was killed continues from its last checkpoint. If it had saved none, a new run begins, and the files of the
+old one are moved to a directory of their own, so that neither its metrics nor its weights on the server are lost. A run
+continues only with the settings that it began with; `MAY_DIFFER`, `MAY_CHANGE` and `FIXED_AT_START` name the
+exceptions. Two runs in one directory would delete each other's checkpoints, so a run locks its directory.
 """
 
 import dataclasses
@@ -46,9 +47,15 @@ MAY_DIFFER = (
     "evaluation.pass_at",
     "output.*",
 )
-"""Settings that may differ from start to start: they decide how long a run is, where it computes and what it writes, not its results."""
+"""Settings that may differ from start to start: they decide a run's length, place and output, not its results."""
 
-MAY_CHANGE = ("training.learning_rate", "training.decay", "training.warmup_steps", "training.weight_decay", "training.grad_clip_norm")
+MAY_CHANGE = (
+    "training.learning_rate",
+    "training.decay",
+    "training.warmup_steps",
+    "training.weight_decay",
+    "training.grad_clip_norm",
+)
 """Settings of the optimizer. A run that continues takes their new values, and says so."""
 
 FIXED_AT_START = ("model.base_model", "model.start_from", "model.rank", "model.seed", "warmup.*")
@@ -71,7 +78,7 @@ class RunState:
     best_weights: str = ""
     """Checkpoint for sampling with the best reward."""
     kept: tuple[str, ...] = ()
-    """Checkpoints of steps that are on the server, oldest first: two for each step, including `weights` and `sampler_weights`."""
+    """Checkpoints on the server, oldest first: two for each step, including `weights` and `sampler_weights`."""
     tokenizer: str = ""
     """Directory or Hub id."""
     home: str = ""
@@ -90,7 +97,10 @@ class RunState:
 
 
 def load_state(directory: Path) -> RunState | None:
-    """The state in `directory`; None if there is none. Raises ConfigError if it is broken or was written by another version."""
+    """The state in `directory`; None if there is none.
+
+    Raises ConfigError if it is broken or was written by another version.
+    """
     file = directory / STATE
     if not file.exists():
         return None
@@ -98,7 +108,9 @@ def load_state(directory: Path) -> RunState | None:
         values = json.loads(file.read_text(encoding="utf-8"))
     known = {spec.name for spec in dataclasses.fields(RunState)}
     if not isinstance(values, dict) or set(values) - known or "step" not in values:
-        raise ConfigError(f"{file} was written by another version: its keys are {sorted(values)}, expected {sorted(known)}")
+        raise ConfigError(
+            f"{file} was written by another version: its keys are {sorted(values)}, expected {sorted(known)}"
+        )
     return RunState(**{**values, **{name: tuple(values.get(name, ())) for name in ("kept", "others")}})
 
 
@@ -111,8 +123,8 @@ def home_of(directory: Path) -> str:
 class RunCheckpoints:
     """Saves a run's checkpoints, records them in state.json, and deletes those that it names no longer.
 
-    It deletes only what its own run has saved. A copy of an output directory names checkpoints of the run that it was copied from; these
-    stay. So does a checkpoint that a run had saved and not recorded when it was killed.
+    It deletes only what its own run has saved. A copy of an output directory names checkpoints of the run that it was
+    copied from; these stay. So does a checkpoint that a run had saved and not recorded when it was killed.
     """
 
     client: tinker.TrainingClient
@@ -124,10 +136,17 @@ class RunCheckpoints:
     """The content of state.json."""
 
     def __post_init__(self) -> None:
-        self._own = set(self.recorded.paths.difference(self.recorded.others)) if self.recorded.home == home_of(self.directory) else set()
+        self._own = (
+            set(self.recorded.paths.difference(self.recorded.others))
+            if self.recorded.home == home_of(self.directory)
+            else set()
+        )
 
     async def save_step(self, state: RunState) -> RunState:
-        """Save the weights after `state.step` steps, for training and for sampling. They take effect with the next `record`."""
+        """Save the weights after `state.step` steps, for training and for sampling.
+
+        They take effect with the next `record`.
+        """
         name = f"step-{state.step:06d}"
         weights = (await self.client.save_state(name, overwrite=True)).path
         sampler_weights = (await self.client.save_weights_for_sampler(name)).path
@@ -136,7 +155,10 @@ class RunCheckpoints:
         return replace(state, weights=weights, sampler_weights=sampler_weights, kept=kept)
 
     async def save_best(self, state: RunState, reward: float) -> RunState:
-        """Save the weights after `state.step` steps as the best so far, and record them. The step to continue from stays the same."""
+        """Save the weights after `state.step` steps as the best so far, and record them.
+
+        The step to continue from stays the same.
+        """
         path = (await self.client.save_weights_for_sampler(f"best-{state.step:06d}")).path
         self._own.add(path)
 
@@ -186,10 +208,16 @@ def starting_state(config: RlConfig, console: Console) -> RunState:
     if state is None and not _has_metrics(directory):
         return RunState()
     if not config.output.resume:
-        raise ConfigError(f"output: directory={str(directory)!r} holds a run, and resume is false; take --new, or name another directory")
+        raise ConfigError(
+            f"output: directory={str(directory)!r} holds a run, and resume is false; "
+            "take --new, or name another directory"
+        )
     if state is None or not state.step:
         moved_to = _move_aside(directory)
-        message = f"the run in {directory} ended before its first checkpoint, so a new run begins; its files were moved to {moved_to}"
+        message = (
+            f"the run in {directory} ended before its first checkpoint, so a new run begins; "
+            f"its files were moved to {moved_to}"
+        )
         console.print(Text(message), soft_wrap=True)
         return RunState()
     for change in _changes(directory, state.step, settings, config.output.allow_changes):
@@ -198,7 +226,10 @@ def starting_state(config: RlConfig, console: Console) -> RunState:
 
 
 def record_settings(config: RlConfig) -> None:
-    """Record the settings that the next start in this directory is compared with. Called once the run is ready to begin."""
+    """Record the settings that the next start in this directory is compared with.
+
+    Called once the run is ready to begin.
+    """
     _replace_file(Path(config.output.directory) / SETTINGS, to_tree(config))
 
 
@@ -223,18 +254,26 @@ def _has_metrics(directory: Path) -> bool:
 def _check_allowed_changes(keys: list[str], settings: dict[str, Any]) -> None:
     for key in keys:
         if key not in settings:
-            raise ConfigError(f"output: allow_changes: there is no setting {key!r}; write SECTION.KEY, such as training.learning_rate")
+            raise ConfigError(
+                f"output: allow_changes: there is no setting {key!r}; write SECTION.KEY, such as training.learning_rate"
+            )
         if _matches(key, FIXED_AT_START):
-            raise ConfigError(f"output: allow_changes: {key} takes effect only when a run begins; name another output directory")
+            raise ConfigError(
+                f"output: allow_changes: {key} takes effect only when a run begins; name another output directory"
+            )
 
 
 def _changes(directory: Path, step: int, settings: dict[str, Any], allowed: list[str]) -> list[str]:
-    """Describe the settings that changed, apart from MAY_DIFFER. Raises ConfigError for what is neither in MAY_CHANGE nor `allowed`."""
+    """Describe the settings that changed, apart from MAY_DIFFER.
+
+    Raises ConfigError for what is neither in MAY_CHANGE nor `allowed`.
+    """
     file = directory / SETTINGS
     what = f"cannot read {file}, the settings of the run in {directory}"
     with config_error(what, OSError, ValueError, AttributeError, remedy=_RESTORE):  # no file, not JSON, or not sections
         recorded = _flat(json.loads(file.read_text(encoding="utf-8")))
-    before = _settings(RlConfig()) | recorded  # settings that are newer than the recorded file had the effect of their defaults
+    # Settings that are newer than the recorded file had the effect of their defaults
+    before = _settings(RlConfig()) | recorded
     different = [key for key, value in settings.items() if before[key] != value and not _matches(key, MAY_DIFFER)]
     changed = [key for key in different if not _matches(key, MAY_CHANGE) and key not in allowed]
     if not changed:

@@ -1,6 +1,8 @@
-"""Plays episodes: environment, conversation and policy take turns until one of them ends the episode. Thousands run at a time.
+"""Plays episodes: environment, conversation and policy take turns until one of them ends the episode.
 
-Tokens in, tokens out: the tokens that the policy sampled go into the next prompt and into the training sample unchanged.
+Thousands run at a time.
+
+Tokens in, tokens out: sampled tokens go into the next prompt and into the training sample unchanged.
 """
 
 import asyncio
@@ -27,7 +29,7 @@ class RolloutSettings:
     """The rules of an episode."""
 
     request: SamplingRequest
-    """The sampling of each answer. `max_tokens` is lowered near the end of the context, and `seed` differs from turn to turn."""
+    """How each answer is sampled; `max_tokens` is lowered near the end of the context, and `seed` differs by turn."""
     max_turns: int
     max_context: int
     """Longest sequence in tokens, prompt and answer together."""
@@ -102,9 +104,12 @@ class EnvRollouts:
         return tuple(task.result() for task in playing)
 
     async def play(self, policy: Policy | None, prompt: Prompt, episode: EpisodeId) -> Trajectory:
-        """Play one episode; without a policy the environment gives the answers itself. What it does wrong ends its episode with the reason.
+        """Play one episode; without a policy the environment gives the answers itself.
 
-        Raises what the policy raises, but for refused prompts; TemplateError; ConfigError if the environment cannot demonstrate.
+        What it does wrong ends its episode with the reason.
+
+        Raises what the policy raises, but for refused prompts; TemplateError; ConfigError if the environment cannot
+        demonstrate.
         """
         async with self._slots:
             record = _EpisodeRecord(self.settings, self.template, policy, episode)
@@ -118,10 +123,11 @@ class EnvRollouts:
 
 
 def _blaming_the_environment() -> AbstractContextManager[None]:
-    """Blame the environment for messages that cannot be shown to the model, but not for a template that changes them."""
+    """Blame the environment for messages that the model cannot be shown, but not for a template that changes them."""
 
     def say(error: BaseException) -> EnvError:
-        return EnvError(str(error)) if isinstance(error, UserError) else env_error(error)  # ours says all there is to say
+        # Ours says all there is to say
+        return EnvError(str(error)) if isinstance(error, UserError) else env_error(error)
 
     return foreign_code(say, EnvError, TemplateError, MemoryError)
 
@@ -146,10 +152,13 @@ class _EpisodeRecord:
         """Play turn by turn until something ends the episode."""
         messages, self.notes = await self._timed(session.call("init", prompt))
         with _blaming_the_environment():
-            conversation = Conversation(self.template, messages, self.settings.end_turn_after_stop_string, self.settings.context_turns)
+            conversation = Conversation(
+                self.template, messages, self.settings.end_turn_after_stop_string, self.settings.context_turns
+            )
         if len(conversation.prompt) >= self.settings.max_context:
             raise EnvError(
-                f"the first messages have {len(conversation.prompt)} tokens, and a conversation has room for {self.settings.max_context}; "
+                f"the first messages have {len(conversation.prompt)} tokens, and a conversation has room for "
+                f"{self.settings.max_context}; "
                 "shorten them or their images, or raise generation: max_context, if the server's context allows it"
             )
         while True:

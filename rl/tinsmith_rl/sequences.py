@@ -1,7 +1,8 @@
 """Sequences as the model sees them: token ids with images in between.
 
-An image is encoded once, when it enters a conversation, and the same bytes go to the sampler and to the trainer. In a `TokenSequence` it
-covers as many positions as the model makes of it; each of them holds the id of the model's placeholder token.
+An image is encoded once, when it enters a conversation, and the same bytes go to the sampler and to the trainer. In a
+`TokenSequence` it covers as many positions as the model makes of it; each of them holds the id of the model's
+placeholder token.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,8 @@ class PlacedImage:
 class TokenSequence:
     """Token ids and the images among them.
 
-    Example: ids [9, 7, 7, 4] with an image of two tokens at offset 1, where 7 is the placeholder. A 7 that no image covers is text.
+    Example: ids [9, 7, 7, 4] with an image of two tokens at offset 1, where 7 is the placeholder. A 7 that no image
+    covers is text.
     """
 
     ids: NDArray[np.int32]
@@ -110,7 +112,7 @@ def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:
 
 
 class ImageProcessor:
-    """The image processor of a vision-language model, read from the model's files in `source` (a directory or a Hub id)."""
+    """The image processor of a vision-language model, from the model's files in `source` (a directory or a Hub id)."""
 
     def __init__(self, source: str) -> None:
         self.placeholder_id = int(AutoConfig.from_pretrained(source, trust_remote_code=False).image_token_id)
@@ -118,11 +120,16 @@ class ImageProcessor:
         self._token_counts: dict[tuple[int, int], int] = {}
 
     def image(self, source: Any) -> EncodedImage:
-        """The encoded image with its number of tokens. Raises UserError as `encode` does, and for a size that the model does not take."""
+        """The encoded image with its number of tokens.
+
+        Raises UserError as `encode` does, and for a size that the model does not take.
+        """
         data, file_format, size = encode(source)
         if size not in self._token_counts:
             width, height = size
-            with translated(ValueError, lambda error: UserError(f"the model takes no image of {width} x {height} pixels: {error}")):
+            with translated(
+                ValueError, lambda error: UserError(f"the model takes no image of {width} x {height} pixels: {error}")
+            ):
                 patches = self._processor.get_number_of_image_patches(height, width, {})
             self._token_counts[size] = int(patches) // self._processor.merge_size**2
         return EncodedImage(data, file_format, self._token_counts[size])

@@ -1,7 +1,8 @@
 """Declares settings, and reads and checks their values.
 
-A section is a dataclass whose fields are made with `setting`; a configuration is a dataclass of sections. Pydantic checks types and limits.
-It is imported when the first value is checked, because the processes of environments import this module too.
+A section is a dataclass whose fields are made with `setting`; a configuration is a dataclass of sections. Pydantic
+checks types and limits. It is imported when the first value is checked, because the processes of environments import
+this module too.
 """
 
 import dataclasses
@@ -49,7 +50,9 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
             for key_node in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
                 line, key = key_node.start_mark.line + 1, key_node.value
                 if key in places:
-                    raise yaml.YAMLError(f"line {line} has the key {key!r} of line {places[key]} again; merge what stands below the two")
+                    raise yaml.YAMLError(
+                        f"line {line} has the key {key!r} of line {places[key]} again; merge what stands below the two"
+                    )
                 places[key] = line
             return node
 
@@ -70,7 +73,8 @@ def fill(config: Any, tree: Mapping[str, Any], source: str) -> None:
     Raises ConfigError for an unknown section or key, and a value of the wrong type or outside its limits.
     """
     known = {
-        section.name: [spec.name for spec in dataclasses.fields(getattr(config, section.name))] for section in dataclasses.fields(config)
+        section.name: [spec.name for spec in dataclasses.fields(getattr(config, section.name))]
+        for section in dataclasses.fields(config)
     }
     for section, values in tree.items():
         if section not in known:
@@ -103,8 +107,11 @@ def _checked(section: Any, key: str, value: Any, place: str) -> Any:
     kind = typing.get_type_hints(type(section))[key]
     info: SettingInfo = next(spec.metadata["info"] for spec in dataclasses.fields(section) if spec.name == key)
     with translated(ValidationError, lambda _: ConfigError(f"{place}={value!r} must be {_accepted(kind, info)}")):
-        found = _adapter(kind, info).validate_python(value, strict=not isinstance(value, str))  # strict, so that true is no 1
-    return at_home(found) if isinstance(found, str) else [at_home(text) for text in found] if kind == list[str] else found
+        # Strict, so that true is no 1
+        found = _adapter(kind, info).validate_python(value, strict=not isinstance(value, str))
+    return (
+        at_home(found) if isinstance(found, str) else [at_home(text) for text in found] if kind == list[str] else found
+    )
 
 
 def _adapter(kind: Any, info: SettingInfo) -> "TypeAdapter[Any]":
@@ -124,7 +131,12 @@ def _accepted(kind: Any, info: SettingInfo) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return f"one of {', '.join(typing.get_args(kind))}"
     if kind not in (int, float):
-        words = {bool: "true or false", str: "a text", list[str]: "a list of texts", list[int]: "a list of whole numbers"}
+        words = {
+            bool: "true or false",
+            str: "a text",
+            list[str]: "a list of texts",
+            list[int]: "a list of whole numbers",
+        }
         return words.get(kind, "keys with values")
     number = f"{'a whole number' if kind is int else 'a number'}{f' of {info.unit}' if info.unit else ''}"
     if info.low is None:

@@ -60,8 +60,8 @@ SHOWN_EVERY_S = 60.0
 def train(config: RlConfig, console: Console | None = None) -> RunState:
     """A whole run, or the rest of one. Returns its last state.
 
-    Raises ConfigError for what cannot work, TooManyFailuresError if the environment fails too often, and the SDK's errors for requests that
-    fail.
+    Raises ConfigError for what cannot work, TooManyFailuresError if the environment fails too often, and the SDK's
+    errors for requests that fail.
     """
     with locked(Path(config.output.directory)):
         return _train(config, console or Console())
@@ -87,7 +87,12 @@ def _train(config: RlConfig, console: Console) -> RunState:
 
 
 def _prepared_run(
-    config: RlConfig, opened: ExitStack, workers: Workers, state: RunState, trackers: Sequence[Tracker], console: Console
+    config: RlConfig,
+    opened: ExitStack,
+    workers: Workers,
+    state: RunState,
+    trackers: Sequence[Tracker],
+    console: Console,
 ) -> "TrainingLoop":
     """Everything that a run needs to continue from `state`."""
     service = opened.enter_context(connect(config.server))
@@ -96,7 +101,9 @@ def _prepared_run(
     base_model = config.model.base_model or base_model_of(client)
     max_context = config.generation.max_context or context_limit(config.server, base_model)
     prompts = prompts_of(config.prompts.file, config.prompts.seed, config.prompts.count, 1000)
-    rollouts = make_rollouts(config, config.env.options, rollout_settings(config, max_context, template), template, workers)
+    rollouts = make_rollouts(
+        config, config.env.options, rollout_settings(config, max_context, template), template, workers
+    )
     if config.warmup.steps and not isinstance(rollouts, EnvRollouts):
         raise ConfigError("warmup: steps: environments of kind cookbook have no demonstrations; set steps=0")
     evaluator = Evaluator(config, template, workers, max_context) if config.evaluation.every else None
@@ -106,7 +113,9 @@ def _prepared_run(
     learner = Learner(client, config.training, _reference(config, service, base_model))
     failures = FailureCounter(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
     output = RunOutput(config, template, trackers, console, state.step)
-    return TrainingLoop(config, opened, base_model, rollouts, prompts, learner, evaluator, checkpoints, failures, output, state)
+    return TrainingLoop(
+        config, opened, base_model, rollouts, prompts, learner, evaluator, checkpoints, failures, output, state
+    )
 
 
 def _rewards_differ(group: Group) -> bool:
@@ -121,7 +130,9 @@ def _reference(config: RlConfig, service: tinker.ServiceClient, base_model: str)
 class RunOutput:
     """What a run shows and writes: lines on the console, metrics in trackers, trajectories in files."""
 
-    def __init__(self, config: RlConfig, template: ChatTemplate, trackers: Sequence[Tracker], console: Console, step: int) -> None:
+    def __init__(
+        self, config: RlConfig, template: ChatTemplate, trackers: Sequence[Tracker], console: Console, step: int
+    ) -> None:
         self.config, self.template, self.trackers, self.console = config, template, trackers, console
         self.step = step
         """Number of steps before the one that the run is at."""
@@ -138,7 +149,11 @@ class RunOutput:
         """Show what the run is doing: in a terminal at once, in a log file once a minute."""
         text = f"step {self.step + 1} of {self.config.training.steps}: {what}"
         self.status.update(Text(text))
-        if not self.console.is_terminal and "console" in self.config.output.trackers and time.monotonic() - self._shown_at >= SHOWN_EVERY_S:
+        if (
+            not self.console.is_terminal
+            and "console" in self.config.output.trackers
+            and time.monotonic() - self._shown_at >= SHOWN_EVERY_S
+        ):
             self.say(text)
             self._shown_at = time.monotonic()
 
@@ -163,7 +178,9 @@ class RunOutput:
         directory = Path(self.config.output.directory) / "trajectories"
         directory.mkdir(exist_ok=True)
         write_jsonl(directory / f"{name}.jsonl", trajectories, self.template)
-        write_page(directory / f"{name}.html", trajectories[: self.config.output.page_trajectories], self.template, name)
+        write_page(
+            directory / f"{name}.html", trajectories[: self.config.output.page_trajectories], self.template, name
+        )
 
 
 @dataclass
@@ -239,7 +256,10 @@ class TrainingLoop:
         return policy
 
     async def _is_loss(self, error: Exception) -> bool:
-        """Whether the server has lost weights or the model, as it does when it is started again; and not again and again at one step."""
+        """Whether the server has lost weights or the model, as after a restart.
+
+        False after MOST_LOSSES times at one step: the run ends then.
+        """
         step, times = self._lost_at
         self._lost_at = (self.state.step, times + 1 if step == self.state.step else 1)
         if self._lost_at[1] > MOST_LOSSES or not (lost_something(error) or await self._is_model_lost(error)):
@@ -266,7 +286,11 @@ class TrainingLoop:
         self.state = replace(state, tokenizer=self.state.tokenizer, home=self.state.home)
         self.output.step = state.step
         self._warm = self._begun = state.step > 0
-        log.warning("the run goes on from step %d with its last checkpoint, %s", state.step, state.weights or "of which there is none")
+        log.warning(
+            "the run goes on from step %d with its last checkpoint, %s",
+            state.step,
+            state.weights or "of which there is none",
+        )
 
     def _stream(self, tasks: asyncio.TaskGroup) -> GroupStream:
         training = self.config.training
@@ -298,13 +322,17 @@ class TrainingLoop:
         with self.output.timed("learn"):
             metrics |= await self.learner.learn(groups, step)
         policy = await self._publish()
-        self.state = replace(self.state, step=step + 1, next_group=max(self.state.next_group, *(group.number + 1 for group in groups)))
+        self.state = replace(
+            self.state, step=step + 1, next_group=max(self.state.next_group, *(group.number + 1 for group in groups))
+        )
         if step + 1 < self.config.training.steps:
             stream.publish(step + 1, policy)
         if self.evaluator is not None and self._is_due(self.config.evaluation.every):
             metrics |= await self._evaluated(policy, step + 1)
         if self._is_due(self.config.output.trajectories_every):
-            self.output.write_trajectories(f"step-{step + 1:06d}", [trajectory for group in groups for trajectory in group.trajectories])
+            self.output.write_trajectories(
+                f"step-{step + 1:06d}", [trajectory for group in groups for trajectory in group.trajectories]
+            )
         section = self.config.output
         saves = self._is_due(section.save_every, True) or 0 < section.save_after_s <= time.monotonic() - self._saved_at
         if saves:
@@ -312,7 +340,9 @@ class TrainingLoop:
                 self.state = await self.checkpoints.save_step(self.state)
         self._recent.append(time.monotonic() - start)
         self.output.seconds["step"] = self._recent[-1]
-        self.output.seconds["left"] = sum(self._recent) / len(self._recent) * (self.config.training.steps - self.state.step)
+        self.output.seconds["left"] = (
+            sum(self._recent) / len(self._recent) * (self.config.training.steps - self.state.step)
+        )
         self.output.log(step + 1, metrics | {f"seconds/{stage}": spent for stage, spent in self.output.seconds.items()})
         if saves:  # after logging, so that a run that continues from here has the metrics of every step before
             await self.checkpoints.record(self.state)
@@ -320,7 +350,10 @@ class TrainingLoop:
         self._sound = True
 
     def _is_due(self, every: int, at_the_end: bool = False) -> bool:
-        """Whether something that happens every `every` steps, and after the last one, is due. With 0 it happens at most `at_the_end`."""
+        """Whether something that happens every `every` steps, and after the last one, is due.
+
+        With 0 it happens at most `at_the_end`.
+        """
         done = self.state.step
         if done == self.config.training.steps:
             return bool(every) or at_the_end
@@ -339,7 +372,9 @@ class TrainingLoop:
     async def _publish(self) -> Policy:
         with self.output.timed("publish"):
             recorded = self.config.training.loss == "stable_reinforce"
-            return TinkerPolicy(await self.learner.client.save_weights_and_get_sampling_client(record_stability_info=recorded))
+            return TinkerPolicy(
+                await self.learner.client.save_weights_and_get_sampling_client(record_stability_info=recorded)
+            )
 
     async def _evaluated(self, policy: Policy, version: int) -> Metrics:
         assert self.evaluator is not None
@@ -350,7 +385,10 @@ class TrainingLoop:
         return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
 
     async def _keep_if_best(self, metrics: Metrics) -> None:
-        """Save the weights after `state.step` steps if their reward is the best so far. There is no reward if every episode failed."""
+        """Save the weights after `state.step` steps if their reward is the best so far.
+
+        There is no reward if every episode failed.
+        """
         best, has_reward = self.state.best_reward, metrics["dropped"] < metrics["trajectories"]
         if self.config.output.save_best and has_reward and (best is None or metrics["reward"] > best):
             self.state = await self.checkpoints.save_best(self.state, metrics["reward"])
@@ -359,7 +397,8 @@ class TrainingLoop:
         training, directory = self.config.training, Path(self.config.output.directory)
         evaluated = f", {len(self.evaluator.prompts)} others evaluated" if self.evaluator is not None else ""
         self.output.say(
-            f"{self.config.env.name}: steps {self.state.step + 1} to {training.steps}, with {training.groups} x {training.group_size} "
-            f"episodes in each; {len(self.prompts)} prompts{evaluated}; metrics in {directory / METRICS}, trajectories and state beside "
-            f"it; checkpoints at tinker://{self.learner.client.model_id}/"
+            f"{self.config.env.name}: steps {self.state.step + 1} to {training.steps}, with {training.groups} x "
+            f"{training.group_size} episodes in each; {len(self.prompts)} prompts{evaluated}; "
+            f"metrics in {directory / METRICS}, trajectories and state beside it; "
+            f"checkpoints at tinker://{self.learner.client.model_id}/"
         )

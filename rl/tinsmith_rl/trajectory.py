@@ -1,7 +1,8 @@
 """The record of an episode: its turns, the samples to train on that are made of them, and the finished trajectory.
 
-A turn whose prompt begins with everything that was seen and sampled before continues the sample; any other turn begins a new one. So an
-episode is one sample where the chat template only appends, and several where it drops earlier reasoning. All classes are frozen.
+A turn whose prompt begins with everything that was seen and sampled before continues the sample; any other turn begins
+a new one. So an episode is one sample where the chat template only appends, and several where it drops earlier
+reasoning. All classes are frozen.
 """
 
 import math
@@ -19,9 +20,9 @@ from tinsmith_rl.sequences import TokenSequence, concatenate, text_sequence
 StopReason = Literal["done", "length", "context", "max_turns", "empty", "env_error", "env_timeout"]
 """The reason why an episode ended.
 
-done: the environment said so. length: an answer reached the limit on its tokens. context: no room was left for another answer.
-max_turns: the limit on turns was reached. empty: the first answer had no tokens. env_error: the environment raised, or returned a wrong
-value. env_timeout: a call into the environment took too long.
+done: the environment said so. length: an answer reached the limit on its tokens. context: no room was left for another
+answer. max_turns: the limit on turns was reached. empty: the first answer had no tokens. env_error: the environment
+raised, or returned a wrong value. env_timeout: a call into the environment took too long.
 """
 
 STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
@@ -56,9 +57,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """A sequence to train on: a prompt, and a response in which sampled answers and the environment's messages alternate.
+    """A sequence to train on: a prompt, and a response of sampled answers and the environment's messages in turn.
 
-    Example: response_ids [7, 2, 5, 5, 9, 2] with loss_mask [1, 1, 0, 0, 1, 1]: two turns of two sampled tokens with two between them.
+    Example: response_ids [7, 2, 5, 5, 9, 2] with loss_mask [1, 1, 0, 0, 1, 1]: two turns of two tokens, two between.
     """
 
     sequence: TokenSequence
@@ -134,7 +135,7 @@ class Trajectory:
 
     @cached_property
     def reward(self) -> float:
-        """The sum of all rewards, exact up to one rounding: it does not depend on the turns that the rewards were given in."""
+        """The sum of all rewards, rounded once: it does not depend on how they were spread over turns."""
         return math.fsum(reward for sample in self.samples for reward in sample.rewards.tolist())
 
     @cached_property
@@ -172,7 +173,7 @@ def assemble(turns: Sequence[Turn]) -> tuple[TrainingSample, ...]:
 
 
 def _with_rewards_moved(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns, with the reward of each empty answer moved to the last turn before it that sampled something; [] if there is none."""
+    """The turns, each empty answer's reward moved to the last earlier turn with tokens; [] if the first is empty."""
     moved: list[Turn] = []
     last = None
     for turn in turns:
@@ -194,7 +195,11 @@ def _sample(chain: Sequence[Turn], is_last_step: bool) -> TrainingSample:
     end = chain[-1]
     prompt_length = len(chain[0].prompt)
     sequence = concatenate((end.prompt, text_sequence(end.sampled), text_sequence(end.tail)))  # [p + r]
-    answers = [(turn.sequence_id, len(turn.prompt), len(turn.prompt) + len(turn.sampled)) for turn in chain if len(turn.sampled)]
+    answers = [
+        (turn.sequence_id, len(turn.prompt), len(turn.prompt) + len(turn.sampled))
+        for turn in chain
+        if len(turn.sampled)
+    ]
     loss_mask = np.zeros(len(sequence) - prompt_length, dtype=np.bool_)  # [r]
     rewards, logprobs = np.zeros(len(loss_mask), dtype=np.float64), np.zeros(len(loss_mask), dtype=np.float32)
     for turn in chain:

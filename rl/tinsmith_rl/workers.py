@@ -1,9 +1,11 @@
-"""Runs environments in the event loop, in threads, or in processes. All calls have a time-out, but those that block the event loop.
+"""Runs environments in the event loop, in threads, or in processes.
 
-An environment may block, raise or hang, and only its own episode may suffer. Threads suit environments that wait for something, such as a
-service or a simulator. Processes suit environments that compute, or that may hang for good: a process serves one episode at a time and is
-killed on a time-out, while a thread is left behind until its call returns. Asynchronous methods are awaited in one event loop: that of the
-program, or of the environment's process.
+All calls have a time-out, but those that block the event loop.
+
+An environment may block, raise or hang, and only its own episode may suffer. Threads suit environments that wait for
+something, such as a service or a simulator. Processes suit environments that compute, or that may hang for good: a
+process serves one episode at a time and is killed on a time-out, while a thread is left behind until its call returns.
+Asynchronous methods are awaited in one event loop: that of the program, or of the environment's process.
 """
 
 import asyncio
@@ -48,7 +50,10 @@ class Workers(Protocol):
     """Opens a session with a new environment for each episode."""
 
     async def open(self, name: str, options: Mapping[str, Any]) -> EnvSession:
-        """Make the environment of this name. Raises EnvError, EnvTimeoutError; ConfigError for an unknown name or wrong options."""
+        """Make the environment of this name.
+
+        Raises EnvError, EnvTimeoutError; ConfigError for an unknown name or wrong options.
+        """
         ...
 
     def shutdown(self) -> None:
@@ -57,7 +62,7 @@ class Workers(Protocol):
 
 
 def make_workers(kind: WorkerKind, count: int, timeout_s: float) -> Workers:
-    """`count` threads or processes, with a time-out for each call; or workers that call inline, where neither applies."""
+    """The workers of a kind; inline ones have no `count`, and a time-out for asynchronous calls only."""
     match kind:
         case "inline":
             return InlineWorkers(timeout_s)
@@ -84,7 +89,10 @@ class LocalSession:
 
 
 class InlineWorkers:
-    """Environments run in the event loop. For those that are asynchronous, or whose steps take less than a millisecond."""
+    """Environments run in the event loop.
+
+    For those that are asynchronous, or whose steps take less than a millisecond.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -101,7 +109,7 @@ class InlineWorkers:
 
 
 class ThreadWorkers(InlineWorkers):
-    """Environments run in threads, each call in another one: at most `count` at a time, each at most `timeout_s` seconds.
+    """Environments run in threads, each call in a new one: at most `count` at a time, each at most `timeout_s` s.
 
     `shutdown` leaves the threads alone: each ends with its call, and the interpreter does not wait for them.
     """
@@ -184,7 +192,8 @@ class ProcessWorkers:
         """Make an environment as soon as a process is free."""
         factory = find(name)  # the process gets the factory itself, because names are registered in this process only
         process = await self.free.get()
-        with ExitStack() as given_back:  # unless the environment is made; also for an episode that is cancelled meanwhile
+        # Unless the environment is made; also for an episode that is cancelled meanwhile
+        with ExitStack() as given_back:
             given_back.callback(self.free.put_nowait, process)
             await process.run(OPEN_S, _open_in_process, factory, dict(options))
             given_back.pop_all()
@@ -202,8 +211,8 @@ _SAFE_PATH = "PYTHONSAFEPATH"
 def _safe_path() -> Iterator[str | None]:
     """Let the Python processes that are started in the body import nothing of the working directory while they start.
 
-    Then they take over this process's path of imports, in which it comes last. Yields what the variable is outside of the body: programs
-    that an environment starts are to see that.
+    Then they take over this process's path of imports, in which it comes last. Yields what the variable is outside of
+    the body: programs that an environment starts are to see that.
     """
     before = os.environ.get(_SAFE_PATH)
     os.environ[_SAFE_PATH] = "1"
@@ -221,7 +230,7 @@ def _set_safe_path(value: str | None) -> None:
 
 
 _of_this_process: dict[str, Any] = {}
-"""The state of a process of `ProcessWorkers`: its environment as "env", and as "loop" what runs asynchronous methods."""
+"""The state of a process of `ProcessWorkers`: its environment as "env", the runner of async methods as "loop"."""
 
 
 def _open_in_process(factory: Callable[..., Env], options: dict[str, Any]) -> None:
@@ -237,7 +246,10 @@ def _call_in_process(method: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def _made(name: str, options: Mapping[str, Any]) -> Env:
-    """A new environment. Raises ConfigError for an unknown name or wrong options, and EnvError for what its constructor raises."""
+    """A new environment.
+
+    Raises ConfigError for an unknown name or wrong options, and EnvError for what its constructor raises.
+    """
     with environment_code(ConfigError):
         return make(name, **options)
 
@@ -264,7 +276,10 @@ def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Any]"
 
 
 async def _within(timeout_s: float, call: "Future[Any] | Awaitable[Any]") -> Any:
-    """The result of a call. Raises EnvTimeoutError, EnvError for a value that cannot be pickled, and what the call itself raises."""
+    """The result of a call.
+
+    Raises EnvTimeoutError, EnvError for a value that cannot be pickled, and what the call itself raises.
+    """
     future = asyncio.wrap_future(call) if isinstance(call, Future) else asyncio.ensure_future(call)
     try:
         done, _ = await asyncio.wait({future}, timeout=timeout_s)

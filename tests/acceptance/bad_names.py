@@ -38,9 +38,21 @@ NAMES = [
             ("tinker://{model}/weights/a\0b", "printable characters"),
         )
     ),
-    Case("loading what is not there", post("weights_info", 404, tinker_path="tinker://{model}/weights/none"), "none ... does not exist"),
-    Case("name in a URL", post("training_runs/{model}/checkpoints/weights/%2e%2e/ttl", method="PUT"), "cannot name a checkpoint"),
-    Case("newline in a URL", get("training_runs/{model}/checkpoints/weights/a%0Ab/external_weights_urls"), "printable characters"),
+    Case(
+        "loading what is not there",
+        post("weights_info", 404, tinker_path="tinker://{model}/weights/none"),
+        "none ... does not exist",
+    ),
+    Case(
+        "name in a URL",
+        post("training_runs/{model}/checkpoints/weights/%2e%2e/ttl", method="PUT"),
+        "cannot name a checkpoint",
+    ),
+    Case(
+        "newline in a URL",
+        get("training_runs/{model}/checkpoints/weights/a%0Ab/external_weights_urls"),
+        "printable characters",
+    ),
 ]
 
 NEW_MODEL: dict[str, Any] = {"session_id": "{session}", "model_seq_id": 9}
@@ -53,9 +65,24 @@ MODELS = [
             ("unknown base", 404, {"base_model": "gpt-9"}, ALL_BASES),
             ("unknown session", 404, {"session_id": "none", "base_model": "text"}, "session 'none' does not exist"),
             ("rank below 0", 400, {"base_model": "text", "lora_config": {"rank": -1}}, "lora_config.rank ... got -1"),
-            ("huge rank", 400, {"base_model": "text", "lora_config": {"rank": HUGE}}, f"rank={HUGE} ... up to 256 ... --max-lora-rank"),
-            ("huge seed", 400, {"base_model": "text", "lora_config": {"rank": 8, "seed": HUGE}}, f"lora_config.seed ... got {HUGE}"),
-            ("other optimizer", 400, {"base_model": "text", "optimizer_config": {"type": "dimuon"}}, "'dimuon' ... use 'adamw'"),
+            (
+                "huge rank",
+                400,
+                {"base_model": "text", "lora_config": {"rank": HUGE}},
+                f"rank={HUGE} ... up to 256 ... --max-lora-rank",
+            ),
+            (
+                "huge seed",
+                400,
+                {"base_model": "text", "lora_config": {"rank": 8, "seed": HUGE}},
+                f"lora_config.seed ... got {HUGE}",
+            ),
+            (
+                "other optimizer",
+                400,
+                {"base_model": "text", "optimizer_config": {"type": "dimuon"}},
+                "'dimuon' ... use 'adamw'",
+            ),
             ("number of 70 bits", 400, {"base_model": "text", "model_seq_id": HUGE}, f"model_seq_id ... got {HUGE}"),
         )
     ),
@@ -64,7 +91,12 @@ MODELS = [
         for name, status, body, says in (
             ("unknown base", 404, {"base_model": "gpt-9"}, ALL_BASES),
             ("no weights", 400, {}, "base_model or model_path is needed"),
-            ("impossible path", 400, {"model_path": "tinker://../sampler_weights"}, "is not tinker://MODEL_ID/SEGMENT/NAME"),
+            (
+                "impossible path",
+                400,
+                {"model_path": "tinker://../sampler_weights"},
+                "is not tinker://MODEL_ID/SEGMENT/NAME",
+            ),
             ("absent path", 404, {"model_path": "tinker://{model}/sampler_weights/none"}, "none ... does not exist"),
             ("number of 70 bits", 400, {"base_model": "text", "sampling_session_seq_id": HUGE}, f"got {HUGE}"),
         )
@@ -83,28 +115,68 @@ FUTURES = [
             ("a\0b\n", r"'a\x00b\n'"),
         )
     ),
-    Case("request_id never sent", post("retrieve_future", 404, request_id="{model}/2147483647"), "/2147483647' does not exist"),
-    Case("lost sample", post("retrieve_future", 410, request_id="{sampler}/999"), "/999 is not known any more ... send it again"),
-    Case("heartbeat of nobody", post("session_heartbeat", 410, session_id="none"), "session 'none' is finished or does not exist"),
+    Case(
+        "request_id never sent",
+        post("retrieve_future", 404, request_id="{model}/2147483647"),
+        "/2147483647' does not exist",
+    ),
+    Case(
+        "lost sample",
+        post("retrieve_future", 410, request_id="{sampler}/999"),
+        "/999 is not known any more ... send it again",
+    ),
+    Case(
+        "heartbeat of nobody",
+        post("session_heartbeat", 410, session_id="none"),
+        "session 'none' is finished or does not exist",
+    ),
     Case("info of nobody", post("get_info", 404, model_id="none"), "model 'none' does not exist"),
-    Case("finish of nobody", post("sessions/none/finish", 404, reason={"type": "success"}), "session 'none' does not exist"),
+    Case(
+        "finish of nobody",
+        post("sessions/none/finish", 404, reason={"type": "success"}),
+        "session 'none' does not exist",
+    ),
     Case("page too long", get(f"checkpoints?limit={HUGE}"), "limit ... less than or equal to 1000"),
-    Case("archive", get("training_runs/{model}/checkpoints/weights/a/archive"), "run `tinsmith export tinker:// ... /weights/a DIRECTORY`"),
+    Case(
+        "archive",
+        get("training_runs/{model}/checkpoints/weights/a/archive"),
+        "run `tinsmith export tinker:// ... /weights/a DIRECTORY`",
+    ),
     Case("unknown run", get("training_runs/none", 404), "training run 'none' does not exist"),
     Case("unknown address", get("nothing/here", 404), "GET /api/v1/nothing/here is not built"),
     Case("no API keys", refused("auth/apikey/me", 404, b"", method="DELETE"), "this server keeps no API keys"),
-    Case("base_url with the prefix", get("api/v1/client/config", 404), "the client adds /api/v1 to its base_url by itself; leave it off"),
+    Case(
+        "base_url with the prefix",
+        get("api/v1/client/config", 404),
+        "the client adds /api/v1 to its base_url by itself; leave it off",
+    ),
 ]
 
 
 BODIES = [
     Case("small body over its limit", refused("telemetry", 413, lambda: bytes(9 * 2**20)), "larger than 8388608 bytes"),
     Case("no zstd", refused("forward_backward", 400, b"abc", PROTOBUF, Content_Encoding="zstd"), "not valid zstd"),
-    Case("gzip", refused("forward_backward", 400, b"abc", PROTOBUF, Content_Encoding="gzip"), "Content-Encoding 'gzip' ... send zstd"),
-    Case("JSON for protobuf", refused("forward_backward", 400, b"{}"), "Content-Type 'application/json' ... send application/x-protobuf"),
-    Case("protobuf for JSON", refused("asample", 400, b"", PROTOBUF), "'application/x-protobuf' ... send application/json"),
+    Case(
+        "gzip",
+        refused("forward_backward", 400, b"abc", PROTOBUF, Content_Encoding="gzip"),
+        "Content-Encoding 'gzip' ... send zstd",
+    ),
+    Case(
+        "JSON for protobuf",
+        refused("forward_backward", 400, b"{}"),
+        "Content-Type 'application/json' ... send application/x-protobuf",
+    ),
+    Case(
+        "protobuf for JSON",
+        refused("asample", 400, b"", PROTOBUF),
+        "'application/x-protobuf' ... send application/json",
+    ),
     Case("form", refused("create_session", 400, b"a=1", "application/x-www-form-urlencoded"), "send application/json"),
-    Case("deep JSON", refused("create_session", 400, '{"user_metadata":' + '{"a":' * 10**4 + "1" + "}" * 10**4 + "}"), "recursion limit"),
+    Case(
+        "deep JSON",
+        refused("create_session", 400, '{"user_metadata":' + '{"a":' * 10**4 + "1" + "}" * 10**4 + "}"),
+        "recursion limit",
+    ),
     Case("deep lists", refused("asample", 400, "[" * 10**5 + "]" * 10**5), "recursion limit"),
     Case("no JSON", refused("create_model", 400, b"\xff{"), "body: Invalid JSON"),
     Case("half a surrogate", refused("create_session", 400, rb'{"display_name": "\ud800"}'), "body: Invalid JSON"),

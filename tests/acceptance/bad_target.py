@@ -38,7 +38,11 @@ class Target:
 
     def fill(self, text: str) -> str:
         """`text` with the ids of this target in the place of their names in braces."""
-        return text.replace("{session}", self.session_id).replace("{model}", self.model.model_id).replace("{sampler}", self.sampler)
+        return (
+            text.replace("{session}", self.session_id)
+            .replace("{model}", self.model.model_id)
+            .replace("{sampler}", self.sampler)
+        )
 
     def failure(self, request_id: str) -> str:
         """What a failed operation or sample says; it must be the client's fault."""
@@ -65,13 +69,17 @@ def refused(
     method: str = "POST",
     **headers: str,
 ) -> Callable[[Target], str]:
-    """A request that is refused at once with this status. A text may hold {session}, {model} and {sampler}, the path too.
+    """A request that is refused at once with this status.
+
+    A text may hold {session}, {model} and {sampler}, the path too.
 
     Content that is large is made by a function when it is sent.
     """
 
     def send(target: Target) -> str:
-        body = target.fill(content) if isinstance(content, str) else content if isinstance(content, bytes) else content()
+        body = (
+            target.fill(content) if isinstance(content, str) else content if isinstance(content, bytes) else content()
+        )
         sent = {"Content-Type": media_type} | {name.replace("_", "-"): value for name, value in headers.items()}
         reply = target.http.request(method, target.fill(path), content=body, headers=sent)
         assert reply.status_code == status, reply.text

@@ -37,7 +37,14 @@ def without_sdk(server: Server) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="session")
 def models(family_dir: Callable[[str], Path]) -> list[str]:
     """--base-model options for the two models."""
-    return ["--base-model", f"text={family_dir('qwen3')}", "--base-model", f"vision={family_dir('qwen3_vl')}", "--kv-cache-gib", "0.1"]
+    return [
+        "--base-model",
+        f"text={family_dir('qwen3')}",
+        "--base-model",
+        f"vision={family_dir('qwen3_vl')}",
+        "--kv-cache-gib",
+        "0.1",
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Requests of every kind, for the fuzz run: right ones, right ones with something wrong in them, and garbage.
 
-A body names what it is about by a placeholder, `{model}` or `{seq}`, which is filled in when it is sent. All are drawn from one `Random`.
+A body names what it is about by a placeholder, `{model}` or `{seq}`, which is filled in when it is sent. All are drawn
+from one `Random`.
 """
 
 import base64
@@ -19,34 +20,103 @@ from tests.acceptance.bad_training import tensor
 from tests.bases import png
 from tinsmith.wire import tinker_pb2 as pb
 
-NASTY: list[Any] = [None, True, 0, -1, 1, 3, 0.5, -0.5, 2**31, 2**63, 2**64, 2**70, -(2**70), 1e308, float("nan"), float("inf"), "", "\0"]
-NASTY += ["..", "a/b", "a\nb", "\ud800", "x" * 300, "ü", "text", "vision", "tinker://a/b/c", [], {}, [[]], {"a": None}, [-1, 2], [3] * 4]
+NASTY: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    3,
+    0.5,
+    -0.5,
+    2**31,
+    2**63,
+    2**64,
+    2**70,
+    -(2**70),
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "\0",
+]
+NASTY += [
+    "..",
+    "a/b",
+    "a\nb",
+    "\ud800",
+    "x" * 300,
+    "ü",
+    "text",
+    "vision",
+    "tinker://a/b/c",
+    [],
+    {},
+    [[]],
+    {"a": None},
+    [-1, 2],
+    [3] * 4,
+]
 NASTY += ["{session}", "{ending}", "{model}", "{eye}", "{sampler}", "{eye_sampler}", "tinker://{model}/weights/kept"]
 TEXT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4]}]}
 IMAGE = {"type": "image", "data": base64.b64encode(png(0)).decode(), "format": "png", "expected_tokens": 6}
 SEEN = {"chunks": [*TEXT["chunks"], IMAGE]}
-SAMPLE = {"sampling_session_id": "{sampler}", "seq_id": "{sample}", "prompt": TEXT, "sampling_params": {"max_tokens": 3}}
+SAMPLE = {
+    "sampling_session_id": "{sampler}",
+    "seq_id": "{sample}",
+    "prompt": TEXT,
+    "sampling_params": {"max_tokens": 3},
+}
 ADAMW = {"type": "adamw"}
 STEP = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 1.0}
 KEPT = "tinker://{model}/weights/kept"
-TARGETS = {"data": [5, 6, 7], "dtype": "int64", "shape": [3, 2], "sparse_crow_indices": [0, 1, 2, 3], "sparse_col_indices": [0, 1, 0]}
+TARGETS = {
+    "data": [5, 6, 7],
+    "dtype": "int64",
+    "shape": [3, 2],
+    "sparse_crow_indices": [0, 1, 2, 3],
+    "sparse_col_indices": [0, 1, 0],
+}
 
 BODIES: dict[str, list[dict[str, Any]]] = {
     "client/config": [{"sdk_version": "0.38.0"}],
     "client/dynamic_config": [{"sdk_version": "0.38.0"}],
     "telemetry": [{"events": [], "platform": "x", "session_id": "{session}"}],
-    "create_session": [{"tags": ["a"], "user_metadata": {"a": "b"}, "sdk_version": "0.38.0", "project_id": "p", "display_name": "d"}],
+    "create_session": [
+        {"tags": ["a"], "user_metadata": {"a": "b"}, "sdk_version": "0.38.0", "project_id": "p", "display_name": "d"}
+    ],
     "session_heartbeat": [{"session_id": "{session}", "type": "session_heartbeat"}],
     "sessions/{session_id}/finish": [{"reason": {"type": "success"}, "detail": None}],
     "create_model": [
-        {"session_id": "{session}", "model_seq_id": 5, "base_model": "text", "lora_config": {"rank": 4, "seed": 1, "train_mlp": True}},
-        {"session_id": "{session}", "model_seq_id": 6, "base_model": "text", "user_metadata": {"a": 1}, "optimizer_config": ADAMW},
+        {
+            "session_id": "{session}",
+            "model_seq_id": 5,
+            "base_model": "text",
+            "lora_config": {"rank": 4, "seed": 1, "train_mlp": True},
+        },
+        {
+            "session_id": "{session}",
+            "model_seq_id": 6,
+            "base_model": "text",
+            "user_metadata": {"a": 1},
+            "optimizer_config": ADAMW,
+        },
     ],
     "get_info": [{"model_id": "{model}", "type": "get_info"}],
     "optim_step": [
-        {"model_id": model, "seq_id": seq, "adam_params": STEP} for model, seq in (("{model}", "{seq}"), ("{eye}", "{eye_seq}"))
+        {"model_id": model, "seq_id": seq, "adam_params": STEP}
+        for model, seq in (("{model}", "{seq}"), ("{eye}", "{eye_seq}"))
     ],
-    "save_weights": [{"model_id": "{model}", "seq_id": "{seq}", "path": "a", "ttl_seconds": 3600, "overwrite": True, "user_metadata": {}}],
+    "save_weights": [
+        {
+            "model_id": "{model}",
+            "seq_id": "{seq}",
+            "path": "a",
+            "ttl_seconds": 3600,
+            "overwrite": True,
+            "user_metadata": {},
+        }
+    ],
     "save_weights_for_sampler": [
         {"model_id": "{model}", "seq_id": "{seq}", "path": "a", "ttl_seconds": 3600, "user_metadata": {"a": "b"}},
         {"model_id": "{model}", "seq_id": "{seq}", "sampling_session_seq_id": 3, "kind": "snapshot"},
@@ -56,23 +126,57 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"model_id": "{model}", "seq_id": "{seq}", "path": "a", "ttl_seconds": 3600, "age_encryption_recipients": ["a"]}
     ],
     "load_weights": [
-        {"session_id": "{session}", "model_seq_id": 7, "path": KEPT, "optimizer": True, "base_model": "text", "user_metadata": {"a": 1}},
+        {
+            "session_id": "{session}",
+            "model_seq_id": 7,
+            "path": KEPT,
+            "optimizer": True,
+            "base_model": "text",
+            "user_metadata": {"a": 1},
+        },
         {"model_id": "{model}", "seq_id": "{seq}", "path": KEPT, "optimizer": False},
     ],
     "create_custom_loss": [{"session_id": "{session}", "name": "a", "graph": {"format": 1, "nodes": []}}],
     "create_sampling_session": [
         {"session_id": "{session}", "sampling_session_seq_id": 9, "base_model": "text"},
-        {"session_id": "{session}", "sampling_session_seq_id": 10, "model_path": "tinker://{model}/sampler_weights/kept"},
+        {
+            "session_id": "{session}",
+            "sampling_session_seq_id": 10,
+            "model_path": "tinker://{model}/sampler_weights/kept",
+        },
     ],
     "join_sampling_session": [{"sampling_session_id": "{sampler}"}],
     "asample": [
         SAMPLE | {"num_samples": 2, "prompt_logprobs": True, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2},
-        SAMPLE | {"sampling_params": {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1, "stop": ["a", "b"]}},
-        SAMPLE | {"sampling_params": {"max_tokens": 3, "stop": [7, 8]}, "prompt_alt_tokens_k": 2, "target_prompt_logprobs": TARGETS},
-        SAMPLE | {"prompt": SEEN, "sampling_session_id": "{eye_sampler}", "prompt_logprobs": True, "prompt_logprobs_last_n": 2},
+        SAMPLE
+        | {
+            "sampling_params": {
+                "max_tokens": 3,
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "top_k": 5,
+                "seed": 1,
+                "stop": ["a", "b"],
+            }
+        },
+        SAMPLE
+        | {
+            "sampling_params": {"max_tokens": 3, "stop": [7, 8]},
+            "prompt_alt_tokens_k": 2,
+            "target_prompt_logprobs": TARGETS,
+        },
+        SAMPLE
+        | {
+            "prompt": SEEN,
+            "sampling_session_id": "{eye_sampler}",
+            "prompt_logprobs": True,
+            "prompt_logprobs_last_n": 2,
+        },
     ],
     "retrieve_future": [{"request_id": "{model}/0", "allow_metadata_only": True}, {"request_id": "{sampler}/1"}],
-    "retrieve_futures": [{"target": {"sampling_session_id": "{sampler}", "cloned_sampler_id": 0}, "prev_cursor": 0, "timeout": 0.0}],
+    "retrieve_futures": [
+        {"target": {"sampling_session_id": "{sampler}", "cloned_sampler_id": 0}, "prev_cursor": 0, "timeout": 0.0}
+    ],
     "cancel_future": [{"request_id": "{sampler}/1"}],
     "weights_info": [{"tinker_path": KEPT}],
     "copy_weights": [
@@ -138,7 +242,9 @@ def shot(random: Random, routes: list[tuple[str, str]]) -> Shot:
     for name, values in PARAMETERS.items():
         if f"{{{name}}}" in path:
             value = random.choice([*values, *values, quote(_garbage(random).decode("latin-1"), safe="")])
-            path = path.replace(f"{{{name}}}", "{ending}" if route.endswith("finish") and value == "{session}" else value)
+            path = path.replace(
+                f"{{{name}}}", "{ending}" if route.endswith("finish") and value == "{session}" else value
+            )
     if method in ("GET", "DELETE"):
         # The checkpoint that other requests load stays.
         query = {random.choice(QUERIES): random.choice(VALUES) for _ in range(random.randint(0, 2))}
@@ -175,7 +281,9 @@ def _spoiled(random: Random, right: Any) -> Any:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+    items = (
+        list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+    )
     for key, item in items:
         yield value, key
         yield from _places(item)
@@ -202,7 +310,9 @@ def _training(random: Random) -> pb.ForwardBackwardRequest:
     data = [_datum(random.randint(1, 9), loss_fn, model == "{eye}") for _ in range(random.randint(1, 3))]
     config = {"clip_low_threshold": pb.LossConfigValue(number=random.choice(NUMBERS))} if random.random() < 0.1 else {}
     forward_only = random.random() < 0.5
-    message = pb.ForwardBackwardRequest(model_id=model, data=data, loss_fn=loss_fn, forward_only=forward_only, loss_fn_config_v2=config)
+    message = pb.ForwardBackwardRequest(
+        model_id=model, data=data, loss_fn=loss_fn, forward_only=forward_only, loss_fn_config_v2=config
+    )
     for _ in range(random.randint(0, 2)):
         holder, name = random.choice([place for place in _fields(message) if place[1] != "model_id"])
         value = getattr(holder, name)
@@ -213,8 +323,14 @@ def _training(random: Random) -> pb.ForwardBackwardRequest:
         elif name == "shape":
             holder.shape[:] = random.choices([0, 1, 2, 9, -1, 2**40], k=random.randint(0, 3))
         elif type(value) is bytes and random.random() < 0.7:  # numbers that are wrong by their value
-            numbers: Any = random.choices(NASTY_BY_TYPE[int], k=9) if holder.DESCRIPTOR.name != "Tensor" else random.choices(NUMBERS, k=9)
-            setattr(holder, name, np.array(numbers, "<i4" if isinstance(numbers[0], int) else "<f4").tobytes()[: len(value)])
+            numbers: Any = (
+                random.choices(NASTY_BY_TYPE[int], k=9)
+                if holder.DESCRIPTOR.name != "Tensor"
+                else random.choices(NUMBERS, k=9)
+            )
+            setattr(
+                holder, name, np.array(numbers, "<i4" if isinstance(numbers[0], int) else "<f4").tobytes()[: len(value)]
+            )
         elif type(value) in NASTY_BY_TYPE:
             setattr(holder, name, random.choice(NASTY_BY_TYPE[type(value)]))
         else:
@@ -231,7 +347,11 @@ def _fields(message: Any) -> Iterator[tuple[Any, str]]:
     for descriptor, value in message.ListFields():
         yield message, descriptor.name
         values = (
-            value.values() if hasattr(value, "values") and not hasattr(value, "ListFields") else value if hasattr(value, "add") else [value]
+            value.values()
+            if hasattr(value, "values") and not hasattr(value, "ListFields")
+            else value
+            if hasattr(value, "add")
+            else [value]
         )
         for inner in values:
             if hasattr(inner, "ListFields"):

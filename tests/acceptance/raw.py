@@ -15,7 +15,9 @@ GOOD = [datum(text_input(0, 12), 0)]
 class RawModel:
     """One model. Every submit names its seq_id; `result` waits for a request id."""
 
-    def __init__(self, http: httpx.Client, base_model: str, rank: int = 8, seed: int = 3, path: str | None = None) -> None:
+    def __init__(
+        self, http: httpx.Client, base_model: str, rank: int = 8, seed: int = 3, path: str | None = None
+    ) -> None:
         """A new one, or with `path` one that goes on from that checkpoint."""
         self.http = http
         session_id = http.post("create_session", json={}).json()["session_id"]
@@ -36,7 +38,9 @@ class RawModel:
 
     def submit_protobuf(self, body: bytes) -> str:
         """Submit a forward_backward that names its model and seq_id; returns the request id."""
-        return self._id_of(self.http.post("forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"}))
+        return self._id_of(
+            self.http.post("forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"})
+        )
 
     def submit(self, kind: str, seq_id: int, **body: object) -> str:
         return self._id_of(self.http.post(kind, json={"model_id": self.model_id, "seq_id": seq_id} | body))

@@ -1,4 +1,6 @@
-"""What a user does with the SDK, in the words that all versions from the oldest on understand. Prints what came out as JSON.
+"""What a user does with the SDK, in the words that all versions from the oldest on understand.
+
+Prints what came out as JSON.
 
 Run as a program with the server's address, by whatever `tinker` is found first.
 """
@@ -20,7 +22,9 @@ def datum(**inputs: list[float]) -> types.Datum:
     """Four tokens and their targets."""
     tensors = {name: types.TensorData(data=values, dtype="float32", shape=[4]) for name, values in inputs.items()}
     targets = types.TensorData(data=TARGETS, dtype="int64", shape=[4])
-    return types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3, 4]), loss_fn_inputs={"target_tokens": targets, **tensors})
+    return types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2, 3, 4]), loss_fn_inputs={"target_tokens": targets, **tensors}
+    )
 
 
 def ready(client: Any) -> Any:
@@ -33,7 +37,10 @@ def run(url: str) -> dict[str, Any]:
     service = tinker.ServiceClient(base_url=url, api_key="tml-sdk")
     client = ready(service.create_lora_training_client(base_model="text", rank=8, seed=3))
     plain, policy = datum(weights=[1.0] * 4), datum(logprobs=[-7.0] * 4, advantages=[1.0] * 4)
-    losses = [step(client, item, loss_fn) for item, loss_fn in ((plain, "cross_entropy"), (policy, "ppo"), (plain, "cross_entropy"))]
+    losses = [
+        step(client, item, loss_fn)
+        for item, loss_fn in ((plain, "cross_entropy"), (policy, "ppo"), (plain, "cross_entropy"))
+    ]
     client.forward_backward_custom([plain], lambda _, logprobs: (torch.cat(list(logprobs)).square().sum(), {})).result()
     client.optim_step(STEP).result()
 
@@ -50,7 +57,8 @@ def run(url: str) -> dict[str, Any]:
         "prompt": sampler.compute_logprobs(PROMPT).result()[1:],
         "checkpoints": sorted(checkpoint.checkpoint_id for checkpoint in listed),
     }
-    # The HTTP library of newer versions aborts a Python 3.11 that ends while an answer comes in. The oldest has no `close`, and never did.
+    # The HTTP library of newer versions aborts a Python 3.11 that ends while an answer comes in. The oldest has no
+    # `close`, and never did.
     if hasattr(service, "close"):
         service.close("success").result()
     return outcome
@@ -64,7 +72,9 @@ def step(client: Any, item: types.Datum, loss_fn: str) -> float:
 
 
 def greedy(sampler: Any) -> list[int]:
-    tokens: list[int] = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=5, temperature=0.0)).result().sequences[0].tokens
+    tokens: list[int] = (
+        sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=5, temperature=0.0)).result().sequences[0].tokens
+    )
     return tokens
 
 

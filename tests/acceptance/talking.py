@@ -13,14 +13,16 @@ from tinker import types
 from tests.bases import png
 
 RAW_STEP = types.AdamParams(learning_rate=0.05, beta1=0.0, beta2=0.0, eps=1.0)
-"""With eps=1 an Adam step moves every weight by about learning_rate · gradient / (|gradient| + 1): it shows sizes, not only signs."""
+"""eps=1 makes an Adam step about learning_rate · gradient / (|gradient| + 1): it shows sizes, not only signs."""
 
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 
 
 def train(service: tinker.ServiceClient, base_model: str, rank: int = 8, seed: int = 3) -> tinker.TrainingClient:
     """A new LoRA model; the same seed gives the same weights."""
-    client: tinker.TrainingClient = service.create_lora_training_client(base_model=base_model, rank=rank, seed=seed).result()
+    client: tinker.TrainingClient = service.create_lora_training_client(
+        base_model=base_model, rank=rank, seed=seed
+    ).result()
     return client
 
 
@@ -92,5 +94,8 @@ def assert_close(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray], a
 
 
 def assert_losses_close(actual: Sequence[float], expected: Sequence[float], within: float) -> None:
-    """Losses are equal, one by one. Weights of any sign cancel in each: it is rounded as its terms are, as large as the largest loss."""
+    """Losses are equal, one by one.
+
+    Weights of any sign cancel in each: it is rounded as its terms are, as large as the largest loss.
+    """
     assert actual == pytest.approx(expected, rel=within, abs=within * max(map(abs, expected)))

@@ -1,4 +1,5 @@
-"""The real SDK against a server that cannot take more: it waits, sends the same seq_id again, and nothing is lost or done twice."""
+"""The real SDK against a server that cannot take more: it waits, sends the same seq_id again, and nothing is lost or
+done twice."""
 
 import os
 import signal
@@ -14,7 +15,9 @@ from tests.running import Server
 
 TARGETS = np.random.default_rng(0).integers(0, 2048, (16, 8000))
 HEAVY = with_inputs(
-    types.ModelInput.from_ints(list(range(16))), target_tokens=TARGETS, weights=np.full(TARGETS.shape, 1 / 8000, dtype=np.float32)
+    types.ModelInput.from_ints(list(range(16))),
+    target_tokens=TARGETS,
+    weights=np.full(TARGETS.shape, 1 / 8000, dtype=np.float32),
 )
 """Sixteen tokens with 1.5 MB of targets."""
 STAY = types.AdamParams(learning_rate=0.0)

@@ -1,7 +1,7 @@
 """`tinsmith backup` beside a server that saves meanwhile, and a server on the copy.
 
-Invariant: A backup beside a server that saves holds all that was acknowledged before; complete files without a row are registered again.
-Also: `tests/commands/test_backup.py`, `tests/commands/test_recover.py`.
+Invariant: A backup beside a server that saves holds all that was acknowledged before; complete files without a row are
+registered again. Also: `tests/commands/test_backup.py`, `tests/commands/test_recover.py`.
 """
 
 import threading
@@ -13,7 +13,9 @@ from tests.acceptance.talking import RAW_STEP
 from tests.running import tinsmith_here
 
 
-def test_a_copy_that_is_taken_while_clients_save_holds_all_that_was_acknowledged(text_only: list[str], tmp_path: Path) -> None:
+def test_a_copy_that_is_taken_while_clients_save_holds_all_that_was_acknowledged(
+    text_only: list[str], tmp_path: Path
+) -> None:
     expected: dict[str, list[list[float]]] = {}
     """Scores of each checkpoint by its path, when its save was acknowledged."""
     stop, saved = threading.Event(), threading.Semaphore(0)
@@ -35,7 +37,9 @@ def test_a_copy_that_is_taken_while_clients_save_holds_all_that_was_acknowledged
             for _ in range(3):
                 assert saved.acquire(timeout=600)
             before = set(expected)
-            done = tinsmith_here("backup", str(tmp_path / f"copy{number}" / "data"), "--data-dir", str(tmp_path / "data"))
+            done = tinsmith_here(
+                "backup", str(tmp_path / f"copy{number}" / "data"), "--data-dir", str(tmp_path / "data")
+            )
             assert done.returncode == 0, done.stderr
         stop.set()
         client.join()

@@ -1,10 +1,12 @@
-"""Bad input in one table: every request of it is refused with a message that names field, place and value, and nothing else changes.
+"""Bad input in one table: every request of it is refused with a message that names field, place and value, and nothing
+else changes.
 
-A row is a `Case`: how to send the request, and what the refusal must say. All rows share a server and two models, which must
-compute the same after each row as before it. The rows lie in the tables of `bad_training.py`, `bad_requests.py` and `bad_names.py`.
+A row is a `Case`: how to send the request, and what the refusal must say. All rows share a server and two models, which
+must compute the same after each row as before it. The rows lie in the tables of `bad_training.py`, `bad_requests.py`
+and `bad_names.py`.
 
-Invariant: A bad request is refused with field, place and value, and leaves weights, gradients and later results as they were.
-Also: `tests/acceptance/test_refused_steps.py`.
+Invariant: A bad request is refused with field, place and value, and leaves weights, gradients and later results as they
+were. Also: `tests/acceptance/test_refused_steps.py`.
 """
 
 from collections.abc import Iterator

@@ -87,7 +87,9 @@ def test_paths_of_the_wrong_kind_or_base_are_refused(service: tinker.ServiceClie
             attempt().result()
 
 
-def test_a_session_that_goes_away_leaves_its_models_and_snapshots_come_back_from_disk(text_only: list[str], tmp_path: Path) -> None:
+def test_a_session_that_goes_away_leaves_its_models_and_snapshots_come_back_from_disk(
+    text_only: list[str], tmp_path: Path
+) -> None:
     with ready(tmp_path, *text_only, "--session-idle-s", "8", "--snapshot-gib", "0") as running:
         client = train(connect(running), "text")
         samplers, before = [], []
@@ -101,11 +103,15 @@ def test_a_session_that_goes_away_leaves_its_models_and_snapshots_come_back_from
         running.wait_for_status(lambda status: bool(status["models"]))  # it may be a second old
         running.wait_for_status(lambda status: not status["models"])
         kept = f"tinker://{client.model_id}/weights/session-end"
-        with pytest.raises(tinker.RequestFailedError, match=f"showed no sign of life; go on from its newest checkpoint, {kept}, with"):
+        with pytest.raises(
+            tinker.RequestFailedError, match=f"showed no sign of life; go on from its newest checkpoint, {kept}, with"
+        ):
             client.optim_step(STEP).result()
         with pytest.raises(Exception, match="are gone: its session is finished"):
             samplers[0].compute_logprobs(text_input(1, 8)).result()
         assert list((tmp_path / "data" / "snapshots").iterdir()) == []
         with connect(running) as service:
-            resumed = [steps(service.create_training_client_from_state_with_optimizer(p).result(), 2, 2) for p in (path, kept)]
+            resumed = [
+                steps(service.create_training_client_from_state_with_optimizer(p).result(), 2, 2) for p in (path, kept)
+            ]
         assert resumed[0] == resumed[1]

@@ -18,7 +18,9 @@ DEMO = Path(__file__).parents[2] / "examples" / "digits.py"
     ],
 )
 @pytest.mark.slow  # of what it does, each step is tested elsewhere
-def test_the_demo_learns_to_read_and_draws_what_it_learned(tmp_path: Path, options: tuple[str, ...], bound: float) -> None:
+def test_the_demo_learns_to_read_and_draws_what_it_learned(
+    tmp_path: Path, options: tuple[str, ...], bound: float
+) -> None:
     command = [sys.executable, str(DEMO), *options, "--output", str(tmp_path)]
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
     printed = re.search(r"held-out accuracy: (\d\.\d+) -> (\d\.\d+)", finished.stdout)

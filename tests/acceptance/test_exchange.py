@@ -38,7 +38,9 @@ def source(family_dir: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def hybrid(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with ready(tmp_path_factory.mktemp("hybrid"), "--base-model", f"hybrid={source}", "--kv-cache-gib", "0.1") as server:
+    with ready(
+        tmp_path_factory.mktemp("hybrid"), "--base-model", f"hybrid={source}", "--kv-cache-gib", "0.1"
+    ) as server:
         yield server
 
 
@@ -83,7 +85,9 @@ class Trained:
         assert isinstance(after, types.EncodedTextChunk)
         image = network.config.image_token_id
         ids = torch.tensor([[*before.tokens, *[image] * 6, *after.tokens]])
-        pixels = AutoImageProcessor.from_pretrained(self.source)(images=[Image.open(io.BytesIO(png(1)))], return_tensors="pt")
+        pixels = AutoImageProcessor.from_pretrained(self.source)(
+            images=[Image.open(io.BytesIO(png(1)))], return_tensors="pt"
+        )
         logits = network.eval()(input_ids=ids, mm_token_type_ids=(ids == image).int(), **pixels).logits[0]
         assert_close([transformers_logprobs(network), logits.log_softmax(-1)[:, 7].numpy()], self.expected)
 
@@ -93,10 +97,13 @@ def test_an_adapter_leaves_for_peft_and_comes_back(
 ) -> None:
     trained = Trained(service, source, rank=8)
     path = trained.client.save_state("out").result().path
-    for more, named in (([], "hybrid"), (["--base-model", source], str(source))):  # not the server's directory, unless it is asked for
+    # Not the server's directory, unless it is asked for
+    for more, named in (([], "hybrid"), (["--base-model", source], str(source))):
         shutil.rmtree(tmp_path / "adapter", ignore_errors=True)
         run("export", path, tmp_path / "adapter", *more)
-        assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == named
+        assert (
+            json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == named
+        )
     network = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(source), str(tmp_path / "adapter"))
     covered = {target.module for target in read_layout(str(source)).targets.values()}
     assert sum(hasattr(module, "lora_A") for module in network.modules()) == len(covered)  # PEFT has left nothing out
@@ -109,7 +116,10 @@ def test_an_adapter_leaves_for_peft_and_comes_back(
     next(iter(tensors.values())).view(-1)[0] += 0.01
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     refused = run("export", path, tmp_path / "wrong", "--merge", "--base-model", other, expected=2)
-    assert f"{path} was trained on other weights of the base model than {other} has here: base fingerprint " in refused.stderr
+    assert (
+        f"{path} was trained on other weights of the base model than {other} has here: base fingerprint "
+        in refused.stderr
+    )
     assert not (tmp_path / "wrong").exists()
 
     arguments = ["import", tmp_path / "adapter", "back", "--base-model", f"hybrid={source}"]
@@ -120,14 +130,23 @@ def test_an_adapter_leaves_for_peft_and_comes_back(
     again = service.create_training_client_from_state(training).result()
     assert [score.tolist() for score in scores(again, trained.items)] == [score.tolist() for score in trained.expected]
     again.optim_step(RAW_STEP).result()
-    got = service.create_sampling_client(model_path=sampling).result().compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
+    got = (
+        service.create_sampling_client(model_path=sampling)
+        .result()
+        .compute_logprobs(types.ModelInput.from_ints(TOKENS))
+        .result()
+    )
     np.testing.assert_allclose(numbers(got[1:]), trained.expected[0], atol=1e-4)
     with pytest.raises(Exception, match="holds no optimizer state"):
         service.create_training_client_from_state_with_optimizer(training).result()
 
 
 def test_all_parameters_leave_for_transformers(
-    service: tinker.ServiceClient, hybrid: Server, source: Path, run: Callable[..., "CompletedProcess[str]"], tmp_path: Path
+    service: tinker.ServiceClient,
+    hybrid: Server,
+    source: Path,
+    run: Callable[..., "CompletedProcess[str]"],
+    tmp_path: Path,
 ) -> None:
     trained = Trained(service, source, rank=0)
     path = trained.client.save_state("full").result().path
@@ -140,7 +159,9 @@ def test_all_parameters_leave_for_transformers(
     untrained = dict(AutoModelForImageTextToText.from_pretrained(source).named_parameters())
     for directory in ("merged", "downloaded"):
         network = AutoModelForImageTextToText.from_pretrained(tmp_path / directory)
-        assert all("visual" in name for name, weights in network.named_parameters() if torch.equal(weights, untrained[name]))
+        assert all(
+            "visual" in name for name, weights in network.named_parameters() if torch.equal(weights, untrained[name])
+        )
         trained.assert_same(network)
 
 
@@ -148,11 +169,18 @@ def test_what_cannot_be_exchanged_is_said_in_one_line(hybrid: Server, tmp_path: 
     out, data = str(tmp_path / "out"), str(hybrid.log.parent / "data")
     for run, command, data_dir, message in (
         (tinsmith, ["export", "tinker://x/weights/y", out], data, "tinker://x/weights/y does not exist"),
-        (tinsmith_here, ["import", str(tmp_path), "a", "--base-model", "text"], data, "say where that is: text=PATH_OR_HUB_ID"),
+        (
+            tinsmith_here,
+            ["import", str(tmp_path), "a", "--base-model", "text"],
+            data,
+            "say where that is: text=PATH_OR_HUB_ID",
+        ),
         (tinsmith_here, ["export", "tinker://x/weights/y", out], str(tmp_path), "holds no data of a server"),
         (tinsmith_here, ["import", str(tmp_path), "a/b", "--base-model", "text=x/y"], data, "cannot name a checkpoint"),
     ):
         done = run(*command, "--data-dir", data_dir)
         (line,) = done.stderr.splitlines()
-        assert (done.returncode, done.stdout, line.startswith("tinsmith: "), message in line) == (2, "", True, True), line
+        assert (done.returncode, done.stdout, line.startswith("tinsmith: "), message in line) == (2, "", True, True), (
+            line
+        )
     assert not (tmp_path / "out").exists()

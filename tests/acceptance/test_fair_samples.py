@@ -1,4 +1,4 @@
-"""A client with a short sample beside one with hundreds of long ones, and what becomes of these when they are given up."""
+"""One client's short sample beside hundreds of long ones of another, and what becomes of these when given up."""
 
 import asyncio
 

@@ -1,4 +1,7 @@
-"""Full-parameter training through the SDK, which asks for it with rank 0. How it is saved and leaves is in `test_exchange.py`."""
+"""Full-parameter training through the SDK, which asks for it with rank 0.
+
+How it is saved and leaves is in `test_exchange.py`.
+"""
 
 import numpy as np
 import tinker

@@ -99,7 +99,9 @@ class Range:
         body, path = self._body(shot, drawn), self.fill(shot.path, drawn)
         reply = await self.http.request(shot.method, path, params=shot.query, content=body, headers=headers)
         assert reply.status_code < 500, (shot, reply.text)
-        request_id = reply.json().get("request_id", "") if reply.status_code == 200 and b'"request_id"' in reply.content else ""
+        request_id = (
+            reply.json().get("request_id", "") if reply.status_code == 200 and b'"request_id"' in reply.content else ""
+        )
         await self._close_gaps(drawn, request_id)
         if request_id:
             await self._outcome(shot, request_id)
@@ -108,7 +110,9 @@ class Range:
         """A refused request leaves its place in the sequence empty, and what comes behind it would wait."""
         for target, seq_id in drawn:
             if request_id != f"{target.model.model_id}/{seq_id}":
-                await self.http.post("optim_step", json={"model_id": target.model.model_id, "seq_id": seq_id, "adam_params": {}})
+                await self.http.post(
+                    "optim_step", json={"model_id": target.model.model_id, "seq_id": seq_id, "adam_params": {}}
+                )
         model_id, _, taken = request_id.rpartition("/")
         for target in (self.text, self.eye):
             if target.model.model_id == model_id:

@@ -1,6 +1,7 @@
 """What dies in the middle: servers, engines and workers while they save, and clients while they send or wait.
 
-Invariant: A checkpoint is complete or absent, whichever process is killed while it is written; clients that go away leave nothing behind.
+Invariant: A checkpoint is complete or absent, whichever process is killed while it is written; clients that go away
+leave nothing behind.
 """
 
 import asyncio
@@ -87,7 +88,12 @@ def assert_whole_or_absent(server: Server, whole: str, cut: str, expected: list[
 
 def request_bytes(path: str, body: bytes, length: int | None = None) -> bytes:
     """A POST as it goes over the wire, of which not all may follow."""
-    lines = [f"POST /api/v1/{path} HTTP/1.1", "Host: localhost", f"X-API-Key: {API_KEY}", "Content-Type: application/json"]
+    lines = [
+        f"POST /api/v1/{path} HTTP/1.1",
+        "Host: localhost",
+        f"X-API-Key: {API_KEY}",
+        "Content-Type: application/json",
+    ]
     return "\r\n".join([*lines, f"Content-Length: {length or len(body)}", "", ""]).encode() + body
 
 

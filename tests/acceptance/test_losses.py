@@ -11,7 +11,16 @@ import torch
 from tinker import types
 
 from tests.acceptance.conftest import connect
-from tests.acceptance.talking import assert_close, grad_norm, image_input, logprobs, scores, text_input, train, with_inputs
+from tests.acceptance.talking import (
+    assert_close,
+    grad_norm,
+    image_input,
+    logprobs,
+    scores,
+    text_input,
+    train,
+    with_inputs,
+)
 from tests.plain_losses import DEFAULTS, FORMULAS
 from tests.running import Server
 
@@ -19,25 +28,35 @@ from tests.running import Server
 def policy_data(client: tinker.TrainingClient, base_model: str) -> list[types.Datum]:
     """Sequences of several lengths as recipes make them, one of them with an image if the model takes images.
 
-    The first third is the prompt, padded with 0. The policy has moved a little since it sampled the rest, of which every fourth token
-    has no advantage and every third is masked.
+    The first third is the prompt, padded with 0. The policy has moved a little since it sampled the rest, of which
+    every fourth token has no advantage and every third is masked.
     """
-    inputs = [text_input(seed, 9 + 4 * seed) for seed in range(4)] + ([image_input(client, 1)] if base_model == "vision" else [])
+    inputs = [text_input(seed, 9 + 4 * seed) for seed in range(4)] + (
+        [image_input(client, 1)] if base_model == "vision" else []
+    )
     random, data = torch.Generator().manual_seed(5), []
     for model_input in inputs:
         targets, prompt = torch.randint(0, 1500, (model_input.length,), generator=random), model_input.length // 3
         (now,) = scores(client, [with_inputs(model_input, target_tokens=targets)])
-        sampled, advantages = torch.from_numpy(now) + 0.3 * torch.randn(len(now), generator=random), torch.randn(len(now), generator=random)
+        sampled, advantages = (
+            torch.from_numpy(now) + 0.3 * torch.randn(len(now), generator=random),
+            torch.randn(len(now), generator=random),
+        )
         mask = torch.ones(len(now))
         advantages[prompt::4], mask[prompt + 1 :: 3] = 0.0, 0.0
         for tensor in (sampled, advantages, mask):
             tensor[:prompt] = 0.0
-        data.append(with_inputs(model_input, target_tokens=targets, logprobs=sampled, advantages=advantages, sequence_ratio_mask=mask))
+        data.append(
+            with_inputs(
+                model_input, target_tokens=targets, logprobs=sampled, advantages=advantages, sequence_ratio_mask=mask
+            )
+        )
     return data
 
 
 @pytest.mark.parametrize(
-    ("name", "config"), [("gspo", {}), ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.3}), ("dro", {"beta": 0.3})]
+    ("name", "config"),
+    [("gspo", {}), ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.3}), ("dro", {"beta": 0.3})],
 )
 def test_a_policy_loss_is_that_of_its_settings_however_the_call_is_split(
     service: tinker.ServiceClient, chunking_server: Server, name: Any, config: dict[str, float]
@@ -45,7 +64,10 @@ def test_a_policy_loss_is_that_of_its_settings_however_the_call_is_split(
     whole = train(service, "vision")
     data = plain = policy_data(whole, "vision")
     if name == "dro":
-        data = [with_inputs(item.model_input, **item.loss_fn_inputs, mask=item.loss_fn_inputs["sequence_ratio_mask"]) for item in plain]
+        data = [
+            with_inputs(item.model_input, **item.loss_fn_inputs, mask=item.loss_fn_inputs["sequence_ratio_mask"])
+            for item in plain
+        ]
     output = whole.forward_backward(data, name, config or None).result()
     tensors = [{key: tensor.to_torch() for key, tensor in item.loss_fn_inputs.items()} for item in data]
     pairs = zip(logprobs(output), tensors, strict=True)
@@ -54,7 +76,9 @@ def test_a_policy_loss_is_that_of_its_settings_however_the_call_is_split(
     with connect(chunking_server) as splitting:
         split = train(splitting, "vision")
         for call in (split.forward, split.forward_backward):
-            assert call(data, name, config or None).result().metrics == pytest.approx(output.metrics, rel=1e-5, abs=1e-5)
+            assert call(data, name, config or None).result().metrics == pytest.approx(
+                output.metrics, rel=1e-5, abs=1e-5
+            )
         norms = [grad_norm(model) for model in (whole, split)]
         assert norms[0] > 0.01
         assert norms[1] == pytest.approx(norms[0], rel=1e-4)
@@ -65,7 +89,8 @@ def test_a_policy_loss_is_that_of_its_settings_however_the_call_is_split(
 def test_a_custom_loss_over_many_targets_a_position(
     service: tinker.ServiceClient, request: pytest.FixtureRequest, kind: str, density: float
 ) -> None:
-    """The SDK sends its gradient as weights of the same shape, as CSR where most are 0, and a split call after all of its forwards."""
+    """The SDK sends its gradient as weights of the same shape, as CSR where most are 0, and a split call after all of
+    its forwards."""
     generator = torch.Generator().manual_seed(0)
     inputs = [text_input(1, 10), text_input(2, 7)]
     targets = [torch.randint(1, 1500, (item.length, 30), generator=generator) for item in inputs]
@@ -81,7 +106,9 @@ def test_a_custom_loss_over_many_targets_a_position(
     loss, _ = mass(data, now)
     gradients = torch.autograd.grad(loss, now)
     pieces = zip(inputs, targets, gradients, strict=True)
-    by_hand.forward_backward([with_inputs(item, target_tokens=ids, weights=-g) for item, ids, g in pieces], "cross_entropy").result()
+    by_hand.forward_backward(
+        [with_inputs(item, target_tokens=ids, weights=-g) for item, ids, g in pieces], "cross_entropy"
+    ).result()
     with connect(request.getfixturevalue(kind)) as other:
         client = train(other, "text")
         output = client.forward_backward_custom(data, mass).result()
@@ -102,5 +129,8 @@ def test_a_loss_handle_runs_in_the_client(service: tinker.ServiceClient) -> None
     client = train(service, "text")
     data = policy_data(client, "text")
     output = client.forward_backward_custom(data, handle).result()
-    expected = -sum(float(item.loss_fn_inputs["advantages"].to_numpy() @ lp) for item, lp in zip(data, logprobs(output), strict=True))
+    expected = -sum(
+        float(item.loss_fn_inputs["advantages"].to_numpy() @ lp)
+        for item, lp in zip(data, logprobs(output), strict=True)
+    )
     assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)

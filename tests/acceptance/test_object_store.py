@@ -1,8 +1,8 @@
 """Checkpoints in an object store: a local S3 server holds the files, the data directory only the rows.
 
-Invariant: A save or a load that takes its time keeps nobody from training and sampling; the model that is saved goes on when its copy is
-there, and what is saved is what it was.
-Also: `tests/engine/test_saves.py`, `tests/worker/test_samples.py`.
+Invariant: A save or a load that takes its time keeps nobody from training and sampling; the model that is saved goes on
+when its copy is there, and what is saved is what it was. Also: `tests/engine/test_saves.py`,
+`tests/worker/test_samples.py`.
 """
 
 import json
@@ -28,8 +28,10 @@ from tests.running import Server, tinsmith
 
 ROOT = "s3://kettles/team/checkpoints"
 WITHIN_S = 120.0
-"""How long others may take beside a save that is held for as long as the test wants: one that they had to wait for would take all of it. So
-it may be long, which it must on a busy machine."""
+"""How long others may take beside a save that is held as long as the test wants.
+
+What had to wait for the save would take all of it. So it may be long, which it must be on a busy machine.
+"""
 
 
 class Gate:
@@ -100,11 +102,17 @@ def test_checkpoints_live_in_an_object_store_and_one_that_fails_fails_the_save_a
     added = [key.removeprefix("team/checkpoints/").partition("/")[2] for key in gate.keys if key not in before]
     of_training = ["adapter.safetensors", "checkpoint.json", "manifest.json", "optimizer.safetensors"]
     of_sampling = ["adapter.safetensors", "checkpoint.json", "manifest.json"]
-    assert sorted(added) == sorted([*of_training, *of_sampling, "adapter_config.json", "adapter_model.safetensors", "manifest.json"])
+    assert sorted(added) == sorted(
+        [*of_training, *of_sampling, "adapter_config.json", "adapter_model.safetensors", "manifest.json"]
+    )
 
     resumed = service.create_training_client_from_state_with_optimizer(state).result()
     assert scores(resumed, [ITEM])[0].tolist() == expected.tolist()
-    sampled = service.create_sampling_client(model_path=sampler).result().compute_logprobs(tinker.ModelInput.from_ints(TOKENS))
+    sampled = (
+        service.create_sampling_client(model_path=sampler)
+        .result()
+        .compute_logprobs(tinker.ModelInput.from_ints(TOKENS))
+    )
     np.testing.assert_allclose(numbers(sampled.result()[1:]), expected, atol=1e-4)
 
     urls = rest.get_external_weights_urls(external).result().urls
@@ -138,7 +146,10 @@ def test_checkpoints_live_in_an_object_store_and_one_that_fails_fails_the_save_a
 def test_a_save_that_takes_its_time_stalls_nobody_else_and_its_own_model_no_longer_than_its_copy(
     server: Server, service: tinker.ServiceClient, gate: Gate, kind: str
 ) -> None:
-    """The model trains and is sampled meanwhile, and what is saved is what it was. Its next save waits for the one before."""
+    """The model trains and is sampled meanwhile, and what is saved is what it was.
+
+    Its next save waits for the one before.
+    """
     data, params = [datum(text_input(1, 12))], types.SamplingParams(max_tokens=4, stop=[])
     with connect(server) as neighbour:
         client, other = train(service, "text"), train(neighbour, "text")

@@ -11,7 +11,9 @@ from tests.running import Server
 README = Path(__file__).parent.parent.parent / "README.md"
 
 
-def test_the_snippet_trains_samples_and_leaves_no_model_loaded(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_snippet_trains_samples_and_leaves_no_model_loaded(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     snippet = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert snippet is not None
     code = snippet[1].replace("http://127.0.0.1:8000", server.url).replace("Qwen/Qwen3.5-4B", "text")
@@ -25,4 +27,6 @@ def test_the_snippet_trains_samples_and_leaves_no_model_loaded(server: Server, c
     assert losses[-1] < losses[0]
     assert re.fullmatch(r"\[\d+(, \d+){0,7}\]", printed[10])
     # The engine unloads beside the answer that the session is finished. Other tests' models may come and stay.
-    server.wait_for_status(lambda status: names["model"].model_id not in [model["model_id"] for model in status["models"]])
+    server.wait_for_status(
+        lambda status: names["model"].model_id not in [model["model_id"] for model in status["models"]]
+    )

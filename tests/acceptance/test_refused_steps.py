@@ -25,7 +25,10 @@ def step(client: tinker.TrainingClient) -> float:
 @pytest.mark.parametrize("base_model", ["text", "vision"])
 @pytest.mark.parametrize(
     ("spoiled", "reason"),
-    [(INFINITE_GRADIENT, "the gradient norm is .*the weights stay as they were"), (INVALID_ID, "the gradients are cleared")],
+    [
+        (INFINITE_GRADIENT, "the gradient norm is .*the weights stay as they were"),
+        (INVALID_ID, "the gradients are cleared"),
+    ],
     ids=["infinite gradient", "invalid id"],
 )
 def test_a_spoiled_step_leaves_the_model_its_neighbour_and_the_base_alone(

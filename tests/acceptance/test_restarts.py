@@ -1,4 +1,5 @@
-"""An engine that is killed, and a server that is killed and started again: what a client has, and what it waits for, comes out the same.
+"""An engine that is killed, and a server that is killed and started again: what a client has, and what it waits for,
+comes out the same.
 
 A worker that is killed is in `test_worker_death.py`.
 """
@@ -25,7 +26,10 @@ def samples_run(status: dict[str, Any]) -> bool:
 
 
 def test_samples_checkpoints_and_recordings_outlive_engine_and_server(text_only: list[str], tmp_path: Path) -> None:
-    """The SDK sends the samples again. A model goes on from its checkpoint, with what was sampled before; published weights are lost."""
+    """The SDK sends the samples again.
+
+    A model goes on from its checkpoint, with what was sampled before; published weights are lost.
+    """
 
     def ask() -> list[tinker.APIFuture[types.SampleResponse]]:
         params = types.SamplingParams(max_tokens=400, temperature=0.0, stop=[])

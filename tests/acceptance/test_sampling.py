@@ -88,7 +88,9 @@ def test_everything_that_can_be_asked_about_a_prompt(service: tinker.ServiceClie
     assert drawn.shape == logprobs.shape == (29, 5)
     same = drawn == torch.tensor(tokens[1:]).unsqueeze(1)
     np.testing.assert_allclose(logprobs[same], np.repeat(own, same.sum(1)), atol=1e-4)
-    assert [[len(top or []) for top in sequence.topk_logprobs or []] for sequence in response.sequences] == [[2] * 6] * 2
+    assert [[len(top or []) for top in sequence.topk_logprobs or []] for sequence in response.sequences] == [
+        [2] * 6
+    ] * 2
 
 
 def test_the_next_turn_of_a_conversation_is_computed_from_the_cache(service: tinker.ServiceClient) -> None:
@@ -98,7 +100,9 @@ def test_the_next_turn_of_a_conversation_is_computed_from_the_cache(service: tin
         response = assert_sampled_as_trained(client, sampler, prompt, seed=turn)
         answer = list(response.sequences[0].tokens)
         hits.append((prompt.length, response.prompt_cache_hit_tokens))
-        prompt = types.ModelInput(chunks=[*prompt.chunks, types.EncodedTextChunk(tokens=answer), *text_input(turn, 12).chunks])
+        prompt = types.ModelInput(
+            chunks=[*prompt.chunks, types.EncodedTextChunk(tokens=answer), *text_input(turn, 12).chunks]
+        )
     (first, nothing), *later = hits
     assert nothing == 0
     for (length, hit), (before, _) in zip(later, hits, strict=False):
@@ -129,17 +133,24 @@ def test_copies_of_a_sampling_client_do_not_get_each_others_samples(service: tin
         assert list(future.result().sequences[0].tokens) == list(alone.tokens)
 
 
-def test_a_base_model_saved_weights_and_snapshots_stay_frozen_while_training_goes_on(service: tinker.ServiceClient) -> None:
+def test_a_base_model_saved_weights_and_snapshots_stay_frozen_while_training_goes_on(
+    service: tinker.ServiceClient,
+) -> None:
     client, prompt = train(service, "text"), text_input(1, 6)
     learn(client, [datum(text_input(9, 12), 9)])
     saved = client.save_weights_for_sampler("early").result().path
-    samplers = [service.create_sampling_client(base_model="text").result(), service.create_sampling_client(model_path=saved).result()]
+    samplers = [
+        service.create_sampling_client(base_model="text").result(),
+        service.create_sampling_client(model_path=saved).result(),
+    ]
     samplers.append(service.create_sampling_client(model_path=saved, base_model="text").result())
 
     def sample(sampler: tinker.SamplingClient) -> tuple[list[list[int]], np.ndarray]:
         params = types.SamplingParams(max_tokens=10, seed=1, stop=[])
         sequences = sampler.sample(prompt=prompt, num_samples=2, sampling_params=params).result().sequences
-        return [list(sequence.tokens) for sequence in sequences], np.stack([numbers(sequence.logprobs) for sequence in sequences])
+        return [list(sequence.tokens) for sequence in sequences], np.stack(
+            [numbers(sequence.logprobs) for sequence in sequences]
+        )
 
     before = [sample(sampler) for sampler in samplers]
     for step in range(3):

@@ -1,4 +1,5 @@
-"""Both ends of the range of SDK versions: the newest is installed with the tests, the oldest beside it, without its dependencies.
+"""Both ends of the range of SDK versions: the newest is installed with the tests, the oldest beside it, without its
+dependencies.
 
 Invariant: The oldest and the newest supported SDK come to the same numbers.
 """
@@ -20,10 +21,23 @@ from tinsmith.server.routes.service import NEWEST, OLDEST
 
 @pytest.fixture(scope="module")
 def oldest() -> Path:
-    """Where the oldest SDK lies: downloaded once, into the environment that runs the tests. It shares what the newest needs."""
+    """Where the oldest SDK lies: downloaded once, into the environment that runs the tests.
+
+    It shares what the newest needs.
+    """
     directory = Path(sys.prefix) / f"tinker-{OLDEST}"
     if not directory.exists():
-        install = [REAL_PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", f"tinker=={OLDEST}"]
+        install = [
+            REAL_PYTHON,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            f"tinker=={OLDEST}",
+        ]
         subprocess.run([*install, "--target", str(directory)], check=True, timeout=START_S)
     return directory
 
@@ -31,7 +45,12 @@ def oldest() -> Path:
 def test_the_oldest_and_the_newest_sdk_come_to_the_same(server: Server, oldest: Path) -> None:
     command = [REAL_PYTHON, sdk_session.__file__, server.url]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=START_S, env=os.environ | {"PYTHONPATH": str(oldest)}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_S,
+        env=os.environ | {"PYTHONPATH": str(oldest)},
     )
     assert done.returncode == 0, done.stderr
     old, new = json.loads(done.stdout), sdk_session.run(server.url)

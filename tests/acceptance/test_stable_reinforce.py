@@ -1,4 +1,5 @@
-"""The loss stable_reinforce with the real SDK: what is sampled with record_stability_info is trained on, by the id of its sequence.
+"""The loss stable_reinforce with the real SDK: what is sampled with record_stability_info is trained on, by the id of
+its sequence.
 
 That recordings outlive a server is in `test_restarts.py`.
 """
@@ -18,7 +19,11 @@ from tests.acceptance.talking import RAW_STEP, grad_norm, image_input, logprobs,
 from tests.plain_losses import DEFAULTS, FORMULAS
 from tests.running import Server
 
-METRICS = {"tinsmith_stable_reinforce/weight:mean", "tinsmith_stable_reinforce/limited:mean", "tinsmith_stable_reinforce/drift:mean"}
+METRICS = {
+    "tinsmith_stable_reinforce/weight:mean",
+    "tinsmith_stable_reinforce/limited:mean",
+    "tinsmith_stable_reinforce/drift:mean",
+}
 
 Sampled = tuple[types.ModelInput, types.SampledSequence]
 
@@ -26,11 +31,16 @@ Sampled = tuple[types.ModelInput, types.SampledSequence]
 def sample(client: tinker.SamplingClient, prompts: Sequence[types.ModelInput], max_tokens: int = 6) -> list[Sampled]:
     params = types.SamplingParams(max_tokens=max_tokens, stop=[], seed=1)
     replies = [client.sample(prompt, 2, params) for prompt in prompts]
-    return [(prompt, sequence) for prompt, reply in zip(prompts, replies, strict=True) for sequence in reply.result().sequences]
+    return [
+        (prompt, sequence)
+        for prompt, reply in zip(prompts, replies, strict=True)
+        for sequence in reply.result().sequences
+    ]
 
 
 def policy_datum(sampled: Sampled, seed: int, **more: Any) -> types.Datum:
-    """As rl_loop of the cookbook makes it, but without the log-probabilities, which Tinker's documentation does not ask for."""
+    """As rl_loop of the cookbook makes it, but without the log-probabilities, which Tinker's documentation does not ask
+    for."""
     prompt, sequence = sampled
     before, count = prompt.length, len(sequence.tokens)
     advantages = torch.randn(count, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -64,7 +74,10 @@ def test_on_samples_of_older_weights_it_has_the_value_and_gradient_of_its_formul
         prompts = [*(text_input(seed, 5 + seed) for seed in range(3)), image_input(client, 1)]
         sampled = sample(client.save_weights_and_get_sampling_client(record_stability_info=True).result(), prompts)
         for model in (client, twin):
-            away = [with_inputs(prompt, target_tokens=[7] * prompt.length, weights=[0.2] * prompt.length) for prompt in prompts]
+            away = [
+                with_inputs(prompt, target_tokens=[7] * prompt.length, weights=[0.2] * prompt.length)
+                for prompt in prompts
+            ]
             model.forward_backward(away, "cross_entropy").result()
             grad_norm(model)
         data = [policy_datum(one, seed, logprobs=[-0.5] * len(padded(one))) for seed, one in enumerate(sampled)]
@@ -72,11 +85,17 @@ def test_on_samples_of_older_weights_it_has_the_value_and_gradient_of_its_formul
         total, linear = 0.0, []
         for datum, one, now in zip(data, sampled, logprobs(output), strict=True):
             q, leaf = torch.tensor(padded(one)), torch.tensor(now, requires_grad=True)
-            inputs = {"logprobs": q, "advantages": datum.loss_fn_inputs["advantages"].to_torch(), "sequence_ratio_mask": (q != 0).float()}
+            inputs = {
+                "logprobs": q,
+                "advantages": datum.loss_fn_inputs["advantages"].to_torch(),
+                "sequence_ratio_mask": (q != 0).float(),
+            }
             loss = FORMULAS["stable_reinforce"](leaf, inputs, DEFAULTS["stable_reinforce"] | config)
             (gradient,) = torch.autograd.grad(loss, [leaf])
             total += loss.item()
-            linear.append(with_inputs(datum.model_input, target_tokens=datum.loss_fn_inputs["target_tokens"], weights=-gradient))
+            linear.append(
+                with_inputs(datum.model_input, target_tokens=datum.loss_fn_inputs["target_tokens"], weights=-gradient)
+            )
         assert output.metrics.keys() == {"loss:sum"} | METRICS
         assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-4, abs=1e-5)
         assert output.metrics["tinsmith_stable_reinforce/drift:mean"] > 0.2
@@ -93,7 +112,10 @@ def test_what_is_missing_is_named_and_the_step_is_refused(service: tinker.Servic
     silent, name = with_inputs(prompts[0], target_tokens=[1] * 5, advantages=[1.0] * 5), unrecorded[1].sequence_id
     for datum, message in (
         (silent, "datum 0: the datum does not say which sampled sequences"),
-        (policy_datum(unrecorded, 0), f"names sequence '{name}', which is not recorded: it was sampled without record_stab"),
+        (
+            policy_datum(unrecorded, 0),
+            f"names sequence '{name}', which is not recorded: it was sampled without record_stab",
+        ),
     ):
         with pytest.raises(tinker.RequestFailedError, match=message):
             client.forward_backward([datum], "stable_reinforce").result()

@@ -32,11 +32,17 @@ def test_a_running_server_shows_what_it_does(server: Server, service: tinker.Ser
     status = server.wait_for_status(
         lambda status: (
             trained(status) == [("text", 0, 150)]
-            and (status["tokens_per_second"]["sampling"] > 0, status["engine"]["busy_s"], status["samples"]["running"]) == (True, 0, 0)
+            and (status["tokens_per_second"]["sampling"] > 0, status["engine"]["busy_s"], status["samples"]["running"])
+            == (True, 0, 0)
         )
     )
     assert status["engine"] == {"state": "ready", "reason": "", "busy_s": 0.0}
-    assert status["base_models"][0] == {"name": "text", "architecture": "qwen3", "max_context": 32768, "takes_images": False}
+    assert status["base_models"][0] == {
+        "name": "text",
+        "architecture": "qwen3",
+        "max_context": 32768,
+        "takes_images": False,
+    }
     assert "resident" in status["memory_bytes"]
     command = [REAL_PYTHON, "-m", "tinsmith.cli", "status", "--url", server.url]
     shown = subprocess.run(command, check=False, capture_output=True, text=True, timeout=START_S)

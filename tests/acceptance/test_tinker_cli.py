@@ -26,7 +26,11 @@ class Tinker:
     """Runs `tinker ARGUMENTS` in an empty directory."""
 
     def __init__(self, server: Server, directory: Path) -> None:
-        self.environment = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY, "HOME": str(directory)}
+        self.environment = os.environ | {
+            "TINKER_BASE_URL": server.url,
+            "TINKER_API_KEY": API_KEY,
+            "HOME": str(directory),
+        }
         self.directory = directory
 
     def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -68,7 +72,9 @@ def test_runs_are_listed_and_a_checkpoint_is_managed(
         ("set-ttl", ["--remove"], False, False),
     ):
         command.succeed("checkpoint", action, path, *more)
-        (found,) = [found for found in rest.list_checkpoints(client.model_id).result().checkpoints if found.tinker_path == path]
+        (found,) = [
+            found for found in rest.list_checkpoints(client.model_id).result().checkpoints if found.tinker_path == path
+        ]
         assert (found.public, found.expires_at is not None) == (public, expires)
     command.succeed("checkpoint", "delete", "--yes", "--run-id", client.model_id)
     assert rest.list_checkpoints(client.model_id).result().checkpoints == []
@@ -78,7 +84,11 @@ def test_runs_are_listed_and_a_checkpoint_is_managed(
 
 
 def test_a_training_checkpoint_is_downloaded_and_leaves_nothing_behind(
-    service: tinker.ServiceClient, rest: tinker.RestClient, command: Tinker, family_dir: Callable[[str], Path], tmp_path: Path
+    service: tinker.ServiceClient,
+    rest: tinker.RestClient,
+    command: Tinker,
+    family_dir: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     client = trained(service)
     path = client.save_state("mine").result().path

@@ -15,7 +15,17 @@ from tinker import types
 
 from tests.acceptance.conftest import connect
 from tests.acceptance.raw import RawModel
-from tests.acceptance.talking import RAW_STEP, assert_close, datum, image_input, logprobs, scores, text_input, train, with_inputs
+from tests.acceptance.talking import (
+    RAW_STEP,
+    assert_close,
+    datum,
+    image_input,
+    logprobs,
+    scores,
+    text_input,
+    train,
+    with_inputs,
+)
 from tests.running import Server
 
 Trace = tuple[float, list[np.ndarray], list[np.ndarray]]
@@ -40,10 +50,14 @@ def assert_same(actual: Trace, expected: Trace) -> None:
     assert np.abs(expected[2][0] - expected[1][0]).max() > 0.01
 
 
-def test_one_call_split_into_many_gives_the_gradients_of_the_unsplit_one(service: tinker.ServiceClient, chunking_server: Server) -> None:
+def test_one_call_split_into_many_gives_the_gradients_of_the_unsplit_one(
+    service: tinker.ServiceClient, chunking_server: Server
+) -> None:
     """Sequences of several lengths, every second of them with an image."""
     whole = train(service, "vision")
-    lengths = [(datum(text_input(seed, 5 + 3 * seed), seed), datum(image_input(whole, seed), seed)) for seed in range(5)]
+    lengths = [
+        (datum(text_input(seed, 5 + 3 * seed), seed), datum(image_input(whole, seed), seed)) for seed in range(5)
+    ]
     data = [item for pair in lengths for item in pair]
     expected = trace(whole, [data])
     with connect(chunking_server) as splitting:
@@ -64,8 +78,13 @@ def test_sequence_ids_may_arrive_2_3_1_and_the_same_post_twice_counts_once(http:
     assert [len(set(twice)) for twice in (first, late, steps)] == [1, 1, 1]
     assert shuffled.grad_norm(steps[0]) == pytest.approx(norm, rel=1e-5)
     found = logprobs(shuffled.output(first[0])) + logprobs(shuffled.output(late[0]))
-    assert_close(found, [*logprobs(ordered.output(f"{ordered.model_id}/1")), *logprobs(ordered.output(f"{ordered.model_id}/2"))], 1e-5)
-    again = logprobs(shuffled.output(shuffled.forward_backward(1, data[:1])))  # after it is done: the old result, not a new run
+    assert_close(
+        found,
+        [*logprobs(ordered.output(f"{ordered.model_id}/1")), *logprobs(ordered.output(f"{ordered.model_id}/2"))],
+        1e-5,
+    )
+    # After it is done: the old result, not a new run
+    again = logprobs(shuffled.output(shuffled.forward_backward(1, data[:1])))
     assert np.array_equal(again[0], found[0])
     assert shuffled.grad_norm(shuffled.optim_step(3, RAW_STEP)) == shuffled.grad_norm(steps[0])
     after = [[np.array(scores) for scores in model.scores(4, data)] for model in (ordered, shuffled)]

@@ -1,4 +1,5 @@
-"""A worker that is killed: its models come back, the engine goes on, and every client only waits or learns how it stands.
+"""A worker that is killed: its models come back, the engine goes on, and every client only waits or learns how it
+stands.
 
 Invariant: A worker that dies takes no engine along: samples of the base come out, and the next worker is started.
 Also: `tests/engine/test_worker_process.py`.
@@ -38,7 +39,9 @@ def loss(future: Any) -> float:
     return float(future.result(timeout=START_S).metrics["loss:sum"])
 
 
-def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(text_only: list[str], tmp_path: Path) -> None:
+def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(
+    text_only: list[str], tmp_path: Path
+) -> None:
     """In a pass, between steps and while it saves. What follows is what follows in a run that nobody disturbs."""
     options = [*text_only, "--tokens-per-pass", "2048", "--kept-copies-share", "1"]
     with ready(tmp_path, *options) as server, server.client() as http:
@@ -59,7 +62,11 @@ def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(tex
             of_snapshot = busy.save_weights_and_get_sampling_client()
             passed = busy.forward_backward(work, "cross_entropy")
             server.wait_for_status(lambda status: any(model["queued"] for model in status["models"]))
-            step, save, later = busy.optim_step(RAW_STEP), busy.save_state("late"), busy.forward(work[:1], "cross_entropy")
+            step, save, later = (
+                busy.optim_step(RAW_STEP),
+                busy.save_state("late"),
+                busy.forward(work[:1], "cross_entropy"),
+            )
             samples = [sampler.sample(prompt, 1, GREEDY) for prompt in prompts]
             gone = of_snapshot.sample(prompts[0], 1, GREEDY)
             os.kill(first, signal.SIGKILL)
@@ -83,7 +90,9 @@ def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(tex
             for kind in ("save_state", "save_weights_external", "save_weights_for_sampler"):
                 getattr(again, kind)("kept").result(timeout=START_S)
             assert tokens([again.save_weights_and_get_sampling_client().sample(prompts[0], 1, GREEDY)])
-            statuses = {run["training_run_id"]: run["status"] for run in http.get("training_runs").json()["training_runs"]}
+            statuses = {
+                run["training_run_id"]: run["status"] for run in http.get("training_runs").json()["training_runs"]
+            }
             assert {statuses[client.model_id] for client in (undisturbed, busy, idle, again)} == {"ready"}
 
         server.wait_for_health()

@@ -25,7 +25,7 @@ from tinsmith.store.store import Store, sweep
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A data directory with one checkpoint in it, one elsewhere and one in an object store, the latter two with copies."""
+    """A data directory with checkpoints in it, elsewhere and in an object store, the latter two with copies."""
     directory = tmp_path / "data"
     store = Store.open(directory)
     for number, root in enumerate(("", str(tmp_path / "elsewhere"), f"memory://{tmp_path.name}/x")):
@@ -44,7 +44,10 @@ def data(tmp_path: Path) -> Path:
 
 def test_the_copy_needs_nothing_else(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "copy"
-    lines = [*(f"tinker://m/weights/{number}" for number in range(3)), f"{target} is a copy of {data}: tinsmith serve --data-dir {target}"]
+    lines = [
+        *(f"tinker://m/weights/{number}" for number in range(3)),
+        f"{target} is a copy of {data}: tinsmith serve --data-dir {target}",
+    ]
     assert printed("backup", data, str(target)) == lines
     shutil.rmtree(data)
     shutil.rmtree(tmp_path / "elsewhere")
@@ -58,10 +61,17 @@ def test_the_copy_needs_nothing_else(data: Path, tmp_path: Path) -> None:
     assert (target / "samples.journal").read_text() == "+s:sample:0/1\n"
     assert store.discarded_directories() == []
     names = {path.name for path in target.iterdir()}
-    assert names - {"tinsmith.db-wal", "tinsmith.db-shm"} == {"tinsmith.db", "checkpoints", "signing.key", "samples.journal"}
+    assert names - {"tinsmith.db-wal", "tinsmith.db-shm"} == {
+        "tinsmith.db",
+        "checkpoints",
+        "signing.key",
+        "samples.journal",
+    }
 
 
-def test_images_of_operations_are_copied_and_no_operation_is_kept_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_operations_are_copied_and_no_operation_is_kept_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = with_model(tmp_path / "data", keep_bytes=1000)
     other = hashlib.sha256(b"other").digest()
     store.append([step(1, b"one", IMAGE), step(2, b"two", IMAGE), step(3, b"three", IMAGE | {other: b"other"})])
@@ -93,7 +103,10 @@ def test_damaged_and_missing_checkpoints_are_named_and_the_rest_is_copied(data: 
     done = tinsmith_here("backup", str(tmp_path / "copy"), "--data-dir", str(data))
     assert done.returncode == 2
     assert "are damaged or have no files" in done.stderr
-    assert f"tinker://m/weights/0: {damaged}/adapter.safetensors is damaged: it has 5 bytes, and 10 were written" in done.stderr
+    assert (
+        f"tinker://m/weights/0: {damaged}/adapter.safetensors is damaged: it has 5 bytes, and 10 were written"
+        in done.stderr
+    )
     assert f"tinker://m/weights/1: {missing} does not exist" in done.stderr
     kept = [row.tinker_path for row in every_checkpoint(Store.open(tmp_path / "copy"))]
     assert kept == ["tinker://m/weights/0", "tinker://m/weights/2"]

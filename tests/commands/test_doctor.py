@@ -29,7 +29,10 @@ FamilyDir = Callable[[str], Path]
 
 
 def doctor(data_dir: Path, *arguments: str, lacks: str = "") -> str:
-    """The report, with one space where there are several. Something is missing, and named at its end, if it `lacks` that."""
+    """The report, with one space where there are several.
+
+    Something is missing, and named at its end, if it `lacks` that.
+    """
     ran = CliRunner().invoke(app, ["doctor", "--port", "0", "--data-dir", str(data_dir), *arguments], env=WIDE)
     report = re.sub(" +", " ", ran.stdout)
     assert (ran.stderr, ran.exit_code) == ("", 1 if lacks else 0), report
@@ -64,14 +67,20 @@ def test_a_model_is_sized_without_loading_it(family_dir: FamilyDir, tmp_path: Pa
     assert f"tiny, all parameters (rank 0) {full}" in report
     large = doctor(tmp_path, *model, "--kv-cache-gib", "9000", lacks="memory for all of it")
     assert re.search(r"memory for all of it missing about 9000\.\d GiB needed, [\d.]+ GiB free", large)
-    assert re.search(r"tiny, all parameters \(rank 0\) note does not fit: [\d.]+ MiB a model, .+; 0.0 GiB left for it", large)
+    assert re.search(
+        r"tiny, all parameters \(rank 0\) note does not fit: [\d.]+ MiB a model, .+; 0.0 GiB left for it", large
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "setting", "said"),
     [
         ("tokenizer_config.json", {"eos_token": {"a": 1}}, "its tokenizer cannot be loaded: Special token eos_token"),
-        ("preprocessor_config.json", {"image_mean": "x"}, "its image processor, Qwen2VLImageProcessor, does not compute what"),
+        (
+            "preprocessor_config.json",
+            {"image_mean": "x"},
+            "its image processor, Qwen2VLImageProcessor, does not compute what",
+        ),
     ],
 )
 def test_what_only_the_libraries_can_tell_is_missing_too(
@@ -79,14 +88,21 @@ def test_what_only_the_libraries_can_tell_is_missing_too(
 ) -> None:
     model = Path(shutil.copytree(family_dir("qwen3_vl"), tmp_path / "model"))
     (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | setting))
-    assert f"\nm missing {model}: {said}" in doctor(tmp_path / "data", "--device", "cpu", "--base-model", f"m={model}", lacks="m")
+    assert f"\nm missing {model}: {said}" in doctor(
+        tmp_path / "data", "--device", "cpu", "--base-model", f"m={model}", lacks="m"
+    )
 
 
 def test_a_server_that_only_samples_needs_nothing_to_train(family_dir: FamilyDir, tmp_path: Path) -> None:
     report = doctor(tmp_path, "--device", "cpu", "--train", "none", "--base-model", f"tiny={family_dir('qwen3')}")
-    assert "training note none (--train none): no memory is planned for it, and training operations are refused" in report
+    assert (
+        "training note none (--train none): no memory is planned for it, and training operations are refused" in report
+    )
     assert re.search(r"\n a sampled adapter ok [\d.]+ \w+ at rank 32 \(--snapshot-gib\)", report)
-    assert not any(part in report for part in ("one trained model", "a pass of", "one more trained model", "all parameters (rank 0)"))
+    assert not any(
+        part in report
+        for part in ("one trained model", "a pass of", "one more trained model", "all parameters (rank 0)")
+    )
 
 
 GPUS = [Gpu(index, "a GPU", 2**36, 2**35, (9, 0)) for index in range(2)]
@@ -116,13 +132,29 @@ def test_it_says_how_many_workers_would_start_on_gpus_that_pytorch_can_use(
     assert gpus or "\nCUDA note torch 2 is built without CUDA; models run on the CPU" in report
 
 
-def test_blocks_and_slots_of_a_hybrid_model_are_told(family_dir: FamilyDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None without the local sampler, as `tinsmith plan` and the workers count: workers of one host share its memory for the rest."""
-    model = ["--device", "cpu", "--dtype", "float32", "--base-model", f"tiny={family_dir('qwen3_5')}", "--planned-rank", "8"]
+def test_blocks_and_slots_of_a_hybrid_model_are_told(
+    family_dir: FamilyDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None without the local sampler, as `tinsmith plan` and the workers count: workers of one host share its memory
+    for the rest."""
+    model = [
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--base-model",
+        f"tiny={family_dir('qwen3_5')}",
+        "--planned-rank",
+        "8",
+    ]
     report = doctor(tmp_path, *model, "--kv-cache-gib", "0.004")
-    # Keys and values of one layer, 2 heads of width 32; states of 3 layers: 4 heads of 16 x 16, and 3 inputs of 128 channels; in 4 bytes.
+    # Keys and values of one layer, 2 heads of width 32; states of 3 layers: 4 heads of 16 x 16, and 3 inputs of 128
+    # channels; in 4 bytes.
     assert "a cached token ok 512 bytes; the cache holds 4,192 tokens" in report
-    state = "16.5 KiB; the cache holds 127 states, 112 of them for sequences that run at once, which take 1.8 MiB more during a pass"
+    state = (
+        "16.5 KiB; the cache holds 127 states, 112 of them for sequences that run at once, which take 1.8 MiB more "
+        "during a pass"
+    )
     assert f"a sequence's state ok {state}" in report
     monkeypatch.setattr("tinsmith.commands.doctor.look_around", lambda: Machine(4, 2**36, 2**35, [], "there is none"))
     report = doctor(tmp_path, *model, "--sampler", "none", "--workers", "2")
@@ -141,16 +173,22 @@ def test_a_refused_model_and_a_port_or_directory_that_cannot_be_had_are_missing(
         port = str(other.getsockname()[1])
         report = doctor(tmp_path, "--port", port, lacks="data directory, listens on")
         assert f"\ndata directory missing {tmp_path} is used by another server; stop it, or choose another" in report
-        assert f"\nlistens on missing cannot listen on host=127.0.0.1 port={port}: another program listens there" in report
+        assert (
+            f"\nlistens on missing cannot listen on host=127.0.0.1 port={port}: another program listens there" in report
+        )
     doctor(tmp_path, "--port", port)
     (tmp_path / "server.lock").unlink()
     (tmp_path / "server.lock").symlink_to(tmp_path)
-    assert f"\ndata directory missing {tmp_path}/server.lock cannot be locked: it is a link" in doctor(tmp_path, lacks="data directory")
+    assert f"\ndata directory missing {tmp_path}/server.lock cannot be locked: it is a link" in doctor(
+        tmp_path, lacks="data directory"
+    )
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:
     wanted = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
-    supported = {f"{library}>={first[0]}.{first[1]},<{beyond[0]}.{beyond[1]}" for library, (first, beyond) in SUPPORTED.items()}
+    supported = {
+        f"{library}>={first[0]}.{first[1]},<{beyond[0]}.{beyond[1]}" for library, (first, beyond) in SUPPORTED.items()
+    }
     assert supported <= set(wanted)
 
 
@@ -163,4 +201,6 @@ def test_the_estimate_of_a_trained_model_is_what_it_takes(family_dir: FamilyDir,
     held = 4 * backend.snapshot("lora", new_ref()).parameter_count
     assert sizes.model(32) == ModelBytes(training=4 * held, snapshot=held)  # gradients and two moments
     full = backend.optimizers["full"]
-    assert sizes.model(0) == ModelBytes(full.weights.nbytes + full.unclaimed, backend.snapshot("full", new_ref()).nbytes)
+    assert sizes.model(0) == ModelBytes(
+        full.weights.nbytes + full.unclaimed, backend.snapshot("full", new_ref()).nbytes
+    )

@@ -43,7 +43,9 @@ def checkpoint(data: Path, base: Path, text_base: BaseModel, tmp_path: Path) -> 
     return import_adapter(data, tmp_path / "adapter", "a", f"text={base}")[0]
 
 
-@pytest.mark.parametrize(("merge", "there"), [([], False), (["--merge"], True)], ids=["adapter to a new place", "merged to an empty one"])
+@pytest.mark.parametrize(
+    ("merge", "there"), [([], False), (["--merge"], True)], ids=["adapter to a new place", "merged to an empty one"]
+)
 def test_an_export_that_fails_leaves_nothing_and_can_be_repeated(
     merge: list[str], there: bool, checkpoint: str, data: Path, tmp_path: Path
 ) -> None:
@@ -53,7 +55,11 @@ def test_an_export_that_fails_leaves_nothing_and_can_be_repeated(
     command = ["export", checkpoint, str(target), "--data-dir", str(data), *merge]
     limited = [*limited_program(resource.RLIMIT_FSIZE, 100_000), *command]
     failed = subprocess.run(limited, capture_output=True, text=True, check=False)
-    (line,) = [line for line in failed.stderr.splitlines() if not line.startswith(("Loading weights: ", "Writing model shards: ")) and line]
+    (line,) = [
+        line
+        for line in failed.stderr.splitlines()
+        if not line.startswith(("Loading weights: ", "Writing model shards: ")) and line
+    ]
     assert failed.returncode == 2
     assert line.startswith(f"tinsmith: {target} cannot be written: ")
     assert target.exists() == there
@@ -86,7 +92,9 @@ def refused_without_torch(commands: list[list[str]]) -> list[str]:
     return lines
 
 
-def test_what_is_wrong_with_a_base_is_said_before_torch_is_imported(checkpoint: str, data: Path, base: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_base_is_said_before_torch_is_imported(
+    checkpoint: str, data: Path, base: Path, tmp_path: Path
+) -> None:
     """That of the checkpoint, where none is named."""
     gone, damaged = tmp_path / "gone", Path(shutil.copytree(base, tmp_path / "damaged"))
     (damaged / "model.safetensors").write_bytes(b"version https://git-lfs")
@@ -136,14 +144,20 @@ with _whole(Path(sys.argv[1])) as files:
 
 
 @pytest.mark.parametrize(
-    ("number", "there"), [(signal.SIGTERM, True), (signal.SIGHUP, False), (signal.SIGKILL, False), (signal.SIGKILL, True)]
+    ("number", "there"),
+    [(signal.SIGTERM, True), (signal.SIGHUP, False), (signal.SIGKILL, False), (signal.SIGKILL, True)],
 )
 def test_an_export_that_is_ended_can_be_repeated(number: signal.Signals, there: bool, tmp_path: Path) -> None:
     """What a killed one has left is no reason to refuse, and is deleted."""
     target = tmp_path / "out" / "model"
     if there:
         target.mkdir(parents=True)
-    assert subprocess.run([sys.executable, "-c", ENDS_WHILE_IT_WRITES, str(target), str(int(number))], check=False).returncode != 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", ENDS_WHILE_IT_WRITES, str(target), str(int(number))], check=False
+        ).returncode
+        != 0
+    )
     killed = number == signal.SIGKILL
     assert any(path.name == "half" for path in (tmp_path / "out").rglob("*")) == killed
     require_empty(target)
@@ -153,7 +167,11 @@ def test_an_export_that_is_ended_can_be_repeated(number: signal.Signals, there: 
 
 
 def test_two_exports_do_not_fill_one_directory_and_none_a_link_to_nothing(tmp_path: Path) -> None:
-    with _whole(tmp_path), pytest.raises(ConfigError, match="another export writes there, or was killed"), _whole(tmp_path):
+    with (
+        _whole(tmp_path),
+        pytest.raises(ConfigError, match="another export writes there, or was killed"),
+        _whole(tmp_path),
+    ):
         pass
     assert not any(tmp_path.iterdir())
     (tmp_path / "link").symlink_to(tmp_path / "gone")
@@ -164,12 +182,15 @@ def test_two_exports_do_not_fill_one_directory_and_none_a_link_to_nothing(tmp_pa
 def test_an_adapter_is_imported_with_a_warning_of_what_no_server_checks_or_trains(
     data: Path, base: Path, text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For a base that is only in part on this machine, as an interrupted download leaves it, or who copied all that is JSON."""
+    """For a base that is only in part on this machine, as an interrupted download leaves it, or who copied all that is
+    JSON."""
     part = Path(shutil.copytree(base, tmp_path / "part"))
     (part / "model.safetensors").unlink()
     (part / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
     write_peft(random_adapter(text_base, rank=257), text_base.layout, "x", tmp_path / "adapter")
-    done = tinsmith_here("import", str(tmp_path / "adapter"), "a", "--base-model", f"text={part}", "--data-dir", str(data))
+    done = tinsmith_here(
+        "import", str(tmp_path / "adapter"), "a", "--base-model", f"text={part}", "--data-dir", str(data)
+    )
     assert (done.returncode, len(done.stdout.split())) == (0, 2), done.stderr
     assert f"the weights of {part} are not on this machine" in caplog.text
     assert "the adapter is of rank 257: only a server with --max-lora-rank 257 or more trains it further" in caplog.text

@@ -37,7 +37,12 @@ def test_complete_files_that_the_database_does_not_know_are_kept_unless_asked_fo
     snapshots = "          2,000  snapshots: the engine that wrote them has ended"
     deleted(tmp_path, [old, snapshots], "          2,010", kept=(unknown,))
     assert files.at(orphan).sizes()
-    deleted(tmp_path, [f"             10  files of {orphan}: the database does not know them"], "             10", "--unknown")
+    deleted(
+        tmp_path,
+        [f"             10  files of {orphan}: the database does not know them"],
+        "             10",
+        "--unknown",
+    )
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [kept]
     assert not (tmp_path / "snapshots").exists()
 

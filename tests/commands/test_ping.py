@@ -1,4 +1,5 @@
-"""`tinsmith ping` names what keeps a client from a server; a proxy that is set keeps nobody from a server on this machine.
+"""`tinsmith ping` names what keeps a client from a server; a proxy that is set keeps nobody from a server on this
+machine.
 
 So do `tinsmith status`, and the RL client before it begins.
 """
@@ -58,7 +59,11 @@ def refusals(url: str) -> list[str]:
     return said
 
 
-SCHEME, NO_URL, NO_SERVER = "must begin with http:// or https://", "is no URL: a port is a number", "no Tinsmith server answers at "
+SCHEME, NO_URL, NO_SERVER = (
+    "must begin with http:// or https://",
+    "is no URL: a port is a number",
+    "no Tinsmith server answers at ",
+)
 NO_TINKER, SUCH_AS = "is no Tinker server: correct the port or the host", "; give a URL such as http://127.0.0.1:8000"
 
 
@@ -70,8 +75,18 @@ NO_TINKER, SUCH_AS = "is no Tinker server: correct the port or the host", "; giv
         ("http://a b", f"{SCHEME} and name a host", NO_SERVER, SUCH_AS),
         ("http://127.0.0.1:port", NO_URL, NO_SERVER, SUCH_AS),
         ("http://127.0.0.1:0", "no server listens on port 0", NO_SERVER, ""),
-        (NOBODY, "nothing listens on port 9 of 127.0.0.1: start the server (tinsmith serve --port 9)", NO_SERVER, "Connection refused"),
-        ("http://no-such-host.invalid:8000", "the host 'no-such-host.invalid' has no address (", NO_SERVER, "no answer ("),
+        (
+            NOBODY,
+            "nothing listens on port 9 of 127.0.0.1: start the server (tinsmith serve --port 9)",
+            NO_SERVER,
+            "Connection refused",
+        ),
+        (
+            "http://no-such-host.invalid:8000",
+            "the host 'no-such-host.invalid' has no address (",
+            NO_SERVER,
+            "no answer (",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_url_is_named(url: str, of_ping: str, of_status: str, of_rl: str) -> None:
@@ -81,10 +96,20 @@ def test_what_is_wrong_with_a_url_is_named(url: str, of_ping: str, of_status: st
 @pytest.mark.parametrize(
     ("replies", "of_ping", "of_status", "of_rl"),
     [
-        ({}, f"{NO_TINKER} (HTTP 404)", "answers 404: is it a Tinsmith server?", f"answers 404 to {HEALTH}: there is no Tinker server"),
+        (
+            {},
+            f"{NO_TINKER} (HTTP 404)",
+            "answers 404: is it a Tinsmith server?",
+            f"answers 404 to {HEALTH}: there is no Tinker server",
+        ),
         (SSH, NO_TINKER, NO_SERVER, "no answer (SSH-2.0-OpenSSH"),
         (SILENT, "does not answer within 0.1 s: it is very busy or hangs", NO_SERVER, "no answer (timed out)"),
-        ({HEALTH: (503, {"detail": "a\n\x1b[2Jb"})}, r"is not ready: a\n\x1b[2Jb; wait for it", "answers 404", r"not ready (a\n\x1b[2Jb)"),
+        (
+            {HEALTH: (503, {"detail": "a\n\x1b[2Jb"})},
+            r"is not ready: a\n\x1b[2Jb; wait for it",
+            "answers 404",
+            r"not ready (a\n\x1b[2Jb)",
+        ),
     ],
 )
 def test_what_a_wrong_server_answers_is_named(
@@ -93,7 +118,9 @@ def test_what_a_wrong_server_answers_is_named(
     for patience in PATIENCE if replies == SILENT else ():
         monkeypatch.setattr(patience, 0.1)
     with saying(replies) if isinstance(replies, bytes) else answering(replies) as url:
-        assert [said in told for said, told in zip((of_ping, of_status, of_rl), refusals(url), strict=True)] == [True] * 3
+        assert [said in told for said, told in zip((of_ping, of_status, of_rl), refusals(url), strict=True)] == [
+            True
+        ] * 3
 
 
 def test_a_url_with_the_path_of_the_api_is_told_to_leave_it_out() -> None:
@@ -101,7 +128,9 @@ def test_a_url_with_the_path_of_the_api_is_told_to_leave_it_out() -> None:
         of_ping, of_status, of_rl = refusals(f"{url}/api/v1")
     assert "leave the path out, clients add /api/v1 to the URL by themselves: http://127.0.0.1:" in of_ping
     assert of_status.endswith("/api/v1 answers 404: is it a Tinsmith server? Leave out /api/v1")
-    assert of_rl.endswith("answers 404 to /api/v1/healthz: there is no Tinker server; leave out /api/v1, which clients add")
+    assert of_rl.endswith(
+        "answers 404 to /api/v1/healthz: there is no Tinker server; leave out /api/v1, which clients add"
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +149,13 @@ def test_what_only_ping_asks_is_named(replies: Mapping[str, Reply], said: str) -
 
 
 def test_no_key_and_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    for url in ("http://u:pw@127.0.0.1:9", "http://u:pw@h:port", "http://u:p/pw@h", "u:pw@127.0.0.1:8000", "http://u:pw@h/x"):
+    for url in (
+        "http://u:pw@127.0.0.1:9",
+        "http://u:pw@h:port",
+        "http://u:p/pw@h",
+        "u:pw@127.0.0.1:8000",
+        "http://u:pw@h/x",
+    ):
         assert not any("pw" in told for told in refusals(url))
     with answering(READY) as there:
         for key in ("tml-pw\n", "tml-pw€"):
@@ -137,11 +172,15 @@ def test_no_key_and_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_server_that_can_be_used_is_described_with_what_scripts_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     with answering(READY) as url:
-        assert refusal(url, base_model="huge").endswith(f"base model 'huge' is not served at {url}; there are: tiny, org/big")
+        assert refusal(url, base_model="huge").endswith(
+            f"base model 'huge' is not served at {url}; there are: tiny, org/big"
+        )
         assert "must begin with tml-" in refusal(url, "sk-x")
         ready = f"{url} is ready and serves tiny, org/big"
         unnamed = f"TINKER_BASE_URL does not name it, so scripts must: base_url={url!r}"
-        assert ping(url, "", "tiny:variant").startswith(f"{ready}; {unnamed}; TINKER_API_KEY is not set, so scripts must give a key")
+        assert ping(url, "", "tiny:variant").startswith(
+            f"{ready}; {unnamed}; TINKER_API_KEY is not set, so scripts must give a key"
+        )
         monkeypatch.setenv("TINKER_BASE_URL", url)
         monkeypatch.setenv("TINKER_API_KEY", "tml-x")
         ran = tinsmith_here("ping")
@@ -153,8 +192,23 @@ def test_a_server_that_can_be_used_is_described_with_what_scripts_lack(monkeypat
 
 def test_http_and_https_that_are_mistaken_for_each_other_are_named(tmp_path: Path) -> None:
     certificate = tmp_path / "certificate.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=x", "-days", "2"]
-    subprocess.run([*make, "-keyout", str(certificate), "-out", str(tmp_path / "public")], check=True, capture_output=True)
+    make = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-subj",
+        "/CN=x",
+        "-days",
+        "2",
+    ]
+    subprocess.run(
+        [*make, "-keyout", str(certificate), "-out", str(tmp_path / "public")], check=True, capture_output=True
+    )
     certificate.write_text(certificate.read_text() + (tmp_path / "public").read_text())
     with answering(READY, certificate) as url:
         host = url.removeprefix("https://")
@@ -171,8 +225,12 @@ def test_a_proxy_keeps_no_command_from_a_server_on_this_machine(variable: str, m
     monkeypatch.setenv(variable, NOBODY)
     with answering(READY) as url:
         assert fetch_status(url) == {"engine": {}}
-        assert f"a proxy is set ({NOBODY}), to which the SDK would send what is for 127.0.0.1: export NO_PROXY=127.0.0.1" in refusal(url)
+        assert (
+            f"a proxy is set ({NOBODY}), to which the SDK would send what is for 127.0.0.1: export NO_PROXY=127.0.0.1"
+            in refusal(url)
+        )
         require_server(ServerSection(url, "tml-x", wait_s=0))
-        assert ping(url, "tml-x", "").startswith(f"{url} is ready")  # from now on the SDK goes there directly, in this process
+        # From now on the SDK goes there directly, in this process
+        assert ping(url, "tml-x", "").startswith(f"{url} is ready")
         keep_from_proxy("http://example.org")
         assert [os.environ[name] for name in ("no_proxy", "NO_PROXY")] == ["intranet,127.0.0.1"] * 2

@@ -68,7 +68,8 @@ def test_adapters_have_as_many_parameters_as_tinker_publishes(name: str, tmp_pat
 
 
 def test_they_follow_from_the_layers_of_the_model(model: str) -> None:
-    """Of Qwen3.5-4B: 24 gated delta nets with 16 heads of queries and keys and 32 of values, 8 layers of attention with a gate.
+    """Of Qwen3.5-4B: 24 gated delta nets with 16 heads of queries and keys and 32 of values, 8 layers of attention with
+    a gate.
 
     Only layers that attend keep keys and values; the others a state of fixed size.
     """
@@ -77,7 +78,8 @@ def test_they_follow_from_the_layers_of_the_model(model: str) -> None:
     assert SERVED["Qwen/Qwen3.5-4B"].attn == 24 * delta_net + 8 * attention
     tree = planned(model, "--rank", "32", "--memory-gib", "80", "--kv-cache-gib", "8")
     assert tree["lora_parameters"]["attn"] == 32 * (24 * delta_net + 8 * attention)
-    cache, state = tree["cache"], 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)  # last inputs in bfloat16, the recurrent state in float32
+    # Last inputs in bfloat16, the recurrent state in float32
+    cache, state = tree["cache"], 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
     assert cache["state_bytes"] == state
     of_tokens = cache["tokens"] * 8 * 2 * 4 * 256 * 2  # 8 layers, keys and values, 4 heads of 256 in bfloat16
     assert 0.99 * 8 * GIB < of_tokens + cache["state_slots"] * state <= 8 * GIB
@@ -88,20 +90,31 @@ def test_they_follow_from_the_layers_of_the_model(model: str) -> None:
 def test_mixtures_of_experts_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["plan", str(write_architecture(model_type, tmp_path))])
     assert isinstance(ran.exception, ConfigError)
-    assert f"'{model_type}' is a mixture of experts" in str(ran.exception) or f"models of type '{model_type}' are" in str(ran.exception)
+    assert f"'{model_type}' is a mixture of experts" in str(
+        ran.exception
+    ) or f"models of type '{model_type}' are" in str(ran.exception)
 
 
 def test_what_fits_into_a_gpu_follows_from_its_memory(model: str) -> None:
     sizes = size_of(model, ModelsConfig(device="cpu", dtype="bfloat16"))
     large = planned(model, "--memory-gib", "80", "--kv-cache-gib", "40")
-    assert (large["dtype"], large["memory_bytes"], large["weight_bytes"]) == ("bfloat16", 80 * GIB, 2 * large["parameters"])
+    assert (large["dtype"], large["memory_bytes"], large["weight_bytes"]) == (
+        "bfloat16",
+        80 * GIB,
+        2 * large["parameters"],
+    )
     assert large["cache"]["bytes"] == 40 * GIB
     left = 80 * GIB - large["weight_bytes"] - large["reserve_bytes"] - 40 * GIB
     passes, tokens, chunk = sizes.passes, large["pass_tokens"], TrainingConfig().logits_chunk
     beside = left - passes.bytes(tokens, chunk, passes.smallest)
     assert large["adapters"]["fit"] == beside // large["adapters"]["bytes_each"]
     full = large["full_parameters"]
-    assert (full["state"], full["needed_bytes"], full["free_bytes"], full["fits"]) == ("float32", sizes.model(0).training, beside, False)
+    assert (full["state"], full["needed_bytes"], full["free_bytes"], full["fits"]) == (
+        "float32",
+        sizes.model(0).training,
+        beside,
+        False,
+    )
     for_passes = int(0.95 * left) - large["adapters"]["bytes_each"]
     assert passes.smallest.recompute > large["recomputed_layers"] > 0
     for count, fits in ((large["recomputed_layers"], True), (large["recomputed_layers"] - 1, False)):
@@ -123,7 +136,9 @@ def test_what_fits_into_a_gpu_follows_from_its_memory(model: str) -> None:
     short = planned(model, "--memory-gib", "4000", "--max-context", "1000", "--workers", "2")["longest_sequence"]
     assert short == {"tokens": 1000, "limit": "context", "together": 1000}
     sharded = {
-        workers: planned(model, "--memory-gib", "20", "--kv-cache-gib", "2", "--workers", str(workers))["longest_sequence"]
+        workers: planned(model, "--memory-gib", "20", "--kv-cache-gib", "2", "--workers", str(workers))[
+            "longest_sequence"
+        ]
         for workers in (1, 2, 8)
     }
     assert sharded[1]["together"] < sharded[2]["together"] < sharded[8]["together"]
@@ -136,10 +151,17 @@ def test_a_cache_of_automatic_size_takes_what_training_leaves(model: str) -> Non
     sizes = size_of(model, ModelsConfig(device="cpu", dtype="bfloat16"))
     adapter, passes = sizes.model(32), sizes.passes
     plain, more_models, shared = (
-        planned(model, "--memory-gib", "80", *more) for more in ([], ["--planned-models", "8"], ["--memory-share", "0.5"])
+        planned(model, "--memory-gib", "80", *more)
+        for more in ([], ["--planned-models", "8"], ["--memory-share", "0.5"])
     )
     whole = passes.bytes(plain["pass_tokens"], TrainingConfig().logits_chunk, KEEP_ALL)
-    beside = 80 * GIB - plain["weight_bytes"] - plain["reserve_bytes"] - 4 * adapter.training - min(8 * adapter.snapshot, 4 * GIB)
+    beside = (
+        80 * GIB
+        - plain["weight_bytes"]
+        - plain["reserve_bytes"]
+        - 4 * adapter.training
+        - min(8 * adapter.snapshot, 4 * GIB)
+    )
     assert plain["cache"]["bytes"] == pytest.approx(beside - min(whole, beside / 2) / 0.95, abs=2)
     assert plain["adapters"]["fit"] >= 4
     assert more_models["adapters"]["fit"] >= 8
@@ -149,7 +171,9 @@ def test_a_cache_of_automatic_size_takes_what_training_leaves(model: str) -> Non
     assert planned(model, "--memory-gib", "80", "--sampler", "none")["cache"] is None
     everything = planned(model, "--memory-gib", "200", "--rank", "0")
     assert everything["fits"]
-    assert everything["adapters"]["bytes_each"] == sizes.model(0).training == everything["full_parameters"]["needed_bytes"]
+    assert (
+        everything["adapters"]["bytes_each"] == sizes.model(0).training == everything["full_parameters"]["needed_bytes"]
+    )
 
 
 def test_what_all_parameters_take_is_printed_by_part(model: str) -> None:
@@ -162,23 +186,30 @@ def test_what_all_parameters_take_is_printed_by_part(model: str) -> None:
     two = f"{2 * count / GIB:.1f} GiB"
     moments = f"{(2 + 8 / 256) * count / GIB:.1f} GiB"
     assert (
-        f"weights {two} + rests of masters {two} + moments {moments} + gradients {two} + those of a pass {two} (--full-state compact)"
-        in compact
-    )
+        f"weights {two} + rests of masters {two} + moments {moments} + gradients {two} + those of a pass {two} "
+        "(--full-state compact)"
+    ) in compact
     assert "all parameters (rank 0)  fits" in compact
     assert "models of rank 0         1 train at once" in compact
     host = plan(*options, "--full-state", "compact-host")
-    assert f"weights {two} + gradients {two} + those of a pass {two}; in host memory {(4 + 8 / 256) * count / GIB:.1f} GiB" in host
+    assert (
+        f"weights {two} + gradients {two} + those of a pass {two}; in host memory {(4 + 8 / 256) * count / GIB:.1f} GiB"
+        in host
+    )
 
 
 def test_a_person_reads_both_numbers_of_what_does_not_fit_and_which_pass_would(model: str) -> None:
     options = [model, "--memory-gib", "80", "--rank", "1"]
     report, full = plan(*options), planned(*options)["full_parameters"]
     assert "attn 897,024 + mlp 1,130,496 + unembed 250,880 = 2,278,400 parameters" in report
-    assert f"does not fit: {full['needed_bytes'] / GIB:.1f} GiB needed, {full['free_bytes'] / GIB:.1f} GiB left" in report
+    assert (
+        f"does not fit: {full['needed_bytes'] / GIB:.1f} GiB needed, {full['free_bytes'] / GIB:.1f} GiB left" in report
+    )
     assert "tokens train, then the memory ends" in report
     options = [model, "--memory-gib", "13", "--kv-cache-gib", "0.5"]
-    advised = re.search(r"none fits beside all of that, one does with --tokens-per-pass (\d+); ", plan(*options, code=1))
+    advised = re.search(
+        r"none fits beside all of that, one does with --tokens-per-pass (\d+); ", plan(*options, code=1)
+    )
     assert advised is not None
     assert planned(*options, "--tokens-per-pass", advised[1])["adapters"]["fit"] == 1
     assert "none fits beside all of that; " in plan(*options[:2], "8", code=1)
@@ -190,7 +221,8 @@ def test_several_workers_have_a_row_for_each_way_to_train(model: str) -> None:
     assert [each["mode"] for each in four["modes"]] == ["replicas"] * 4 + ["sharded"] * 2
     assert (alone["workers"], four["workers"]) == (1, 4)
     same = {"cache", "adapters", "weight_bytes", "recomputed_layers"}
-    assert {name: alone[name] for name in same} == {name: four[name] for name in same}  # what a replica holds is what one GPU would
+    # What a replica holds is what one GPU would
+    assert {name: alone[name] for name in same} == {name: four[name] for name in same}
     assert four["longest_sequence"]["tokens"] == alone["longest_sequence"]["tokens"]
     states: list[list[str]] = [[], ["--full-state", "compact"], ["--full-state", "compact-host"]]
     for options, row in zip((["32"], *(["0", *state] for state in states)), four["modes"][:4], strict=True):
@@ -204,7 +236,10 @@ def test_several_workers_have_a_row_for_each_way_to_train(model: str) -> None:
     assert "LoRA of rank 32: replicas, because the whole fits on each (--planned-rank 32)" in report
     every = "--planned-rank 0 --full-state float32 --shard weights --sampler none"
     assert f"all weights, float32: sharded, because a part of each layer fits on each ({every})" in report
-    assert "all weights, compact: replicas, because the whole fits on each (--planned-rank 0 --full-state compact)" in report
+    assert (
+        "all weights, compact: replicas, because the whole fits on each (--planned-rank 0 --full-state compact)"
+        in report
+    )
     assert "on each of" not in plan(model, "--memory-gib", "80")
 
 
@@ -227,7 +262,11 @@ def test_workers_that_divide_the_weights_have_more_room(tmp_path: Path) -> None:
         assert full["needed_bytes"] == parts["modes"][-1]["model_bytes"] < whole["full_parameters"]["needed_bytes"] / 3
         assert [row["mode"] for row in whole["modes"]] == [row["mode"] for row in parts["modes"]]
         row = parts["modes"][-2]
-        assert (row["mode"], row["weight_bytes"], row["longest_sequence"]) == ("sharded", held, parts["longest_sequence"]["tokens"])
+        assert (row["mode"], row["weight_bytes"], row["longest_sequence"]) == (
+            "sharded",
+            held,
+            parts["longest_sequence"]["tokens"],
+        )
         assert row["settings"] == "--planned-rank 32 --shard weights --sampler none"
     report = plan(directory, "--memory-gib", "20", *options, "--shard", "weights")
     assert f"LoRA of rank 32: sharded, because a part of each layer fits on each ({row['settings']})" in report
@@ -237,7 +276,9 @@ def test_workers_that_divide_the_weights_have_more_room(tmp_path: Path) -> None:
 DIVIDED = ["--workers", "2", "--memory-gib", "80", "--shard", "weights"]
 
 
-def test_workers_that_a_server_would_refuse_are_not_planned(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_a_server_would_refuse_are_not_planned(
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = str(family_dir("qwen3"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for options, refused in (

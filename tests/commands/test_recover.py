@@ -45,8 +45,15 @@ def test_what_the_database_does_not_know_is_registered_as_it_was_and_the_newest_
     store.put_checkpoint(known)
     already = f"the database already has a checkpoint {A}, with files in {files.shown(new.directory)}"
     not_added = f"not added: {files.shown(old.directory)}: {already}"
-    assert printed("recover", tmp_path) == [f"added {A}", f"added {other.tinker_path}", not_added, "2 checkpoints added"]
-    assert {row.tinker_path: row for row in every_checkpoint(store)} == {row.tinker_path: row for row in (new, other, known)}
+    assert printed("recover", tmp_path) == [
+        f"added {A}",
+        f"added {other.tinker_path}",
+        not_added,
+        "2 checkpoints added",
+    ]
+    assert {row.tinker_path: row for row in every_checkpoint(store)} == {
+        row.tinker_path: row for row in (new, other, known)
+    }
     assert printed("recover", tmp_path) == [not_added, "0 checkpoints added"]
 
 

@@ -32,7 +32,11 @@ def test_names_are_no_markup_and_no_emoji() -> None:
     print_status(status, console)
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert lines[0] == "Tinsmith 0.1, loading org/[bold]x:car:"
-    assert {"4711 cuda:0 ready 54,321", "org/[bold]x:car: qwen3 4,096 no", f"{SESSION}:train:0 org/[bold]x:car: 1 2,000"} < set(lines)
+    assert {
+        "4711 cuda:0 ready 54,321",
+        "org/[bold]x:car: qwen3 4,096 no",
+        f"{SESSION}:train:0 org/[bold]x:car: 1 2,000",
+    } < set(lines)
     assert lines[-2:] == ["engine memory: 1 MiB resident", "graphs of operations: 1,200 compiled, 7 captured"]
     console = Console(file=StringIO(), record=True, width=40)
     path = f"tinker://{SESSION}:train:0/sampler_weights/[best]-000001"
@@ -46,5 +50,8 @@ def test_an_answer_of_a_foreign_server_is_escaped_and_one_without_an_engine_refu
         assert fetch_status(url) == {"engine": {"reason": r"\x1b[2J"}}
     contents: list[Any] = [{}, [1]]
     for content in contents:
-        with answering({"/api/v1/status": (200, content)}) as url, pytest.raises(ConfigError, match=r"the answer has no key 'engine'$"):
+        with (
+            answering({"/api/v1/status": (200, content)}) as url,
+            pytest.raises(ConfigError, match=r"the answer has no key 'engine'$"),
+        ):
             fetch_status(url)

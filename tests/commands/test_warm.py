@@ -31,7 +31,8 @@ def test_the_next_start_finds_what_was_checked(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [([], "holds no model (there is no config.json in it)"), (["--sampler", "vllm"], "with sampler=vllm, whose")]
+    ("options", "said"),
+    [([], "holds no model (there is no config.json in it)"), (["--sampler", "vllm"], "with sampler=vllm, whose")],
 )
 def test_what_cannot_be_warmed_is_refused(options: list[str], said: str, tmp_path: Path) -> None:
     ran = tinsmith_here("warm", "--base-model", str(tmp_path), "--data-dir", str(tmp_path / "data"), *options)

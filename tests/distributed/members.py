@@ -1,7 +1,8 @@
 """Tests that run in several processes at once, which compute together.
 
-A function under `in_processes` is such a test. So many processes are started once for all tests of a module, and go through them in their
-order, each as `main` says; pytest asks whether a test has passed in all of them. A tiny model of each kind lies below DIRECTORY/bases.
+A function under `in_processes` is such a test. So many processes are started once for all tests of a module, and go
+through them in their order, each as `main` says; pytest asks whether a test has passed in all of them. A tiny model of
+each kind lies below DIRECTORY/bases.
 """
 
 import os
@@ -51,7 +52,10 @@ class Member:
         self.group.agree(0, "that all have come here")
 
     def of_all(self, value: Any, everywhere: bool = True) -> list[Any]:
-        """What each of them has, by rank; tensors on the CPU. Unless it is wanted everywhere, others than the first get nothing."""
+        """What each of them has, by rank; tensors on the CPU.
+
+        Unless it is wanted everywhere, others than the first get nothing.
+        """
         self._number += 1
         files = [self.directory / f"{self._number}-{rank}.pt" for rank in range(self.count)]
         torch.save(value, files[self.rank])
@@ -84,7 +88,11 @@ def in_processes(*counts: Any) -> Callable[[Callable[[Member], None]], Callable[
     """Make a test of a function that is called in as many processes, once for each of the counts."""
 
     def register(body: Callable[[Member], None]) -> Callable[..., None]:
-        wanted = {count if isinstance(count, int) else count.values[0] for count in counts if isinstance(count, int) or EVERYTHING}
+        wanted = {
+            count if isinstance(count, int) else count.values[0]
+            for count in counts
+            if isinstance(count, int) or EVERYTHING
+        }
         _TESTS[body.__module__].append((body, wanted))
 
         @pytest.mark.parametrize("count", counts)
@@ -104,7 +112,11 @@ def run(module: str, count: int, directory: Path) -> Ended:
     running = [subprocess.Popen([*command, str(rank), str(count), str(directory)], cwd=ROOT) for rank in range(count)]
     deadline = time.monotonic() + START_S
     try:
-        while time.monotonic() < deadline and {process.poll() for process in running} & {None} and not any(p.poll() for p in running):
+        while (
+            time.monotonic() < deadline
+            and {process.poll() for process in running} & {None}
+            and not any(p.poll() for p in running)
+        ):
             time.sleep(0.02)
     finally:
         for process in running:
@@ -112,7 +124,9 @@ def run(module: str, count: int, directory: Path) -> Ended:
             process.wait()
     failed = [file.read_text() for file in sorted(directory.glob("failed *"))]
     passed = (directory / "passed").read_text().splitlines() if (directory / "passed").exists() else []
-    said = "\n".join(failed) or f"exit codes {[process.returncode for process in running]}" * any(p.returncode for p in running)
+    said = "\n".join(failed) or f"exit codes {[process.returncode for process in running]}" * any(
+        p.returncode for p in running
+    )
     return Ended(set(passed) - {text.partition("\n")[0] for text in failed}, said)
 
 

@@ -65,7 +65,9 @@ def fresh(kind: str, dtype: torch.dtype) -> Optimizer:
 def gradients(optimizer: Optimizer, rank: int, step: int, number: int) -> list[Tensor | None]:
     """Those of one pass, in the precision of the base. Some passes do not reach all weights."""
     generator = torch.Generator().manual_seed(1000 * rank + 10 * step + number)
-    found: list[Tensor | None] = [torch.randn(leaf.shape, generator=generator).to(leaf) for leaf in optimizer.weights.leaves()]
+    found: list[Tensor | None] = [
+        torch.randn(leaf.shape, generator=generator).to(leaf) for leaf in optimizer.weights.leaves()
+    ]
     if number == 1:
         found[0] = None
     return found
@@ -80,7 +82,10 @@ def accumulate(optimizer: Optimizer, rank: int, step: int) -> None:
 def state(optimizer: Optimizer) -> list[Tensor]:
     """Copies of all that a step changes."""
     weights = optimizer.weights
-    return [tensor.detach().to("cpu", copy=True) for tensor in (*weights.tensors(), *weights.leaves(), *dict(optimizer.moments()).values())]
+    return [
+        tensor.detach().to("cpu", copy=True)
+        for tensor in (*weights.tensors(), *weights.leaves(), *dict(optimizer.moments()).values())
+    ]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -89,12 +94,15 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @in_processes(2, *slow(3))  # test_sharded.py has three, with uneven shares
 def test_a_step_of_all_is_that_of_one_that_was_given_all_gradients(member: Member) -> None:
-    """With gradients of several passes here, of one there, and none at all elsewhere. All have the same bits after each step.
+    """With gradients of several passes here, of one there, and none at all elsewhere.
 
-    To the last bit if one is given the sum of two: two float32 numbers have one sum, which is rounded to bfloat16 where gradients are kept
-    in that. If it computes all passes, a step moves a weight by about the learning rate times the share of its gradient in the norm of its
-    history. Sums in another order differ by a few times 2^-24 of their largest term, and the divisor is of the size of the terms: 2^-20 of
-    three steps. A compact state rounds moments to 8 bits, a sum in bfloat16 has 8 bits too, both by chance: a few times 2^-7.
+    All have the same bits after each step.
+
+    To the last bit if one is given the sum of two: two float32 numbers have one sum, which is rounded to bfloat16 where
+    gradients are kept in that. If it computes all passes, a step moves a weight by about the learning rate times the
+    share of its gradient in the norm of its history. Sums in another order differ by a few times 2^-24 of their largest
+    term, and the divisor is of the size of the terms: 2^-20 of three steps. A compact state rounds moments to 8 bits, a
+    sum in bfloat16 has 8 bits too, both by chance: a few times 2^-7.
     """
     for kind, dtype in KINDS:
         own, given, alone = (fresh(kind, dtype) for _ in range(3))
@@ -223,7 +231,11 @@ def with_another_weight(member: Member, optimizer: Optimizer, patch: pytest.Monk
     accumulate(optimizer, member.rank, 0)
     if member.rank == 1:
         weights = optimizer.weights
-        tensor = weights.flat.view(torch.int32) if isinstance(weights, Adapter) else weights.leaves()[0].detach().view(torch.int16)
+        tensor = (
+            weights.flat.view(torch.int32)
+            if isinstance(weights, Adapter)
+            else weights.leaves()[0].detach().view(torch.int16)
+        )
         tensor.view(-1)[5] ^= 1
 
 
@@ -231,11 +243,19 @@ STAYS = "the step was refused, the gradients are cleared and the weights stay"
 REFUSED: list[tuple[Spoils, list[tuple[type[Exception], str]]]] = [
     (not_finite(math.nan), [(UserError, f"the gradient norm is nan: {STAYS}")] * 2),
     (not_finite(math.inf), [(UserError, f"the gradient norm is inf: {STAYS}")] * 2),
-    (without_memory, [(TinsmithError, f"{STAYS} as they were: another worker has no"), (torch.OutOfMemoryError, "out of memory")]),
+    (
+        without_memory,
+        [(TinsmithError, f"{STAYS} as they were: another worker has no"), (torch.OutOfMemoryError, "out of memory")],
+    ),
     (failing(torch.OutOfMemoryError("no"), everywhere=True), [(torch.OutOfMemoryError, "no")] * 2),
 ]
 """What two workers say of a step that the second, or in the last case none, cannot take."""
-APART: list[Spoils] = [failing(torch.OutOfMemoryError("no")), failing(MemoryError("no")), with_another_norm, with_another_weight]
+APART: list[Spoils] = [
+    failing(torch.OutOfMemoryError("no")),
+    failing(MemoryError("no")),
+    with_another_norm,
+    with_another_weight,
+]
 """What lets only some take a step, or another one."""
 
 
@@ -254,7 +274,10 @@ def test_a_step_that_one_cannot_take_is_refused_on_all(member: Member) -> None:
         optimizer = begun(member, kind)
         before = state(optimizer)
         if spoil is None or expected is None:
-            assert all_reduce_step(optimizer, SETTINGS, member.group) == {"grad_norm": 0.0, "learning_rate": SETTINGS.lr}
+            assert all_reduce_step(optimizer, SETTINGS, member.group) == {
+                "grad_norm": 0.0,
+                "learning_rate": SETTINGS.lr,
+            }
         else:
             error, text = expected[member.rank]
             with pytest.MonkeyPatch.context() as patch:
@@ -288,7 +311,9 @@ def test_a_step_of_a_model_that_is_not_on_all_ends_all_and_lets_none_wait(member
         backend.optim_step("m", SETTINGS)
     if member.rank == 0:
         backend.create_model("m", LoraShape(4, 0))
-    with pytest.raises(DeviceLostError, match=r"^the workers are not the same any more: whether model m is there is \[1, 0\], by rank$"):
+    with pytest.raises(
+        DeviceLostError, match=r"^the workers are not the same any more: whether model m is there is \[1, 0\], by rank$"
+    ):
         backend.optim_step("m", SETTINGS)
 
 
@@ -300,16 +325,25 @@ def test_each_trains_as_long_a_sequence_as_the_plan_says(member: Member) -> None
         return
     base = member.base("text", max_context=1024)
     weights = sum(parameter.nbytes for parameter in base.network.parameters())
-    config = replace(LIMITED, base_models=[f"tiny={member.directory / 'bases' / 'text'}"], distributed=DistributedConfig(workers=2))
+    config = replace(
+        LIMITED, base_models=[f"tiny={member.directory / 'bases' / 'text'}"], distributed=DistributedConfig(workers=2)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tinsmith.worker.device_memory.free_memory", lambda device: FREE_BYTES + member.rank * 2**20)
-        patch.setattr("tinsmith.memory.plan.look_around", partial(Machine, 2, 2**40, FREE_BYTES + 2 * weights, [], "there is none"))
+        patch.setattr(
+            "tinsmith.memory.plan.look_around",
+            partial(Machine, 2, 2**40, FREE_BYTES + 2 * weights, [], "there is none"),
+        )
         memory, planned = DeviceMemory({"tiny": base}, LIMITED, member.group), make_plan(config, 32, None)
         own = memory.longest_trained("tiny"), memory.longest_together("tiny")
     longest = planned.longest_sequence
     assert 0 < longest.tokens < 1024
     assert longest.tokens < longest.together
-    assert (planned.modes[0].longest_sequence, planned.modes[0].longest_together) == own == (longest.tokens, longest.together)
+    assert (
+        (planned.modes[0].longest_sequence, planned.modes[0].longest_together)
+        == own
+        == (longest.tokens, longest.together)
+    )
     assert planned.cache is not None
     assert memory.plans["tiny"].budget.cache == planned.cache.bytes
 

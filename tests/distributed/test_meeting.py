@@ -1,11 +1,12 @@
-"""Workers of several hosts find each other over TCP, and compare what they compute with. The hosts are addresses of this one.
+"""Workers of several hosts find each other over TCP, and compare what they compute with.
 
-Each is `python -m tests.distributed.test_meeting RANK COUNT HOST ADDRESS`. Its keys, and which weights it has, are JSON on its standard
-input. It writes the sum of all ranks and counts, or why it would not compute.
+The hosts are addresses of this one.
 
-Invariant: Workers of several hosts meet at the port of their own group, refuse different weights or programs, and a host that lacks what
-they share.
-Also: `tests/engine/test_worker_group.py`, `tests/distributed/test_ray.py`.
+Each is `python -m tests.distributed.test_meeting RANK COUNT HOST ADDRESS`. Its keys, and which weights it has, are JSON
+on its standard input. It writes the sum of all ranks and counts, or why it would not compute.
+
+Invariant: Workers of several hosts meet at the port of their own group, refuse different weights or programs, and a
+host that lacks what they share. Also: `tests/engine/test_worker_group.py`, `tests/distributed/test_ray.py`.
 """
 
 import json
@@ -64,7 +65,9 @@ def test_workers_of_two_hosts_meet_and_refuse_each_other_if_their_weights_differ
             ends.callback(Answering(link.take_questions(), answers.answer).close)
             assert link.keys is not None
             command = [sys.executable, "-m", "tests.distributed.test_meeting", str(rank), "2", host, link.address]
-            worker = ends.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            worker = ends.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
             ends.callback(worker.kill)
             assert worker.stdin is not None
             worker.stdin.write(json.dumps({"keys": asdict(link.keys), "weights": ["same", f"of {rank}"]}))

@@ -1,7 +1,8 @@
-"""Workers as actors of a real Ray: they are started, watched and ended as child processes are, and train as one does, also on two hosts.
+"""Workers as actors of a real Ray: they are started, watched and ended as child processes are, and train as one does,
+also on two hosts.
 
-Invariant: Two workers in actors of a real Ray train as one does, also on two hosts; one that dies, hangs or loses its actor, and a host
-that vanishes, is named and replaced, and none outlives the server.
+Invariant: Two workers in actors of a real Ray train as one does, also on two hosts; one that dies, hangs or loses its
+actor, and a host that vanishes, is named and replaced, and none outlives the server.
 """
 
 import signal
@@ -49,7 +50,12 @@ def address() -> Iterator[str]:
         running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
         (head,) = (child for child in running if "tests.ray_head" in child.cmdline())
         processes = [head, *head.children(recursive=True)]
-        listening = [each.laddr for process in processes for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        listening = [
+            each.laddr
+            for process in processes
+            for each in process.net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN
+        ]
         assert {each.ip.removeprefix("::ffff:") for each in listening} == {"127.0.0.1"}
         yield address
     _, left = psutil.wait_procs(processes, START_S)
@@ -58,7 +64,10 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def other_host(address: str) -> Iterator[psutil.Process]:
-    """Another host of that Ray, with a core: all that runs there are children of this process. Its end is the test's."""
+    """Another host of that Ray, with a core: all that runs there are children of this process.
+
+    Its end is the test's.
+    """
     with another_host(address, OTHER_HOST, 1) as host:
         yield host
 
@@ -164,9 +173,13 @@ def test_a_host_on_which_a_program_cannot_run_is_refused_with_what_it_lacks(
         assert why_not(REAL_PYTHON, str(tmp_path), node, shared) == ""
         assert "moved it to another host" in why_not(REAL_PYTHON, str(tmp_path), "another", shared)
         assert "start it in one that all hosts see" in why_not(REAL_PYTHON, str(tmp_path / "elsewhere"), node, shared)
-        assert "install Tinsmith and Python at the same path" in why_not(str(tmp_path / "python"), str(tmp_path), node, shared)
+        assert "install Tinsmith and Python at the same path" in why_not(
+            str(tmp_path / "python"), str(tmp_path), node, shared
+        )
         mark.unlink()
-        assert f"does not see the server's checkpoint_root={tmp_path}" in why_not(REAL_PYTHON, str(tmp_path), node, shared)
+        assert f"does not see the server's checkpoint_root={tmp_path}" in why_not(
+            REAL_PYTHON, str(tmp_path), node, shared
+        )
     assert list(tmp_path.iterdir()) == []  # what shows workers the directory goes with the engine
 
 
@@ -194,12 +207,22 @@ def workers_of(server: Server, hosts: int) -> list[psutil.Process]:
     return [process for process, _ in found]
 
 
-@pytest.mark.slow  # two hosts and three starts of all workers; an actor's life is above, training of several workers in the other files
+# Two hosts and three starts of all workers; an actor's life is above, training of several workers in the other files
+@pytest.mark.slow
 def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the_end_of_a_worker_and_of_a_host(
     address: str, other_host: psutil.Process, family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """At last both are on the server's host."""
-    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1", "--tokens-per-pass", "64", "--device", "cpu"]
+    options = [
+        "--base-model",
+        f"text={family_dir('qwen3')}",
+        "--kv-cache-gib",
+        "0.1",
+        "--tokens-per-pass",
+        "64",
+        "--device",
+        "cpu",
+    ]
     (tmp_path / "alone").mkdir()
     with serving(tmp_path / "alone", *options) as alone:
         alone.wait_for_health()
@@ -208,7 +231,17 @@ def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the
             expected = [step(model) for _ in range(5)]
             answers = sampled(model)
     assert np.abs(expected[4][6] - expected[3][6]).max() > 1e-3  # a step that is lost or doubled would be seen
-    on_two = [*options, "--workers", "2", "--ray-address", address, "--worker-still-s", SILENT_S, "--kept-copies-share", "1"]
+    on_two = [
+        *options,
+        "--workers",
+        "2",
+        "--ray-address",
+        address,
+        "--worker-still-s",
+        SILENT_S,
+        "--kept-copies-share",
+        "1",
+    ]
     with ExitStack() as taken, serving(tmp_path, *on_two, program=REAL_PROGRAM) as server:
         taken.enter_context(core_taken(address))
         server.wait_for_health()
@@ -233,7 +266,9 @@ def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the
             for process in there:
                 with suppress(psutil.NoSuchProcess):
                     process.suspend()
-            server.wait_for_log(f"{name} (it had shown no sign of life for {SILENT_S} s (worker_still_s) and was killed)")
+            server.wait_for_log(
+                f"{name} (it had shown no sign of life for {SILENT_S} s (worker_still_s) and was killed)"
+            )
             raylet.kill()  # so Ray finds out, which takes it a minute otherwise
             server.wait_for_log("1 workers wait for Ray: their host is gone, and no other has room for them")
             taken.close()
@@ -265,7 +300,9 @@ def refused(*options: str) -> str:
     return result.stderr
 
 
-def test_what_cannot_be_combined_with_ray_is_refused_and_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_combined_with_ray_is_refused_and_a_missing_ray_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert "Ray gives each worker its GPU" in refused("--device", "cuda:1")
     assert "its servers would use GPUs that Ray has not reserved" in refused("--sampler", "vllm")
     assert "--ray-address='ray://here' must be one of auto" in refused("--ray-address", "ray://here")

@@ -21,7 +21,15 @@ def test_workers_train_on_the_gpus_that_ray_has_reserved(family_dir: Callable[[s
     pytest.importorskip("ray", reason="Ray is not installed here")
     from tests.ray_head import ray_head  # needs Ray
 
-    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.05", "--tokens-per-pass", "64", *SERVER_OPTIONS]
+    options = [
+        "--base-model",
+        f"text={family_dir('qwen3')}",
+        "--kv-cache-gib",
+        "0.05",
+        "--tokens-per-pass",
+        "64",
+        *SERVER_OPTIONS,
+    ]
     found: list[list[NDArray[np.float64]]] = []
     with ray_head(2, gpus=2) as address:
         for count, more in ((1, ["--workers", "1"]), (2, ["--workers", "2", "--ray-address", address])):
@@ -29,7 +37,9 @@ def test_workers_train_on_the_gpus_that_ray_has_reserved(family_dir: Callable[[s
             directory.mkdir()
             with serving(directory, *options, *more) as server:
                 server.wait_for_health()
-                shown = server.wait_for_status(lambda seen: all(each["state"] == "ready" for each in seen["workers"]))["workers"]
+                shown = server.wait_for_status(lambda seen: all(each["state"] == "ready" for each in seen["workers"]))[
+                    "workers"
+                ]
                 assert [worker["device"] for worker in shown] == ["cuda:0"] * count  # each sees its own alone
                 with tinker.ServiceClient(base_url=server.url, api_key="tml-ray") as service:
                     model = train(service, "text")

@@ -1,12 +1,11 @@
 """Two workers train and sample as one does, also after they have ended, in peace or not: real servers, through the SDK.
 
-Invariant: Several workers train, sample, save and learn by reinforcement as one does: weights to 1e-5 (of hybrid models to 1e-4), and the
-same tokens.
-Also: `tests/distributed/test_all_reduce.py`.
+Invariant: Several workers train, sample, save and learn by reinforcement as one does: weights to 1e-5 (of hybrid models
+to 1e-4), and the same tokens. Also: `tests/distributed/test_all_reduce.py`.
 
-Invariant: On several GPUs: workers that exchange over NCCL train as one does, in float32, to the same bounds or, after several steps
-through a server, five times these, with replicas, sharded weights and sequences of all workers (gradients of hybrid models to 5e-3); full
-weights get from GPU to GPU, and an end that is lost is given up (`make test-gpus`).
+Invariant: On several GPUs: workers that exchange over NCCL train as one does, in float32, to the same bounds or, after
+several steps through a server, five times these, with replicas, sharded weights and sequences of all workers (gradients
+of hybrid models to 5e-3); full weights get from GPU to GPU, and an end that is lost is given up (`make test-gpus`).
 Also: `tests/sampling/vllm/test_transfers.py`, `tests/sampling/inside_vllm/test_transfer_group.py`.
 """
 
@@ -23,7 +22,16 @@ from rich.console import Console
 from safetensors.numpy import load_file
 from tinker import types
 
-from tests.acceptance.talking import assert_close, assert_losses_close, datum, image_input, numbers, scores, text_input, train
+from tests.acceptance.talking import (
+    assert_close,
+    assert_losses_close,
+    datum,
+    image_input,
+    numbers,
+    scores,
+    text_input,
+    train,
+)
 from tests.distributed.conftest import LONG, Running
 from tests.distributed.devices import ON_GPUS, ROUNDING
 from tests.extent import amount
@@ -32,7 +40,7 @@ from tests.running import START_S, serving
 from tinsmith_rl.trainer import train as train_policy
 
 STEP = types.AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1.0, grad_clip_norm=50.0)
-"""Small enough that rounding does not grow from step to step; eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
+"""Too small for rounding to grow; eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
 STEPS = amount(2, 5)
 """The moments matter from the second step on; rounding would grow with more."""
 WITHIN = 1e-5 * ROUNDING
@@ -40,7 +48,7 @@ WITHIN = 1e-5 * ROUNDING
 
 
 def within_of(base: str) -> float:
-    """How near a model on this base is to that of one worker: delta nets hand on from token to token what is rounded differently."""
+    """How near a model on this base is to that of one worker: delta nets carry rounding on from token to token."""
     return 10 * WITHIN if base == "hybrid" else WITHIN
 
 
@@ -79,14 +87,18 @@ def weights_at(running: Running, path: str) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint's files: weights, and what the optimizer remembers."""
     manifests = (running.data_dir / "checkpoints").rglob("manifest.json")
     (directory,) = (manifest.parent for manifest in manifests if path in manifest.read_text())
-    return {f"{file.name}:{name}": tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        f"{file.name}:{name}": tensor
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_weights_close(together: dict[str, np.ndarray], alone: dict[str, np.ndarray], within: float) -> None:
     """Weights and moments of a model are the same to a part of the largest value of each.
 
-    Moments are as far off as gradients that cancel. On GPUs, where sums differ from run to run, small tensors are held to the same number
-    as large ones.
+    Moments are as far off as gradients that cancel. On GPUs, where sums differ from run to run, small tensors are held
+    to the same number as large ones.
     """
     assert together.keys() == alone.keys()
     for name, tensor in alone.items():
@@ -108,7 +120,7 @@ def shares_of(running: Running, clients: Sequence[tinker.TrainingClient], traine
 
 
 def batch(client: tinker.TrainingClient, what: str, step: int) -> list[types.Datum]:
-    """Texts of very different lengths, with images or without, a single one, which leaves a worker without a share, or longer ones.
+    """Texts of very different lengths, with or without images, one alone (a worker has no share then), or longer ones.
 
     Of these two are so long that two workers compute them together, and a third if it has an image, in its second half.
     """
@@ -118,13 +130,19 @@ def batch(client: tinker.TrainingClient, what: str, step: int) -> list[types.Dat
         images = [image_input(client, 10 * step + number) for number in range(3)]
         texts += images
         long.append(types.ModelInput(chunks=[*long[0].chunks, *images[0].chunks]))
-    inputs = {"text": texts, "mixed": texts, "single": texts[:1], "long": texts + long, "long images": texts + long}[what]
+    inputs = {"text": texts, "mixed": texts, "single": texts[:1], "long": texts + long, "long images": texts + long}[
+        what
+    ]
     return [datum(each, step) for each in inputs]
 
 
 @pytest.mark.parametrize(("base", "ranks"), [("image", [4, 16]), ("image", [0]), ("hybrid", [8])])
-def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Running], base: str, ranks: list[int]) -> None:
-    """Models of several ranks train at the same time, and share passes. After the last step everything is as it would be with one worker.
+def test_losses_and_weights_are_those_of_one_worker(
+    alone_and_together: list[Running], base: str, ranks: list[int]
+) -> None:
+    """Models of several ranks train at the same time, and share passes.
+
+    After the last step everything is as it would be with one worker.
 
     Of two workers each has computed at least a quarter of the tokens.
     """
@@ -210,12 +228,21 @@ def sharded(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Running], sharded: Running) -> None:
-    """Three base models at once, whose passes and steps come in another order with every run; texts alone, images, a single datum."""
-    models = [("text", 4, "text"), ("image", 5, "mixed"), ("hybrid", 7, "mixed"), ("text", 0, "single"), ("image", 0, "mixed")]
+    """Three base models at once, their passes and steps in any order; texts alone, images, a single datum."""
+    models = [
+        ("text", 4, "text"),
+        ("image", 5, "mixed"),
+        ("hybrid", 7, "mixed"),
+        ("text", 0, "single"),
+        ("image", 0, "mixed"),
+    ]
     curves, tensors = [], []
     for running in (alone_and_together[0], sharded):
         clients = [train(running.service, base, rank=rank) for base, rank, _ in models]
-        batches = [[batch(client, what, step) for step in range(2)] for client, (_, _, what) in zip(clients, models, strict=True)]
+        batches = [
+            [batch(client, what, step) for step in range(2)]
+            for client, (_, _, what) in zip(clients, models, strict=True)
+        ]
         curves.append(train_together(clients, batches))
         tensors.append(saved_weights(running, clients))
     for number, (base, _, _) in enumerate(models):
@@ -223,7 +250,9 @@ def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Ru
         assert_weights_close(tensors[1][number], tensors[0][number], within_of(base))
     log = sharded.server.log.read_text()
     for name in ("text", "image", "hybrid"):
-        kept = re.findall(rf"worker (\d): {name}: its \d layers are sharded over 2 workers \(--shard weights\): this one keeps", log)
+        kept = re.findall(
+            rf"worker (\d): {name}: its \d layers are sharded over 2 workers \(--shard weights\): this one keeps", log
+        )
         assert sorted(kept) == ["0", "1"]
 
 
@@ -251,13 +280,20 @@ def test_all_weights_that_are_divided_come_back_as_they_were_saved(sharded: Runn
     for client, expected in zip((fresh, saved), before, strict=True):
         assert_close(scores(client, work[3]), expected, WITHIN)
         learn(client, work[1:2])
-    with pytest.raises(tinker.RequestFailedError, match="no checkpoint to go on from: create a new model, and call save_state"):
+    with pytest.raises(
+        tinker.RequestFailedError, match="no checkpoint to go on from: create a new model, and call save_state"
+    ):
         lost.forward_backward(work[1], "cross_entropy").result()
-    sharded.server.wait_for_log("there is no copy of what the last step left (of all weights only save_state makes one)")
+    sharded.server.wait_for_log(
+        "there is no copy of what the last step left (of all weights only save_state makes one)"
+    )
 
 
 def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_together: list[Running]) -> None:
-    """Requests spread over both workers. Each answers with the weights that were published, and with the same tokens as one worker."""
+    """Requests spread over both workers.
+
+    Each answers with the weights that were published, and with the same tokens as one worker.
+    """
     replies: list[list[tuple[list[int], np.ndarray]]] = []
     for running in alone_and_together:
         client = train(running.service, "image")
@@ -277,17 +313,26 @@ def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_toget
 
 
 @pytest.mark.slow  # a long run, of what the tests of samples and of steps show one by one
-def test_a_run_of_reinforcement_learning_is_that_of_one_worker(alone_and_together: list[Running], tmp_path: Path) -> None:
-    """Images, seeded samples of both workers, and a warm-up. What is sampled has the log-probabilities that the trainer computes."""
+def test_a_run_of_reinforcement_learning_is_that_of_one_worker(
+    alone_and_together: list[Running], tmp_path: Path
+) -> None:
+    """Images, seeded samples of both workers, and a warm-up.
+
+    What is sampled has the log-probabilities that the trainer computes.
+    """
     told_by, curves = [], []
     for number, running in enumerate(alone_and_together):
         directory = tmp_path / str(number)
-        config = config_of(running.server.url, directory, model={"base_model": "image"}, training={"groups": 4, "group_size": 4})
+        config = config_of(
+            running.server.url, directory, model={"base_model": "image"}, training={"groups": 4, "group_size": 4}
+        )
         train_policy(config, Console(quiet=True))
         lines = [line for line in logged(directory) if line["step"] >= 0]
         assert all(line["kl_sampler_trainer"] < 1e-6 for line in lines)
         curves.append([line["reward"] for line in lines])
-        told_by.append([trajectory["samples"][0]["response_ids"] for step in (2, 4) for trajectory in told(directory, step)])
+        told_by.append(
+            [trajectory["samples"][0]["response_ids"] for step in (2, 4) for trajectory in told(directory, step)]
+        )
     alone, together = told_by
     assert len(together) == len(alone) == 32
     # Weights differ in their last bits, so a seed may rarely draw another token.
@@ -297,7 +342,10 @@ def test_a_run_of_reinforcement_learning_is_that_of_one_worker(alone_and_togethe
 
 
 def test_a_model_goes_on_from_its_checkpoint_and_after_the_end_of_a_worker(alone_and_together: list[Running]) -> None:
-    """With the optimizer's state. The worker is named that is killed in the middle of its work, and all are started again."""
+    """With the optimizer's state.
+
+    The worker is named that is killed in the middle of its work, and all are started again.
+    """
     _, running = alone_and_together
     server, client = running.server, train(running.service, "text")
     batches = [batch(client, "text", step) for step in range(4)]

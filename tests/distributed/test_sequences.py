@@ -1,8 +1,7 @@
-"""Processes that compute a sequence together give and learn what one does; what fails on one of them leaves nothing on any.
+"""Processes that compute a sequence together act as one; what fails on one of them leaves nothing on any.
 
-Invariant: A sequence that several workers compute together has the log-probabilities, losses, gradients and weights of one worker; a
-failure on one fails it on all.
-Also: `tests/distributed/test_replicas.py`.
+Invariant: A sequence that several workers compute together has the log-probabilities, losses, gradients and weights of
+one worker; a failure on one fails it on all. Also: `tests/distributed/test_replicas.py`.
 """
 
 import itertools
@@ -36,7 +35,7 @@ TRAINING = TrainingConfig(logits_chunk=16)
 SETTINGS = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1.0, weight_decay=0.1, grad_clip_norm=0.0)
 """eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
 LENGTHS = amount((97, 64), (97, 64, 75))
-"""Tokens of the long sequence of each step, or about as many where it has images; two or three workers do not divide all of them."""
+"""Tokens of each step's long sequence (with images, about as many); two or three workers do not divide all of them."""
 STEPS = len(LENGTHS)
 CASES = {
     "text": ("text", "text", (4, 8)),
@@ -55,8 +54,10 @@ CASES = {
 WITHIN = 1e-5
 """Of the largest number of a tensor: sums over tokens are added up in another order."""
 WITHIN_HYBRID = 5e-4 * ROUNDING
-"""Of hybrid models. So much the gradients of the tiny one change if its weights change in their last bit: its delta nets hand on from token
-to token what is rounded in another way. A token that is lost or counted twice changes them by a hundredth."""
+"""Of hybrid models: the tiny one's gradients change so much if its weights change in their last bit.
+
+Its delta nets carry rounding on from token to token. A lost or repeated token changes gradients by a hundredth.
+"""
 PASSES = itertools.count(1)
 """Numbers of what is computed together."""
 SHORT = 9
@@ -95,8 +96,12 @@ def create_models(backend: LocalBackend, ranks: tuple[int, ...]) -> list[str]:
     return [f"m{rank}" for rank in ranks]
 
 
-def train(backend: LocalBackend, case: str, long: Callable[[DatumWork, bool], DatumResult], has_short: bool = True) -> dict[str, Any]:
-    """Train the models of a case. `long` computes a long datum; short ones beside it are one worker's, which others leave out.
+def train(
+    backend: LocalBackend, case: str, long: Callable[[DatumWork, bool], DatumResult], has_short: bool = True
+) -> dict[str, Any]:
+    """Train the models of a case.
+
+    `long` computes a long datum; short ones beside it are one worker's, which others leave out.
 
     Returns log-probabilities, losses, gradients, norms and weights.
     """
@@ -111,14 +116,18 @@ def train(backend: LocalBackend, case: str, long: Callable[[DatumWork, bool], Da
                 found["logprobs"].append(torch.from_numpy(result.logprobs.copy()))
                 found["losses"].append(result.loss)
             if has_short:
-                assert not backend.run_pass([work_of(backend.base, model_id, "text", seed + 5, SHORT)], backward=True).failures
+                assert not backend.run_pass(
+                    [work_of(backend.base, model_id, "text", seed + 5, SHORT)], backward=True
+                ).failures
         for model_id in models:
             totals = backend.optimizers[model_id].accumulator.totals
             assert totals is not None
             found["gradients"] += [total.to("cpu", copy=True) for total in totals]
             found["norms"].append(backend.optim_step(model_id, SETTINGS)["grad_norm"])
     for model_id in models:
-        found["weights"] += [leaf.detach().to("cpu", copy=True) for leaf in backend.optimizers[model_id].weights.leaves()]
+        found["weights"] += [
+            leaf.detach().to("cpu", copy=True) for leaf in backend.optimizers[model_id].weights.leaves()
+        ]
         backend.delete_model(model_id)
     return found
 
@@ -156,7 +165,7 @@ def far(found: Tensor, expected: Tensor) -> float:
 
 @in_processes(2, *slow(3))  # which heads each of any number computes is tested below
 def test_everything_is_as_one_worker_computes_it(member: Member) -> None:
-    """Log-probabilities, losses, the gradient of every parameter, and weights, with short sequences that one process computes.
+    """Logprobs, losses, all gradients and weights, beside short sequences that one process computes.
 
     Each computes its slice and no more.
     """
@@ -189,7 +198,9 @@ def test_everything_is_as_one_worker_computes_it(member: Member) -> None:
                 assert loss == pytest.approx(expected, abs=within * float(logprobs.abs().sum()))  # it sums them up
 
 
-def together(backend: LocalBackend, work: DatumWork | TinsmithError, backward: bool = True, apart: int = 0) -> DatumResult:
+def together(
+    backend: LocalBackend, work: DatumWork | TinsmithError, backward: bool = True, apart: int = 0
+) -> DatumResult:
     return backend.run_together(next(PASSES) + apart, work, backward)
 
 
@@ -211,7 +222,7 @@ class _Failing(torch.autograd.Function):
 
 @contextmanager
 def failing_in(where: str, error: Exception | None, times: int, rank: int) -> Iterator[None]:
-    """The second process fails so many times in the attention of the second layer, forward or backward; without an error it ends there."""
+    """Rank 1 fails `times` times in layer 1's attention, forward or backward; without an error it ends there."""
     plain = sequence_parallel.SequenceParallelPlan.attend
     left = [times]
 
@@ -256,18 +267,28 @@ def test_what_one_cannot_compute_fails_on_all_and_leaves_no_gradient(member: Mem
     needs = "a sequence of 97 tokens needs more memory than 2 workers together have left"
     with failing_in("attend", torch.OutOfMemoryError("no memory"), 10, member.rank):
         fails(TinsmithError, f"the pass failed: {needs}: no memory", good)
-    fails(DeviceLostError, r"the workers are not the same any more: the pass that comes next is \[", good, apart=member.rank)
+    fails(
+        DeviceLostError,
+        r"the workers are not the same any more: the pass that comes next is \[",
+        good,
+        apart=member.rank,
+    )
 
 
 @in_processes(2)
 def test_where_memory_ends_on_one_all_recompute_more(member: Member) -> None:
-    """In the backward of one process, when the others are in theirs: the second attempt gives what none would have failed with."""
+    """In one's backward, while the others are in theirs; the second attempt gives what one without failure would."""
     backend = LocalBackend(member.base("text"), TRAINING, member.group)
     (model_id,) = create_models(backend, (4,))
     good, optimizer, found = work_of(backend.base, model_id, "text", 1, 97), backend.optimizers[model_id], []
     for failures in (1, 0):
-        with noted_rows(backend.base) as rows, failing_in("backward", torch.OutOfMemoryError("no memory"), failures, member.rank):
-            found.append((together(backend, good).loss, [total.clone() for total in optimizer.accumulator.totals or []]))
+        with (
+            noted_rows(backend.base) as rows,
+            failing_in("backward", torch.OutOfMemoryError("no memory"), failures, member.rank),
+        ):
+            found.append(
+                (together(backend, good).loss, [total.clone() for total in optimizer.accumulator.totals or []])
+            )
         assert len(rows) == 1 + failures
         backend.clear_gradients(model_id)
     (again, totals), (loss, expected) = found
@@ -278,10 +299,16 @@ def test_where_memory_ends_on_one_all_recompute_more(member: Member) -> None:
 
 @in_processes(2)
 def test_who_finds_the_others_gone_in_the_middle_says_so(member: Member) -> None:
-    """All but the first end without a word in the middle of a backward; the first notices in its next exchange. This comes last."""
+    """All but the first end without a word in the middle of a backward; the first notices in its next exchange.
+
+    This comes last.
+    """
     backend = LocalBackend(member.base("text"), TRAINING, member.group)
     (model_id,) = create_models(backend, (4,))
-    with failing_in("backward", None, 1, min(member.rank, 1)), pytest.raises(WorkersLostError, match=r"^worker 0 of 2 cannot reach"):
+    with (
+        failing_in("backward", None, 1, min(member.rank, 1)),
+        pytest.raises(WorkersLostError, match=r"^worker 0 of 2 cannot reach"),
+    ):
         together(backend, work_of(backend.base, model_id, "text", 1, 97))
     assert backend.optimizers[model_id].accumulator.totals is None
 
@@ -297,7 +324,9 @@ def test_every_head_is_computed_once_beside_those_that_it_shares(heads: int, sha
         wanted = [head // (heads // shared) for head in range(heads)[own]]
         there = list(range(shared)[theirs])
         assert there == sorted(set(wanted))
-        repeated = [each for each in there for _ in range(len(wanted) // len(there))] if places is None and there else []
+        repeated = (
+            [each for each in there for _ in range(len(wanted) // len(there))] if places is None and there else []
+        )
         assert (repeated if places is None else [there[place] for place in places]) == wanted
 
 

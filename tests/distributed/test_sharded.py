@@ -1,20 +1,18 @@
-"""Processes that divide the weights of models, or are replicas, train as one that has all of them, and each keeps its part alone.
+"""Processes that divide the weights of models, or are replicas, train as one; each keeps its part alone.
 
-Invariant: Workers that divide the weights train what one trains, each keeps its part alone, and one that has nothing or fails lets no
-other wait.
-Also: `tests/distributed/test_replicas.py`.
+Invariant: Workers that divide the weights train what one trains, each keeps its part alone, and one that has nothing or
+fails lets no other wait. Also: `tests/distributed/test_replicas.py`.
 
-Invariant: Workers that share all weights write the files of one worker, byte for byte, each its part; when one cannot write, or dies,
-there is no checkpoint and nothing is left of it.
-Also: `tests/distributed/test_sharded_checkpoints.py`, `tests/worker/test_joint_saves.py`, `tests/store/test_pieces.py`,
-`tests/training/test_checkpoint.py`, `tests/engine/test_worker_group.py`.
+Invariant: Workers that share all weights write the files of one worker, byte for byte, each its part; when one cannot
+write, or dies, there is no checkpoint and nothing is left of it. Also: `tests/distributed/test_sharded_checkpoints.py`,
+`tests/worker/test_joint_saves.py`, `tests/store/test_pieces.py`, `tests/training/test_checkpoint.py`,
+`tests/engine/test_worker_group.py`.
 
-Invariant: All weights, sharded, train as on one worker; an attempt that fails on one alone counts no gradient twice and loses none; what
-one lacks memory for is refused on all.
-Also: `tests/distributed/test_replicas.py`.
+Invariant: All weights, sharded, train as on one worker; an attempt that fails on one alone counts no gradient twice and
+loses none; what one lacks memory for is refused on all. Also: `tests/distributed/test_replicas.py`.
 
-Invariant: A snapshot of sharded weights is of one step, to the last bit, and stays; one that fails on a worker is refused on all.
-Also: `tests/engine/test_worker_group.py`.
+Invariant: A snapshot of sharded weights is of one step, to the last bit, and stays; one that fails on a worker is
+refused on all. Also: `tests/engine/test_worker_group.py`.
 """
 
 import gc
@@ -77,7 +75,7 @@ OWNERS = [
     (0, 0, 2, 2, 2, 0, 2, 0),
     (1, 2, 0, 1, 0, 0, 1, 0),
 ]
-"""Which worker computes each datum of a step, counted round the workers there are: at the second step all others have none."""
+"""Which worker computes each datum of a step, modulo the number of workers; at the second step worker 1 has all."""
 STEPS = amount(3, len(OWNERS))
 """The moments matter from the second step on. Those that are left out have other shares of the same kinds."""
 IMAGES = [{4: (320, 64), 5: (384, 64), 6: (64, 64), 7: (128, 64)}] * len(OWNERS)
@@ -93,7 +91,7 @@ FAULTS = {
     "backward of all weights": ("all", "layer_to_train", 2),
     "sum of all weights": ("all", "give", 2),
 }
-"""Whose layers fail on the second worker alone, at which call for one. There are two: the third call is the first of the backward."""
+"""Whose layers fail on worker 1 alone, in which method, at which call; call 3 of two layers begins the backward."""
 
 
 def work_of(base: BaseModel, step: int) -> list[DatumWork]:
@@ -112,11 +110,16 @@ def share_of(work: Sequence[T], step: int, rank: int, count: int) -> list[T]:
 
 
 def whole(backend: LocalBackend, name: str, parts: Callable[[Any], Sequence[Tensor]]) -> dict[str, Tensor]:
-    """What is laid out like the masters of a model, by the names of the parameters; put together by all where it is sharded."""
+    """Tensors laid out like a model's masters, by parameter name; all workers put them together if sharded."""
     model = backend.optimizers[name]
     if not isinstance(model, ShardedOptimizer):
-        return {key: tensor.detach().to("cpu", copy=True) for key, tensor in zip(model.weights.named_tensors(), parts(model), strict=True)}
-    found = {key: torch.full(shape, torch.nan) for row in model.sharded.rows.values() for key, shape in row.shapes.items()}
+        return {
+            key: tensor.detach().to("cpu", copy=True)
+            for key, tensor in zip(model.weights.named_tensors(), parts(model), strict=True)
+        }
+    found = {
+        key: torch.full(shape, torch.nan) for row in model.sharded.rows.values() for key, shape in row.shapes.items()
+    }
     gathered(model.sharded, dict(zip(model.sharded.rows, parts(model), strict=True)), found)
     return found
 
@@ -124,7 +127,9 @@ def whole(backend: LocalBackend, name: str, parts: Callable[[Any], Sequence[Tens
 def gradients(backend: LocalBackend) -> dict[str, dict[str, Tensor]]:
     """What all models have accumulated; nothing where there is nothing."""
     some = {name: bool(backend.optimizers[name].accumulator.gradients) for name in SHAPES}
-    return {name: whole(backend, name, lambda model: model.accumulator.gradients) if some[name] else {} for name in SHAPES}
+    return {
+        name: whole(backend, name, lambda model: model.accumulator.gradients) if some[name] else {} for name in SHAPES
+    }
 
 
 def weights(backend: LocalBackend, *models: str) -> dict[str, dict[str, Tensor]]:
@@ -193,7 +198,11 @@ def own_share(member: Member, backend: LocalBackend, step: int = 0) -> list[Datu
 def held_bytes() -> int:
     """Bytes of all tensors that this process can reach, each memory counted once."""
     gc.collect()
-    storages = [found.untyped_storage() for found in gc.get_objects() if type(found) in (Tensor, torch.nn.Parameter) and not found.is_meta]
+    storages = [
+        found.untyped_storage()
+        for found in gc.get_objects()
+        if type(found) in (Tensor, torch.nn.Parameter) and not found.is_meta
+    ]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -220,11 +229,17 @@ def without_memory(member: Member, of: Any, method: str, rank: int = 1) -> Any:
 
 
 def write(
-    member: Member, backend: ShardedBackend, model: str, name: str, optimizer: bool = True, meanwhile: Callable[[], object] = lambda: None
+    member: Member,
+    backend: ShardedBackend,
+    model: str,
+    name: str,
+    optimizer: bool = True,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
     """Write this worker's part of a checkpoint, all but its beginning after something else was done meanwhile.
 
-    Nothing is missing. Each writes its part alone: that of one worker is as large as that of another, but for what is written once.
+    Nothing is missing. Each writes its part alone: that of one worker is as large as that of another, but for what is
+    written once.
     """
     part = backend.copy_part(model, optimizer)
     assert part is not None
@@ -236,7 +251,9 @@ def write(
             done.wait()
 
     with ThreadPoolExecutor(1) as beside:
-        written = beside.submit(write_pieces, member.directory / name, pieces(part), between_hosts=name == "all together")
+        written = beside.submit(
+            write_pieces, member.directory / name, pieces(part), between_hosts=name == "all together"
+        )
         try:
             meanwhile()
         finally:
@@ -295,10 +312,13 @@ OUT_OF_MEMORY = "worker 1 of 2: out of memory"
 def test_each_keeps_its_part_alone(member: Member) -> None:
     """Of 8 layers: what is freed is what the others keep, but for two buffers of the size of a layer.
 
-    And of a model's masters and moments; what lies around the layers is whole as well. It is no more than what was to be taken.
+    And of a model's masters and moments; what lies around the layers is whole as well. It is no more than what was to
+    be taken.
     """
     base, count = member.base("deep"), member.count
-    sizes = [sum(parameter.numel() for parameter in base.language_model.layers[index].parameters()) for index in range(8)]
+    sizes = [
+        sum(parameter.numel() for parameter in base.language_model.layers[index].parameters()) for index in range(8)
+    ]
     around = sum(parameter.numel() for parameter in base.full_targets(SHAPES["all"]).values()) - sum(sizes)
     needed = sharded_full_bytes(sizes, around, torch.float32, count)
     undivided = held_bytes()
@@ -314,7 +334,12 @@ def test_each_keeps_its_part_alone(member: Member) -> None:
     backend = ShardedBackend(base, TRAINING, member.group)
     backend.create_model("all", SHAPES["all"])
     model = backend.optimizers["all"]
-    held, told, promised, parameters = held_bytes() - before, model.weights.nbytes, model.unclaimed, model.weights.parameter_count
+    held, told, promised, parameters = (
+        held_bytes() - before,
+        model.weights.nbytes,
+        model.unclaimed,
+        model.weights.parameter_count,
+    )
     slack = 4 * 64 * count * 12  # rows end at multiples of 64 numbers for each worker
     assert parameters == sum(sizes) + around
     expected = 4 * (parameters / count + around + max(sizes))  # masters, whole tensors, the buffer of sums
@@ -335,17 +360,18 @@ TRAINED = {
         ("image", "float32", False),
         *[("text", "float32", False)] * EVERYTHING,  # replicas of a text model are in test_all_reduce.py
     ],
-    3: [("text", "float32", True), *[("image", "float32", True), ("text", "float32", False)] * EVERYTHING],  # shares and parts are uneven
+    # Shares and parts are uneven
+    3: [("text", "float32", True), *[("image", "float32", True), ("text", "float32", False)] * EVERYTHING],
 }
 """What so many processes train: the base and its precision, and whether they divide its layers or are replicas."""
 
 
 @in_processes(2, 3)
 def test_losses_gradients_and_weights_are_those_of_one_worker(member: Member) -> None:
-    """Of several models in the same passes, also where one worker computes all of a step, or has one image much larger than others.
+    """Of several models in shared passes, also where one worker computes a whole step or has one far larger image.
 
-    A share has the gradients of LoRA that a worker with all weights computes, to the last bit on a CPU. Those of all weights are added up
-    in float32, whatever the precision.
+    A share has the gradients of LoRA that a worker with all weights computes, to the last bit on a CPU. Those of all
+    weights are added up in float32, whatever the precision.
     """
     for name, dtype, divides in TRAINED[member.count]:
         within = HYBRID_WITHIN if name == "hybrid" else max(WITHIN, EXACT_IN_HALF if dtype == "bfloat16" else 0.0)
@@ -378,7 +404,9 @@ def assert_step_of_one(one: LocalBackend, step: int, of_all: Sequence[Any], divi
     expected = [loss for rank in range(len(of_all)) for loss in compute_share(one, step, rank, len(of_all))]
     # Weights of any sign cancel in a loss: its terms are of the size of the largest one.
     largest = max(abs(loss or 0.0) for loss in expected)
-    assert [loss for losses, *_ in of_all for loss in losses] == pytest.approx(expected, rel=within, abs=within * largest)
+    assert [loss for losses, *_ in of_all for loss in losses] == pytest.approx(
+        expected, rel=within, abs=within * largest
+    )
     expected_gradients, norms, expected_weights = gradients(one), step_all(one), weights(one)
     for model in SHAPES:
         totals = [found[model] for _, found, _, _ in of_all]
@@ -410,22 +438,28 @@ def take(backend: LocalBackend, masters: Mapping[str, Mapping[str, Tensor]]) -> 
 
 @in_processes(2, *slow(3))  # three differ in uneven parts, of which losses, weights and files are above or below
 def test_what_fails_on_one_alone_counts_nothing_twice_and_loses_nothing(member: Member) -> None:
-    """It goes on in halves there, as a worker alone does; the others put the layers together for it and wait for nothing else.
+    """It goes on in halves, as a lone worker does; the others only put the layers together for it.
 
     Of a model whose weights are sharded all compute the attempt again.
     """
     backend = stepped(member)
     make, model = renderer(backend.base), backend.optimizers["all"]
     assert isinstance(model, ShardedOptimizer)
-    mine = own_share(member, backend) + [datum("all", make.render([random_tokens(100 * member.rank + i, 11 + i)])) for i in range(2)]
+    mine = own_share(member, backend) + [
+        datum("all", make.render([random_tokens(100 * member.rank + i, 11 + i)])) for i in range(2)
+    ]
     losses, expected = losses_of(backend, mine), gradients(backend)
     clear(backend)
     for fault in (torch.OutOfMemoryError("out of memory"), ValueError("bad")):
         for where, (of, method, calls) in FAULTS.items():
-            with failing(backend.passes.layers if of == "base" else model.sharded.layers, method, fault, member.rank == 1, calls):
+            with failing(
+                backend.passes.layers if of == "base" else model.sharded.layers, method, fault, member.rank == 1, calls
+            ):
                 assert losses_of(backend, mine) == pytest.approx(losses, rel=WITHIN)
             for name, found in gradients(backend).items():
-                assert_near(found, expected[name], EXACT if name in LORA and member.rank != 1 and "all" not in where else WITHIN)
+                assert_near(
+                    found, expected[name], EXACT if name in LORA and member.rank != 1 and "all" not in where else WITHIN
+                )
             clear(backend)
 
 
@@ -469,10 +503,15 @@ def test_a_first_step_without_memory_on_one_leaves_all_without_moments(member: M
     """A save that found them on some workers alone would let these wait for the others."""
     backend = stepped(member)
     backend.create_model("new", SHAPES["all"])
-    model, mine = backend.optimizers["new"], [datum("new", renderer(backend.base).render([random_tokens(member.rank, 9)]))]
+    model, mine = (
+        backend.optimizers["new"],
+        [datum("new", renderer(backend.base).render([random_tokens(member.rank, 9)]))],
+    )
     backend.run_pass(mine, backward=True)
     with without_memory(member, model, "claim_moments"):
-        refused(lambda: backend.optim_step("new", SETTINGS), TinsmithError, f"worker 1 of {member.count}: out of memory")
+        refused(
+            lambda: backend.optim_step("new", SETTINGS), TinsmithError, f"worker 1 of {member.count}: out of memory"
+        )
     write(member, backend, "new", "saved at first")
     assert load_file(member.directory / "saved at first" / "optimizer.safetensors") == {}
     assert_files_of_one_worker(member, "saved at first", optimizer=True)
@@ -493,12 +532,14 @@ def snapshot(member: Member, backend: ShardedBackend, model: str) -> Weights | N
 
 def numbers_of(weights: Weights) -> dict[str, Tensor]:
     """What passes read of a snapshot."""
-    return {name: tensor.detach().clone() for name, tensor in zip(weights.named_tensors(), weights.leaves(), strict=True)}
+    return {
+        name: tensor.detach().clone() for name, tensor in zip(weights.named_tensors(), weights.leaves(), strict=True)
+    }
 
 
 @in_processes(2, *slow(3))  # as above
 def test_a_snapshot_has_the_weights_of_its_time(member: Member) -> None:
-    """On the first worker alone, to the last bit, in the precision in which passes read it: those of all workers, of one step, also later.
+    """On worker 0 alone, to the last bit, in the dtype that passes read: all workers' weights at one step, also later.
 
     One that fails on a worker lets nobody wait, nor does a model that could not be sampled: nobody creates it.
     """
@@ -515,12 +556,17 @@ def test_a_snapshot_has_the_weights_of_its_time(member: Member) -> None:
                 if copy is not None:
                     assert copy.dtype == dtype
                     assert_near(numbers_of(copy), {name: master.to(dtype) for name, master in masters[model].items()})
-        assert all(any(not torch.equal(taken[0][1][model][name], later) for name, later in taken[1][1][model].items()) for model in SHAPES)
+        assert all(
+            any(not torch.equal(taken[0][1][model][name], later) for name, later in taken[1][1][model].items())
+            for model in SHAPES
+        )
     with without_memory(member, backend.memory, "require", rank=0):
         refused(lambda: snapshot(member, backend, "all"), TinsmithError, f"worker 0 of {member.count}: out of memory")
     refused(lambda: snapshot(member, backend, "nobody"), NotFoundError, "model nobody is not loaded")
     refusal = UserError("vLLM has no such adapters") if member.rank == 0 else None
-    refused(lambda: backend.agree_to_create(refusal), UserError, f"worker 0 of {member.count}: vLLM has no such adapters")
+    refused(
+        lambda: backend.agree_to_create(refusal), UserError, f"worker 0 of {member.count}: vLLM has no such adapters"
+    )
     backend.agree_to_create(None)
 
 
@@ -528,8 +574,8 @@ def test_a_snapshot_has_the_weights_of_its_time(member: Member) -> None:
 def test_checkpoints_go_on_whatever_the_number_of_workers(member: Member) -> None:
     """From one worker to several, a step there, and back with moments and all.
 
-    The files are those of one worker, byte for byte, also if all take a step while they write, and whether they are said to be on one host
-    or on several.
+    The files are those of one worker, byte for byte, also if all take a step while they write, and whether they are
+    said to be on one host or on several.
     """
     place, one, backend = member.directory, alone(member), stepped(member)
     compute_share(one, 0, 0, 1)
@@ -565,11 +611,15 @@ def test_checkpoints_go_on_whatever_the_number_of_workers(member: Member) -> Non
     step_all(one, *SAVED)
     for name in SAVED:
         assert_near(went_on[name], weights(one, name)[name], WITHIN)
-        expected, saved = one.copy_state(name, optimizer=True), read_state(place / f"{name} together", one.base, optimizer=True)
+        expected, saved = (
+            one.copy_state(name, optimizer=True),
+            read_state(place / f"{name} together", one.base, optimizer=True),
+        )
         assert_near(saved.tensors, expected.tensors, WITHIN)
         assert expected.moments
         assert saved.moments
-        assert_near({key: saved.moments[key] for key in expected.moments}, expected.moments, 5 * WITHIN)  # some are squares
+        # Some are squares
+        assert_near({key: saved.moments[key] for key in expected.moments}, expected.moments, 5 * WITHIN)
         one.restore(name, saved)
         assert_near(weights(one, name)[name], went_on[name])
 
@@ -586,7 +636,11 @@ def test_what_is_refused_lets_nobody_wait(member: Member) -> None:
     compact = ShardedBackend(backend.base, replace(TRAINING, full_state="compact"), member.group)
     says = ".*it takes no --full-state compact; serve with --full-state float32, or with --shard none"
     refused(lambda: compact.create_model("compact", SHAPES["all"]), UserError, says)
-    refused(lambda: backend.snapshot("all", WeightsRef("tiny", "k", "k", None)), UserError, ".*save them with save_weights_for_sampler")
+    refused(
+        lambda: backend.snapshot("all", WeightsRef("tiny", "k", "k", None)),
+        UserError,
+        ".*save them with save_weights_for_sampler",
+    )
     missing = "model nobody is not loaded; create it anew"
     refused(lambda: backend.copy_part("nobody", optimizer=True), NotFoundError, missing)
     unknown = [datum("nobody", each.rendered) for each in work_of(backend.base, 0)[:2]] if member.rank == 0 else []

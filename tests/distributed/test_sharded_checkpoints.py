@@ -1,4 +1,5 @@
-"""A server whose two workers share all weights saves them together: complete or not at all, whoever fails or dies while they write."""
+"""A server whose two workers share all weights saves them together: complete or not at all, whoever fails or dies while
+they write."""
 
 import itertools
 import os
@@ -26,9 +27,14 @@ LIMIT = 2 * 2**20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One for all tests here, which leave it as it was. A checkpoint has about 40 MB, so that there is a middle of writing it."""
+    """One for all tests here, which leave it as it was.
+
+    A checkpoint has about 40 MB, so that there is a middle of writing it.
+    """
     directory = tmp_path_factory.mktemp("server")
-    write_decoder("qwen3", directory / "text", num_hidden_layers=4, hidden_size=192, intermediate_size=1024, head_dim=32)
+    write_decoder(
+        "qwen3", directory / "text", num_hidden_layers=4, hidden_size=192, intermediate_size=1024, head_dim=32
+    )
     workers = ["--workers", "2", "--shard", "weights", "--sampler", "none", "--device", "cpu"]
     with serving(directory, "--base-model", f"text={directory / 'text'}", *workers) as running:
         yield running
@@ -110,7 +116,9 @@ def test_a_disk_without_room_for_one_worker_fails_the_save_of_all_and_nothing_el
         failed = model.result(model.save(5, "none"))
     path = f"tinker://{model.model_id}/weights/none"
     assert failed["category"] == "server"
-    assert str(failed["error"]).startswith(f"worker {rank} of 2: {path} could not be written: [Errno 27] File too large")
+    assert str(failed["error"]).startswith(
+        f"worker {rank} of 2: {path} could not be written: [Errno 27] File too large"
+    )
     assert (checkpoints(server, finished=False), exists(http, path)) == (set(), False)
     assert scores(model, 6) == expected
     saved = model.result(model.save(7, "none"))

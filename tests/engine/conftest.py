@@ -16,7 +16,9 @@ def make(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tinsmith.engine.loop.DATABASE_BUSY_S", 0.05)
 
     def made(name: str = "data", kept_copies_gib: float = 32.0, kept_copies_share: float = 1.0) -> Here:
-        training = TrainingConfig(tokens_per_pass=64, kept_copies_gib=kept_copies_gib, kept_copies_share=kept_copies_share)
+        training = TrainingConfig(
+            tokens_per_pass=64, kept_copies_gib=kept_copies_gib, kept_copies_share=kept_copies_share
+        )
         here = Here({"tiny": text_base}, tmp_path / name, training=training)
         here.create("a")
         here.settle()

@@ -1,4 +1,5 @@
-"""A worker without models that exchanges with others over gloo, as real ones do: how it does so is the first of its arguments.
+"""A worker without models that exchanges with others over gloo, as real ones do: how it does so is the first of its
+arguments.
 
 apart  it is ready, and told to forget a checkpoint it enters an exchange to which the others never come
 behind it is ready, and told so the second one hangs, for which the others wait in an exchange

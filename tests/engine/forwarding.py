@@ -40,7 +40,10 @@ class Device:
         self.forward.take(self.prepared(model, lengths, pixels))
 
     def prepared(self, model: str, lengths: list[int], pixels: list[dict[str, int]] | None = None) -> Prepared:
-        """Ask for a forward_backward; what the worker answers when it has prepared it. `pixels` are those of images, if it has any."""
+        """Ask for a forward_backward; what the worker answers when it has prepared it.
+
+        `pixels` are those of images, if it has any.
+        """
         seq_id = self.forward.next_number()
         self.forward.add(Command(seq_id, model, seq_id, "forward_backward", 0, 0.0), "tiny", b"")
         asked = self.sent.pop()

@@ -1,4 +1,5 @@
-"""An engine and its worker in this process: real messages between them, real store, real models; only the processes are left out."""
+"""An engine and its worker in this process: real messages between them, real store, real models; only the processes are
+left out."""
 
 import sqlite3
 import time
@@ -130,7 +131,9 @@ class WorkerHere:
         said = [message for message in self.wire.taken() if not isinstance(message, WorkerReady | WorkerStatus)]
         asked = {message.number: message for message in self.passes}
         for done in (asked[message.number] for message in said if isinstance(message, PassDone)):
-            self.computed.append(([operation.rpartition("/")[0] for operation, _ in done.pieces], sum(done.lengths), done.backward))
+            self.computed.append(
+                ([operation.rpartition("/")[0] for operation, _ in done.pieces], sum(done.lengths), done.backward)
+            )
         return said
 
     def work(self) -> None:
@@ -160,8 +163,16 @@ class WorkerHere:
 
 def is_idle(scheduler: OperationScheduler) -> bool:
     """Whether nothing is being computed, and nothing will be before a new command comes."""
-    begun = scheduler.forward.operations or scheduler.forward.complete or any(state.begun for state in scheduler.models.values())
-    waits = scheduler.models.put_off or scheduler.crash_recovery.waiting or any(state.queue.head() for state in scheduler.models.values())
+    begun = (
+        scheduler.forward.operations
+        or scheduler.forward.complete
+        or any(state.begun for state in scheduler.models.values())
+    )
+    waits = (
+        scheduler.models.put_off
+        or scheduler.crash_recovery.waiting
+        or any(state.queue.head() for state in scheduler.models.values())
+    )
     return not (begun or waits or scheduler.to_unload())
 
 
@@ -174,7 +185,9 @@ class Here:
         self.config = Config([f"{name}=unused" for name in bases], str(data_dir), **sections)
         store = Store.open(data_dir)
         if store.session("s") is None:
-            store.create_session("s", {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None})
+            store.create_session(
+                "s", {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None}
+            )
         store.close()
         self.server = Wire()
         self.process = WorkerHere(self.config, bases)
@@ -218,7 +231,9 @@ class Here:
     ) -> None:
         """Ask for what `forward_request` says."""
         stored = forward_request(lengths, images, forward_only, target)
-        self.add(model, seq, "forward_backward", stored.payload, image_digests=stored.image_digests, images=stored.images)
+        self.add(
+            model, seq, "forward_backward", stored.payload, image_digests=stored.image_digests, images=stored.images
+        )
 
     def snapshot(self, model: str, seq: int, number: int = 1) -> None:
         body = {"model_id": f"s:train:{model}", "seq_id": seq, "sampling_session_seq_id": number}
@@ -251,8 +266,15 @@ class Here:
     @property
     def is_at_rest(self) -> bool:
         engine = self.engine
-        waiting = engine.log_reader.unread or engine.log_reader.ended_sessions or engine.recorder.waiting or engine.has_lost
-        return not waiting and not engine.scheduler.forward.passes and is_idle(engine.scheduler) and self.process.is_resting
+        waiting = (
+            engine.log_reader.unread or engine.log_reader.ended_sessions or engine.recorder.waiting or engine.has_lost
+        )
+        return (
+            not waiting
+            and not engine.scheduler.forward.passes
+            and is_idle(engine.scheduler)
+            and self.process.is_resting
+        )
 
     def until(self, seen: Callable[[], object]) -> None:
         """Go through the loop until that is true."""
@@ -300,7 +322,9 @@ def forward_request(
     lengths: Sequence[int] = (), images: Sequence[bytes] = (), forward_only: bool = False, target: int = 1
 ) -> StoredRequest:
     """A datum of text for each length, then one for each image, of `IMAGE_TOKENS` and a word before it."""
-    message = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy", forward_only=forward_only)
+    message = tinker_pb2.ForwardBackwardRequest(
+        model_id="m", seq_id=1, loss_fn="cross_entropy", forward_only=forward_only
+    )
     for length in lengths:
         _add_datum(message, length, length, target)
     for data in images:

@@ -1,10 +1,12 @@
 """A worker without models, for tests of what the engine does with its worker process.
 
-It is run as a worker is, with the link's address and the engine's process id as its last arguments and the configuration on standard input;
-an argument before them says how it behaves:
+It is run as a worker is, with the link's address and the engine's process id as its last arguments and the
+configuration on standard input; an argument before them says how it behaves:
 
-ready     it is ready at once, and answers each ForgetCheckpoint with the path; for the path `lost` it ends itself, with a
-          reason, for `follow` because others have ended, for `hang` it hangs, and for `spin` it hangs and uses its processor
+ready     it is ready at once, and answers each ForgetCheckpoint with the path; for the path `lost` it ends itself, with
+          a
+          reason, for `follow` because others have ended, for `hang` it hangs, and for `spin` it hangs and uses its
+          processor
 stubborn  the same, but it does not end when it is told to
 loading   it is never ready
 lost      it ends before it is ready, with a reason

@@ -77,7 +77,9 @@ def test_an_expired_checkpoint_is_refused_at_once_and_a_deleted_one_when_it_is_f
         pass
 
 
-def test_a_checkpoint_whose_files_go_while_it_is_read_is_not_found(backend: LocalBackend, checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_whose_files_go_while_it_is_read_is_not_found(
+    backend: LocalBackend, checkpoints: Checkpoints
+) -> None:
     """Its row goes before its files, which a worker may be reading."""
     path = checkpoints.save(TRAINING, backend)
 
@@ -106,7 +108,9 @@ def load(backend: LocalBackend, checkpoints: Checkpoints, path: str, optimizer: 
 
 
 @pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors", "checkpoint.json", "manifest.json"])
-def test_what_is_damaged_cut_or_missing_is_refused_by_file_and_remedy(backend: LocalBackend, checkpoints: Checkpoints, file: str) -> None:
+def test_what_is_damaged_cut_or_missing_is_refused_by_file_and_remedy(
+    backend: LocalBackend, checkpoints: Checkpoints, file: str
+) -> None:
     """A damaged optimizer keeps nobody from the weights."""
     advance(backend, "m", 0)
     path = checkpoints.save(TRAINING, backend)
@@ -146,7 +150,10 @@ def test_other_weights_of_the_base_are_refused_to_train_and_to_sample(
     backend: LocalBackend, checkpoints: Checkpoints, other_base: BaseModel, tmp_path: Path
 ) -> None:
     trained_on, here = backend.base.fingerprint[:16], other_base.fingerprint[:16]
-    refusal = f"on other weights of the base model than tiny has here: base fingerprint {trained_on}, here {here}; use the base model that"
+    refusal = (
+        f"on other weights of the base model than tiny has here: base fingerprint {trained_on}, here {here}; "
+        "use the base model that"
+    )
     other = LocalBackend(other_base, TrainingConfig())
     with pytest.raises(UserError, match=refusal):
         load(other, checkpoints, checkpoints.save(TRAINING, backend))
@@ -173,7 +180,9 @@ def after_cut(disk: Disk, directory: Path, name: str) -> Checkpoints:
 
 
 @pytest.mark.parametrize("root", ["", "elsewhere/checkpoints"])
-def test_a_checkpoint_that_was_acknowledged_survives(disk: Disk, backend: LocalBackend, tmp_path: Path, root: str) -> None:
+def test_a_checkpoint_that_was_acknowledged_survives(
+    disk: Disk, backend: LocalBackend, tmp_path: Path, root: str
+) -> None:
     (tmp_path / "disk").mkdir()
     root = root and str(tmp_path / "disk" / root)
     checkpoints = Checkpoints(tmp_path / "disk" / "deep" / "data", root)
@@ -188,7 +197,9 @@ def test_a_checkpoint_that_was_acknowledged_survives(disk: Disk, backend: LocalB
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_what_was_deleted_or_replaced_has_no_row_by_the_time_its_files_may_go(disk: Disk, backend: LocalBackend, tmp_path: Path) -> None:
+def test_what_was_deleted_or_replaced_has_no_row_by_the_time_its_files_may_go(
+    disk: Disk, backend: LocalBackend, tmp_path: Path
+) -> None:
     (tmp_path / "disk").mkdir()
     checkpoints = Checkpoints(tmp_path / "disk" / "deep" / "data")
     path = checkpoints.save(TRAINING, backend)

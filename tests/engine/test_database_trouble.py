@@ -1,4 +1,4 @@
-"""The engine beside a database that is locked or full for a while: nothing that happened is lost, repeated or called a failure.
+"""The engine beside a locked or full database: nothing that happened is lost, repeated or called a failure.
 
 Invariant: A step that was applied is reported as applied, once, however long the database refuses writes.
 Also: `tests/server/test_database_trouble.py`, `tests/acceptance/test_database_trouble.py`.
@@ -39,7 +39,10 @@ def here(vision_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @contextmanager
 def unreadable(here: Here) -> Iterator[None]:
-    """The database cannot be opened: the process may open no more files. It keeps the connection that holds the log in its place."""
+    """The database cannot be opened: the process may open no more files.
+
+    It keeps the connection that holds the log in its place.
+    """
     for engine in (here.store._database.normal, here.store._database.durable):
         engine.dispose()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -62,7 +65,9 @@ def has_saved(here: Here, name: str = "session-end") -> bool:
     return here.store.checkpoint(f"tinker://{MODEL}/weights/{name}") is not None
 
 
-def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its session has ended by itself, so no client is there to save it again."""
     passed, now = 0.0, time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
@@ -100,7 +105,9 @@ def test_a_step_that_was_applied_is_reported_as_applied_once_the_database_takes_
     with here.locked():  # nothing is left but to record outcomes
         here.until(
             lambda: (
-                not (engine.log_reader.unread or engine.scheduler.forward.passes) and is_idle(engine.scheduler) and here.process.is_resting
+                not (engine.log_reader.unread or engine.scheduler.forward.passes)
+                and is_idle(engine.scheduler)
+                and here.process.is_resting
             )
         )
         assert [outcome.request_id for outcome in engine.recorder.waiting] == requests
@@ -129,7 +136,9 @@ def test_training_stops_when_too_much_waits_for_the_database_and_goes_on_afterwa
 
 
 @pytest.mark.alone
-def test_operations_and_images_that_cannot_be_read_now_are_read_later(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_and_images_that_cannot_be_read_now_are_read_later(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the engine, and then by the worker. Those behind them wait with them."""
     reads, read = 0, here.worker.blobs.read
 
@@ -195,7 +204,10 @@ def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_la
 def test_what_is_left_when_the_engine_stops_ends_with_an_error_also_if_its_model_cannot_be_saved(
     here: Here, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is computed in part, and what is queued: nobody is left to wait for. Nor is it said that anything is tried again."""
+    """What is computed in part, and what is queued: nobody is left to wait for.
+
+    Nor is it said that anything is tried again.
+    """
     monkeypatch.setattr("tinsmith.training.checkpoint.save_file", no_space)
     here.engine.scheduler.forward.order.paces.full["tiny"] = here.backend().passes.tokens_per_pass = 3
     here.forward("a", 1, [3] * 8)
@@ -208,8 +220,10 @@ def test_what_is_left_when_the_engine_stops_ends_with_an_error_also_if_its_model
     assert [str(here.error("a", seq)).startswith(UNSAVED) for seq in (1, 2)] == [True, True]
 
 
-def run_to_the_end(here: Here, monkeypatch: pytest.MonkeyPatch, hear: Callable[[list[Message]], None] = lambda said: None) -> list[Message]:
-    """Stop the engine and let it run until it has ended; `hear` gets all it has said so far whenever it says something."""
+def run_to_the_end(
+    here: Here, monkeypatch: pytest.MonkeyPatch, hear: Callable[[list[Message]], None] = lambda said: None
+) -> list[Message]:
+    """Stop the engine and let it run until it ends; `hear` gets all that it has said, whenever it says something."""
     said: list[Message] = []
 
     def send(message: Message) -> None:
@@ -224,7 +238,9 @@ def run_to_the_end(here: Here, monkeypatch: pytest.MonkeyPatch, hear: Callable[[
 
 
 @pytest.mark.parametrize("left", ["model", "worker", "nothing"])
-def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(here: Here, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
+def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(
+    here: Here, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
     """Also if no model is left to be saved, or no worker."""
     here.optim("a", 1)
     with here.locked() as lock:
@@ -234,7 +250,8 @@ def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(here: Here,
             here.process.is_ready = left == "worker"
 
         def hear(said: list[Message]) -> None:
-            if sum(isinstance(message, Saving) for message in said) == (2 if left == "model" else 1):  # the first attempt has failed
+            # The first attempt has failed
+            if sum(isinstance(message, Saving) for message in said) == (2 if left == "model" else 1):
                 lock.close()
 
         said = run_to_the_end(here, monkeypatch, hear)
@@ -242,7 +259,9 @@ def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(here: Here,
     assert [message.request_id for message in said if isinstance(message, Done)] == [f"{MODEL}/1"]
 
 
-def test_a_model_that_is_being_made_when_the_engine_is_stopped_does_not_keep_it(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_being_made_when_the_engine_is_stopped_does_not_keep_it(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here.process.is_stuck = True
     here.create("b")
     here.until(lambda: here.engine.scheduler.models.running)
@@ -253,7 +272,9 @@ def test_a_model_that_is_being_made_when_the_engine_is_stopped_does_not_keep_it(
     assert here.store.checkpoint("tinker://s:train:b/weights/session-end") is not None
 
 
-def test_every_error_of_a_client_that_sent_ahead_names_the_checkpoint_of_the_stop(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_error_of_a_client_that_sent_ahead_names_the_checkpoint_of_the_stop(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of what the engine had read, prepared or begun, and of what it had not read: that the next server fails."""
     here.process.is_stuck = True
     for seq in range(1, 40, 2):
@@ -267,11 +288,16 @@ def test_every_error_of_a_client_that_sent_ahead_names_the_checkpoint_of_the_sto
     here.store.fail_unfinished("the server was restarted")
     errors = [error for error in (here.error("a", seq) for seq in range(1, 45)) if error is not None]
     assert len(errors) > 30
-    remedy = f"; go on from its newest checkpoint, tinker://{MODEL}/weights/session-end, with create_training_client_from_state_with_opt"
+    remedy = (
+        f"; go on from its newest checkpoint, tinker://{MODEL}/weights/session-end, with "
+        "create_training_client_from_state_with_opt"
+    )
     assert [error for error in errors if remedy not in error] == []
 
 
-def test_a_model_whose_load_failed_for_want_of_memory_ends_nothing_else(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_load_failed_for_want_of_memory_ends_nothing_else(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(purpose: str, needed: int, device: torch.device, promised: int = 0) -> None:
         raise UserError("no memory")
 
@@ -284,7 +310,10 @@ def test_a_model_whose_load_failed_for_want_of_memory_ends_nothing_else(here: He
     here.add("c", 1, "load_weights", load)
     here.optim("c", 2)
     here.settle()
-    assert [here.error("c", seq_id) for seq_id in (1, 2)] == ["no memory", "model s:train:c is not loaded; create it anew"]
+    assert [here.error("c", seq_id) for seq_id in (1, 2)] == [
+        "no memory",
+        "model s:train:c is not loaded; create it anew",
+    ]
     here.optim("a", 1)
     here.settle()
     assert here.error("a", 1) is None

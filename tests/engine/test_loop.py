@@ -60,7 +60,9 @@ def test_a_device_is_tried_by_computing_on_it(monkeypatch: pytest.MonkeyPatch) -
     require_device(torch.device("cpu"))
 
 
-def test_what_came_while_an_engine_started_is_found_when_the_server_says_so(text_base: BaseModel, tmp_path: Path) -> None:
+def test_what_came_while_an_engine_started_is_found_when_the_server_says_so(
+    text_base: BaseModel, tmp_path: Path
+) -> None:
     """The server wakes an engine only once it is ready, and then does not say which models have commands."""
     here = Here({"tiny": text_base}, tmp_path)
     here.process.is_ready = False

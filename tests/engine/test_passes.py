@@ -1,4 +1,6 @@
-"""What is computed together, and when: images pass by pass, and a second pass ahead where that helps. What of it fails, and with whom.
+"""What is computed together, and when: images pass by pass, and a second pass ahead where that helps.
+
+What of it fails, and with whom.
 
 Invariant: A datum that fails fails its operation only, and every result is its own datum's.
 Also: `tests/training/test_pass_failures.py`.
@@ -95,7 +97,7 @@ def test_images_are_decoded_as_their_pass_comes(here: Here, monkeypatch: pytest.
 
 
 def test_a_pass_decodes_no_more_pixels_than_one_image_may_have(vision_base: BaseModel, tmp_path: Path) -> None:
-    """How many an operation holds is no reason to refuse it: the SDK puts 5 MB of datums into one, and some images compress well."""
+    """An operation may hold any number: the SDK puts 5 MB of datums into one, and some images compress well."""
     here = gallery(vision_base, tmp_path, max_image_pixels=96 * 64, max_input_pixels=96 * 64)
     here.forward("a", 1, images=[png(seed) for seed in range(3)])
     here.forward("a", 2, images=[png(20)] * 4)
@@ -113,7 +115,9 @@ def test_a_sequence_of_all_workers_has_a_pass_of_its_own(device: Device) -> None
     assert [sorted(each.lengths) for each, _ in device.computed()] == [[3, 5, 6], [90], [4]]
 
 
-def test_a_session_that_samples_counts_for_ten_minutes_also_after_its_end(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_samples_counts_for_ten_minutes_also_after_its_end(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its samplers outlive it. They would count for ever, each that there ever was."""
     passed, now = 0.0, time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
@@ -129,11 +133,18 @@ def test_a_session_that_samples_counts_for_ten_minutes_also_after_its_end(here: 
     assert scheduler.sessions.sampling == {}
 
 
-def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    """At first one pass takes what it takes, as after a change. Nothing lies ahead of what others come that would keep them waiting."""
+def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At first one pass takes what it takes, as after a change.
+
+    Nothing lies ahead of what others come that would keep them waiting.
+    """
     device.train("m", [400] * 6)
     assert [took for _, took in device.computed()] == [4.0, *4 * [2.0]]
-    told = "a sequence of 400 tokens has kept the device for 2 s (tiny): none is cut, so all others wait for one as long"
+    told = (
+        "a sequence of 400 tokens has kept the device for 2 s (tiny): none is cut, so all others wait for one as long"
+    )
     assert caplog.messages == [told]  # once for a length
     device.train("m", [100] * 20)
     taken = [took for _, took in device.computed()]
@@ -152,7 +163,7 @@ def test_of_several_workers_each_has_its_share_of_a_pass_that_is_cut(device: Dev
 
 
 def test_nothing_is_cut_where_one_session_is_alone(device: Device) -> None:
-    """So that what it sends is computed in the same passes, and its gradients are rounded in the same way, each time."""
+    """So its requests are computed in the same passes, and its gradients rounded in the same way, each time."""
     device.is_shared = False
     for _ in range(2):
         device.train("m", [400] * 6)
@@ -191,7 +202,9 @@ def test_what_takes_long_waits_for_what_is_prepared_behind_its_last_pass(device:
     assert [each.lengths for each in device.given()] == [[900]]
 
 
-def test_an_answer_to_a_dropped_request_is_not_taken_for_that_of_the_next(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_to_a_dropped_request_is_not_taken_for_that_of_the_next(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker would be told to compute datums that it does not have yet."""
     released = threading.Event()
     renderer = renderer_of(here)
@@ -257,7 +270,7 @@ def test_a_datum_that_fails_fails_its_operation_and_its_neighbours_have_their_ow
 def test_gradients_of_a_part_of_an_operation_that_failed_are_never_applied(
     here: Here, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    """Nor those of a part whose image is still decoded then: the worker has it already, because it is given passes ahead."""
+    """Nor those of a part whose image is still being decoded: the worker has it already, as passes come ahead."""
     released = held_images(monkeypatch)
     fail_on_guilty(here, monkeypatch)
     here.forward("a", 1, [GUILTY] if is_late else [4, GUILTY], images=[png(1)] if is_late else [])
@@ -272,13 +285,17 @@ def test_gradients_of_a_part_of_an_operation_that_failed_are_never_applied(
     here.settle()
     assert f"datum {0 if is_late else 1}: the pass failed" in str(here.error("a", 1))
     assert here.error("a", 2) is None
-    assert "the step was refused and the gradients are cleared, because an operation before it failed: seq_id 1" in str(here.error("a", 3))
+    assert "the step was refused and the gradients are cleared, because an operation before it failed: seq_id 1" in str(
+        here.error("a", 3)
+    )
     optimizer = here.backend().optimizers["s:train:a"]
     assert optimizer.accumulator.gradients is None
     assert all(torch.equal(old, new) for old, new in zip(before, optimizer.weights.tensors(), strict=True))
 
 
-@pytest.mark.parametrize("place", ["tinsmith.training.backend.LocalBackend.run_pass", "tinsmith.engine.outcomes.encode_output"])
+@pytest.mark.parametrize(
+    "place", ["tinsmith.training.backend.LocalBackend.run_pass", "tinsmith.engine.outcomes.encode_output"]
+)
 def test_an_error_beside_the_passes_fails_what_took_part_and_the_trainer_goes_on(
     here: Here, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

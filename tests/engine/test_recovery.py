@@ -1,8 +1,7 @@
 """The end of a worker: models come back as their last step left them, and what cannot come back says so.
 
-Invariant: After its worker ended, a model has the bits of its last finished step or is lost and says so; no step uses a part of its
-gradients or counts one twice.
-Also: `tests/acceptance/test_worker_death.py`.
+Invariant: After its worker ended, a model has the bits of its last finished step or is lost and says so; no step uses a
+part of its gradients or counts one twice. Also: `tests/acceptance/test_worker_death.py`.
 
 Invariant: An operation or model that ends workers twice fails or is lost, and all others come back.
 """
@@ -96,8 +95,13 @@ def results(here: Here, *seqs: int) -> list[object]:
     return [outcome.result for outcome in outcomes]
 
 
-def undisturbed(make: Callable[..., Here], *seqs: int, save: int | None = None) -> tuple[list[object], dict[str, Tensor]]:
-    """What steps that begin with these come to where no worker dies, and the model after them. A save ends before anything behind it."""
+def undisturbed(
+    make: Callable[..., Here], *seqs: int, save: int | None = None
+) -> tuple[list[object], dict[str, Tensor]]:
+    """What steps that begin with these come to where no worker dies, and the model after them.
+
+    A save ends before anything behind it.
+    """
     other = make("undisturbed")
     for seq in seqs:
         step(other, seq)
@@ -171,7 +175,9 @@ def test_full_weights_come_back_from_a_checkpoint_of_their_last_step_alone(here:
     assert "newest checkpoint, tinker://s:train:c/weights/newest" in str(here.error("c", 7))
 
 
-def test_without_copies_what_was_stepped_is_lost_and_named_with_the_newest_checkpoint(make: Callable[..., Here]) -> None:
+def test_without_copies_what_was_stepped_is_lost_and_named_with_the_newest_checkpoint(
+    make: Callable[..., Here],
+) -> None:
     here = make(kept_copies_gib=0)
     for seq, name in ((1, "older"), (2, "newest")):
         here.save("a", seq, name)
@@ -190,7 +196,11 @@ def test_without_copies_what_was_stepped_is_lost_and_named_with_the_newest_check
     newest, none = "tinker://s:train:a/weights/newest", "it has no checkpoint to go on from"
     for model, seq, goes_on in (("a", 5, newest), ("a", 6, newest), ("b", 3, none), ("b", 4, none)):
         failed = here.outcome(model, seq)
-        assert (failed.category, str(failed.error).startswith(reason), goes_on in str(failed.error)) == ("server", True, True)
+        assert (failed.category, str(failed.error).startswith(reason), goes_on in str(failed.error)) == (
+            "server",
+            True,
+            True,
+        )
         assert f"s:train:{model}/{seq}" in here.told
     assert (models(here), here.engine.log_reader.filed) == (["c"], {})
     here.process.is_stuck = False
@@ -201,7 +211,7 @@ def test_without_copies_what_was_stepped_is_lost_and_named_with_the_newest_check
 
 
 def test_copies_take_no_more_than_their_share_of_the_time(make: Callable[..., Here]) -> None:
-    """A step right behind one that was copied is not: a model is lost that has taken one, and comes back if it has not."""
+    """A step right behind a copied one is not copied: a model that took it is lost, one that did not comes back."""
     here = make(kept_copies_share=0.001)
     another(here, "b")
     for seq, model in ((1, "a"), (3, "a"), (1, "b")):
@@ -265,7 +275,9 @@ def test_gradients_that_were_finished_are_gone_and_the_step_is_refused(make: Cal
     here.settle()
     assert [here.error("a", seq) for seq in (3, 4)] == [None, None]
     refused = here.outcome("a", 5)
-    assert "without the gradients that finished forward_backward operations had added since: send these again" in str(refused.error)
+    assert "without the gradients that finished forward_backward operations had added since: send these again" in str(
+        refused.error
+    )
     assert refused.category == "user"
     assert_same(state(here), before)
     step(here, 6)
@@ -273,7 +285,9 @@ def test_gradients_that_were_finished_are_gone_and_the_step_is_refused(make: Cal
 
 
 @pytest.mark.parametrize("heard", [True, False])
-def test_a_step_under_way_is_refused_and_its_copy_not_taken_for_the_state(make: Callable[..., Here], heard: bool) -> None:
+def test_a_step_under_way_is_refused_and_its_copy_not_taken_for_the_state(
+    make: Callable[..., Here], heard: bool
+) -> None:
     """The dead worker has taken the step, and kept a copy of it, but not said so."""
     here = make()
     step(here, 1)
@@ -431,7 +445,10 @@ def test_a_model_in_the_making_is_made_by_the_next_worker_and_not_by_a_third(her
         assert "s:train:b" in here.backend().optimizers
     else:
         failed = here.outcome("b", 0)
-        assert (failed.error, failed.category) == (f"{REASON} while the operation was run, for the second time", "server")
+        assert (failed.error, failed.category) == (
+            f"{REASON} while the operation was run, for the second time",
+            "server",
+        )
         assert "model s:train:b is not loaded" in str(here.error("b", 1))
 
 
@@ -471,7 +488,7 @@ def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doo
 
 
 def test_samples_that_come_while_no_worker_is_there_are_covered_by_the_message_that_it_ended(here: Here) -> None:
-    """The server loses all samples when it is told, also those that it has sent since; their clients send them again."""
+    """Once told, the server loses all samples, also those sent since; their clients send them again."""
     here.process.die(REASON)
     here.turn()
     here.say(Sample("s:sample:0/0", 1, "tiny", None, 1, False, b"{}"))

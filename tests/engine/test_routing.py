@@ -1,4 +1,7 @@
-"""Which worker samples a request: one that knows its prefix, unless others have less to do. What has ended leaves nothing behind."""
+"""Which worker samples a request: one that knows its prefix, unless others have less to do.
+
+What has ended leaves nothing behind.
+"""
 
 from typing import Any
 
@@ -18,7 +21,12 @@ class Asked:
         self.number = 0
 
     def sample(
-        self, *chunks: list[int] | dict[str, Any], weights: str | None = None, max_tokens: int | None = 1, num: int = 1, session: str = "s"
+        self,
+        *chunks: list[int] | dict[str, Any],
+        weights: str | None = None,
+        max_tokens: int | None = 1,
+        num: int = 1,
+        session: str = "s",
     ) -> tuple[int, str]:
         """Route a prompt; the worker and the request id."""
         self.number += 1
@@ -54,7 +62,7 @@ def test_the_worker_with_the_longest_known_prefix_wins_where_all_have_the_same_t
 
 
 def test_much_to_do_outweighs_a_known_prefix_and_little_does_not() -> None:
-    """A worker that knows 4 pieces is ahead by 4 * BLOCK: a sample of fewer tokens there does not change that, one of more does."""
+    """Knowing 4 pieces is worth 4 * BLOCK: a sample of fewer tokens there changes nothing, a longer does."""
     for left_to_do, chosen in ((4 * BLOCK - DECODE, 0), (4 * BLOCK + DECODE, 1)):
         asked = Asked(2)
         asked.finish(asked.sample(tokens(1, 4)))
@@ -64,7 +72,10 @@ def test_much_to_do_outweighs_a_known_prefix_and_little_does_not() -> None:
 
 
 def test_other_weights_and_other_images_are_another_prompt() -> None:
-    """An image counts as tokens. What the second knows of the first prompt, its head, is worth less than an idle worker."""
+    """An image counts as tokens.
+
+    What the second knows of the first prompt, its head, is worth less than an idle worker.
+    """
     image: dict[str, Any] = {"type": "image", "format": "png", "data": "QUJD"}
     pointer: dict[str, Any] = {"type": "image_asset_pointer", "format": "png", "location": "tinsmith://blob/1"}
     head, tail = tokens(1, 1), tokens(2, 2)
@@ -85,7 +96,7 @@ def test_other_weights_and_other_images_are_another_prompt() -> None:
 
 
 def test_what_has_ended_or_is_forgotten_leaves_nothing_behind() -> None:
-    """Exactly 0 after thousands of samples: what rounding left behind would add up in an engine that runs for months."""
+    """Exactly 0 after thousands of samples: rounding would add up in an engine that runs for months."""
     asked = Asked(2)
     pair = [asked.sample(tokens(1, 2), max_tokens=10, num=4), asked.sample(tokens(2, 2), max_tokens=None, num=2)]
     # Samples and their lengths are what costs. Without max_tokens an answer is taken to be as long as its prompt.
@@ -93,7 +104,10 @@ def test_what_has_ended_or_is_forgotten_leaves_nothing_behind() -> None:
     asked.finish(*pair)
     assert asked.loads == [0, 0]
     asked = Asked(3)
-    samples = [asked.sample(tokens(i % 7, i % 5), max_tokens=1 + i % 11, num=1 + i % 3, session=f"s{i % 2}") for i in range(2000)]
+    samples = [
+        asked.sample(tokens(i % 7, i % 5), max_tokens=1 + i % 11, num=1 + i % 3, session=f"s{i % 2}")
+        for i in range(2000)
+    ]
     assert len(asked.routing.running) == 2000
     assert {asked.routing.of(request_id, 1) for worker, request_id in samples if worker == 2} == {2}
     asked.finish(*samples[1::4])
@@ -107,11 +121,14 @@ def test_what_has_ended_or_is_forgotten_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_large_or_no_json_is_not_read(count: int) -> None:
-    """It counts for what its size lets expect; so does a request with a number that the server's parser takes, and orjson does not."""
+    """It counts by its size; so does a request with a number that the server's parser takes and orjson does not."""
     asked = Asked(count)
     strange = b'{"prompt":{"chunks":[]},"sampling_params":{},"prompt_logprobs_last_n":' + b"9" * 400 + b"}"
     large = b"{" * (LARGEST + 8)
-    chosen = [asked.routing.choose(Sample(f"s:sample:0/{i}", 1, "tiny", None, 1, False, body)) for i, body in enumerate((large, strange))]
+    chosen = [
+        asked.routing.choose(Sample(f"s:sample:0/{i}", 1, "tiny", None, 1, False, body))
+        for i, body in enumerate((large, strange))
+    ]
     size = len(large) // 8
     assert (chosen, asked.loads[0] in (0, size + DECODE * size)) == ([0, count - 1], True)
     for number in range(2):

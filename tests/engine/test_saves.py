@@ -1,4 +1,5 @@
-"""Saves that are written while their own model goes on: what is saved is the model at the save's place among its operations, or nothing."""
+"""Saves that are written while their own model goes on: what is saved is the model at the save's place among its
+operations, or nothing."""
 
 import errno
 import os
@@ -12,7 +13,18 @@ import pytest
 from torch import Tensor
 
 from tests.engine.here import LONG_S, Here
-from tests.engine.test_recovery import LENGTHS, REASON, assert_same, copies, die, models, results, state, step, undisturbed
+from tests.engine.test_recovery import (
+    LENGTHS,
+    REASON,
+    assert_same,
+    copies,
+    die,
+    models,
+    results,
+    state,
+    step,
+    undisturbed,
+)
 from tinsmith.protocol.serving import EndSession
 from tinsmith.protocol.work import Answer, CallFailed, Copied
 from tinsmith.store.records import Checkpoint
@@ -105,7 +117,10 @@ def test_a_save_is_of_before_the_steps_beside_it_which_are_those_without_one(
     before = state(here)
     hold_save(here, disk)
     step_beside(here, 4)
-    assert (here.store.status(f"{MODEL}/3"), here.store.checkpoint(f"tinker://{MODEL}/weights/kept")) == ("queued", None)
+    assert (here.store.status(f"{MODEL}/3"), here.store.checkpoint(f"tinker://{MODEL}/weights/kept")) == (
+        "queued",
+        None,
+    )
     assert here.engine.scheduler.queued(MODEL) == 1
     disk.is_full = fails
     disk.released.set()
@@ -125,7 +140,9 @@ def test_a_save_is_of_before_the_steps_beside_it_which_are_those_without_one(
     assert_same(state(here), after)
 
 
-def test_a_copy_that_fails_fails_the_save_before_anything_behind_it(here: Here, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_fails_the_save_before_anything_behind_it(
+    here: Here, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(*_arguments: object) -> SavedState:
         raise MemoryError("no room for a copy")
 
@@ -170,8 +187,13 @@ def test_the_next_save_of_a_model_waits_for_the_one_before(here: Here, disk: Slo
 
 @uncopied
 @pytest.mark.parametrize("is_written", [True, False])
-def test_a_save_that_a_step_has_overtaken_does_not_hold_the_state_of_its_model(here: Here, disk: SlowDisk, is_written: bool) -> None:
-    """A model that came back from it would have lost a step without a word. It is lost, and takes along a save that is being written."""
+def test_a_save_that_a_step_has_overtaken_does_not_hold_the_state_of_its_model(
+    here: Here, disk: SlowDisk, is_written: bool
+) -> None:
+    """A model that came back from it would have lost a step without a word.
+
+    It is lost, and takes along a save that is being written.
+    """
     hold_save(here, disk)
     step_beside(here, 4)
     if is_written:
@@ -208,14 +230,17 @@ def test_a_save_that_no_step_has_overtaken_holds_the_state_of_its_model(here: He
 
 @uncopied
 @pytest.mark.parametrize("heard", [True, False])
-def test_a_step_that_runs_when_the_save_ends_counts_once_it_is_finished(here: Here, disk: SlowDisk, heard: bool) -> None:
+def test_a_step_that_runs_when_the_save_ends_counts_once_it_is_finished(
+    here: Here, disk: SlowDisk, heard: bool
+) -> None:
     """The worker has taken it and dies; whether the engine has heard of it decides what the model is."""
     before = state(here)
     hold_save(here, disk)
     here.optim("a", 4, learning_rate=0.1)
     here.until(lambda: here.engine.scheduler.models[MODEL].running)
     here.process.work()
-    (stepped,) = [message for message in here.process.wire.taken() if isinstance(message, Answer)]  # it may tell its status too
+    # It may tell its status too
+    (stepped,) = [message for message in here.process.wire.taken() if isinstance(message, Answer)]
     disk.released.set()
     here.until(lambda: f"{MODEL}/3" in here.told)
     if heard:
@@ -300,7 +325,8 @@ def test_a_model_goes_on_while_the_row_of_its_save_waits_and_nothing_is_written_
         here.process.is_stuck = False
         here.until(lambda: here.engine.scheduler.models.loaded[MODEL].state == 2 and attempts >= 3)
         assert here.engine.scheduler.models.put_off == set()
-        assert f"{MODEL}/3" not in {outcome.request_id for outcome in here.engine.recorder.waiting}  # it has neither failed nor succeeded
+        # It has neither failed nor succeeded
+        assert f"{MODEL}/3" not in {outcome.request_id for outcome in here.engine.recorder.waiting}
         assert here.store.status(f"{MODEL}/3") == "queued"
     here.settle()
     assert results(here, 3, 4, 5)
@@ -344,7 +370,9 @@ def test_a_model_is_unloaded_when_its_save_has_ended(here: Here, disk: SlowDisk,
     assert models(here) == []
     assert (here.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None) == save
     newest = "session-end" if save else "kept"
-    assert f"go on from its newest checkpoint, tinker://{MODEL}/weights/{newest}, with create_" in str(here.error("a", 6))
+    assert f"go on from its newest checkpoint, tinker://{MODEL}/weights/{newest}, with create_" in str(
+        here.error("a", 6)
+    )
     if save:
         assert_same(tensors_of(saved(here, "session-end")), after)
 
@@ -373,7 +401,8 @@ def test_an_engine_that_is_stopped_does_not_wait_for_ever_for_a_row(
         disk.released.set()
         here.until(lambda: here.engine.scheduler.models[MODEL].waits_for_row)
         if is_lost:
-            here.engine.scheduler.models[MODEL].loaded = None  # as when it could not come back after its workers had ended
+            # As when it could not come back after its workers had ended
+            here.engine.scheduler.models[MODEL].loaded = None
         here.engine._end()
     assert here.engine.scheduler.is_stopped
     assert here.store.status(f"{MODEL}/3") == "queued"  # which the next server calls failed

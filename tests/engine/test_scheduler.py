@@ -22,7 +22,12 @@ BUDGET = 64
 
 @pytest.fixture
 def here(text_base: BaseModel, tmp_path: Path) -> Here:
-    return Here({"tiny": text_base}, tmp_path, models=ModelsConfig(max_lora_rank=64), training=TrainingConfig(tokens_per_pass=BUDGET))
+    return Here(
+        {"tiny": text_base},
+        tmp_path,
+        models=ModelsConfig(max_lora_rank=64),
+        training=TrainingConfig(tokens_per_pass=BUDGET),
+    )
 
 
 @pytest.fixture
@@ -64,7 +69,9 @@ def test_neighbouring_work_of_all_models_shares_passes_and_a_step_is_a_barrier_f
     [({"a": [30] * 5, "b": [10]}, [("ab", 40), ("aa", 60), ("aa", 60)]), ({"a": [100, 4]}, [("a", 100), ("a", 4)])],
     ids=["fair", "one over the budget runs alone"],
 )
-def test_a_pass_keeps_its_budget_and_is_fair(here: Here, lengths: dict[str, list[int]], computed: list[tuple[str, int]]) -> None:
+def test_a_pass_keeps_its_budget_and_is_fair(
+    here: Here, lengths: dict[str, list[int]], computed: list[tuple[str, int]]
+) -> None:
     for model, of_datums in lengths.items():
         here.create(model)
         here.forward(model, 1, of_datums)
@@ -73,7 +80,7 @@ def test_a_pass_keeps_its_budget_and_is_fair(here: Here, lengths: dict[str, list
 
 
 def test_base_models_take_turns(text_base: BaseModel, tmp_path: Path) -> None:
-    """A long operation on one does not hold up a short one on another, and neither do those behind it that are newer."""
+    """A long operation on one holds up no short one on another, and neither do newer ones behind it."""
     here = Here({"tiny": text_base, "other": text_base}, tmp_path, training=TrainingConfig(tokens_per_pass=BUDGET))
     for model in "ab":
         here.create(model)
@@ -191,7 +198,9 @@ def test_an_overdue_step_waits_for_what_is_before_the_gap_and_clears_all_of_it(i
     assert [metrics(impatient, "a", seq)["grad_norm"] > 0 for seq in (4, 6)] == [False, True]
 
 
-def test_a_gap_fails_the_operation_behind_it_and_the_step_and_what_comes_too_late_harms_no_other(impatient: Here) -> None:
+def test_a_gap_fails_the_operation_behind_it_and_the_step_and_what_comes_too_late_harms_no_other(
+    impatient: Here,
+) -> None:
     impatient.forward("a", 2, [4])
     impatient.optim("a", 3)
     impatient.until(lambda: "s:train:a/3" in impatient.told)

@@ -26,7 +26,17 @@ from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import writer_of
 from tinsmith.protocol.questions import Answered, FindMeeting, MeetingPort
-from tinsmith.protocol.serving import Alive, CancelSample, EndSession, ForgetCheckpoint, Ready, Recovering, Sample, SampleDone, SampleFailed
+from tinsmith.protocol.serving import (
+    Alive,
+    CancelSample,
+    EndSession,
+    ForgetCheckpoint,
+    Ready,
+    Recovering,
+    Sample,
+    SampleDone,
+    SampleFailed,
+)
 from tinsmith.protocol.work import (
     Answer,
     CallFailed,
@@ -58,7 +68,7 @@ WRITER = writer_of(MODEL, 2)
 
 
 class SpokenFor(WorkerProcess):
-    """In the place of a worker process: what it is told is noted, and the test says what it answers and when it ends."""
+    """A stand-in for a worker process: it notes what it is told; the test says what it answers and when it ends."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, Wire())  # type: ignore[arg-type]
@@ -183,7 +193,9 @@ def test_a_group_is_ready_once_when_its_last_worker_is(speak: Callable[..., Spok
     facts = ModelFacts(**FACTS.to_dict() | {"max_trained": 22, "max_sampled": 20})
     assert spoken.ready(1) == [WorkerReady([facts.to_dict()], "cpu 0")]
     assert (group.is_ready, group.models) == (True, {"tiny": facts})
-    assert [(each["device"], each["state"]) for each in group.status.workers] == [(f"cpu {rank}", "ready") for rank in range(3)]
+    assert [(each["device"], each["state"]) for each in group.status.workers] == [
+        (f"cpu {rank}", "ready") for rank in range(3)
+    ]
     assert spoken.told() == [[], [], []]
 
 
@@ -193,7 +205,10 @@ def test_workers_on_other_hosts_start_when_these_are_known_and_are_told_of_one_m
     spoken, known = speak(), list[str]()
     monkeypatch.setattr(spoken.group.launcher, "hosts", lambda: known or None)
     spoken.group.start_if_due()
-    assert ({worker.state for worker in spoken.workers}, 0 < spoken.group.wait_s <= LOOK_FOR_HOSTS_S) == ({"down"}, True)
+    assert ({worker.state for worker in spoken.workers}, 0 < spoken.group.wait_s <= LOOK_FOR_HOSTS_S) == (
+        {"down"},
+        True,
+    )
     known += ["10.0.0.1", "10.0.0.2"]
     spoken.group._look_at = 0.0  # it is time to look again
     for _ in range(2):
@@ -216,7 +231,12 @@ def test_workers_on_other_hosts_start_when_these_are_known_and_are_told_of_one_m
     ],
 )
 def test_each_worker_has_a_gpu_of_its_own_and_the_first_has_the_vllm_servers(
-    speak: Callable[..., Spoken], monkeypatch: pytest.MonkeyPatch, visible: str, sampler: str, devices: list[str], samplers: list[str]
+    speak: Callable[..., Spoken],
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    sampler: str,
+    devices: list[str],
+    samplers: list[str],
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     count = len(devices)
@@ -230,26 +250,43 @@ def test_each_worker_has_a_gpu_of_its_own_and_the_first_has_the_vllm_servers(
 
 
 def test_what_all_are_asked_for_is_answered_once_and_after_the_last(pair: Spoken) -> None:
-    """What fails on all is a failure like that of one worker. Of a step, the worker speaks that alone keeps a copy of it."""
+    """What fails on all is a failure like that of one worker.
+
+    Of a step, the worker speaks that alone keeps a copy of it.
+    """
     calls: list[Any] = [CREATE, TakeSnapshot(12, "tiny", MODEL, "b/3", False), STEP, LOAD]
     for call, order, fails in product(calls, ORDERS, (False, True)):
         replies = {rank: failed(call.number, rank) if fails else Answer(call.number, {"rank": rank}) for rank in order}
         assert pair.ask(call, replies) == [replies[WRITER if call is STEP and not fails else 0]]
-        assert pair.told() == [[call if rank == WRITER or call is not STEP else replace(STEP, copy="")] for rank in range(2)]
-    for order_of_all in [ClearGradients("tiny", "a"), DeleteModel("tiny", "a"), Drop(["a/1", "a/2"]), EndSession("s", False)]:
+        assert pair.told() == [
+            [call if rank == WRITER or call is not STEP else replace(STEP, copy="")] for rank in range(2)
+        ]
+    for order_of_all in [
+        ClearGradients("tiny", "a"),
+        DeleteModel("tiny", "a"),
+        Drop(["a/1", "a/2"]),
+        EndSession("s", False),
+    ]:
         pair.group.send(order_of_all)
         assert pair.told() == [[order_of_all]] * 2
     assert pair.group.work.awaited == {}
 
 
 @pytest.mark.parametrize("kind", [SaveModel, ExportModel])
-def test_what_one_worker_saves_for_all_is_answered_by_that_one_and_looked_up_again_by_all(pair: Spoken, kind: type[Any]) -> None:
-    """Different models have different workers, the same model always the same. A path may have been there before, and been sampled."""
+def test_what_one_worker_saves_for_all_is_answered_by_that_one_and_looked_up_again_by_all(
+    pair: Spoken, kind: type[Any]
+) -> None:
+    """Different models have different workers, the same model always the same.
+
+    A path may have been there before, and been sampled.
+    """
     writers = [writer_of(f"model {number}", 2) for number in range(8)]
     assert {*writers} == {0, 1}
     for number, writer in enumerate(writers):
         save = kind(number, "tiny", f"model {number}", True if kind is SaveModel else [], {"tinker_path": PATH})
-        reply, forget = (failed(number, writer), []) if number % 3 == 0 else (Answer(number, {}), [ForgetCheckpoint(PATH)])
+        reply, forget = (
+            (failed(number, writer), []) if number % 3 == 0 else (Answer(number, {}), [ForgetCheckpoint(PATH)])
+        )
         pair.group.send(save)
         assert pair.says(writer, Copied(number)) == [Copied(number)]
         assert pair.says(writer, reply) == [reply]
@@ -268,7 +305,13 @@ PARTS = [PartWritten(1, [("a", rank, 1, 0)]) for rank in range(2)]
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "replies",
-    [PARTS, [failed(1, 0), PARTS[1]], [PARTS[0], failed(1, 1)], [failed(1, 0), failed(1, 1)], [failed(1, 0), Answer(1, {})]],
+    [
+        PARTS,
+        [failed(1, 0), PARTS[1]],
+        [PARTS[0], failed(1, 1)],
+        [failed(1, 0), failed(1, 1)],
+        [failed(1, 0), Answer(1, {})],
+    ],
     ids=["written", "first fails", "second fails", "both fail", "whole"],
 )
 def test_a_save_of_all_is_finished_by_one_when_all_have_written_or_deleted_if_one_has_failed(
@@ -287,19 +330,28 @@ def test_a_save_of_all_is_finished_by_one_when_all_have_written_or_deleted_if_on
     assert sharing.group.work.awaited == {}
 
 
-def test_a_model_that_is_divided_goes_on_when_all_have_a_copy_and_what_all_have_one_alone_saves(sharing: Spoken) -> None:
-    """Also if some have written theirs already. Nothing behind a save that one cannot copy begins before it has failed. LoRA all have."""
+def test_a_model_that_is_divided_goes_on_when_all_have_a_copy_and_what_all_have_one_alone_saves(
+    sharing: Spoken,
+) -> None:
+    """Also if some have written theirs already.
+
+    Nothing behind a save that one cannot copy begins before it has failed. LoRA all have.
+    """
     sharing.group.send(saved_to("there"))
     assert sharing.says(0, Copied(1), PARTS[0]) == []
     assert sharing.says(1, Copied(1)) == [Copied(1)]
     sharing.told()
-    assert sharing.ask(saved_to("there"), {rank: Answer(1, {"rank": rank}) for rank in range(2)}) == [Answer(1, {"rank": WRITER})]
+    assert sharing.ask(saved_to("there"), {rank: Answer(1, {"rank": rank}) for rank in range(2)}) == [
+        Answer(1, {"rank": WRITER})
+    ]
     assert sharing.told() == [[saved_to("there"), ForgetCheckpoint(PATH)]] * 2
 
 
 @pytest.mark.parametrize("call", [CREATE, LOAD])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_model_that_one_worker_cannot_make_is_deleted_on_all(pair: Spoken, call: CreateModel | LoadModel, rank: int) -> None:
+def test_a_model_that_one_worker_cannot_make_is_deleted_on_all(
+    pair: Spoken, call: CreateModel | LoadModel, rank: int
+) -> None:
     number = call.number
     assert pair.ask(call, {1 - rank: Answer(number, {}), rank: failed(number, rank)}) == [failed(number, rank)]
     assert pair.told() == [[call, DeleteModel("tiny", MODEL)]] * 2
@@ -315,7 +367,7 @@ def test_a_model_that_one_worker_cannot_make_is_deleted_on_all(pair: Spoken, cal
     ],
 )
 def test_a_model_that_is_not_the_same_on_all_ends_the_group(pair: Spoken, call: Any, why: str) -> None:
-    """A step that one alone refuses, weights that it alone cannot load into a model that is there, or inflight weights that it has not."""
+    """One alone refuses a step, cannot load weights into an existing model, or lacks inflight weights."""
     assert len(pair.ask(CREATE, {rank: Answer(11, {}) for rank in range(2)})) == 1
     assert pair.ask(call, {0: Answer(call.number, {}), 1: failed(call.number, 1)}) == []
     assert pair.group.ended() == f"worker 1 of 2: ({why}: worker 1 cannot)"
@@ -356,7 +408,9 @@ def computed(rank: int, asked: RunPass, tokens: int = 100) -> PassDone:
 
 def refused(rank: int, asked: RunPass) -> PassDone:
     """What a worker says of a pass of which it can compute nothing."""
-    return PassDone(asked.number, [], [(*piece, "UserError", f"worker {rank} cannot") for piece in asked.pieces], 100, [], [], b"")
+    return PassDone(
+        asked.number, [], [(*piece, "UserError", f"worker {rank} cannot") for piece in asked.pieces], 100, [], [], b""
+    )
 
 
 def shares_of(spoken: Spoken, asked: RunPass) -> list[Any]:
@@ -373,7 +427,12 @@ def test_a_pass_is_computed_by_all_and_told_as_one(pair: Spoken) -> None:
     assert [each["pass_tokens"] for each in pair.group.status.workers] == [9, 9]
     assert pair.says(1, computed(1, second)) == []
     (done,) = pair.says(0, computed(0, first))
-    assert (done.number, done.results, done.failures, done.metrics) == (1, [(*piece, [1]) for piece in pieces], [], [[]] * 4)
+    assert (done.number, done.results, done.failures, done.metrics) == (
+        1,
+        [(*piece, [1]) for piece in pieces],
+        [],
+        [[]] * 4,
+    )
     assert np.frombuffer(done.payload[:32], np.float64).tolist() == [0.0, 1.0, 1.0, 1.0]
     assert np.frombuffer(done.payload[32:], np.float32).tolist() == [-9.0, -2.0, -3.0, -4.0]
     assert (done.tokens_per_pass, pair.group.work.awaited) == (200, {})
@@ -383,7 +442,11 @@ def test_a_pass_is_computed_by_all_and_told_as_one(pair: Spoken) -> None:
     assert (done.results, done.failures) == ([("m/1", 1, [1])], [("n/1", 0, "UserError", "worker 1 cannot")])
     first, second = shares_of(pair, RunPass(3, "tiny", True, pieces[:1], [9]))
     assert second is None
-    assert [len(pair.says(0, computed(0, first))), *(each["pass_tokens"] for each in pair.group.status.workers)] == [1, 27, 11]
+    assert [len(pair.says(0, computed(0, first))), *(each["pass_tokens"] for each in pair.group.status.workers)] == [
+        1,
+        27,
+        11,
+    ]
 
 
 TOGETHER = RunPass(1, "tiny", True, [("m/1", 0)], [9], together=True)
@@ -420,7 +483,8 @@ def test_passes_follow_the_memory_of_the_worker_that_has_least_and_of_their_own_
         return int(done.tokens_per_pass)
 
     assert [tokens_per_pass("less", datums, [100, 10]) for datums in (2, 1)] == [20, 20]
-    # A pass on another base model has the first worker's memory of its own: what `less` had to learn on the second is no limit here.
+    # A pass on another base model has the first worker's memory of its own: what `less` had to learn on the second is
+    # no limit here.
     assert [tokens_per_pass("tiny", datums, [100, 100]) for datums in (2, 1)] == [200, 200]
     assert tokens_per_pass("less", 1, [100, 100]) == 20
 
@@ -467,11 +531,16 @@ def test_a_sample_whose_weights_a_worker_has_dropped_goes_to_another(pair: Spoke
     assert (pair.group.work.routing.running, loads(pair)) == ({}, [0, 0])
 
 
-@pytest.mark.parametrize(("sampler", "shard", "helps"), [("vllm", "none", False), ("none", "weights", False), ("vllm", "weights", True)])
+@pytest.mark.parametrize(
+    ("sampler", "shard", "helps"), [("vllm", "none", False), ("none", "weights", False), ("vllm", "weights", True)]
+)
 def test_the_worker_that_samples_takes_snapshots_and_the_others_help_where_weights_are_divided(
     speak: Callable[..., Spoken], sampler: str, shard: str, helps: bool
 ) -> None:
-    """Where nothing samples divided weights the first refuses: one that helped would wait for it. Nobody follows other weights than it."""
+    """Where nothing samples divided weights the first refuses: one that helped would wait for it.
+
+    Nobody follows other weights than it.
+    """
     spoken = speak(2, sampler, shard).start()
     snapshot = TakeSnapshot(1, "tiny", MODEL, "b/1", False)
     for number in range(3):
@@ -499,7 +568,7 @@ def test_what_all_had_answered_before_one_ended_is_told_and_nothing_else_is(pair
 
 
 def test_a_worker_that_ends_because_another_did_is_named_only_if_no_other_has_ended(pair: Spoken) -> None:
-    """Between CPUs the others learn of an end at once, and end too: the engine may see both at the same time, or the cause last."""
+    """Between CPUs the others see an end at once and end too: the engine may see both together, or the cause last."""
     first, second = pair.workers
     first.follows = True
     for end in (KILLED, None):
@@ -521,7 +590,7 @@ def signs_of(still_s: float, waits: bool, is_ready: bool) -> Liveness:
 
 
 def test_what_one_told_before_another_became_ready_does_not_end_it() -> None:
-    """All come out of their meeting at once, and say so one after the other: the last heartbeat of the last is of the meeting still."""
+    """All leave their meeting at once and say so in turn: the last one's last heartbeat is still of the meeting."""
     ready, starting = signs_of(0.0, waits=False, is_ready=True), signs_of(HUNG_S, waits=True, is_ready=False)
     starting.another_went_on()
     for beats in range(1, SETTLED + 1):
@@ -563,7 +632,10 @@ class WatchedGroup(Watched):
 def test_a_worker_for_which_others_wait_in_an_exchange_is_named_and_all_are_if_each_waits(
     tmp_path: Path, how: str, named: str, why: str
 ) -> None:
-    """All send heartbeats, and none uses its processor. Each waits where the network between them is lost and that to the engine is not."""
+    """All send heartbeats, and none uses its processor.
+
+    Each waits where the network between them is lost and that to the engine is not.
+    """
     with link_of_an_engine() as (_, link):
         watched = WatchedGroup(link, tmp_path, how)
         try:
@@ -582,7 +654,9 @@ def test_a_worker_for_which_others_wait_in_an_exchange_is_named_and_all_are_if_e
 # ---- With the engine
 
 
-def test_the_server_is_told_once_that_workers_are_lost_and_once_that_all_are_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_is_told_once_that_workers_are_lost_and_once_that_all_are_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(child_process, "FIRST_DELAY_S", 0.0)
     with engine_with("ready", tmp_path, 2) as (server, engine):
         told: list[Message] = []

@@ -106,7 +106,9 @@ def watch() -> Iterator[Callable[..., Watched]]:
             watched.process.stop(0.0)
 
 
-def test_a_worker_is_started_once_and_another_takes_the_place_of_one_that_is_killed(watch: Callable[..., Watched]) -> None:
+def test_a_worker_is_started_once_and_another_takes_the_place_of_one_that_is_killed(
+    watch: Callable[..., Watched],
+) -> None:
     """Its end is reported once. What is sent while none is ready blocks nobody, and never reaches the next."""
     worker = watch("ready")
     process = worker.process
@@ -181,7 +183,8 @@ STUCK = r"been in one and the same call for \d+ s \(worker_stuck_s\)"
     ("how", "settings", "why"),
     [
         ("ready", {"worker_hung_s": 4.0}, rf"{SILENT} \(worker_hung_s\)"),
-        ("loading", {"worker_still_s": 4.0}, rf"{SILENT} \(worker_still_s\)"),  # it is not waited for as long as one that loads
+        # It is not waited for as long as one that loads
+        ("loading", {"worker_still_s": 4.0}, rf"{SILENT} \(worker_still_s\)"),
         # It waits for a kernel that never ends, and uses its processor all the time.
         ("spin", {"worker_stuck_s": 2.0}, STUCK),
     ],
@@ -237,12 +240,16 @@ def test_a_worker_that_nothing_can_end_is_named_when_it_is_killed_and_left_behin
     worker.until(lambda: spared)
     assert f"worker (process {first}) is ended: it had made no progress in its work for" in caplog.text
     worker.until(lambda: worker.ends)
-    assert re.search(r"\(it had made no progress in its work for \d+ s \(worker_still_s\) and was killed\)$", worker.ends[0])
+    assert re.search(
+        r"\(it had made no progress in its work for \d+ s \(worker_still_s\) and was killed\)$", worker.ends[0]
+    )
     assert caplog.text.count(f"process {first} does not end 0 s after it was killed") == 1
     assert worker.start() != first
 
 
-def test_nobody_waits_for_ever_for_a_worker_that_nothing_can_end(watch: Callable[..., Watched], spared: list[int]) -> None:
+def test_nobody_waits_for_ever_for_a_worker_that_nothing_can_end(
+    watch: Callable[..., Watched], spared: list[int]
+) -> None:
     worker = watch("stubborn")
     pid = worker.start()
     worker.process.stop(0.0)
@@ -252,7 +259,9 @@ def test_nobody_waits_for_ever_for_a_worker_that_nothing_can_end(watch: Callable
 
 
 @pytest.mark.parametrize(("how", "code"), [("ready", 0), ("stubborn", -signal.SIGKILL)])
-def test_a_worker_that_is_told_to_stop_ends_by_itself_or_is_killed(watch: Callable[..., Watched], how: str, code: int) -> None:
+def test_a_worker_that_is_told_to_stop_ends_by_itself_or_is_killed(
+    watch: Callable[..., Watched], how: str, code: int
+) -> None:
     worker = watch(how)
     worker.start()
     process = worker.process.process

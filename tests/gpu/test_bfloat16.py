@@ -1,8 +1,9 @@
-"""bfloat16 on a GPU, on models as wide as published ones: the figures of `benchmarks/gpu/exactness.py`, held to their limits.
+"""bfloat16 on a GPU, on models as wide as published ones: the figures of `benchmarks/gpu/exactness.py`, held to their
+limits.
 
-Invariant: On a GPU: float32 keeps its bounds; bfloat16 is as exact as that of transformers, layer by layer and in the first 30 steps of a
-training curve, and at most twice as far off after 200; sampler and trainer agree on a model that has learned (`make test-gpu`, which runs
-the numerical tests of all rooms).
+Invariant: On a GPU: float32 keeps its bounds; bfloat16 is as exact as that of transformers, layer by layer and in the
+first 30 steps of a training curve, and at most twice as far off after 200; sampler and trainer agree on a model that
+has learned (`make test-gpu`, which runs the numerical tests of all rooms).
 """
 
 import pytest
@@ -30,7 +31,10 @@ def test_the_delta_rule_is_as_exact_as_that_of_transformers() -> None:
 
 
 def test_a_training_curve_drifts_no_further_than_that_of_transformers() -> None:
-    """In its first 30 steps. Over 200, training enlarges what any rounding has made: one seed gave 1.76, four on a CPU 0.77 to 0.98."""
+    """In its first 30 steps.
+
+    Over 200, training enlarges what any rounding has made: one seed gave 1.76, four on a CPU 0.77 to 0.98.
+    """
     assert (found := curve())["early_ratio"] <= AS_EXACT, found
     assert found["drift_ratio"] <= 2, found
 

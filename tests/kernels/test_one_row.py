@@ -37,7 +37,7 @@ def layer(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> JoinedLi
 
 
 def assert_rounded(found: Tensor, linear: JoinedLinear, row: Tensor) -> None:
-    """That `found` is the layer of a row of numbers of the size of 1, computed in float64, but for rounding sums and result."""
+    """Check `found`, the layer of a row of numbers near 1, against float64, but for rounding."""
     exact = row.double() @ linear.weight.double().t() + (0 if linear.bias is None else linear.bias.double())
     torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(found.dtype).eps, atol=2e-5)
 
@@ -47,7 +47,7 @@ def assert_rounded(found: Tensor, linear: JoinedLinear, row: Tensor) -> None:
 def test_one_row_is_multiplied_as_many_are(
     kernels: Any, outputs: int, inputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a row of a view, which lies between others, and by a matrix that is so wide that it is cut into shorter pieces."""
+    """Also a row of a view between others, and by a matrix so wide that it is cut into shorter pieces."""
     both = drawn(1, 2 * inputs, seed=3, dtype=dtype)
     for bias, wide in ((False, None), (True, None), (True, 10)):
         if wide:
@@ -64,7 +64,7 @@ def test_one_row_is_multiplied_as_many_are(
 def test_a_norm_before_it_is_computed_too(
     kernels: Any, outputs: int, inputs: int, norm: Normed, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the sum of two rows, and of one alone: the same rows as without the kernel, to the last bit or a rounding."""
+    """For the sum of two rows and for one row: as without the kernel, to the last bit or a rounding."""
     linear, factor = layer(outputs, inputs, True, dtype), drawn(inputs, seed=5, dtype=dtype)
     x, other = drawn(1, inputs, seed=3, dtype=dtype), drawn(1, inputs, seed=4, dtype=dtype)
     monkeypatch.setattr("tinsmith.models.batched_lora.is_one_row", lambda x: True)
@@ -73,7 +73,9 @@ def test_a_norm_before_it_is_computed_too(
         expected, sums = SegmentAdapters(()).project(linear, norm, x, delta, factor)
         assert torch.equal(total, sums)
         # A number of the row may be rounded the other way where the norm comes out otherwise in its last bit.
-        torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=2e-5 if dtype == torch.float32 else 1e-2)
+        torch.testing.assert_close(
+            found, expected, rtol=2 * torch.finfo(dtype).eps, atol=2e-5 if dtype == torch.float32 else 1e-2
+        )
 
 
 def test_the_kernel_serves_one_row_in_half_precision_on_a_gpu() -> None:

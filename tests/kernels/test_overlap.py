@@ -1,11 +1,11 @@
-"""Kernels that start before the kernels ahead have ended: what they touch before they wait for them, read from their code for a GPU.
+"""Kernels that start before the kernels ahead have ended: what they touch before they wait for them, read from their
+code for a GPU.
 
-Triton compiles it here without a GPU, in a process that does not interpret kernels: `python -m tests.kernels.test_overlap` prints a
-line for each, its name, whether it waits, and how it accesses memory before that.
+Triton compiles it here without a GPU, in a process that does not interpret kernels: `python -m
+tests.kernels.test_overlap` prints a line for each, its name, whether it waits, and how it accesses memory before that.
 
-Invariant: A kernel that starts before the ones ahead have ended touches nothing but weights of a base model until it has waited for them;
-in a captured step it gets what they compute.
-Also: `tests/kernels/test_one_row.py`.
+Invariant: A kernel that starts before the ones ahead have ended touches nothing but weights of a base model until it
+has waited for them; in a captured step it gets what they compute. Also: `tests/kernels/test_one_row.py`.
 """
 
 import importlib
@@ -93,7 +93,8 @@ def test_nothing_but_weights_is_touched_before_the_wait() -> None:
         assert waits, name
         if name == "one_row._multiply":
             assert lines
-            assert all("ld.global" in line and "evict_first" in line for line in lines)  # which only tiles of the matrix are
+            # Which only tiles of the matrix are
+            assert all("ld.global" in line and "evict_first" in line for line in lines)
         else:
             assert lines == [], name
     assert found == set(kernels())
@@ -102,7 +103,9 @@ def test_nothing_but_weights_is_touched_before_the_wait() -> None:
 def test_where_kernels_overlap() -> None:
     hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
     assert overlapping(torch.device("cpu"), 1) == {"OVERLAPS": False}
-    assert overlapping(torch.device(DEVICE), MOST_ROWS) == ({"OVERLAPS": True, "launch_pdl": True} if hopper else {"OVERLAPS": False})
+    assert overlapping(torch.device(DEVICE), MOST_ROWS) == (
+        {"OVERLAPS": True, "launch_pdl": True} if hopper else {"OVERLAPS": False}
+    )
     assert overlapping(torch.device(DEVICE), MOST_ROWS + 1) == {"OVERLAPS": False}
 
 
@@ -114,11 +117,21 @@ def main() -> None:
 
     for name, kernel in kernels().items():
         types, constants = signature(kernel), CONSTANTS | (OF_ONE_ROW if name.startswith("one_row") else {})
-        given = {place: constants[parameter] for place, parameter in enumerate(types) if types[parameter] == "constexpr"}
+        given = {
+            place: constants[parameter] for place, parameter in enumerate(types) if types[parameter] == "constexpr"
+        }
         source = ASTSource(kernel, types, constexprs={(place,): value for place, value in given.items()})
         code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"launch_pdl": True}).asm["ptx"]
         before, wait, _ = code.partition("griddepcontrol.wait")
-        print(json.dumps([name, bool(wait), [line.strip() for line in before.splitlines() if any(access in line for access in ACCESSES)]]))
+        print(
+            json.dumps(
+                [
+                    name,
+                    bool(wait),
+                    [line.strip() for line in before.splitlines() if any(access in line for access in ACCESSES)],
+                ]
+            )
+        )
 
 
 if __name__ == "__main__":

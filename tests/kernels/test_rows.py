@@ -1,4 +1,4 @@
-"""The Triton kernels of a decoder's elementwise pieces, and of its softmax, against the functions that they stand for."""
+"""The Triton kernels of a decoder's elementwise parts and of its softmax, against the functions that they replace."""
 
 import importlib
 from collections.abc import Callable
@@ -82,7 +82,10 @@ def memory(tokens: int, count: int, strength: float) -> dict[str, Arguments]:
         together = x(tokens, 3 * count) * strength
         return together[:, :count], together[:, count : 2 * count], x(count), x(count)
 
-    return {"memory_gates": inputs, "memory_gates_backward": lambda x: (*inputs(x), x(tokens, count).float(), x(tokens, 2 * count)[:, ::2])}
+    return {
+        "memory_gates": inputs,
+        "memory_gates_backward": lambda x: (*inputs(x), x(tokens, count).float(), x(tokens, 2 * count)[:, ::2]),
+    }
 
 
 def softmax(rows: int, vocabulary: int) -> dict[str, Arguments]:
@@ -109,7 +112,10 @@ CASES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("name", "arguments"), [case for cases in CASES for case in cases])
 def test_a_kernel_computes_what_its_function_does(name: str, arguments: Arguments, dtype: torch.dtype) -> None:
-    """Within two roundings of the dtype, and those of float32 in sums of up to 300. What is written to arguments is compared too."""
+    """Within two roundings of the dtype, and those of float32 in sums of up to 300.
+
+    What is written to arguments is compared too.
+    """
     assert_same(name, arguments, dtype)
 
 
@@ -133,10 +139,14 @@ def assert_same(name: str, arguments: Arguments, dtype: torch.dtype) -> None:
     )
     bound = 4 * torch.finfo(dtype).eps
     found, expected = (kernel(*ours), *ours), (function.function(*theirs), *theirs)
-    torch.testing.assert_close(found, expected, rtol=bound, atol=bound + 300 * torch.finfo(torch.float32).eps, equal_nan=True)
+    torch.testing.assert_close(
+        found, expected, rtol=bound, atol=bound + 300 * torch.finfo(torch.float32).eps, equal_nan=True
+    )
 
 
-FUNCTIONS = {name: found for room in (fused, logprobs) for name, found in vars(room).items() if isinstance(found, WithKernel)}
+FUNCTIONS = {
+    name: found for room in (fused, logprobs) for name, found in vars(room).items() if isinstance(found, WithKernel)
+}
 
 
 def test_every_kernel_is_tried() -> None:
@@ -145,5 +155,7 @@ def test_every_kernel_is_tried() -> None:
 
 def test_the_table_names_all_modules_of_kernels() -> None:
     """But for the two that `kernels/delta_rule.py` is made of."""
-    modules = {path.stem for path in Path(kernels.__file__).parent.glob("*.py") if "\nimport triton\n" in path.read_text()}
+    modules = {
+        path.stem for path in Path(kernels.__file__).parent.glob("*.py") if "\nimport triton\n" in path.read_text()
+    }
     assert modules - {"delta_forward", "delta_backward"} | {"delta_rule"} == set(SERVED)

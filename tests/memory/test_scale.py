@@ -36,7 +36,8 @@ def sharded(plan: Plan) -> str:
 
 
 def divided_all(plan: Plan) -> str:
-    """What a model that trains all weights takes of each of those, and the sequences that train: a cell of the third table."""
+    """What a model that trains all weights takes of each of those, and the sequences that train: a cell of the third
+    table."""
     _, mode = (each for each in plan.modes if each.mode == "sharded")
     return f"{mode.model_bytes / 2**30:.1f} GiB, {mode.longest_sequence:,}" if mode.fits else "-"
 
@@ -53,5 +54,8 @@ def test_the_tables_are_what_the_plan_says(name: str, card: str, tmp_path: Path)
     page = PAGE.read_text(encoding="utf-8").splitlines()
     plans = {workers: planned(SHAPES[name], CARDS[card], workers, tmp_path) for workers in (1, 2, 4, 8)}
     assert len({whole(plan) for plan in plans.values()}) == 1
-    rows = [whole(plans[1]), *(" | ".join(cell(plans[workers]) for workers in (2, 4, 8)) for cell in (sharded, divided_all, together))]
+    rows = [
+        whole(plans[1]),
+        *(" | ".join(cell(plans[workers]) for workers in (2, 4, 8)) for cell in (sharded, divided_all, together)),
+    ]
     assert [row for row in rows if f"| {name} | {card} | {row} |" not in page] == []

@@ -40,7 +40,11 @@ def test_layers_are_divided_if_a_model_trains_in_no_other_way(fits: Sequence[Fit
     """And no setting is one that sharded layers refuse."""
     for sampler in ("vllm", "none"):
         assert choose(fits, load(options={"sampler": sampler})) == chosen
-    refused: list[dict[str, object]] = [{"full_state": "compact"}, {"deterministic": True}, {"sequence_parallel_from": 4096}]
+    refused: list[dict[str, object]] = [
+        {"full_state": "compact"},
+        {"deterministic": True},
+        {"sequence_parallel_from": 4096},
+    ]
     assert {choose(fits, load(options={"sampler": "none"} | setting)) for setting in refused} == {"none"}
 
 
@@ -53,7 +57,9 @@ def test_the_local_sampler_needs_the_whole(caplog: pytest.LogCaptureFixture) -> 
     assert "b has little room to train as a whole on each GPU. To divide its layers, add --sampler vllm" in caplog.text
     with pytest.raises(ConfigError, match=r"e is too large for the GPU of a worker.*--sampler vllm.*--shard none"):
         choose([PARTS, LARGE], load())
-    with pytest.raises(ConfigError, match=r"^e and e together are too large for the GPU of a worker.*--shard none loads them"):
+    with pytest.raises(
+        ConfigError, match=r"^e and e together are too large for the GPU of a worker.*--shard none loads them"
+    ):
         choose([LARGE, LARGE], load())
     assert choose([PARTS, LARGE], load(options={"sampler": "none"})) == "weights"
 
@@ -85,7 +91,12 @@ def test_the_estimate_of_another_process_decides_and_without_one_nothing_is_divi
 ) -> None:
     told = json.dumps([{"name": "large", "loads": False, "whole": False, "sharded": True}])
     good = f"import sys, json; json.load(sys.stdin); print('a word of a library'); print({told!r})"
-    for source, shard in ((good, "weights"), ("import sys; sys.exit('no such card')", "none"), ("print('no JSON')", "none"), ("", "none")):
+    for source, shard in (
+        (good, "weights"),
+        ("import sys; sys.exit('no such card')", "none"),
+        ("print('no JSON')", "none"),
+        ("", "none"),
+    ):
         program(monkeypatch, source)
         assert chosen_shard(load(options={"sampler": "none"}), 4) == shard
     assert "no such card" in caplog.text
@@ -129,14 +140,19 @@ def test_base_models_of_one_server_share_each_gpu(monkeypatch: pytest.MonkeyPatc
     assert [choose(estimated(config), config) for config in (one, two)] == ["none", "weights"]
     gpus_here(monkeypatch, 4, 50)
     assert estimated(two) == [Fit(name, loads=True, whole=True, sharded=True) for name in "ab"]
-    gpus_here(monkeypatch, 4, 49)  # beside weights of 31 GiB and a cache of 10 GiB there is room to train, beside two of these there is not
-    assert [{fit.whole for fit in estimated(of_8b(tmp_path, 2, kv_cache_gib=gib))} for gib in (5, 10)] == [{True}, {False}]
+    # Beside weights of 31 GiB and a cache of 10 GiB there is room to train, beside two of these there is not
+    gpus_here(monkeypatch, 4, 49)
+    assert [{fit.whole for fit in estimated(of_8b(tmp_path, 2, kv_cache_gib=gib))} for gib in (5, 10)] == [
+        {True},
+        {False},
+    ]
     gpus_here(monkeypatch, 4, 12)
     assert [choose(estimated(config), config) for config in (one, two)] == ["weights", "none"]  # nor do parts of both
 
 
 def test_the_estimate_is_for_the_workers_that_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two base models have a vLLM server each, so that two of four GPUs train; for three workers the parts would be small enough."""
+    """Two base models have a vLLM server each, so that two of four GPUs train; for three workers the parts would be
+    small enough."""
     fits = {}
     for gpus, workers in ((4, 2), (5, 3)):
         gpus_here(monkeypatch, gpus, 22)

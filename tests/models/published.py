@@ -1,4 +1,4 @@
-"""Models whose LoRA parameters Tinker publishes (the cookbook's `hyperparam_utils.py`), with their sizes: our geometry must agree.
+"""Sizes of models whose LoRA parameters Tinker publishes (the cookbook's `hyperparam_utils.py`); ours must agree.
 
 `tests/recipes/test_published_counts.py` compares the numbers with the cookbook's own.
 """
@@ -10,7 +10,12 @@ from typing import Any
 from transformers import AutoConfig, LlamaConfig, Qwen3_5Config, Qwen3Config
 
 _LLAMA: dict[str, Any] = {"vocab_size": 128_256, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
-_QWEN3: dict[str, Any] = {"vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+}
 _QWEN3_5: dict[str, Any] = {
     "vocab_size": 248_320,
     "num_key_value_heads": 4,
@@ -37,7 +42,11 @@ def _qwen3(*sizes: int, tied: bool) -> Qwen3Config:
 
 def _qwen3_5(*sizes: int, value_heads: int, tied: bool) -> Qwen3_5Config:
     types = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(sizes[2])]
-    text = _QWEN3_5 | _sizes(*sizes) | {"linear_num_value_heads": value_heads, "layer_types": types, "tie_word_embeddings": tied}
+    text = (
+        _QWEN3_5
+        | _sizes(*sizes)
+        | {"linear_num_value_heads": value_heads, "layer_types": types, "tie_word_embeddings": tied}
+    )
     return Qwen3_5Config(text_config=text, vision_config={"out_hidden_size": sizes[0]}, tie_word_embeddings=tied)
 
 
@@ -107,7 +116,7 @@ REFUSED = {
 """Mixtures of experts that transformers knows, by architecture."""
 
 UNKNOWN = ("deepseek-ai/DeepSeek-V4", "moonshotai/", "nvidia/", "thinkingmachines/", "zai-org/")
-"""How the names of others begin, all mixtures of experts: with code of their own, or layers that Tinsmith has no code for."""
+"""How the names of others begin: mixtures of experts with code of their own, or layers that Tinsmith lacks."""
 
 
 def write_architecture(model_type: str, directory: Path) -> Path:

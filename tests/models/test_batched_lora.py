@@ -1,4 +1,5 @@
-"""LoRA in a decode batch: kernels that compute each row as if its adapter were alone, and the columns that adapters get.
+"""LoRA in a decode batch: kernels that compute each row as if its adapter were alone, and the columns that adapters
+get.
 
 That rows of a batch have the numbers of the trainer: tests/sampling/local/test_sampler.py.
 
@@ -40,7 +41,10 @@ def random_adapter(layout: Layout, rank: int, dtype: torch.dtype = torch.float32
 
 @pytest.mark.parametrize(("count", "inputs", "targets"), [(5, 600, [(0, 64), (64, 80), (90, 95)]), (70, 48, [(3, 40)])])
 def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tuple[int, int]]) -> None:
-    """Some rows have no columns. Matrices of NaN that no row of a tile needs are not read, and a row of NaN reaches no other."""
+    """Some rows have no columns.
+
+    Matrices of NaN that no row of a tile needs are not read, and a row of NaN reaches no other.
+    """
     pytest.importorskip("triton")
     from tinsmith.kernels.lora import add_adapters
 
@@ -51,7 +55,9 @@ def test_the_kernels_are_the_formula(count: int, inputs: int, targets: list[tupl
         for size in ((count, inputs), (len(targets), width, inputs), (out, width), (count, out))
     )
     a[:, 64:] = b[:, 64:] = math.nan
-    columns = torch.tensor([[0, 0], [3, 40], [40, 45], [0, 3], [45, 64]], dtype=torch.int32)[torch.arange(1, count + 1) % 5].to(DEVICE)
+    columns = torch.tensor([[0, 0], [3, 40], [40, 45], [0, 3], [45, 64]], dtype=torch.int32)[
+        torch.arange(1, count + 1) % 5
+    ].to(DEVICE)
     expected = y.double()
     for row, (start, end) in enumerate(columns.tolist()):
         for number, (first, last) in enumerate(targets):
@@ -71,7 +77,10 @@ def test_an_adapter_that_is_not_finite_gets_no_columns(layout: Layout) -> None:
 
 
 def test_columns_that_find_no_memory_leave_the_others_as_they_are(layout: Layout) -> None:
-    """Captured graphs go on reading them. All buffers are made anew for more columns; the memory ends among the last of them."""
+    """Captured graphs go on reading them.
+
+    All buffers are made anew for more columns; the memory ends among the last of them.
+    """
     batched = BatchedAdapters(layout, torch.device(DEVICE), torch.float32, 64)
     first, large = random_adapter(layout, 8), random_adapter(layout, 40)
     assert batched.place(first) == (0, 8)

@@ -1,8 +1,10 @@
-"""Our walk through the layers against the transformers modules: hidden states and gradients, and what is not taken apart.
+"""Our walk through the layers against the transformers modules: hidden states and gradients, and what is not taken
+apart.
 
 Its norms are compared with those of transformers alone, its attention with the formula.
 
-Invariant: Our decoder, with all of its pieces, computes what the transformers modules compute, in float64, with adapters and full weights.
+Invariant: Our decoder, with all of its pieces, computes what the transformers modules compute, in float64, with
+adapters and full weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,13 +57,19 @@ def row_of(base: BaseModel, owners: Sequence[Weights | None]) -> PackedRow:
     return pack(inputs, owners, base.device)
 
 
-def run(base: BaseModel, owners: Sequence[Weights | None], recompute: int = 0, offload: bool = False) -> tuple[Tensor, list[Tensor]]:
+def run(
+    base: BaseModel, owners: Sequence[Weights | None], recompute: int = 0, offload: bool = False
+) -> tuple[Tensor, list[Tensor]]:
     """Hidden states of a row, and the gradients of all weights; so many layers are recomputed."""
     row = row_of(base, owners)
     with kept_in_host_memory(len(row.token_ids)) if offload else nullcontext():
         hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype), recompute)
     direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
-    leaves = [leaf for owner in {id(owner): owner for owner in owners if owner is not None}.values() for leaf in owner.leaves()]
+    leaves = [
+        leaf
+        for owner in {id(owner): owner for owner in owners if owner is not None}.values()
+        for leaf in owner.leaves()
+    ]
     found = torch.autograd.grad((hidden * direction).sum(), leaves, allow_unused=True)
     return hidden.detach(), [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
 
@@ -74,7 +82,10 @@ def assert_close(ours: tuple[Tensor, list[Tensor]], theirs: tuple[Tensor, list[T
 
 @pytest.mark.parametrize("family", families(KNOWN))
 def test_adapters_equal_the_modules(family_dir: Dirs, family: str) -> None:
-    """Three adapters of different ranks and coverage, two slices of one, and the bare base. Angles are float32 in both ways."""
+    """Three adapters of different ranks and coverage, two slices of one, and the bare base.
+
+    Angles are float32 in both ways.
+    """
     base = wide(family_dir(family))
     first, second = random_adapter(base, rank=4, seed=1), random_adapter(base, rank=8, seed=2)
     third = random_adapter(base, rank=4, seed=3, train_attn=False)
@@ -84,7 +95,13 @@ def test_adapters_equal_the_modules(family_dir: Dirs, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "shape"),
-    [("qwen2", {}), ("qwen3_vl", {}), ("qwen3_vl", {"train_attn": False}), ("qwen3_5", {}), ("qwen3_5", {"train_mlp": False})],
+    [
+        ("qwen2", {}),
+        ("qwen3_vl", {}),
+        ("qwen3_vl", {"train_attn": False}),
+        ("qwen3_5", {}),
+        ("qwen3_5", {"train_mlp": False}),
+    ],
 )
 def test_full_weights_equal_the_modules(family_dir: Dirs, family: str, shape: dict[str, bool]) -> None:
     base = wide(family_dir(family))
@@ -95,14 +112,23 @@ def test_full_weights_equal_the_modules(family_dir: Dirs, family: str, shape: di
 
 @pytest.mark.parametrize(
     ("model_type", "settings"),
-    [("llama", {"hidden_act": "gelu"}), ("qwen3", {"hidden_act": "relu"}), ("olmo", {}), ("smollm3", {"pad_token_id": 0})],
+    [
+        ("llama", {"hidden_act": "gelu"}),
+        ("qwen3", {"hidden_act": "relu"}),
+        ("olmo", {}),
+        ("smollm3", {"pad_token_id": 0}),
+    ],
 )
-def test_what_it_does_not_know_runs_through_the_modules(model_type: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_what_it_does_not_know_runs_through_the_modules(
+    model_type: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     write_decoder(model_type, tmp_path, **settings)
     assert load(tmp_path).decoder is None
 
 
-def test_a_model_with_another_module_runs_through_the_modules(family_dir: Dirs, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_another_module_runs_through_the_modules(
+    family_dir: Dirs, caplog: pytest.LogCaptureFixture
+) -> None:
     directory, places = str(family_dir("qwen3")), ("", "layers.0", "layers.1.self_attn", "layers.1.mlp")
     family = family_of("tiny", read_config(directory))
     for place in places:
@@ -181,24 +207,33 @@ ROWS = {
 """Lengths, window, and whether a GPU computes them as a batch of equal lengths."""
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5 if DEVICE == "cpu" else 1e-4), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-5 if DEVICE == "cpu" else 1e-4), (torch.bfloat16, 0.01)]
+)
 @pytest.mark.parametrize("name", ROWS)
 def test_packed_is_each_alone_and_no_nan_reaches_a_neighbour(name: str, dtype: torch.dtype, bound: float) -> None:
     """Within 1 % in half precision: bfloat16 keeps numbers to 0.4 %, and what lies between is rounded too.
 
-    The reference is float32 on the same numbers. Heads are as wide as those of published models, so that every kernel takes them.
+    The reference is float32 on the same numbers. Heads are as wide as those of published models, so that every kernel
+    takes them.
     """
     lengths, window, dense = ROWS[name]
     generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
     sizes = (tokens, HEADS, 64), (tokens, KV_HEADS, 64), (tokens, KV_HEADS, 64), (tokens, HEADS, 64)
-    query, key, value, weights = (torch.randn(size, generator=generator).to(DEVICE, dtype).requires_grad_() for size in sizes)
+    query, key, value, weights = (
+        torch.randn(size, generator=generator).to(DEVICE, dtype).requires_grad_() for size in sizes
+    )
     rows, plan = (query, key, value), PackedPlan(lengths, torch.device(DEVICE), dtype)
     assert plan.is_dense(window) == dense
     got = plan.attend(0, query, key, value, 0.3, window)
     exact = [x.detach().float().requires_grad_() for x in rows]
-    expected = torch.cat([alone(q, k, v, 0.3, window) for q, k, v in zip(*(x.split(lengths) for x in exact), strict=True)])
+    expected = torch.cat(
+        [alone(q, k, v, 0.3, window) for q, k, v in zip(*(x.split(lengths) for x in exact), strict=True)]
+    )
     found = torch.autograd.grad(got, rows, weights)
-    for one, other in zip((got, *found), (expected, *torch.autograd.grad(expected, exact, weights.float())), strict=True):
+    for one, other in zip(
+        (got, *found), (expected, *torch.autograd.grad(expected, exact, weights.float())), strict=True
+    ):
         assert (one.detach().float() - other.detach()).norm() < bound * other.detach().norm()
     with torch.no_grad():
         for x in rows:

@@ -1,11 +1,10 @@
-"""Convolution and gated delta rule of packed sequences, against the formulas written out token by token, values and gradients.
+"""Convolution and gated delta rule of packed sequences, values and gradients, against formulas token by token.
 
-So are the Triton kernels, which an interpreter runs on a CPU. On a GPU they are believed when they have computed a small row, and
-transformers computes in PyTorch.
+So are the Triton kernels, which an interpreter runs on a CPU. On a GPU they are believed when they have computed a
+small row, and transformers computes in PyTorch.
 
-Invariant: Hybrid models: convolution and delta rule equal their formulas, a packed row equals each sequence alone and transformers, and
-no NaN crosses.
-Also: `tests/training/test_against_peft.py`.
+Invariant: Hybrid models: convolution and delta rule equal their formulas, a packed row equals each sequence alone and
+transformers, and no NaN crosses. Also: `tests/training/test_against_peft.py`.
 """
 
 import functools
@@ -34,7 +33,7 @@ TAPS = 4
 HARD = (1, 2, 3, 4, 63, 64, 65, amount(70, 130))
 """Lengths around those of chunks. The last has two or three of the longest."""
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2**-13, torch.bfloat16: 2**-7}
-"""How far results may lie from exact ones, as a share: kernels keep float32 in two bfloat16, and the interpreter cuts numbers off."""
+"""Relative bounds on errors: kernels keep float32 in two bfloat16, and the interpreter cuts numbers off."""
 
 Numbers = list[Any]
 """Tensors, the last of them perhaps None."""
@@ -46,10 +45,14 @@ def starts_and_ends(lengths: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
 
 
-def recurrence(lengths: Sequence[int], query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, before: Any) -> list[Tensor]:
+def recurrence(
+    lengths: Sequence[int], query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, before: Any
+) -> list[Tensor]:
     """The outputs of the gated delta rule and the last states, one token after the other."""
     groups = value.shape[1] // key.shape[1]
-    query, key = ((x / (x * x).sum(-1, keepdim=True).add(1e-6).sqrt()).repeat_interleave(groups, 1) for x in (query, key))
+    query, key = (
+        (x / (x * x).sum(-1, keepdim=True).add(1e-6).sqrt()).repeat_interleave(groups, 1) for x in (query, key)
+    )
     outs, after = [], []
     for index, (start, end) in enumerate(starts_and_ends(lengths)):
         state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2]) if before is None else before[index]
@@ -123,18 +126,27 @@ def for_rule_kernels(lengths: Sequence[int], key_heads: int, groups: int, states
     return leaves(*made, drawn(len(lengths), heads, width, width) if states else None)
 
 
-def convolution_inputs(lengths: Sequence[int], states: bool, channels: int = 4, dtype: torch.dtype = torch.float64) -> Numbers:
+def convolution_inputs(
+    lengths: Sequence[int], states: bool, channels: int = 4, dtype: torch.dtype = torch.float64
+) -> Numbers:
     """x in rows that are wider than it, weight and earlier inputs."""
     drawn = drawing(lengths)
     x = drawn(sum(lengths), channels + 6).to(dtype)[:, 3 : channels + 3]
-    return leaves(x, drawn(channels, TAPS).to(dtype), drawn(len(lengths), TAPS - 1, channels).to(dtype) if states else None)
+    return leaves(
+        x, drawn(channels, TAPS).to(dtype), drawn(len(lengths), TAPS - 1, channels).to(dtype) if states else None
+    )
 
 
-def values_and_gradients(operation: Operation, lengths: Sequence[int], inputs: Numbers, outputs: int | None = None) -> list[Tensor]:
+def values_and_gradients(
+    operation: Operation, lengths: Sequence[int], inputs: Numbers, outputs: int | None = None
+) -> list[Tensor]:
     """The outputs, or the first of them, and the gradients of a fixed random sum of these."""
     outs, drawn = operation(lengths, *inputs)[:outputs], drawing([0])
     weights = [drawn(*out.shape).bfloat16().to(out) for out in outs]
-    return [x.detach() for x in (*outs, *torch.autograd.grad(outs, [x for x in inputs if x is not None and x.requires_grad], weights))]
+    return [
+        x.detach()
+        for x in (*outs, *torch.autograd.grad(outs, [x for x in inputs if x is not None and x.requires_grad], weights))
+    ]
 
 
 def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -146,7 +158,9 @@ def assert_exact(operation: Operation, formula: Operation, lengths: Sequence[int
     """Values and gradients are those of the formula in float64, on the same numbers."""
     outputs = len(operation(lengths, *inputs))
     exact = [None if x is None else x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
-    assert_same(values_and_gradients(operation, lengths, inputs), values_and_gradients(formula, lengths, exact, outputs))
+    assert_same(
+        values_and_gradients(operation, lengths, inputs), values_and_gradients(formula, lengths, exact, outputs)
+    )
 
 
 @pytest.mark.parametrize("lengths", [HARD, (24, 3, 7)])
@@ -162,7 +176,9 @@ def test_repeated_keys_in_float32() -> None:
     """Tokens whose keys are alike and whose states do not decay: what a series of powers would lose to cancellation."""
     inputs = rule_inputs([130], states=False, key_dim=64, dtype=torch.float32)
     alike = inputs[1][:1].expand_as(inputs[1]).clone()
-    inputs = leaves(inputs[0], alike, inputs[2], torch.full_like(inputs[3], -1e-4), torch.full_like(inputs[4], 0.99), None)
+    inputs = leaves(
+        inputs[0], alike, inputs[2], torch.full_like(inputs[3], -1e-4), torch.full_like(inputs[4], 0.99), None
+    )
     assert_exact(rule_anew, recurrence, [130], inputs)
 
 
@@ -198,7 +214,10 @@ def test_heads_that_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(delta_chunks, "SLICE_NUMBERS", 1)
     monkeypatch.setattr(delta_rule_kernels, "STATE_BYTES", 1)
     assert_same(values_and_gradients(rule, [33, 5], inputs), whole)
-    assert all(torch.equal(one, two) for one, two in zip(values_and_gradients(rule_of_kernels, [20], given), of_kernels, strict=True))
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip(values_and_gradients(rule_of_kernels, [20], given), of_kernels, strict=True)
+    )
 
 
 def test_what_came_before_is_that_of_the_same_sequence() -> None:
@@ -223,7 +242,11 @@ NEIGHBOURS: dict[str, tuple[Sequence[int], Callable[[], Numbers], Operation]] = 
         lambda: convolution_inputs(FEW, True, 130, torch.bfloat16)[::2],
         lambda lengths, x, before: [convolution(x, torch.ones(130, TAPS).to(x), tuple(lengths), before)],
     ),
-    "kernels of the rule": (FEW, lambda: for_rule_kernels(FEW, 1, 1, False)[:5], lambda lengths, *x: rule_of_kernels(lengths, *x, None)),
+    "kernels of the rule": (
+        FEW,
+        lambda: for_rule_kernels(FEW, 1, 1, False)[:5],
+        lambda lengths, *x: rule_of_kernels(lengths, *x, None),
+    ),
 }
 """Lengths, inputs by token, behind which what came before each sequence may be, and what is computed."""
 
@@ -236,7 +259,7 @@ NEIGHBOURS: dict[str, tuple[Sequence[int], Callable[[], Numbers], Operation]] = 
     ],
 )
 def test_no_nan_crosses_forward_or_backward(operation: str, neighbour: int) -> None:
-    """A neighbour whose inputs, and whose gradients, are NaN leaves the bits of all others as they are: those before it and behind it."""
+    """A neighbour with NaN inputs and gradients leaves all others, before and behind it, as they are, bit for bit."""
     lengths, make, compute = NEIGHBOURS[operation]
     theirs, clean = slice(*starts_and_ends(lengths)[neighbour]), make()
     others = torch.ones(sum(lengths), dtype=torch.bool, device=clean[0].device)
@@ -301,7 +324,9 @@ def test_what_a_rule_computes_wrongly_is_found_by_name(inputs: Any, outputs: Any
     assert bool(said) == bool(found)
 
 
-@pytest.mark.parametrize(("place", "found"), [(-1, ""), (0, "its gradients of x are 0.5 of"), (1, "its gradients of weight are 0.5 of")])
+@pytest.mark.parametrize(
+    ("place", "found"), [(-1, ""), (0, "its gradients of x are 0.5 of"), (1, "its gradients of weight are 0.5 of")]
+)
 def test_what_a_convolution_computes_wrongly_is_found_by_name(place: int, found: str) -> None:
     def convolution(*arguments: Any) -> Tensor:
         x, weight, lengths, _ = altered(arguments, place, 1, 1.5)
@@ -319,10 +344,17 @@ def test_bfloat16_on_cuda_runs_on_kernels_and_nothing_else_does() -> None:
     assert (kernels_for(x.bfloat16()) is not None) == (DEVICE == "cuda")
 
 
-FUNCTIONS = ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update"]
+FUNCTIONS = [
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+]
 
 
-def test_transformers_computes_in_pytorch_where_kernels_are_installed(hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_computes_in_pytorch_where_kernels_are_installed(
+    hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = hybrid_base.language_model.layers[0].linear_attn
     hidden = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = layer(hidden)

@@ -24,11 +24,17 @@ from tinsmith.rendering.processor import LocalProcessor
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_positions_equal_transformers(family_base: Callable[[str], BaseModel], family: str) -> None:
     base = family_base(family)
-    chunks = [*image_chunks(base, 1, 5, width=64, height=160), *image_chunks(base, 3, 4, width=224, height=32), random_tokens(9, 3)]
+    chunks = [
+        *image_chunks(base, 1, 5, width=64, height=160),
+        *image_chunks(base, 3, 4, width=224, height=32),
+        random_tokens(9, 3),
+    ]
     rendered = renderer(base).render(chunks)
     ids = torch.from_numpy(rendered.token_ids).long().unsqueeze(0)
     grids = torch.tensor([image.grid_thw for image in rendered.images])
-    expected, delta = base.network.model.get_rope_index(ids, (ids == base.config.image_token_id).int(), image_grid_thw=grids)
+    expected, delta = base.network.model.get_rope_index(
+        ids, (ids == base.config.image_token_id).int(), image_grid_thw=grids
+    )
     assert torch.equal(rendered.positions, expected[:, 0])
     assert rendered.next_position == len(rendered) + delta.item()
 
@@ -36,9 +42,13 @@ def test_positions_equal_transformers(family_base: Callable[[str], BaseModel], f
 def test_layers_for_speculation_are_left_out(
     family_dir: Callable[[str], Path], family_base: Callable[[str], BaseModel], tmp_path: Path
 ) -> None:
-    """Checkpoints of Qwen3.5 hold weights of a layer that guesses several tokens (`mtp.`), which the model itself does not use."""
+    """Checkpoints of Qwen3.5 hold weights of a layer that guesses several tokens (`mtp.`), which the model itself does
+    not use."""
     shutil.copytree(family_dir("qwen3_5"), tmp_path, dirs_exist_ok=True)
-    weights = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128), "mtp.norm.weight": torch.ones(64)}
+    weights = load_file(tmp_path / "model.safetensors") | {
+        "mtp.fc.weight": torch.ones(64, 128),
+        "mtp.norm.weight": torch.ones(64),
+    }
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
     damage_config(tmp_path, text_config=config["text_config"] | {"mtp_num_hidden_layers": 1})
@@ -51,10 +61,21 @@ def test_layers_for_speculation_are_left_out(
 
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 3, "layer_types": ["full_attention"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3", "num_hidden_layers": 3, "layer_types": ["full_attention"]}'
+    )
     for source, message in (
-        ("org/model", "the model's configuration cannot be read: We couldn't .* give --base-model the directory of the model$"),
-        (str(tmp_path), r"/config.json cannot be used: .* \(3\) must be equal to .* `layer_types` \(1\); download it again, or name"),
+        (
+            "org/model",
+            "the model's configuration cannot be read: We couldn't .* give --base-model the directory of the model$",
+        ),
+        (
+            str(tmp_path),
+            (
+                r"/config.json cannot be used: .* \(3\) must be equal to .* `layer_types` \(1\); "
+                r"download it again, or name"
+            ),
+        ),
     ):
         with pytest.raises(ConfigError, match=f"^{source}.*{message}"):
             read_config(source)
@@ -64,28 +85,56 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkeypatc
     ("model_type", "settings", "reason"),
     [
         ("gemma3", {}, "image models of type 'gemma3' are not supported; supported are qwen2_5_vl, qwen3_vl, qwen3_5"),
-        ("gemma4_text", {}, "the layers of 'gemma4_text' are not supported: 'head_dim' is a per-layer attribute and may vary"),
-        ("olmo_hybrid", {}, "layers of type linear_attention are not supported for 'olmo_hybrid'; supported are full_attention, sliding_"),
+        (
+            "gemma4_text",
+            {},
+            "the layers of 'gemma4_text' are not supported: 'head_dim' is a per-layer attribute and may vary",
+        ),
+        (
+            "olmo_hybrid",
+            {},
+            (
+                "layers of type linear_attention are not supported for 'olmo_hybrid'; "
+                "supported are full_attention, sliding_"
+            ),
+        ),
         ("qwen3_next", {}, r"'qwen3_next' is a mixture of experts \(num_experts=512\)"),
-        ("xlstm", {}, "the layers of 'xlstm' are not supported: 'xLSTMConfig' object has no attribute 'num_attention_heads'"),
+        (
+            "xlstm",
+            {},
+            "the layers of 'xlstm' are not supported: 'xLSTMConfig' object has no attribute 'num_attention_heads'",
+        ),
         ("t5", {}, "'t5' has an encoder"),
         ("mixtral", {}, r"'mixtral' is a mixture of experts \(num_(local_)?experts=8\)"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary type 'dynamic' changes with"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rotary type 'dynamic' changes with",
+        ),
     ],
 )
-def test_what_cannot_work_is_refused_by_its_configuration(model_type: str, settings: dict[str, Any], reason: str) -> None:
+def test_what_cannot_work_is_refused_by_its_configuration(
+    model_type: str, settings: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ConfigError, match=f"folder: .*{reason}"):
         family_of("folder", AutoConfig.for_model(model_type, **settings))
 
 
 def test_an_output_projection_with_a_bias_is_refused(tmp_path: Path) -> None:
     write_decoder("phi", tmp_path)
-    with pytest.raises(ConfigError, match=r"its output projection is Linear\(.*bias=True\); Tinsmith needs a linear layer without a bias"):
+    with pytest.raises(
+        ConfigError,
+        match=r"its output projection is Linear\(.*bias=True\); Tinsmith needs a linear layer without a bias",
+    ):
         load(tmp_path)
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    remedy = r"name one of cuda:0 to cuda:\d+, or" if torch.cuda.is_available() else "leave --device out, or use --device cpu$"
+    remedy = (
+        r"name one of cuda:0 to cuda:\d+, or"
+        if torch.cuda.is_available()
+        else "leave --device out, or use --device cpu$"
+    )
     for device, message in (("tpu", "use auto, cpu, cuda or cuda:N"), ("cuda:99", rf"^device='cuda:99': .*{remedy}")):
         with pytest.raises(ConfigError, match=message):
             pick_device(device)
@@ -95,7 +144,11 @@ def test_a_context_beyond_the_models_own_is_refused(family_dir: Callable[[str], 
     """Also where its sizes alone are asked for."""
     source = str(family_dir("qwen3"))
     limit = json.loads((family_dir("qwen3") / "config.json").read_text())["max_position_embeddings"]
-    assert load(family_dir("qwen3"), max_context=77).max_context == size_of(source, ModelsConfig(max_context=77)).max_context == 77
+    assert (
+        load(family_dir("qwen3"), max_context=77).max_context
+        == size_of(source, ModelsConfig(max_context=77)).max_context
+        == 77
+    )
     for read in (
         lambda wanted: size_of(source, ModelsConfig(max_context=wanted)),
         lambda wanted: load(family_dir("qwen3"), max_context=wanted),
@@ -121,9 +174,18 @@ def pickle_garbage(model: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
-    (lose_a_weight, r": its weights lack model\.layers\.0\.mlp\.up_proj\.weight, which a qwen3 of its config.json has;"),
-    (partial(damage_config, intermediate_size=80), r": its weights hold \S+down_proj.weight of shape \[64, \d+\], and a qwen3 of its"),
-    (partial(damage_config, tie_word_embeddings=False), ": its weights lack lm_head.weight, which a qwen3 of its config.json has;"),
+    (
+        lose_a_weight,
+        r": its weights lack model\.layers\.0\.mlp\.up_proj\.weight, which a qwen3 of its config.json has;",
+    ),
+    (
+        partial(damage_config, intermediate_size=80),
+        r": its weights hold \S+down_proj.weight of shape \[64, \d+\], and a qwen3 of its",
+    ),
+    (
+        partial(damage_config, tie_word_embeddings=False),
+        ": its weights lack lm_head.weight, which a qwen3 of its config.json has;",
+    ),
     (pickle_garbage, ": transformers cannot load it as a decoder: .*; download config.json and weights"),
     (partial(damage_config, num_attention_heads=0, head_dim=None), "(/config.json cannot be used)?: .*; "),
     (partial(damage_config, hidden_act="none at all"), "(/config.json cannot be used)?: .*; "),
@@ -149,7 +211,9 @@ def test_code_of_a_model_is_never_run(tmp_path: Path, capfd: pytest.CaptureFixtu
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
     config = {"model_type": "of_nobody", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"it needs code of its own \(own.py\), which is not run; name another model$"):
+    with pytest.raises(
+        ConfigError, match=r"it needs code of its own \(own.py\), which is not run; name another model$"
+    ):
         read_config(str(tmp_path))
     assert not ran.exists()
     assert "[y/N]" not in capfd.readouterr().out
@@ -157,12 +221,16 @@ def test_code_of_a_model_is_never_run(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 def test_files_that_the_libraries_cannot_use_are_named(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     model = Path(shutil.copytree(family_dir("qwen3_vl"), tmp_path / "model"))
-    (model / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a"]]}}))
+    (model / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a"]]}})
+    )
     with pytest.raises(ConfigError, match=r"model: its tokenizer cannot be loaded: .*; copy that of the model"):
         load(model)
     (model / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="model has no tokenizer"):
         load(model)
     (model / "preprocessor_config.json").write_text(json.dumps({"size": "large", "patch_size": [], "image_mean": {}}))
-    with pytest.raises(ConfigError, match=r"its image processor, .*, does not compute what .* \(\w+Error: .*\); copy that"):
+    with pytest.raises(
+        ConfigError, match=r"its image processor, .*, does not compute what .* \(\w+Error: .*\); copy that"
+    ):
         LocalProcessor(str(model))

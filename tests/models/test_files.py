@@ -1,9 +1,8 @@
 """What is wrong with the files of a model is said in a line with file and remedy, before anything slow is imported.
 
-Invariant: Every command reports what cannot work in one line, before it loads anything slow; the same holds for damaged or missing model
-files.
-Also: `tests/test_cli.py`, `tests/test_config.py`, `tests/commands/test_ping.py`, `tests/rl/test_reach.py`,
-`tests/sampling/vllm/test_options.py`.
+Invariant: Every command reports what cannot work in one line, before it loads anything slow; the same holds for damaged
+or missing model files. Also: `tests/test_cli.py`, `tests/test_config.py`, `tests/commands/test_ping.py`,
+`tests/rl/test_reach.py`, `tests/sampling/vllm/test_options.py`.
 """
 
 import json
@@ -60,7 +59,10 @@ def rename_a_tensor(model: Path, name: str) -> None:
 
 def header(model: Path, *places: list[int], **entry: Any) -> None:
     """Weights of 16 bytes whose header has tensors at these places, and says something else of each."""
-    given = {str(number): {"dtype": "F32", "shape": [2], "data_offsets": place} | entry for number, place in enumerate(places)}
+    given = {
+        str(number): {"dtype": "F32", "shape": [2], "data_offsets": place} | entry
+        for number, place in enumerate(places)
+    }
     text = json.dumps(given).encode()
     write(model, WEIGHTS, len(text).to_bytes(8, "little") + text + bytes(16))
 
@@ -99,15 +101,33 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "weights a pipe": (partial(instead, name=WEIGHTS, make=os.mkfifo), "download them, or name the directory"),
     "weights of another model": (
         partial(change, name="config.json", text_config={"vocab_size": 2048, "hidden_size": 128}),
-        "model.safetensors is of another model (its embedding is [2048, 64], and config.json has vocab_size=2048 and hidden_size=128)",
+        (
+            "model.safetensors is of another model (its embedding is [2048, 64], and config.json has vocab_size=2048 "
+            "and hidden_size=128)"
+        ),
     ),
-    "sizes that do not fit": (lambda model: header(model, [0, 8], [8, 16], shape=[3]), "0 has 8 bytes for F32 of shape [3]"),
-    "a precision that is none": (lambda model: header(model, [0, 8], dtype="F3"), "is damaged (its header cannot be read: 'F3')"),
-    "tensors that overlap": (lambda model: header(model, [0, 8], [4, 12]), "1 begins at 4, where the tensor before it ends at 8"),
+    "sizes that do not fit": (
+        lambda model: header(model, [0, 8], [8, 16], shape=[3]),
+        "0 has 8 bytes for F32 of shape [3]",
+    ),
+    "a precision that is none": (
+        lambda model: header(model, [0, 8], dtype="F3"),
+        "is damaged (its header cannot be read: 'F3')",
+    ),
+    "tensors that overlap": (
+        lambda model: header(model, [0, 8], [4, 12]),
+        "1 begins at 4, where the tensor before it ends at 8",
+    ),
     "bytes of no tensor": (lambda model: header(model, [8, 16]), "0 begins at 8, where the tensor before it ends at 0"),
     "half a byte": (lambda model: header(model, [0, 8], [8, 16], dtype="F4", shape=[16]), "quantized weights (0"),
-    "AWQ": (partial(change, name="config.json", quantization_config={"quant_method": "awq"}), "quantized (awq) and cannot be trained"),
-    "GPTQ of old": (partial(rename_a_tensor, name="layers.0.q_proj.qweight"), "quantized weights (layers.0.q_proj.qweight)"),
+    "AWQ": (
+        partial(change, name="config.json", quantization_config={"quant_method": "awq"}),
+        "quantized (awq) and cannot be trained",
+    ),
+    "GPTQ of old": (
+        partial(rename_a_tensor, name="layers.0.q_proj.qweight"),
+        "quantized weights (layers.0.q_proj.qweight)",
+    ),
     "no weights": (lambda model: remove(model, WEIGHTS), "download them, or name the directory"),
     "only GGUF": (
         lambda model: (model / WEIGHTS).rename(model / "model-q4.gguf"),
@@ -115,30 +135,63 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "pickled pointer": (partial(pickled, content=POINTER), f"pytorch_model.bin {LFS}"),
     "a part missing": (partial(shard, lost="two.safetensors"), "two.safetensors cannot be read (No such file"),
-    "an index of other files": (partial(shard, strange="one.safetensors"), "one.safetensors does not hold strange, though"),
+    "an index of other files": (
+        partial(shard, strange="one.safetensors"),
+        "one.safetensors does not hold strange, though",
+    ),
     "an index without a map": (partial(shard, index="{}"), "no weight_map"),
-    "no heads": (partial(change, name="config.json", text_config={"num_attention_heads": 0}), "num_attention_heads=0 must be a whole"),
-    "no room": (partial(change, name="config.json", text_config={"max_position_embeddings": 0}), "max_position_embeddings=0 must be a"),
-    "experts": (partial(change, name="config.json", num_experts=8), "is a mixture of experts (num_experts=8), which LoRA does not reach"),
-    "no such placeholder": (partial(change, name="config.json", image_token_id=99999), "image_token_id=99999 is no token of the model"),
+    "no heads": (
+        partial(change, name="config.json", text_config={"num_attention_heads": 0}),
+        "num_attention_heads=0 must be a whole",
+    ),
+    "no room": (
+        partial(change, name="config.json", text_config={"max_position_embeddings": 0}),
+        "max_position_embeddings=0 must be a",
+    ),
+    "experts": (
+        partial(change, name="config.json", num_experts=8),
+        "is a mixture of experts (num_experts=8), which LoRA does not reach",
+    ),
+    "no such placeholder": (
+        partial(change, name="config.json", image_token_id=99999),
+        "image_token_id=99999 is no token of the model",
+    ),
     "configuration cut": (partial(cut, name="config.json", size=50), "config.json is damaged (it is no JSON"),
     "configuration of nothing": (partial(write, name="config.json", content=b"{}"), "it has no model_type"),
-    "configuration too deep": (partial(write, name="config.json", content=b"[" * 10**6), "config.json is damaged (it is no JSON"),
+    "configuration too deep": (
+        partial(write, name="config.json", content=b"[" * 10**6),
+        "config.json is damaged (it is no JSON",
+    ),
     "no tokenizer": (lambda model: remove(model, *TOKENIZER[:3]), NO_TOKENIZER),
     "tokenizer a pointer": (partial(write, name="tokenizer.json", content=POINTER), f"tokenizer.json {LFS}"),
-    "tokenizer empty": (partial(change, name="tokenizer.json", model={}), "tokenizer.json is damaged (it has no vocabulary)"),
+    "tokenizer empty": (
+        partial(change, name="tokenizer.json", model={}),
+        "tokenizer.json is damaged (it has no vocabulary)",
+    ),
     "larger tokenizer": (
         partial(change, name="tokenizer.json", model={"vocab": {"a": 99999}}),
         "(its tokens go up to 99999, and vocab_size",
     ),
-    "settings of no text": (partial(write, name="tokenizer_config.json", content=b"\xff\xfe"), "tokenizer_config.json is damaged"),
+    "settings of no text": (
+        partial(write, name="tokenizer_config.json", content=b"\xff\xfe"),
+        "tokenizer_config.json is damaged",
+    ),
     "an end of text": (
         partial(change, name="generation_config.json", eos_token_id="</s>"),
         "(eos_token_id='</s>' is no number of a token)",
     ),
-    "template a directory": (partial(instead, name="chat_template.jinja", make=Path.mkdir), "chat_template.jinja is no file"),
-    "template cut": (partial(write, name="chat_template.jinja", content=b"{% if a %}\n{{ b }"), f"{NO_JINJA}line 2: unexpected '}}')"),
-    "template of no text": (partial(write, name="chat_template.jinja", content=b"\xff"), f"{NO_JINJA}'utf-8' codec can't"),
+    "template a directory": (
+        partial(instead, name="chat_template.jinja", make=Path.mkdir),
+        "chat_template.jinja is no file",
+    ),
+    "template cut": (
+        partial(write, name="chat_template.jinja", content=b"{% if a %}\n{{ b }"),
+        f"{NO_JINJA}line 2: unexpected '}}')",
+    ),
+    "template of no text": (
+        partial(write, name="chat_template.jinja", content=b"\xff"),
+        f"{NO_JINJA}'utf-8' codec can't",
+    ),
     "template a number": (partial(change, name="tokenizer_config.json", chat_template=3), f"{NO_JINJA}it is 3)"),
     "template of several": (
         partial(change, name="tokenizer_config.json", chat_template=[{"name": "default", "template": "{{"}]),
@@ -159,11 +212,14 @@ def test_what_cannot_be_used_is_one_line_with_file_and_remedy(kind: str, model: 
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl", "qwen3_5"])
-def test_nothing_is_wrong_with_a_model_however_it_is_stored(family: str, family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def test_nothing_is_wrong_with_a_model_however_it_is_stored(
+    family: str, family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
     model = Path(shutil.copytree(family_dir(family), tmp_path / "model"))
     assert list(problems(str(model), whole=True)) == []
     tokens = json.loads((model / "tokenizer.json").read_text())
-    for token, number in (("<image_soft_token>", 2**18), ("of text", "1")):  # one of Gemma 3, which its text models have no row for
+    # One of Gemma 3, which its text models have no row for
+    for token, number in (("<image_soft_token>", 2**18), ("of text", "1")):
         tokens["model"]["vocab"][token] = number
     tokens["added_tokens"].append({"id": 2**18, "content": "<image_soft_token>"})
     (model / "tokenizer.json").write_text(json.dumps(tokens))
@@ -176,15 +232,25 @@ def test_nothing_is_wrong_with_a_model_however_it_is_stored(family: str, family_
 
 def test_what_says_nothing_is_not_damaged(model: Path) -> None:
     """Nor is a template that transformers alone can read, by its tag for what a model has said."""
-    write(model, "chat_template.jinja", b"{% for m in a %}{% generation %}{{ m }}{% endgeneration %}{% break %}{% endfor %}")
-    change(model, name="tokenizer_config.json", chat_template=[{"name": "a", "template": ""}, {"name": "b", "template": "{{ b }}"}])
+    write(
+        model,
+        "chat_template.jinja",
+        b"{% for m in a %}{% generation %}{{ m }}{% endgeneration %}{% break %}{% endfor %}",
+    )
+    change(
+        model,
+        name="tokenizer_config.json",
+        chat_template=[{"name": "a", "template": ""}, {"name": "b", "template": "{{ b }}"}],
+    )
     write(model, "generation_config.json", b"")
     change(model, name="preprocessor_config.json", patch_size={"height": 16, "width": 16})
     assert list(problems(str(model), whole=True)) == []
 
 
 @pytest.mark.parametrize("lost", ["two.safetensors", "model.safetensors.index.json", "tokenizer.json"])
-def test_a_download_that_was_interrupted_goes_on(lost: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_was_interrupted_goes_on(
+    lost: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A snapshot in the Hub's cache has links to blobs; one may be without its blob, or not be there."""
     shard(model)
     (snapshot := tmp_path / "models--me--m" / "snapshots" / "1").mkdir(parents=True)
@@ -215,7 +281,9 @@ def test_files_of_json_or_a_configuration_alone_are_enough_to_plan(model: Path) 
     assert list(problems("nobody/nothing", whole=True)) == []
 
 
-@pytest.mark.parametrize("command", ["serve --base-model MODEL", "plan MODEL", "import DIR name --base-model MODEL --data-dir DIR"])
+@pytest.mark.parametrize(
+    "command", ["serve --base-model MODEL", "plan MODEL", "import DIR name --base-model MODEL --data-dir DIR"]
+)
 def test_every_command_says_it_before_torch_is_imported(command: str, model: Path, tmp_path: Path) -> None:
     cut(model, WEIGHTS, 50000)
     words = [{"MODEL": str(model), "DIR": str(tmp_path)}.get(word, word) for word in command.split()]

@@ -52,7 +52,12 @@ def test_any_other_weights_have_another(model: Path) -> None:
     name = next(iter(tensors))
     tensor = tensors.pop(name)
     found = {fingerprint_of(model)}
-    for changed, other in ((name, tensor + 1), ("other", tensor), (name, tensor.view(torch.int32)), (name, tensor.reshape(-1))):
+    for changed, other in (
+        (name, tensor + 1),
+        ("other", tensor),
+        (name, tensor.view(torch.int32)),
+        (name, tensor.reshape(-1)),
+    ):
         save_file(tensors | {changed: other}, model / "model.safetensors")
         found.add(fingerprint_of(model))
     assert len(found) == 5

@@ -25,13 +25,17 @@ from tinsmith.worker.bases import load_compared, stays_on_host
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_it_trains_with_the_same_numbers(family: str, family_dir: Callable[[str], Path], family_base: Callable[[str], BaseModel]) -> None:
+def test_it_trains_with_the_same_numbers(
+    family: str, family_dir: Callable[[str], Path], family_base: Callable[[str], BaseModel]
+) -> None:
     base, whole = on_host(family_dir(family), device=DEVICE), family_base(family)
     backends = [backend_with(each, m=4) for each in (base, whole)]
     work = [datum("m", each, seed) for seed, each in enumerate(examples(whole))]
     for one, other in zip(*(compute(backend, work) for backend in backends), strict=True):
         assert one.loss == other.loss
-    assert all(torch.equal(one, other) for one, other in zip(*(gradients(backend, "m") for backend in backends), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(*(gradients(backend, "m") for backend in backends), strict=True)
+    )
     assert {weight.device.type for weight in base.language_model.layers.parameters()} == {"cpu"}
     assert base.head(None).device.type == torch.device(DEVICE).type
 
@@ -45,7 +49,9 @@ def test_other_weights_stand_in_the_place_of_the_bases(
     rendered = examples(bases[1])[-1]
 
     def logprobs(base: BaseModel, owner: FullWeights | None) -> NDArray[np.float32]:
-        scores = PromptScores(rendered, PromptQuestions(logprobs=True), SamplingParams(None, 1.0, 1.0, -1, 0, StopRule(False, (), ())), 0)
+        scores = PromptScores(
+            rendered, PromptQuestions(logprobs=True), SamplingParams(None, 1.0, 1.0, -1, 0, StopRule(False, (), ())), 0
+        )
         score_prompt(base, rendered, owner, scores, 64)
         assert scores.answers.logprobs is not None
         return scores.answers.logprobs
@@ -55,7 +61,10 @@ def test_other_weights_stand_in_the_place_of_the_bases(
     for shape in (LoraShape(0, 0), LoraShape(0, 0, train_mlp=False)):
         generator = torch.Generator().manual_seed(3)
         targets = {name: weight.cpu() for name, weight in sorted(bases[1].full_targets(shape).items())}
-        changed = {name: (weight + 0.1 * torch.randn(weight.shape, generator=generator)).to(DEVICE) for name, weight in targets.items()}
+        changed = {
+            name: (weight + 0.1 * torch.randn(weight.shape, generator=generator)).to(DEVICE)
+            for name, weight in targets.items()
+        }
         on_hosts, whole = (logprobs(base, FullWeights(shape, dict(changed), base.dtype)) for base in bases)
         np.testing.assert_allclose(on_hosts, whole, atol=1e-5)
         assert np.abs(whole - bare[0])[1:].max() > 0.1
@@ -65,7 +74,10 @@ def test_other_weights_stand_in_the_place_of_the_bases(
 def test_the_worker_that_has_vllm_servers_keeps_a_whole_copy_of_what_it_divides(
     family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mapped, and in the precision that is served. Workers that sample nothing have none; one that the host has no room for is refused."""
+    """Mapped, and in the precision that is served.
+
+    Workers that sample nothing have none; one that the host has no room for is refused.
+    """
     directory = family_dir("qwen3")
     base = on_host(directory)
 
@@ -82,7 +94,10 @@ def test_the_worker_that_has_vllm_servers_keeps_a_whole_copy_of_what_it_divides(
     assert load_compared(config(dtype="bfloat16"), {"tiny": base})["tiny"].dtype == torch.bfloat16
     assert load_compared(config(sampler="none"), {"tiny": base}) == {}
     monkeypatch.setattr("tinsmith.worker.bases.free_memory", lambda device: 1000)
-    refused = r"^--shard weights and --sampler vllm: the copies of tiny .* need [\d.]+ [KM]iB of the host's memory, of which 1000 bytes are"
+    refused = (
+        r"^--shard weights and --sampler vllm: the copies of tiny .* need [\d.]+ [KM]iB of the host's memory, "
+        r"of which 1000 bytes are"
+    )
     with pytest.raises(ConfigError, match=refused):
         load_compared(config(), {"tiny": base})
 

@@ -1,4 +1,5 @@
-"""What LoRA covers and what is computed together, from a configuration as from a loaded model; adapters, all of whose matrices lie so."""
+"""What LoRA covers and what is computed together, from a configuration as from a loaded model; adapters, all of whose
+matrices lie so."""
 
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,12 @@ from tinsmith.models.lora import adapter_of, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
 FAMILIES = ["qwen3", "phi3", "gpt_neox", "qwen3_vl", "qwen3_5"]
-SHAPES = [LoraShape(4, 0), LoraShape(1, 0, train_unembed=False), LoraShape(2, 0, train_attn=False), LoraShape(2, 0, train_mlp=False)]
+SHAPES = [
+    LoraShape(4, 0),
+    LoraShape(1, 0, train_unembed=False),
+    LoraShape(2, 0, train_attn=False),
+    LoraShape(2, 0, train_mlp=False),
+]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -35,11 +41,17 @@ def test_a_configuration_alone_tells_what_an_adapter_covers(
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_target_is_found_in_the_rows_of_its_projection(family_base: Callable[[str], BaseModel], model_type: str) -> None:
-    """What a projection computes in one multiplication is, in the rows of each target, what the target's own linear computes."""
+def test_a_target_is_found_in_the_rows_of_its_projection(
+    family_base: Callable[[str], BaseModel], model_type: str
+) -> None:
+    """What a projection computes in one multiplication is, in the rows of each target, what the target's own linear
+    computes."""
     base = family_base(model_type)
     modules = [name for projection in base.layout.projections.values() for name in projection.modules]
-    weights = {name: base.head(None) if name == "lm_head" else base.language_model.get_submodule(name).weight for name in modules}
+    weights = {
+        name: base.head(None) if name == "lm_head" else base.language_model.get_submodule(name).weight
+        for name in modules
+    }
     seen: list[str] = []
     for projection in base.layout.projections.values():
         joined = torch.cat([weights[module] for module in projection.modules])
@@ -55,7 +67,8 @@ def test_a_target_is_found_in_the_rows_of_its_projection(family_base: Callable[[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_passes_read_follows_the_masters_and_a_snapshot_does_not(text_base: BaseModel, dtype: torch.dtype) -> None:
-    """All matrices are views of one buffer, in which those of a projection lie together; a checkpoint may hold them in any order."""
+    """All matrices are views of one buffer, in which those of a projection lie together; a checkpoint may hold them in
+    any order."""
     drawn = random_adapter(text_base)
     adapter = adapter_of(drawn.shape, dict(reversed(drawn.masters.items())), dtype, device=torch.device(DEVICE))
     frozen = adapter.snapshot(new_ref())
@@ -63,12 +76,17 @@ def test_what_passes_read_follows_the_masters_and_a_snapshot_does_not(text_base:
     before = [leaf.detach().clone() for leaf in (*frozen.tensors(), *frozen.leaves())]
     adapter.flat.copy_(torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(1)))
     adapter.refresh()
-    assert all(torch.equal(leaf, master.to(dtype)) for leaf, master in zip(adapter.leaves(), adapter.tensors(), strict=True))
+    assert all(
+        torch.equal(leaf, master.to(dtype)) for leaf, master in zip(adapter.leaves(), adapter.tensors(), strict=True)
+    )
     for name, stacked in stacks.items():
         assert stacked is not None
         targets = [adapter.working[target] for target in text_base.layout.projections[name].targets]
         assert torch.equal(stacked.a, torch.cat([pair.a for pair in targets]))
-        assert torch.equal(torch.cat([group.b.flatten() for group in stacked.groups]), torch.cat([pair.b.flatten() for pair in targets]))
+        assert torch.equal(
+            torch.cat([group.b.flatten() for group in stacked.groups]),
+            torch.cat([pair.b.flatten() for pair in targets]),
+        )
     assert all(torch.equal(a, b) for a, b in zip((*frozen.tensors(), *frozen.leaves()), before, strict=True))
     assert adapter.nbytes == adapter.parameter_count * (4 if dtype == torch.float32 else 6)
     assert adapter.parameter_count == sum(tensor.numel() for tensor in adapter.tensors())

@@ -37,7 +37,9 @@ def test_weights_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [(), (1,), (0, 3), (250,), (251,), (37, 91), (128, 64)]
     for number, size in enumerate(sizes):
         for dtype in (torch.float32, torch.bfloat16):
-            network.register_parameter(f"{dtype}{number}".replace(".", "_"), nn.Parameter(torch.randn(size).to(dtype), requires_grad=False))
+            network.register_parameter(
+                f"{dtype}{number}".replace(".", "_"), nn.Parameter(torch.randn(size).to(dtype), requires_grad=False)
+            )
     network.turned = nn.Parameter(torch.randn(64, 32).t())
     network.tied = network.turned
     network.register_buffer("buffer", torch.arange(5))

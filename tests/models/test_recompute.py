@@ -1,7 +1,7 @@
 """Layers that are computed again, and inputs that wait in host memory: the same bits, and less is kept.
 
-Invariant: Recomputed layers and inputs in host memory change no bit of a gradient; estimates are close to the bytes that passes take.
-Also: `tests/training/test_pass_failures.py`.
+Invariant: Recomputed layers and inputs in host memory change no bit of a gradient; estimates are close to the bytes
+that passes take. Also: `tests/training/test_pass_failures.py`.
 """
 
 from collections.abc import Callable
@@ -91,13 +91,18 @@ WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "m
 """Sizes of which a row is most of a pass, as it is of real models."""
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_text", "ernie4_5", *slow("llama")])  # qwen3 has all that llama has
+# qwen3 has all that llama has
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_text", "ernie4_5", *slow("llama")])
 def wide_base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     """A tiny model of four layers whose row is wide."""
     directory: Path = tmp_path_factory.mktemp("wide")
     write_family(request.param, directory)
     config = AutoConfig.from_pretrained(directory)
-    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] if request.param == "qwen3_5_text" else None
+    kinds = (
+        ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+        if request.param == "qwen3_5_text"
+        else None
+    )
     for name, value in (WIDE | {"layer_types": kinds or ["full_attention"] * 4}).items():
         setattr(config, name, value)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)

@@ -1,4 +1,7 @@
-"""Tiny models: a seed fixes every byte, and sizes are obeyed or refused. All other tests use them as the models that they are in small."""
+"""Tiny models: a seed fixes every byte, and sizes are obeyed or refused.
+
+All other tests use them as the models that they are in small.
+"""
 
 import hashlib
 from pathlib import Path
@@ -36,7 +39,8 @@ def test_a_seed_fixes_every_byte(tmp_path: Path, kind: TinyKind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "auto", "vocab"), [("qwen3", AutoModelForCausalLM, SMALLEST_VOCAB), ("qwen3-5", AutoModelForImageTextToText, 100_000)]
+    ("kind", "auto", "vocab"),
+    [("qwen3", AutoModelForCausalLM, SMALLEST_VOCAB), ("qwen3-5", AutoModelForImageTextToText, 100_000)],
 )
 def test_the_embedding_has_as_many_rows_as_asked_for_and_the_tokenizer_not_more(
     tmp_path: Path, kind: TinyKind, auto: Any, vocab: int

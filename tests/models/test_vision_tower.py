@@ -1,4 +1,5 @@
-"""Our way through the vision tower: transformers' numbers, for images of many sizes in one call, in every family and precision.
+"""Our way through the vision tower: transformers' numbers, for images of many sizes in one call, in every family and
+precision.
 
 Invariant: Images of all sizes in one call have the features that each has alone, and that transformers computes.
 Also: `tests/sampling/test_self_check.py`.
@@ -42,7 +43,9 @@ def transformers_layers(base: BaseModel, image: ImageInput) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
-def test_images_of_all_sizes_together_are_each_alone_and_transformers(family_base: Callable[[str], BaseModel], family: str) -> None:
+def test_images_of_all_sizes_together_are_each_alone_and_transformers(
+    family_base: Callable[[str], BaseModel], family: str
+) -> None:
     base = family_base(family)
     images = images_of(base)
     for one, together in zip(images, base.tower.features(images), strict=True):
@@ -64,7 +67,10 @@ def test_in_bfloat16_we_are_no_further_off_than_transformers(
     for one, features in zip(images, rounded.tower.features(images), strict=True):
         expected = transformers_layers(exact, one)
         ours += [(mine.float() - right).abs().flatten() for mine, right in zip(layers(features), expected, strict=True)]
-        theirs += [(x.float() - right).abs().flatten() for x, right in zip(transformers_layers(rounded, one), expected, strict=True)]
+        theirs += [
+            (x.float() - right).abs().flatten()
+            for x, right in zip(transformers_layers(rounded, one), expected, strict=True)
+        ]
     assert torch.cat(ours).median() <= 1.1 * torch.cat(theirs).median()
 
 

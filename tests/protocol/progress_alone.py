@@ -1,4 +1,5 @@
-"""Cases of `test_progress.py`: signs that a process gets on are its own work and that of what it has started and waits for."""
+"""Cases of `test_progress.py`: signs that a process gets on are its own work and that of what it has started and waits
+for."""
 
 import hashlib
 import os
@@ -62,7 +63,8 @@ def thread(work: Callable[[threading.Event], None], name: str = "work", daemon: 
 
 
 def looks(progress: Progress, count: int, used_s: float) -> tuple[float, float]:
-    """The least of `still_s` and `stuck_s` in so many looks, 10 s apart, between which other threads use that much of a processor."""
+    """The least of `still_s` and `stuck_s` in so many looks, 10 s apart, between which other threads use that much of a
+    processor."""
     found = []
     for _ in range(count):
         before, deadline = of_others(), time.monotonic() + START_S
@@ -133,7 +135,10 @@ def test_a_process_that_was_started_is_a_sign_while_it_computes(own_group: bool)
     progress.look(10.0, WORK)
     assert progress.still_s == 10.0
     begin = "import os; os.setpgrp(); " if own_group else ""
-    for code, computes in (("print(flush=True)\nwhile True: pass", True), ("import time; print(flush=True); time.sleep(1000)", False)):
+    for code, computes in (
+        ("print(flush=True)\nwhile True: pass", True),
+        ("import time; print(flush=True); time.sleep(1000)", False),
+    ):
         with subprocess.Popen([REAL_PYTHON, "-c", begin + code], stdout=subprocess.PIPE) as child:
             try:
                 assert child.stdout is not None

@@ -24,7 +24,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """
 
     def make(gpus: int, visible: str | None = None, usable: int | None = None) -> list[int]:
-        for name in ["nvidiactl", "nvidia-uvm", "nvidia-modeset", "null", *(f"nvidia{number}" for number in range(gpus))]:
+        for name in [
+            "nvidiactl",
+            "nvidia-uvm",
+            "nvidia-modeset",
+            "null",
+            *(f"nvidia{number}" for number in range(gpus)),
+        ]:
             (tmp_path / name).touch()
         monkeypatch.setattr(devices, "_DEVICES", tmp_path)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -105,28 +111,67 @@ ALONE = "sequence_parallel_from has no effect with one worker; add --workers 2 o
     [
         (4, 5, {"device": "cuda"}, f"--workers 5: {OWN.format(4, 4)}"),
         (0, 2, {"device": "cuda"}, f"--workers 2: {OWN.format(0, 1)}"),
-        (4, 2, {"device": "cuda:2"}, "--workers 2 and --device cuda:2 contradict each other: each worker has its own GPU; leave one out$"),
-        (4, 2, CPU | VLLM | {"train": "none"}, "--workers 2, --train none and --sampler vllm: one .*; leave --workers out$"),
-        (1, 0, {"ray_address": "auto"}, "--ray-address auto: say how many workers Ray is to start, with --workers 1 or more; "),
+        (
+            4,
+            2,
+            {"device": "cuda:2"},
+            "--workers 2 and --device cuda:2 contradict each other: each worker has its own GPU; leave one out$",
+        ),
+        (
+            4,
+            2,
+            CPU | VLLM | {"train": "none"},
+            "--workers 2, --train none and --sampler vllm: one .*; leave --workers out$",
+        ),
+        (
+            1,
+            0,
+            {"ray_address": "auto"},
+            "--ray-address auto: say how many workers Ray is to start, with --workers 1 or more; ",
+        ),
         (2, 1, {"sequence_parallel_from": 1000}, ALONE),
         (2, 0, CPU | {"sequence_parallel_from": 1000}, ALONE),
         (4, 1, DIVIDED, "--shard weights divides weights over several workers; add --workers 2 or more"),
         (4, 4, DIVIDED | LOCAL, "--shard weights and --sampler local: no worker has all weights to sample from"),
-        (4, 4, DIVIDED | {"full_state": "compact"}, "--shard weights and --full-state compact: the state of weights that are shar"),
+        (
+            4,
+            4,
+            DIVIDED | {"full_state": "compact"},
+            "--shard weights and --full-state compact: the state of weights that are shar",
+        ),
         (4, 4, DIVIDED | {"deterministic": True}, "--shard weights and --deterministic do not work together"),
-        (4, 4, VLLM, rf"--sampler vllm: 4 workers and 1 GPUs of .* \(1 for each of 1 base models, on 1 each\) are 5 GPUs{LOWER}"),
-        (4, 2, TWO_BASES | {"vllm_servers": 2}, rf"--sampler vllm: 2 workers and 4 GPUs of .* \(2 for each of 2 .* are 6 GPUs{LOWER}"),
-        (4, 2, TWO_BASES | {"vllm_tensor_parallel": 2}, rf"--sampler vllm: 2 workers and 4 GPUs of .*, on 2 each\) are 6 GPUs{LOWER}"),
+        (
+            4,
+            4,
+            VLLM,
+            rf"--sampler vllm: 4 workers and 1 GPUs of .* \(1 for each of 1 base models, on 1 each\) are 5 GPUs{LOWER}",
+        ),
+        (
+            4,
+            2,
+            TWO_BASES | {"vllm_servers": 2},
+            rf"--sampler vllm: 2 workers and 4 GPUs of .* \(2 for each of 2 .* are 6 GPUs{LOWER}",
+        ),
+        (
+            4,
+            2,
+            TWO_BASES | {"vllm_tensor_parallel": 2},
+            rf"--sampler vllm: 2 workers and 4 GPUs of .*, on 2 each\) are 6 GPUs{LOWER}",
+        ),
     ],
 )
-def test_workers_that_cannot_be_are_refused(machine: Machine, gpus: int, asked: int, options: dict[str, object], refusal: str) -> None:
+def test_workers_that_cannot_be_are_refused(
+    machine: Machine, gpus: int, asked: int, options: dict[str, object], refusal: str
+) -> None:
     machine(gpus)
     with pytest.raises(ConfigError, match=f"^{refusal}"):
         worker_count(config(asked, **options))
 
 
 @pytest.mark.parametrize(("usable", "workers", "beside_vllm"), [(0, 1, 1), (3, 3, 2), (9, 4, 3)])
-def test_by_default_gpus_that_pytorch_cannot_use_get_no_worker(machine: Machine, usable: int, workers: int, beside_vllm: int) -> None:
+def test_by_default_gpus_that_pytorch_cannot_use_get_no_worker(
+    machine: Machine, usable: int, workers: int, beside_vllm: int
+) -> None:
     """With a PyTorch without CUDA, or a driver too old, what ran on the CPU still does."""
     machine(4, usable=usable)
     assert [worker_count(config()), worker_count(config(**VLLM))] == [workers, beside_vllm]
@@ -160,7 +205,17 @@ def test_where_pytorch_does_not_say_it_one_has_to_say_how_many_workers_start(
 
 @pytest.mark.parametrize(
     ("visible", "count"),
-    [(None, 4), ("", 0), ("-1", 0), ("2", 1), (" 3 , 1 ", 2), ("GPU-5f3e,GPU-77aa", 2), ("MIG-5f3e", 1), ("0,1,-1,2", 2), ("none", 0)],
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("2", 1),
+        (" 3 , 1 ", 2),
+        ("GPU-5f3e,GPU-77aa", 2),
+        ("MIG-5f3e", 1),
+        ("0,1,-1,2", 2),
+        ("none", 0),
+    ],
 )
 def test_the_environment_says_which_gpus_there_are(machine: Machine, visible: str | None, count: int) -> None:
     """CUDA shows those before the first that is none."""
@@ -172,11 +227,17 @@ def test_the_environment_says_which_gpus_there_are(machine: Machine, visible: st
             worker_count(config(count + 1))
 
 
-def test_workers_on_a_cpu_share_its_cores_and_those_on_gpus_do_not(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_on_a_cpu_share_its_cores_and_those_on_gpus_do_not(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     machine(4)
-    assert [threads_of(config(**CPU), count) for count in (1, 4, 100)] == [{}, {"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "1"}]
+    assert [threads_of(config(**CPU), count) for count in (1, 4, 100)] == [
+        {},
+        {"OMP_NUM_THREADS": "3"},
+        {"OMP_NUM_THREADS": "1"},
+    ]
     assert threads_of(config(), 4) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert threads_of(config(), 4) == {"OMP_NUM_THREADS": "3"}

@@ -72,7 +72,9 @@ def test_a_server_gets_all_in_order_and_a_wait_for_it_is_ended_by_a_wake_or_its_
 
 
 @pytest.mark.parametrize("kind", [ServerLink, ParentLink])
-def test_a_socket_is_the_users_alone_at_its_own_address_and_leaves_nothing_behind(kind: type[ServerLink | ParentLink]) -> None:
+def test_a_socket_is_the_users_alone_at_its_own_address_and_leaves_nothing_behind(
+    kind: type[ServerLink | ParentLink],
+) -> None:
     """And sending to nobody does not block."""
 
     async def run() -> None:
@@ -119,7 +121,9 @@ def parent_and_child(host: str | None = HERE) -> Iterator[tuple[ParentLink, Chil
 
 
 @pytest.mark.parametrize("host", [HERE, OVER_TCP])
-def test_a_parent_without_an_event_loop_gets_all_in_order_and_heartbeats_beside_and_never_waits(host: str | None) -> None:
+def test_a_parent_without_an_event_loop_gets_all_in_order_and_heartbeats_beside_and_never_waits(
+    host: str | None,
+) -> None:
     with parent_and_child(host) as (parent, child):
         assert parent.receive() == []
         for message in UP:
@@ -154,7 +158,8 @@ def test_what_is_sent_to_a_child_that_never_came_or_has_gone_is_dropped_and_bloc
 
 
 def test_a_process_in_the_middle_wakes_up_for_its_parent_and_for_its_child() -> None:
-    """As the engine does, between server and worker: no matter whose message or heartbeat, no wait is longer than that of the first."""
+    """As the engine does, between server and worker: no matter whose message or heartbeat, no wait is longer than that
+    of the first."""
     with parent_and_child() as (server, engine), parent_and_child() as (worker_link, worker):
         engine.listen_to(worker_link)
 
@@ -233,7 +238,8 @@ def send_until_refused(*children: ChildLink) -> None:
 def test_a_child_that_is_refused_gets_an_error_and_does_not_wait_for_ever() -> None:
     with contextlib.closing(ParentLink()) as parent, contextlib.ExitStack() as links:
         address = heartbeat_address(parent.address)  # a socket that takes no child of this kind
-        # On a busy machine, ZeroMQ 4.3.5 loses one refusal of about 2,000: the connection ends, and the child's socket goes on queueing.
+        # On a busy machine, ZeroMQ 4.3.5 loses one refusal of about 2,000: the connection ends, and the child's socket
+        # goes on queueing.
         strangers = [links.enter_context(contextlib.closing(ChildLink(address))) for _ in range(4)]
         with pytest.raises(EngineUnavailableError, match="refused"):
             send_until_refused(*strangers)
@@ -243,12 +249,15 @@ def test_a_child_that_is_refused_gets_an_error_and_does_not_wait_for_ever() -> N
 
 
 def knock(kind: int, address: str, keys: ChildKeys | None) -> int:
-    """Try to connect and to say something, as a program would that is no child; returns how that ended, as an event of ZeroMQ."""
+    """Try to connect and to say something, as a program would that is no child; returns how that ended, as an event of
+    ZeroMQ."""
     with zmq.Context() as context, context.socket(kind) as socket:
         if keys is not None:
             keys.show(socket)
         socket.setsockopt(zmq.LINGER, 0)
-        failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        failed = (
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
         with socket.get_monitor_socket(failed | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
             socket.connect(address)
             socket.send_multipart(Alive(1.0).to_frames())

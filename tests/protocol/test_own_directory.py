@@ -1,7 +1,7 @@
 """Directories of weights: those of processes that have certainly ended are deleted, those of others are left alone.
 
-Invariant: Sockets and weights left behind are deleted only if their process has certainly ended, also where several machines share the
-directory.
+Invariant: Sockets and weights left behind are deleted only if their process has certainly ended, also where several
+machines share the directory.
 """
 
 import contextlib
@@ -57,7 +57,9 @@ def holding(shared: Path) -> Iterator[Callable[..., Holder]]:
 
         def start(boot: Path | None = None) -> Holder:
             command = [REAL_PYTHON, "-c", HOLDER, str(shared), str(boot or "")]
-            process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            process = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
             stack.callback(process.kill)
             assert process.stdout is not None
             return Path(process.stdout.readline().strip()), process
@@ -68,7 +70,10 @@ def holding(shared: Path) -> Iterator[Callable[..., Holder]]:
 def test_what_a_dead_process_of_this_machine_has_left_is_deleted_and_what_another_machine_has_there_stays(
     holding: Callable[..., Holder], shared: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its locks may not be seen here, and the number of its process is that of nobody here. Nor does that machine delete ours."""
+    """Its locks may not be seen here, and the number of its process is that of nobody here.
+
+    Nor does that machine delete ours.
+    """
     caplog.set_level("INFO")
     boot = tmp_path / "boot_id"
     boot.write_text("01234567-89ab-cdef-0123-456789abcdef\n")
@@ -90,7 +95,8 @@ def test_what_a_dead_process_of_this_machine_has_left_is_deleted_and_what_anothe
 def test_directories_without_an_owner_on_this_machine_stay_but_for_one_that_somebody_has_begun_to_delete(
     text_base: BaseModel, tmp_path: Path
 ) -> None:
-    """Earlier versions named theirs by the number of a process, on whatever machine: it may live there, though nobody here has it."""
+    """Earlier versions named theirs by the number of a process, on whatever machine: it may live there, though nobody
+    here has it."""
     dead = subprocess.Popen([REAL_PYTHON, "-c", ""])
     dead.wait()
     others = {f"{PREFIX}{name}" for name in (f"{dead.pid}-a", f"{os.getpid()}-b", "mine")}
@@ -129,7 +135,9 @@ def test_a_process_that_is_killed_leaves_its_sockets_to_the_next_which_deletes_t
 
 
 @pytest.mark.parametrize("lacks", ["locks", "a boot id"])
-def test_where_owners_cannot_be_told_nothing_is_deleted(lacks: str, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_owners_cannot_be_told_nothing_is_deleted(
+    lacks: str, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(file: int, how: int) -> None:
         raise OSError("No locks available")
 

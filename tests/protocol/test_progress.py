@@ -1,7 +1,7 @@
 """Signs that a process gets on, judged in a process of its own: in this one other tests have left threads and children.
 
-Invariant: A worker that hangs is killed by name, whether it is silent or beats, and none that computes or waits for another is.
-Also: `tests/engine/test_worker_process.py`, `tests/engine/test_worker_group.py`.
+Invariant: A worker that hangs is killed by name, whether it is silent or beats, and none that computes or waits for
+another is. Also: `tests/engine/test_worker_process.py`, `tests/engine/test_worker_group.py`.
 """
 
 import os
@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 def test_signs_of_progress() -> None:
     command = [REAL_PYTHON, "-m", "tests.protocol.progress_alone"]
     environment = os.environ | {"TINSMITH_TEST_ORDER": ""}  # the last leaves a thread that nothing ends
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=START_S, check=False)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=START_S, check=False
+    )
     assert ended.returncode == 0, ended.stdout
     assert "9 passed" in ended.stdout
 
@@ -62,6 +64,8 @@ os._exit(0)
 
 def test_threads_that_end_while_they_are_looked_at_crash_nothing() -> None:
     """CPython 3.11 crashed at once when garbage was collected during a look."""
-    ended = subprocess.run([REAL_PYTHON, "-X", "faulthandler", "-c", LOOKS], cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [REAL_PYTHON, "-X", "faulthandler", "-c", LOOKS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "gc is enabled: True\n"

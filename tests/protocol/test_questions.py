@@ -1,8 +1,7 @@
 """What workers ask of databases that only the engine opens, over real sockets.
 
-Invariant: No worker opens a database: it gets rows and recorded sequences from the engine, with all their bits, and nobody else may ask
-for them.
-Also: `tests/test_architecture.py`, `tests/distributed/test_ray.py`.
+Invariant: No worker opens a database: it gets rows and recorded sequences from the engine, with all their bits, and
+nobody else may ask for them. Also: `tests/test_architecture.py`, `tests/distributed/test_ray.py`.
 """
 
 import threading
@@ -24,7 +23,15 @@ from tinsmith.errors import NotFoundError, StoreUnavailableError, TinsmithError,
 from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import ParentLink, question_address
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.questions import Answered, Answering, Answers, CheckpointRow, FindCheckpoint, ForgetSequences, Questions
+from tinsmith.protocol.questions import (
+    Answered,
+    Answering,
+    Answers,
+    CheckpointRow,
+    FindCheckpoint,
+    ForgetSequences,
+    Questions,
+)
 from tinsmith.store.recorded_sequences import RecordedSequences
 from tinsmith.store.records import RecordedSequence
 from tinsmith.store.store import Store
@@ -46,7 +53,9 @@ def asking(answers: Answers, host: str | None = None) -> Iterator[Questions]:
 
 
 @pytest.mark.parametrize("host", [None, OVER_TCP])
-def test_sequences_are_recorded_found_and_forgotten_by_the_engine_with_all_their_bits(tmp_path: Path, host: str | None) -> None:
+def test_sequences_are_recorded_found_and_forgotten_by_the_engine_with_all_their_bits(
+    tmp_path: Path, host: str | None
+) -> None:
     records = Records(Config(["tiny=unused"], str(tmp_path)))
     sequences = {
         f"s:sample:0/{number}/0": RecordedSequence(

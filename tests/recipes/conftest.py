@@ -1,4 +1,5 @@
-"""Two servers for all recipes: one with random tiny models, one with what `sl_loop` has made of the base model, which has two workers."""
+"""Two servers for all recipes: one with random tiny models, one with what `sl_loop` has made of the base model, which
+has two workers."""
 
 import subprocess
 from collections.abc import Iterator
@@ -8,7 +9,17 @@ import pytest
 
 from tests.bases import write_family
 from tests.recipes.stand_ins import write_stand_ins
-from tests.recipes.workshop import BASE_MODEL, CHAT_MODEL, FAMILIES, PYTHON, SMALL_MODEL, TEXT_ONLY_MODEL, Outcome, Workshop, forking
+from tests.recipes.workshop import (
+    BASE_MODEL,
+    CHAT_MODEL,
+    FAMILIES,
+    PYTHON,
+    SMALL_MODEL,
+    TEXT_ONLY_MODEL,
+    Outcome,
+    Workshop,
+    forking,
+)
 from tests.running import serving
 from tinsmith.models.tiny import write_tiny_model
 
@@ -39,7 +50,9 @@ def forks(directory: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.fixture(scope="session")
-def random_models(directory: Path, forks: "subprocess.Popen[str]", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+def random_models(
+    directory: Path, forks: "subprocess.Popen[str]", tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Workshop]:
     """A server with models that know nothing."""
     place = tmp_path_factory.mktemp("random")
     names = (BASE_MODEL, CHAT_MODEL, SMALL_MODEL, TEXT_ONLY_MODEL, *FAMILIES)
@@ -52,15 +65,22 @@ def random_models(directory: Path, forks: "subprocess.Popen[str]", tmp_path_fact
 @pytest.fixture(scope="session")
 def sl_loop(random_models: Workshop) -> Outcome:
     """The base model is taught the form of an answer, by the recipe."""
-    return random_models.completed("sl_loop", "log_path=sl_loop", "batch_size=20", "learning_rate=8e-3", "save_every=10")
+    return random_models.completed(
+        "sl_loop", "log_path=sl_loop", "batch_size=20", "learning_rate=8e-3", "save_every=10"
+    )
 
 
 @pytest.fixture(scope="session")
-def taught_model(random_models: Workshop, sl_loop: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    """A server with two workers whose base model, under the same name, is the end of `sl_loop`: it knows the form of an answer."""
+def taught_model(
+    random_models: Workshop, sl_loop: Outcome, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Workshop]:
+    """A server with two workers whose base model, under the same name, is the end of `sl_loop`: it knows the form of an
+    answer."""
     place = tmp_path_factory.mktemp("taught")
     random_models.merge(sl_loop.sampler_path, place / "model")
-    with serving(place, "--base-model", f"{BASE_MODEL}={place / 'model'}", *CACHE, "--device", "cpu", "--workers", "2") as server:
+    with serving(
+        place, "--base-model", f"{BASE_MODEL}={place / 'model'}", *CACHE, "--device", "cpu", "--workers", "2"
+    ) as server:
         server.wait_for_health()
         yield Workshop(random_models.directory, server.url, place / "data", random_models.forks)
         for rank in range(2):  # both have sampled

@@ -1,4 +1,5 @@
-"""Draw the curves of `vlm_classifier.train` from its metrics.jsonl: what it learns on the scans it sees and on the scans it never sees.
+"""Draw the curves of `vlm_classifier.train` from its metrics.jsonl: what it learns on the scans it sees and on the
+scans it never sees.
 
     python -m tests.recipes.draw_classifier recipes-output docs/vlm_classifier.svg
 

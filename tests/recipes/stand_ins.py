@@ -1,8 +1,9 @@
-"""What the recipes load from the Hub by its name, made here: a directory per name, below the directory in which a recipe is started.
+"""What the recipes load from the Hub by its name, made here: a directory per name, below the directory in which a
+recipe is started.
 
-Text is about a price: "Ann brings a kettle. How many coins does mending it cost?", to be answered by `\\boxed{3}`. Conversations to imitate
-name any price from 1 to 4, so a model that imitates them is right in a quarter of the cases; rewards and preferences know the one that
-is right. Images are scikit-learn's digit scans.
+Text is about a price: "Ann brings a kettle. How many coins does mending it cost?", to be answered by `\\boxed{3}`.
+Conversations to imitate name any price from 1 to 4, so a model that imitates them is right in a quarter of the cases;
+rewards and preferences know the one that is right. Images are scikit-learn's digit scans.
 """
 
 import json
@@ -25,7 +26,8 @@ EXAMPLE = (
     {"role": "user", "content": "How many r's are in strawberry?" + SUFFIX},
     {
         "role": "assistant",
-        "content": "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. "
+        "content": "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r "
+        "10) y. "
         "We have r's at positions 3, 8, and 9. \\boxed{3}",
     },
 )
@@ -52,15 +54,27 @@ def write_stand_ins(directory: Path) -> None:
     """All datasets, the same at every call."""
     rng = random.Random(0)
     questions = [f"{rng.choice(CUSTOMERS)} brings a kettle. How many coins does mending it cost?" for _ in range(1024)]
-    solved = [{"question": question, "answer": f"The tinsmith asks for {RIGHT_PRICE}.\n#### {RIGHT_PRICE}"} for question in questions]
-    _write_rows(directory / "HuggingFaceH4/no_robots/train.jsonl", [_conversation(question, rng) for question in questions[:640]])
-    _write_rows(directory / "HuggingFaceH4/no_robots/test.jsonl", [_conversation(question, rng) for question in questions[-64:]])
+    solved = [
+        {"question": question, "answer": f"The tinsmith asks for {RIGHT_PRICE}.\n#### {RIGHT_PRICE}"}
+        for question in questions
+    ]
+    _write_rows(
+        directory / "HuggingFaceH4/no_robots/train.jsonl",
+        [_conversation(question, rng) for question in questions[:640]],
+    )
+    _write_rows(
+        directory / "HuggingFaceH4/no_robots/test.jsonl", [_conversation(question, rng) for question in questions[-64:]]
+    )
     _write_rows(directory / "openai/gsm8k/main/train.jsonl", solved)
     _write_rows(directory / "openai/gsm8k/main/test.jsonl", solved[-64:])
     (directory / "openai/gsm8k/README.md").write_text(GSM8K_CARD)
     _write_rows(directory / "Anthropic/hh-rlhf/train.jsonl", [_preference(question, rng) for question in questions])
-    _write_rows(directory / "Anthropic/hh-rlhf/test.jsonl", [_preference(question, rng) for question in questions[-64:]])
-    _write_rows(directory / "zwhe99/DeepMath-103K/train.jsonl", [{"question": question + SUFFIX} for question in questions])
+    _write_rows(
+        directory / "Anthropic/hh-rlhf/test.jsonl", [_preference(question, rng) for question in questions[-64:]]
+    )
+    _write_rows(
+        directory / "zwhe99/DeepMath-103K/train.jsonl", [{"question": question + SUFFIX} for question in questions]
+    )
     _write_scans(directory / "dpdl-benchmark/caltech101")
 
 
@@ -90,5 +104,7 @@ def _write_scans(directory: Path) -> None:
     for place, i in enumerate(np.random.default_rng(0).permutation(len(data.target))):
         folder = directory / ("train" if place < TRAINING_SCANS else "test") / DIGITS[data.target[i]]
         folder.mkdir(parents=True, exist_ok=True)
-        scan = Image.fromarray((data.images[i] * 255 / 16).astype(np.uint8)).resize((SIDE, SIDE), Image.Resampling.NEAREST)
+        scan = Image.fromarray((data.images[i] * 255 / 16).astype(np.uint8)).resize(
+            (SIDE, SIDE), Image.Resampling.NEAREST
+        )
         scan.convert("RGB").save(folder / f"{place:04}.png")

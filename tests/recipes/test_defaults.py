@@ -14,7 +14,13 @@ TRAINING = {
     "math_rl.train": ("groups_per_batch=4", "max_steps=2"),
     "preference.shorter.train": ("batch_size=4", "group_size=4", "max_tokens=16", "max_steps=2"),
     "multiplayer_rl.guess_number.train": ("batch_size=4", "group_size=2", "max_tokens=8", "max_steps=2"),
-    "multiplayer_rl.twenty_questions.train": ("batch_size=2", "group_size=2", "max_tokens=8", "eval_every=0", "max_steps=1"),
+    "multiplayer_rl.twenty_questions.train": (
+        "batch_size=2",
+        "group_size=2",
+        "max_tokens=8",
+        "eval_every=0",
+        "max_steps=1",
+    ),
 }
 """Options by recipe."""
 LONGEST = "multiplayer_rl.guess_number.train"
@@ -31,7 +37,8 @@ def test_a_recipe_trains_its_default_model(random_models: Workshop, recipe: str)
 
 
 def test_reasoning_is_scored_with_the_default_model(random_models: Workshop) -> None:
-    """`true_thinking_score` asks for log-probabilities of answers behind cut reasoning; it reports problems that fail and goes on."""
+    """`true_thinking_score` asks for log-probabilities of answers behind cut reasoning; it reports problems that fail
+    and goes on."""
     outcome = random_models.completed(
         "true_thinking_score.analyze", "dataset=gsm8k", "n_problems=2", "max_tokens=48", "log_path=true_thinking_score"
     )

@@ -1,4 +1,5 @@
-"""Recipes that train on what the model itself has sampled, beside one that does not move: a base to stay near, a teacher to imitate."""
+"""Recipes that train on what the model itself has sampled, beside one that does not move: a base to stay near, a
+teacher to imitate."""
 
 import pytest
 
@@ -35,12 +36,15 @@ def check_that_it_learns_away_from_the_base(outcome: Outcome, steps: int = 12) -
 @pytest.fixture(scope="module")
 def synchronous(taught_model: Workshop) -> Outcome:
     """Reinforcement learning step by step; what it ends with knows the price."""
-    return taught_model.completed("rl_basic", "log_path=rl_sync", "compute_post_kl=True", "eval_every=11", *RL_BASIC_OPTIONS)
+    return taught_model.completed(
+        "rl_basic", "log_path=rl_sync", "compute_post_kl=True", "eval_every=11", *RL_BASIC_OPTIONS
+    )
 
 
 def test_synchronous_rl_with_a_kl_penalty(synchronous: Outcome) -> None:
     check_that_it_learns_away_from_the_base(synchronous)
-    assert max(map(abs, synchronous.curve("optim/kl_sample_train_v1"))) < 1e-3  # the sampler's log-probabilities are the trainer's
+    # The sampler's log-probabilities are the trainer's
+    assert max(map(abs, synchronous.curve("optim/kl_sample_train_v1"))) < 1e-3
     held_out = synchronous.curve("test/env/all/correct")
     assert held_out[-1] > held_out[0] + 0.3
 

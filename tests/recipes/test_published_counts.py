@@ -6,7 +6,10 @@ import subprocess
 from tests.models.published import REFUSED, SERVED, UNKNOWN
 from tests.recipes.workshop import PYTHON
 
-PRINT = "import json; from tinker_cookbook import hyperparam_utils as h; print(json.dumps(h._LORA_PARAMS_PER_RANK_BY_COMPONENT))"
+PRINT = (
+    "import json; from tinker_cookbook import hyperparam_utils as h; "
+    "print(json.dumps(h._LORA_PARAMS_PER_RANK_BY_COMPONENT))"
+)
 
 
 def test_every_model_that_the_cookbook_counts_is_served_as_it_counts_or_known_not_to_be() -> None:

@@ -44,7 +44,8 @@ for model in sys.argv[3:]:
         takes_images = name != "role_colon"
         thinks = takes_images and "disable" not in name
         thinking = renderers.ThinkingPart(type="thinking", thinking="Two coins for one.")
-        answer = {"role": "assistant", "content": [thinking, renderers.TextPart(type="text", text="Three.")] if thinks else "Three."}
+        content = [thinking, renderers.TextPart(type="text", text="Three.")] if thinks else "Three."
+        answer = {"role": "assistant", "content": content}
         datum, weights = renderer.build_supervised_example([*question, answer])
         (tokens,) = joined(datum)
         sampled = [token for token, weight in zip(tokens, weights.tolist(), strict=True) if weight]
@@ -97,10 +98,14 @@ def test_an_answer_that_was_trained_on_follows_its_prompt_and_is_read_back(rende
         assert found["sampled"][-1] == found["stop"][-1] or found["stop"] == ["\n\nUser:"], name
 
 
-def test_prompts_are_those_of_the_chat_template(rendered: dict[str, dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompts_are_those_of_the_chat_template(
+    rendered: dict[str, dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does mending it cost?"}]
     for option, name in ((True, "qwen3_5"), (False, "qwen3_5_disable_thinking")):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=option)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=option
+        )
         (tokens,) = rendered[f"Qwen/Qwen3.5-4B {name}"]["prompt"]
         assert tokens == tokenizer.encode(str(text))
         answer = {"role": "assistant", "content": "Three.", "reasoning_content": "Two coins for one." if option else ""}

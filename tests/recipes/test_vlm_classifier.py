@@ -1,4 +1,4 @@
-"""The recipe that trains an image classifier, with both of its evaluators, and the recipe that evaluates its last checkpoint by path."""
+"""The recipe that trains an image classifier, with both evaluators, and the one that evaluates its last checkpoint."""
 
 import re
 
@@ -10,14 +10,14 @@ from tests.recipes.workshop import CHAT_MODEL, Outcome, Workshop
 SCANS_TO_TEST = 297
 EPOCHS = amount(4, 12)
 RIGHT = amount(0.3, 0.8)
-"""The least share of held-out scans that it names then; guesses name a tenth. It was 0.49 to 0.75, and 0.92, on several processors."""
+"""The least share of held-out scans that it names then; guesses name a tenth. It was 0.49 to 0.75, and 0.92."""
 LEFT = amount(0.15, 0.08)
 """The most nats a token, likewise; who knows the names and does not look needs 0.18. It was 0.07 to 0.1, and 0.02."""
 
 
 @pytest.fixture(scope="module")
 def training(random_models: Workshop) -> Outcome:
-    """A random vision-language model learns to name handwritten digits; the recipe mirrors every second scan that it trains on."""
+    """A random model learns to name handwritten digits; the recipe mirrors every second scan that it trains on."""
     return random_models.completed(
         *("vlm_classifier.train", "experiment_dir=vlm_classifier", f"model_name={CHAT_MODEL}"),
         *(f"num_epochs={EPOCHS}", "batch_size=50", "learning_rate=3e-3", "max_tokens=16"),

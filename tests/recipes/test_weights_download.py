@@ -1,7 +1,8 @@
-"""The cookbook's `weights` tools, on what they download from a server: the adapters and models that they build have our log-probabilities.
+"""The cookbook's `weights` tools on downloads from a server: adapters and models that they build have our logprobs.
 
-A base model for each of the ways in which the tools name things: an output projection of its own, one that is the embedding, a vision
-model, a vision model whose files have other names than transformers, and one with gated delta nets, whose fused layer has three adapters.
+A base model for each of the ways in which the tools name things: an output projection of its own, one that is the
+embedding, a vision model, a vision model whose files have other names than transformers, and one with gated delta nets,
+whose fused layer has three adapters.
 
 Invariant: What the cookbook's `weights` tools build from a download has the model's logprobs, or is refused by them.
 Also: `tests/training/test_peft_format.py`.
@@ -32,7 +33,7 @@ CASES = {
     ("vision-renamed", True): (True, False),
     ("vision-hybrid", False): (False, True),
 }
-"""Base model, and whether the output projection is trained: whether PEFT takes the download as it is, and whether the cookbook can merge.
+"""(Base model, whether the LM head is trained): (PEFT takes the download as it is, the cookbook can merge).
 
 It cannot merge an output projection that is the embedding.
 """
@@ -61,11 +62,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(random_models: Workshop, place: Path) -> tuple[dict[Any, np.ndarray], dict[str, str]]:
-    """The log-probabilities of models after two steps that were saved, downloaded and built, by case, and what could not be built."""
+    """The logprobs of models after two steps that were saved, downloaded and built, and the failures, by case."""
     key, expected, asked = "tml-recipes", {}, []
     with tinker.ServiceClient(base_url=random_models.url, api_key=key) as service:
         for name, train_unembed in CASES:
-            client = service.create_lora_training_client(base_model=name, rank=8, seed=3, train_unembed=train_unembed).result()
+            client = service.create_lora_training_client(
+                base_model=name, rank=8, seed=3, train_unembed=train_unembed
+            ).result()
             before = scores(client, [ITEM])[0]
             for _ in range(2):
                 client.forward_backward([ITEM], "cross_entropy")
@@ -90,9 +93,13 @@ def network(directory: Path, name: str) -> Any:
 
 @pytest.mark.parametrize(("name", "train_unembed"), CASES)
 def test_what_the_cookbook_builds_has_our_logprobs(
-    random_models: Workshop, place: Path, trained: tuple[dict[Any, np.ndarray], dict[str, str]], name: str, train_unembed: bool
+    random_models: Workshop,
+    place: Path,
+    trained: tuple[dict[Any, np.ndarray], dict[str, str]],
+    name: str,
+    train_unembed: bool,
 ) -> None:
-    """Of a fused layer the cookbook merges all three adapters; its PEFT adapter leaves these out, as docs/checkpoints.md says."""
+    """The cookbook merges a fused layer's three adapters; its PEFT adapter lacks them, as docs/checkpoints.md says."""
     expected, own = trained[0][name, train_unembed], place / name / str(train_unembed)
     takes_download, merges = CASES[name, train_unembed]
 
@@ -122,5 +129,10 @@ def test_a_downloaded_checkpoint_to_train_on_is_loaded_by_peft(
     assert sorted(file.name for file in adapter.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     loaded = PeftModel.from_pretrained(network(random_models.directory / "tied", "tied"), str(adapter))
     np.testing.assert_allclose(transformers_logprobs(loaded), trained[0]["tied", True], atol=1e-4)
-    kept = tinker.RestClient(base_url=random_models.url, api_key="tml-recipes").list_user_checkpoints().result().checkpoints
+    kept = (
+        tinker.RestClient(base_url=random_models.url, api_key="tml-recipes")
+        .list_user_checkpoints()
+        .result()
+        .checkpoints
+    )
     assert not [checkpoint for checkpoint in kept if checkpoint.checkpoint_id == "external_weights/download"]

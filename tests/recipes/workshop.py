@@ -1,7 +1,8 @@
-"""Where the cookbook's recipes run: a directory that answers for the Hub, and the second environment, in which the recipes are installed.
+"""Where the cookbook's recipes run: a directory that stands for the Hub, and the environment that has the recipes.
 
-A recipe runs as from a shell, in that directory: transformers and datasets take `./ORG/NAME` for the model or dataset of that name. Its
-process is forked from one that has imported what all recipes import, which takes ten seconds of a core.
+A recipe runs as from a shell, in that directory: transformers and datasets take `./ORG/NAME` for the model or dataset
+of that name. Its process is forked from one that has imported what all recipes import, which takes ten seconds of a
+core.
 """
 
 import json
@@ -21,11 +22,17 @@ LAST_WORDS = ("completed successfully", "Training completed", "Results saved to"
 
 PYTHON = Path(__file__).parents[2] / ".venv-recipes" / "bin" / "python"
 BASE_MODEL, CHAT_MODEL, SMALL_MODEL = "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-4B"
-"""What most recipes train if they are not told otherwise. Tiny models of the same family are served under these names."""
+"""What most recipes train by default. Tiny models of the same family are served under these names."""
 TEXT_ONLY_MODEL = "Qwen/Qwen3-8B"
 """The default of recipes that have not moved on from Qwen3; here a tiny Qwen3."""
 
-FAMILIES = {"untied": "llama", "tied": "qwen3", "vision": "qwen3_vl", "vision-renamed": "qwen2_5_vl", "vision-hybrid": "qwen3_5"}
+FAMILIES = {
+    "untied": "llama",
+    "tied": "qwen3",
+    "vision": "qwen3_vl",
+    "vision-renamed": "qwen2_5_vl",
+    "vision-hybrid": "qwen3_5",
+}
 """Tiny models of families, by the name under which they are served."""
 
 FORKS = """
@@ -53,7 +60,9 @@ def forking(directory: Path) -> Iterator["subprocess.Popen[str]"]:
     """The process from which all recipes are forked."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "cache"), "OMP_NUM_THREADS": "1"}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([str(PYTHON), "-c", FORKS], cwd=directory, env=environment, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(
+        [str(PYTHON), "-c", FORKS], cwd=directory, env=environment, start_new_session=True, **pipes
+    ) as process:
         yield process
         os.killpg(process.pid, signal.SIGKILL)  # with a recipe that hangs
 
@@ -91,22 +100,30 @@ class Workshop:
     forks: "subprocess.Popen[str]"
 
     def run(self, recipe: str, *options: str) -> Outcome:
-        """`python -m tinker_cookbook.recipes.RECIPE OPTION...`, to its end. An option `log_path=NAME` is where the outcome is read from."""
+        """`python -m tinker_cookbook.recipes.RECIPE OPTION...`, to its end.
+
+        An option `log_path=NAME` is where the outcome is read from.
+        """
         assert self.forks.stdin is not None
         assert self.forks.stdout is not None
-        output, environment = self.directory / f"output of {recipe}", {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": "tml-recipes"}
+        output, environment = (
+            self.directory / f"output of {recipe}",
+            {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": "tml-recipes"},
+        )
         output.unlink(missing_ok=True)
         asked = [str(output), environment, f"tinker_cookbook.recipes.{recipe}", options]
         print(json.dumps(asked), file=self.forks.stdin, flush=True)
         exit_code = int(self.forks.stdout.readline())
         logs = [option.partition("=")[2] for option in options if option.startswith(("log_path=", "experiment_dir="))]
-        return Outcome(exit_code, output.read_text(), *(self._rows(logs, name) for name in ("metrics.jsonl", "checkpoints.jsonl")))
+        return Outcome(
+            exit_code, output.read_text(), *(self._rows(logs, name) for name in ("metrics.jsonl", "checkpoints.jsonl"))
+        )
 
     def completed(self, recipe: str, *options: str) -> Outcome:
         """The outcome of a recipe that must succeed."""
         outcome = self.run(recipe, *options)
-        # The SDK's HTTP library aborts a Python 3.11 that ends while an answer comes in. A recipe ends that way now and then, after it has
-        # said that it is done.
+        # The SDK's HTTP library aborts a Python 3.11 that ends while an answer comes in. A recipe ends that way now and
+        # then, after it has said that it is done.
         aborted_at_exit = outcome.exit_code == -signal.SIGABRT and any(words in outcome.output for words in LAST_WORDS)
         assert outcome.exit_code == 0 or aborted_at_exit, f"exit code {outcome.exit_code}: {outcome.output[-6000:]}"
         return outcome

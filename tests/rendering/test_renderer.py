@@ -42,16 +42,25 @@ PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is t
 
 
 @pytest.mark.parametrize(("width", "height"), [(33, 200), (500, 333)])
-def test_ids_and_pixels_equal_the_processors(vision_base: BaseModel, family_dir: Callable[[str], Path], width: int, height: int) -> None:
+def test_ids_and_pixels_equal_the_processors(
+    vision_base: BaseModel, family_dir: Callable[[str], Path], width: int, height: int
+) -> None:
     directory = family_dir("qwen3_vl")
-    tokenizer, processor = AutoTokenizer.from_pretrained(directory), AutoImageProcessor.from_pretrained(directory, backend="pil")
+    tokenizer, processor = (
+        AutoTokenizer.from_pretrained(directory),
+        AutoImageProcessor.from_pretrained(directory, backend="pil"),
+    )
     given = Image.open(io.BytesIO(png(7, width, height)))
     processed = processor(images=[given], return_tensors="pt")
     count = int(processed["image_grid_thw"].prod()) // 4
     expected = tokenizer(PROMPT.replace("<|image_pad|>", "<|image_pad|>" * count))["input_ids"]
 
     before, after = PROMPT.split("<|image_pad|>")
-    chunks: list[Chunk] = [text(*tokenizer(before)["input_ids"]), image(7, width, height, count), text(*tokenizer(after)["input_ids"])]
+    chunks: list[Chunk] = [
+        text(*tokenizer(before)["input_ids"]),
+        image(7, width, height, count),
+        text(*tokenizer(after)["input_ids"]),
+    ]
     rendered = renderer(vision_base).render(chunks)
     assert rendered.token_ids.tolist() == expected
     assert torch.equal(rendered.images[0].pixel_values, processed["pixel_values"])
@@ -78,9 +87,14 @@ def test_a_placeholder_that_arrives_as_text_stays_text(vision_base: BaseModel) -
     assert rendered.positions.tolist() == [[0, 1, 2, 3]] * 3
 
 
-def test_threads_render_as_one_would_and_decode_each_image_once(vision_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every thread wants the same images in the same order, from a cache that holds few of them, so that they meet at each."""
-    prompts: list[list[Chunk]] = [[text(number), image(number, 200 + number, 150), text(number)] for number in range(12)]
+def test_threads_render_as_one_would_and_decode_each_image_once(
+    vision_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every thread wants the same images in the same order, from a cache that holds few of them, so that they meet at
+    each."""
+    prompts: list[list[Chunk]] = [
+        [text(number), image(number, 200 + number, 150), text(number)] for number in range(12)
+    ]
     alone = [renderer(vision_base).render(prompt) for prompt in prompts]
     shared, decoded, together = renderer(vision_base, image_cache_mib=1), Counter[bytes](), threading.Barrier(4)
     process = LocalProcessor.__call__
@@ -165,7 +179,9 @@ def test_a_image_that_is_not_as_it_should_be_is_refused_also_if_it_is_known(
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-def test_the_header_alone_tells_how_many_tokens_a_image_takes(family_base: Callable[[str], BaseModel], model_type: str) -> None:
+def test_the_header_alone_tells_how_many_tokens_a_image_takes(
+    family_base: Callable[[str], BaseModel], model_type: str
+) -> None:
     render = renderer(family_base(model_type))
     for width, height in [(96, 64), (33, 200), (1, 200), (500, 333), (3, 3)]:
         measured = render.measure([image(7, width, height)])
@@ -180,14 +196,22 @@ def test_images_beyond_the_context_or_the_limit_are_refused_before_any_is_decode
     large = [image(seed, 1000, 750) for seed in range(3)]
     with pytest.raises(UserError, match="the context window of tiny is"):
         renderer(vision_base).render([*large, random_tokens(0, 31_000)])
-    with pytest.raises(UserError, match="have 2250000 pixels together; max_input_pixels allows 2000000: scale them down"):
+    with pytest.raises(
+        UserError, match="have 2250000 pixels together; max_input_pixels allows 2000000: scale them down"
+    ):
         renderer(vision_base, max_input_pixels=2_000_000).render([*large])
 
 
 def test_tokens_and_positions_are_those_of_each_sequence_alone(vision_base: BaseModel) -> None:
-    """Rotary positions that went on from one sequence to the next would change no result but for rounding, which grows with them."""
+    """Rotary positions that went on from one sequence to the next would change no result but for rounding, which grows
+    with them."""
     render = renderer(vision_base)
-    chunks = ([random_tokens(1, 5)], image_chunks(vision_base, 2, 4), [random_tokens(3, 1)], image_chunks(vision_base, 4, 3, width=64))
+    chunks = (
+        [random_tokens(1, 5)],
+        image_chunks(vision_base, 2, 4),
+        [random_tokens(3, 1)],
+        image_chunks(vision_base, 4, 3, width=64),
+    )
     sequences = [render.render(own) for own in chunks]
     row = pack(sequences, [None] * len(sequences), torch.device("cpu"))
     parts = zip(sequences, row.token_ids.split(row.lengths), row.positions.split(row.lengths, dim=1), strict=True)
@@ -206,7 +230,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"do_normalize": False},
     {"do_rescale": False, "do_normalize": False},
     {"resample": 2, "rescale_factor": 1 / 127.5},
-    {"patch_size": 14, "merge_size": 3, "temporal_patch_size": 1, "size": {"shortest_edge": 42 * 42, "longest_edge": 420 * 420}},
+    {
+        "patch_size": 14,
+        "merge_size": 3,
+        "temporal_patch_size": 1,
+        "size": {"shortest_edge": 42 * 42, "longest_edge": 420 * 420},
+    },
 ]
 
 
@@ -224,7 +253,9 @@ def drawn(width: int, height: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(settings) or "usual")
-def test_values_are_the_processor_s_to_the_bit(family_dir: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_values_are_the_processor_s_to_the_bit(
+    family_dir: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any]
+) -> None:
     source = str(written(tmp_path, family_dir("qwen3_vl"), settings))
     ours, theirs = LocalProcessor(source), AutoImageProcessor.from_pretrained(source, backend="pil")
     for width, height in [(96, 64), (33, 200), (500, 333), (3, 3), (700, 640)]:
@@ -241,5 +272,7 @@ def test_a_processor_that_computes_something_else_is_refused(
     family_dir: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     source = written(tmp_path, family_dir("qwen3_vl"), settings)
-    with pytest.raises(ConfigError, match=r"its image processor, \w+, does not compute what Qwen2VLImageProcessor computes"):
+    with pytest.raises(
+        ConfigError, match=r"its image processor, \w+, does not compute what Qwen2VLImageProcessor computes"
+    ):
         LocalProcessor(str(source))

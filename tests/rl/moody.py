@@ -1,4 +1,7 @@
-"""Environments that raise, hang or die on demand, or kill the run. A module of its own: worker processes import it without torch."""
+"""Environments that raise, hang or die on demand, or kill the run.
+
+A module of its own: worker processes import it without torch.
+"""
 
 import asyncio
 import os
@@ -72,7 +75,8 @@ class Absent(Moody):
 
 
 class Chatty(Env):
-    """Rewards long answers, and each episode more than the one before: a run learns without a warm-up, as no two rewards are equal.
+    """Rewards long answers, and each episode more than the one before: a run learns without a warm-up, as no two
+    rewards are equal.
 
     If there is a file `plan`, it holds the number of the episode in which the process gets SIGKILL.
     """

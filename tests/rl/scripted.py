@@ -63,7 +63,7 @@ def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 @dataclass
 class Scripted:
-    """A policy that answers with given tokens, the n-th with logprobs -n.0, -n.1, -n.2, ... and remembers what it was asked."""
+    """A policy that gives fixed answers, the n-th with logprobs -n.0, -n.1, ..., and remembers its requests."""
 
     answers: Sequence[tuple[list[int], bool]]
     prompts: list[tinker.ModelInput] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Scripted:
 
 
 class Script(Env):
-    """Says given things: `opening`, then one (observations, reward, done) for each answer, which it keeps in `heard`."""
+    """Says given things: `opening`, then one (observations, reward, done) per answer; `heard` keeps the answers."""
 
     heard: ClassVar[list[str]]
 

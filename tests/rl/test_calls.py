@@ -1,4 +1,5 @@
-"""What an environment raises or wrongly returns is an error that names class, method and value; too many failures end the run.
+"""What an environment raises or wrongly returns is an error that names class, method and value; too many failures end
+the run.
 
 Invariant: A wrong value of an RL environment is named by class, method and value; too many failures end the run.
 """
@@ -42,7 +43,9 @@ STEP = "; a step is (observations, reward, done) or (observations, reward, done,
 MESSAGE = "; a message is a dictionary with a role and a content, which is a text or a list of parts"
 PARTS = "; a part has type text with a text, image with an image, or image_url with an image_url that holds a url"
 SOUND = {"role": "user", "content": [{"type": "audio", "audio": 3}]}
-NO_IMAGE = "that cannot be shown: an image of 8 bytes that begins with b'no image' is no image file that Pillow can read"
+NO_IMAGE = (
+    "that cannot be shown: an image of 8 bytes that begins with b'no image' is no image file that Pillow can read"
+)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +79,16 @@ def test_a_wrong_return_value_is_named(method: str, value: Any, complaint: str) 
 def test_right_values_come_as_plain_ones() -> None:
     file = encode(Image.new("RGB", (4, 4)))
     uri = f"data:image/png;base64,{base64.b64encode(file.data).decode()}"
-    parts = [{"type": "text", "text": "a"}, {"type": "image", "image": file.data}, {"type": "image_url", "image_url": {"url": uri}}]
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image", "image": file.data},
+        {"type": "image_url", "image_url": {"url": uri}},
+    ]
     given: list[Any] = [user("a"), {"role": "tool", "content": parts, "name": "compass"}]
-    messages: list[Any] = [user("a"), {"role": "tool", "content": [parts[0], image_part(file), image_part(file)], "name": "compass"}]
+    messages: list[Any] = [
+        user("a"),
+        {"role": "tool", "content": [parts[0], image_part(file), image_part(file)], "name": "compass"},
+    ]
     assert call(Returns((given, {"a": 1})), "init", Prompt()) == (messages, {"a": 1})
     for reward, done in ((1, True), (True, np.True_), (np.float32(1), np.array(True)), (np.array(1), True)):
         step = call(Returns((messages, reward, done)), "step", "up")
@@ -105,7 +115,12 @@ def failing(*groups: str, **limits: Any) -> FailureCounter:
     reasons: dict[str, StopReason] = {"d": "done", "e": "env_error", "l": "env_timeout"}
     error, details = "KeyError: 'lost'", "the model said: 'up'\nTraceback\nKeyError: 'lost'"
     for group in groups:
-        failures.count([Trajectory(EpisodeId("maze", 7, 3, 1), (), reasons[each], 2, error=error, details=details) for each in group])
+        failures.count(
+            [
+                Trajectory(EpisodeId("maze", 7, 3, 1), (), reasons[each], 2, error=error, details=details)
+                for each in group
+            ]
+        )
         failures.judge()
     return failures
 
@@ -149,14 +164,19 @@ def test_an_environment_that_always_raises_ends_the_command(
     file.write_text(
         f"server: {{url: '{server_url}', api_key: tml-test}}\n"
         f"model: {{base_model: tiny, tokenizer: {plain.tokenizer.name_or_path}}}\n"
-        f"env: {{name: 'tests.rl.moody:Absent'}}\ntraining: {{steps: 2, groups: 2, group_size: 2}}\nevaluation: {{prompts: 4}}\n"
+        f"env: {{name: 'tests.rl.moody:Absent'}}\ntraining: {{steps: 2, groups: 2, group_size: 2}}\nevaluation: "
+        f"{{prompts: 4}}\n"
         f"output: {{directory: {tmp_path / 'out'}}}\n"
     )
     caplog.set_level(logging.WARNING)
     ran = tinsmith_here(command, str(file))
-    remedy = "repair it, or raise env: max_failed_share=0.5; the first failure was ConnectionError: the simulator is busy"
+    remedy = (
+        "repair it, or raise env: max_failed_share=0.5; the first failure was ConnectionError: the simulator is busy"
+    )
     failed = f"environment 'tests.rl.moody:Absent' failed in {episodes} of {episodes} episodes"
     assert (ran.returncode, ran.stderr) == (2, f"tinsmith-rl: {failed}; {remedy}\n")
     assert "reward 0.000" not in ran.stdout
     (traceback,) = [message for message in caplog.messages if "Traceback" in message]
-    assert traceback.endswith('    raise ConnectionError("the simulator is busy")\nConnectionError: the simulator is busy')
+    assert traceback.endswith(
+        '    raise ConnectionError("the simulator is busy")\nConnectionError: the simulator is busy'
+    )

@@ -45,7 +45,9 @@ def run(url: str, directory: Path, steps: int, **output: Any) -> RunState:
     return train(chatty(url, directory, server=server, training={"steps": steps}, output=output), QUIET)
 
 
-def test_a_run_that_keeps_all_has_the_weights_that_earned_the_best_reward(server_url: str, tmp_path: Path, on_server: Named) -> None:
+def test_a_run_that_keeps_all_has_the_weights_that_earned_the_best_reward(
+    server_url: str, tmp_path: Path, on_server: Named
+) -> None:
     state = run(server_url, tmp_path, 4, keep=0)
     rewards = [line["reward"] for line in logged(tmp_path)]
     bests = [step for step, reward in enumerate(rewards) if reward > max(rewards[:step], default=0.0)]
@@ -70,7 +72,9 @@ def test_a_run_saves_by_time_too(server_url: str, tmp_path: Path) -> None:
 def test_where_every_episode_failed_there_is_no_best_and_no_reward(
     server_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    absent = chatty(server_url, tmp_path, env={"name": "tests.rl.moody:Absent", "max_failed_share": 1.0}, training={"steps": 1})
+    absent = chatty(
+        server_url, tmp_path, env={"name": "tests.rl.moody:Absent", "max_failed_share": 1.0}, training={"steps": 1}
+    )
     assert train(absent, QUIET).best_reward is None
     (line,) = logged(tmp_path)
     assert (line["stop/env_error"], "reward" in line) == (1.0, False)
@@ -89,7 +93,8 @@ def test_a_run_keeps_its_newest_checkpoints_and_its_best(server_url: str, tmp_pa
 
 
 def test_a_rotation_deletes_only_what_its_own_run_saved(server_url: str, tmp_path: Path, on_server: Named) -> None:
-    """A copy of a directory names the checkpoints of the first run, begins to rotate, is stopped, and goes on as its own."""
+    """A copy of a directory names the checkpoints of the first run, begins to rotate, is stopped, and goes on as its
+    own."""
     first = run(server_url, tmp_path / "first", 2, keep=2)
     shutil.copytree(tmp_path / "first", tmp_path / "copy")
     for steps, keep in ((3, 2), (5, 1)):
@@ -107,7 +112,9 @@ def test_what_is_best_is_written_at_once_and_the_step_to_resume_stays(
     """Step 1 is saved; then steps 2 and 3 are best, one after the other, and the run dies."""
 
     async def saved() -> RunState:
-        client = await tinker.ServiceClient(base_url=server_url, api_key=KEY).create_lora_training_client(base_model="tiny", rank=4)
+        client = await tinker.ServiceClient(base_url=server_url, api_key=KEY).create_lora_training_client(
+            base_model="tiny", rank=4
+        )
         checkpoints = RunCheckpoints(client, rest, tmp_path, 1, RunState())
         state = await checkpoints.save_step(RunState(step=1, tokenizer="there"))
         assert load_state(tmp_path) is None

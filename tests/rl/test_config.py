@@ -26,11 +26,17 @@ SMALLEST: dict[str, Any] = {"model": {"base_model": "tiny"}, "env": {"name": "ma
 
 def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("model: {base_model: tiny}\nenv: {name: maze2d, options: {level: hard}}\ntraining: {mode: async, max_staleness: 3}\n")
+    file.write_text(
+        "model: {base_model: tiny}\nenv: {name: maze2d, options: {level: hard}}\ntraining: {mode: "
+        "async, max_staleness: 3}\n"
+    )
     config = load(file)
     assert (config.env.options, config.staleness, config.training.loss) == ({"level": "hard"}, 3, "importance_sampling")
     assert "api_key" not in to_tree(from_tree({**to_tree(config), "server": {"api_key": "tml-secret"}}))["server"]
-    assert [from_tree({**SMALLEST, "training": {"mode": mode}}).staleness for mode in ("sync", "one_step_off")] == [0, 1]
+    assert [from_tree({**SMALLEST, "training": {"mode": mode}}).staleness for mode in ("sync", "one_step_off")] == [
+        0,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +46,10 @@ def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
             "training: {steps: 3}\ntraining: {steps: 4}\n",
             "line 2 has the key 'training' of line 1 again; merge what stands below the two; it",
         ),
-        ("training: [", "cannot read the configuration file .*run.yaml: while parsing a flow node .*; it must be YAML in UTF-8$"),
+        (
+            "training: [",
+            "cannot read the configuration file .*run.yaml: while parsing a flow node .*; it must be YAML in UTF-8$",
+        ),
         ("- training\n", "must hold sections such as 'server:', not a list"),
         ("", "env: name is missing"),
     ],
@@ -53,12 +62,16 @@ def test_a_file_that_is_no_configuration_is_refused(text: str, message: str, tmp
 
 def test_a_number_may_be_a_text_and_a_path_at_home() -> None:
     """YAML takes 1e-4 for a text."""
-    config = from_tree({**SMALLEST, "training": {"learning_rate": "1e-4", "steps": "3"}, "output": {"directory": "~/run"}})
+    config = from_tree(
+        {**SMALLEST, "training": {"learning_rate": "1e-4", "steps": "3"}, "output": {"directory": "~/run"}}
+    )
     assert (config.training.learning_rate, config.training.steps) == (1e-4, 3)
     assert config.output.directory == str(Path.home() / "run")
 
 
-def test_output_is_named_after_the_file_and_new_begins_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_named_after_the_file_and_new_begins_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "maze.yaml").write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
     for directory in ("rl-output/maze", "rl-output/maze-2", "rl-output/maze-3"):
@@ -80,12 +93,16 @@ register("registered-{name}", {name})
 """
 
 
-def test_a_run_of_the_command_line_resumes_or_with_new_begins_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_the_command_line_resumes_or_with_new_begins_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained: list[str] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tinsmith_rl.__main__.require_server", lambda _: None)
     monkeypatch.setattr("tinsmith_rl.trainer.train", lambda config: trained.append(config.output.directory))
-    (tmp_path / "-maze.yaml").write_text("model: {base_model: tiny}\nenv: {name: maze2d}\noutput: {directory: rl-output/maze}\n")
+    (tmp_path / "-maze.yaml").write_text(
+        "model: {base_model: tiny}\nenv: {name: maze2d}\noutput: {directory: rl-output/maze}\n"
+    )
     (tmp_path / "rl-output" / "maze").mkdir(parents=True)
     for options in ([], ["--new"]):
         assert CliRunner().invoke(app, ["rl", *options, "--", "-maze.yaml"]).exit_code == 0
@@ -106,7 +123,9 @@ def test_ctrl_c_ends_either_command_line_without_a_traceback(tmp_path: Path, mon
     assert (ended.exit_code, raised.value.code) == (130, 130)
 
 
-def test_an_environment_may_lie_in_the_working_directory_or_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_may_lie_in_the_working_directory_or_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("tinsmith_rl.env._factories", {})
     monkeypatch.chdir(tmp_path)
@@ -145,16 +164,34 @@ def test_an_example_names_settings_and_an_environment_that_there_are(file: Path)
     ("change", "message"),
     [
         ({"trainign": {}}, "unknown key 'trainign'; did you mean 'training'?"),
-        ({"training": {"lerning_rate": 1}}, "unknown key 'training.lerning_rate'; did you mean 'training.learning_rate'?"),
-        ({"training": {"loss": "cross_entropy"}}, "training.loss='cross_entropy' must be one of importance_sampling, ppo, "),
+        (
+            {"training": {"lerning_rate": 1}},
+            "unknown key 'training.lerning_rate'; did you mean 'training.learning_rate'?",
+        ),
+        (
+            {"training": {"loss": "cross_entropy"}},
+            "training.loss='cross_entropy' must be one of importance_sampling, ppo, ",
+        ),
         ({"training": {"steps": 0}}, "training.steps=0 must be a whole number of steps of at least 1"),
         ({"training": {"group_size": 1}}, "group_size=1 leaves grpo nothing to compare with"),
         ({"training": {"groups": 2, "substeps": 3}}, "substeps=3 exceeds groups=2"),
         ({"training": {"loss": "dro"}}, "loss_scale=tokens would divide dro's advantages, but not its penalty"),
-        ({"training": {"kl_coefficient": 0.1}, "generation": {"temperature": 0.7}}, "temperature=0.7: the KL penalty compares"),
-        ({"training": {"loss": "ppo"}, "generation": {"temperature": 0.7}}, "temperature=0.7: ppo would clip the ratio"),
-        ({"training": {"loss": "stable_reinforce"}, "generation": {"temperature": 0.7}}, "these must be at temperature 1"),
-        ({"training": {"loss": "stable_reinforce"}, "env": {"name": "a:b", "kind": "cookbook"}}, "which kind=cookbook does not say"),
+        (
+            {"training": {"kl_coefficient": 0.1}, "generation": {"temperature": 0.7}},
+            "temperature=0.7: the KL penalty compares",
+        ),
+        (
+            {"training": {"loss": "ppo"}, "generation": {"temperature": 0.7}},
+            "temperature=0.7: ppo would clip the ratio",
+        ),
+        (
+            {"training": {"loss": "stable_reinforce"}, "generation": {"temperature": 0.7}},
+            "these must be at temperature 1",
+        ),
+        (
+            {"training": {"loss": "stable_reinforce"}, "env": {"name": "a:b", "kind": "cookbook"}},
+            "which kind=cookbook does not say",
+        ),
         ({"evaluation": {"samples": 2, "pass_at": [1, 4]}}, r"pass_at=\[4\] must lie between 1 and samples=2"),
         ({"evaluation": {"pass_at": "1"}}, "evaluation.pass_at='1' must be a list of whole numbers"),
         ({"env": {}}, "env: name is missing"),
@@ -173,25 +210,36 @@ def test_what_cannot_work_is_refused(change: dict[str, Any], message: str) -> No
         from_tree({**SMALLEST, **change})
 
 
-def test_a_base_model_whose_name_leads_to_no_tokenizer_needs_one(server_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_model_whose_name_leads_to_no_tokenizer_needs_one(
+    server_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The Hub is not asked: it would be asked again and again."""
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda source, **_: pytest.fail(f"asked for {source}"))
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained", lambda source, **_: pytest.fail(f"asked for {source}")
+    )
     config = from_tree({**SMALLEST, "server": {"url": server_url, "api_key": "tml-test"}})
     named = "the one that the server names cannot be loaded: 'tiny' is no directory on this machine"
     with pytest.raises(ConfigError, match=f"model: tokenizer is empty, and {named}"):
         run_evaluation(config, Console(quiet=True))
 
 
-@pytest.mark.parametrize(("base_model", "source"), [("org/model", ""), ("org/model/variant:high", ""), ("tiny", "org/model")])
+@pytest.mark.parametrize(
+    ("base_model", "source"), [("org/model", ""), ("org/model/variant:high", ""), ("tiny", "org/model")]
+)
 def test_a_tokenizer_of_the_hub_is_told_before_it_is_asked_for(
     base_model: str, source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def asked(tokenizer: str, **_: object) -> None:
-        assert (tokenizer, caplog.messages) == ("org/model", ["getting the tokenizer of 'org/model' from the Hugging Face Hub"])
+        assert (tokenizer, caplog.messages) == (
+            "org/model",
+            ["getting the tokenizer of 'org/model' from the Hugging Face Hub"],
+        )
         raise OSError("there is none")
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", asked)
     monkeypatch.setattr(tinker.SamplingClient, "get_base_model", lambda _: base_model)
     monkeypatch.setattr(tinker.SamplingClient, "get_tokenizer", lambda _: _load_tokenizer_from_model_info(base_model))
-    with pytest.raises(ConfigError, match="cannot be loaded: there is none; give the directory or the Hub id of the model's tokenizer"):
+    with pytest.raises(
+        ConfigError, match="cannot be loaded: there is none; give the directory or the Hub id of the model's tokenizer"
+    ):
         tokenizer_of(source, object.__new__(tinker.SamplingClient))

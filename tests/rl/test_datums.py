@@ -33,7 +33,7 @@ from tinsmith_rl.trajectory import TrainingSample, Turn, assemble
 def test_advantages_are_those_of_their_formulas(
     kind: AdvantageKind, rewards: list[list[float]], centred: list[float], variance: float
 ) -> None:
-    """rloo compares with the others, and divides by nothing; the last two divide by the deviation of the whole batch."""
+    """rloo compares with the others and divides by nothing; the last two divide by the deviation of the whole batch."""
     made = advantages(kind, rewards)
     assert [len(group) for group in made] == [len(group) for group in rewards]
     assert np.concatenate(made) == pytest.approx(np.array(centred) / np.sqrt(variance), rel=1e-5)
@@ -94,7 +94,9 @@ def test_position_i_of_a_datum_predicts_target_i() -> None:
     assert set(inputs(policy_datum(weighted, "ppo", 1.0))) == {"target_tokens", "logprobs", "advantages"}
     assert inputs(likelihood_datum(sample, 0.5))["weights"] == [0.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.5]
     scores = tinker.TensorData(data=[0.0, 0.0, 0.0, -1.0, -2.0, -9.0, -3.0], dtype="float32", shape=[7])
-    output = tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=[{"logprobs": scores}], metrics={})
+    output = tinker.ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=[{"logprobs": scores}], metrics={}
+    )
     assert response_logprobs(output, [sample])[0].tolist() == [-1.0, -2.0, -9.0, -3.0]
 
 

@@ -1,4 +1,4 @@
-"""The shipped environments: the same episode from the same seed, the right answers earn everything, wrong ones nothing."""
+"""The shipped environments: a seed fixes the episode, right answers earn everything, wrong ones nothing."""
 
 import io
 from collections.abc import Callable
@@ -27,7 +27,10 @@ def fingerprint(messages: list[ChatMessage]) -> list[Any]:
         return file.getvalue()
 
     contents = [message["content"] for message in messages]
-    return [[m["role"], c if isinstance(c, str) else [part(item) for item in c]] for m, c in zip(messages, contents, strict=True)]
+    return [
+        [m["role"], c if isinstance(c, str) else [part(item) for item in c]]
+        for m, c in zip(messages, contents, strict=True)
+    ]
 
 
 def play(name: str, seed: int, say: Callable[[Env], str], **options: Any) -> tuple[list[Any], float, dict[str, float]]:
@@ -59,7 +62,9 @@ def test_an_episode_follows_from_its_seed_and_right_answers_earn_one(name: str) 
 
 def test_arithmetic_hears_the_answer_and_not_what_was_thought() -> None:
     messages, metadata = make("arithmetic", largest=20, terms=3).init(Prompt(5))
-    assert messages == [{"role": "user", "content": "What is {} + {} + {}?".format(*np.random.default_rng([5]).integers(21, size=3))}]
+    assert messages == [
+        {"role": "user", "content": "What is {} + {} + {}?".format(*np.random.default_rng([5]).integers(21, size=3))}
+    ]
     assert metadata == {"answer": int(np.random.default_rng([5]).integers(21, size=3).sum())}
     assert play("arithmetic", 3, lambda env: f"<think>seven, no</think>\n\n{right(env)}")[1] == 1.0
     assert play("arithmetic", 3, lambda env: f"{right(env)} I think")[1] == 0.0
@@ -131,9 +136,9 @@ def test_the_player_s_view_is_centred_as_wide_as_its_reach_and_points_to_the_goa
     board = cells(maze_image())
     at = {color: cell for cell, color in board.items()}
     (px, py), (gx, gy) = at[PLAYER], at[GOAL]
-    expected = {(x, y): board.get((px + x - reach, py + y - reach), BLACK) for x, y in product(range(2 * reach + 1), repeat=2)} | {
-        tuple(reach + max(-reach, min(reach, away)) for away in (gx - px, gy - py)): GOAL
-    }
+    expected = {
+        (x, y): board.get((px + x - reach, py + y - reach), BLACK) for x, y in product(range(2 * reach + 1), repeat=2)
+    } | {tuple(reach + max(-reach, min(reach, away)) for away in (gx - px, gy - py)): GOAL}
     assert cells(maze_image(view="player", reach=reach)) == expected
 
 
@@ -146,8 +151,16 @@ def test_a_bump_ends_the_episode_unless_it_only_costs_a_move() -> None:
     ("name", "options", "complaint"),
     [
         ("mine", {}, "env='mine' is not registered"),
-        ("no_such_module:Env", {}, r"cannot import 'no_such_module': ModuleNotFoundError: No module named 'no_such_module'$"),
-        ("arithmetic", {"speed": 3}, "env='arithmetic' does not take these options .*: got an unexpected keyword argument 'speed'"),
+        (
+            "no_such_module:Env",
+            {},
+            r"cannot import 'no_such_module': ModuleNotFoundError: No module named 'no_such_module'$",
+        ),
+        (
+            "arithmetic",
+            {"speed": 3},
+            "env='arithmetic' does not take these options .*: got an unexpected keyword argument 'speed'",
+        ),
         ("maze2d", {"level": "brutal"}, "level='brutal' must be one of easy, medium, hard"),
         ("maze2d", {"lines": 16}, "lines=16 must be at least 0 and less than 16, half a cell"),
     ],

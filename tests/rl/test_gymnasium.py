@@ -18,7 +18,9 @@ class Lamp(gymnasium.Env[NDArray[np.uint8], int]):
     observation_space: gymnasium.Space[Any] = gymnasium.spaces.Box(0, 255, (8, 6, 3), np.uint8)
     action_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(2)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[NDArray[np.uint8], dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[NDArray[np.uint8], dict[str, Any]]:
         super().reset(seed=seed)
         self.bright, self.left = False, 1 + int(self.np_random.integers(3))
         return self._seen(), {"left": self.left}
@@ -54,7 +56,10 @@ def test_an_episode_shows_images_and_earns_rewards(env: Lamp) -> None:
         observations, reward, done, _ = adapted.step("<think>dark</think> switch")
         shown += [message["content"] for message in observations]
         rewards.append(reward)
-    assert [(parts[0]["image"].size, parts[0]["image"].getpixel((0, 0))[0]) for parts in shown[:2]] == [((6, 8), 0), ((6, 8), 255)]
+    assert [(parts[0]["image"].size, parts[0]["image"].getpixel((0, 0))[0]) for parts in shown[:2]] == [
+        ((6, 8), 0),
+        ((6, 8), 255),
+    ]
     assert shown[0][1] == {"type": "text", "text": "Do what?"}
     assert rewards == [0.0] * (notes["left"] - 1) + [1.0]
     assert adapted.init(Prompt(3))[1] == notes
@@ -63,5 +68,7 @@ def test_an_episode_shows_images_and_earns_rewards(env: Lamp) -> None:
 
 
 def test_an_environment_without_images_is_refused() -> None:
-    with pytest.raises(ConfigError, match="neither observes an image nor renders one; make it with render_mode='rgb_array'"):
+    with pytest.raises(
+        ConfigError, match="neither observes an image nor renders one; make it with render_mode='rgb_array'"
+    ):
         GymnasiumEnv(Rendered(), int, "Do what?")

@@ -1,4 +1,4 @@
-"""What a batch becomes: advantages shared over samples, filters, corrections and optimizer steps; what warm-up learns."""
+"""What a batch becomes: advantages over samples, filters, corrections, optimizer steps; and what warm-up learns."""
 
 import asyncio
 from typing import Any
@@ -36,7 +36,8 @@ def group(*trajectories: Trajectory) -> Group:
 
 
 def test_all_steps_of_a_trajectory_share_its_advantage() -> None:
-    stepwise = trajectory(turn([1, 2], [3, 4], 0.25), turn([1, 5], [6], 0.75))  # the second does not begin with the first
+    # The second does not begin with the first
+    stepwise = trajectory(turn([1, 2], [3, 4], 0.25), turn([1, 5], [6], 0.75))
     merged = trajectory(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6]))
     failed = trajectory(turn([1, 2], [3], 9.0), reason="env_error")
     made = weighted_samples([group(stepwise, merged, failed)], TrainingSection(advantages="rloo"))
@@ -119,7 +120,8 @@ def test_ratios_of_trainer_to_sampler_are_capped(server_url: str) -> None:
     metrics = asyncio.run(Learner(client, settings, None).learn([mixed], 0))
     assert metrics["tis_capped"] == 0.5
     assert metrics["tis_weight"] == pytest.approx((3.0 + np.exp(-0.5)) / 2, rel=1e-3)
-    # Every sampled token weighs the same, at a ratio of one to the trainer's own logprobs: the loss is minus the mean corrected advantage.
+    # Every sampled token weighs the same, at ratio one to the trainer's logprobs: the loss is minus the mean
+    # corrected advantage.
     assert metrics["loss"] == pytest.approx(-(3.0 * 2 / 3 - np.exp(-0.5) * 2 / 3) / 2, rel=1e-3)
 
 
@@ -168,7 +170,9 @@ ENDLESS = "tests.rl.test_learner:Endless"
 
 def test_demonstrations_end_as_episodes_do_or_with_their_failure(plain: ChatTemplate) -> None:
     assert (demonstrated(ENDLESS, plain).turns, demonstrated(ENDLESS, plain).stop_reason) == (8, "max_turns")
-    cut = demonstrated(ENDLESS, plain, max_context=len(ids(plain, "<|im_start|>user\nmore?<|im_end|>\n<|im_start|>assistant\n")) + 1)
+    cut = demonstrated(
+        ENDLESS, plain, max_context=len(ids(plain, "<|im_start|>user\nmore?<|im_end|>\n<|im_start|>assistant\n")) + 1
+    )
     assert (cut.stop_reason, cut.sampled_tokens) == ("length", 1)
     assert demonstrated(ENDLESS, plain, seed=1).error == "ValueError: not today"
     with pytest.raises(ConfigError, match="Script has no demonstrations; derive it from Teacher, or set steps=0"):
@@ -183,5 +187,7 @@ def test_a_warm_up_learns_from_what_succeeds_and_says_what_was_cut(
     losses = asyncio.run(warm_up(client, rollouts, warmup, FailureCounter("endless", 0.5, 8)))
     assert losses == sorted(losses, reverse=True)
     assert "6 of 12 demonstrations were cut at generation: max_turns or max_context" in caplog.text
-    with pytest.raises(TooManyFailuresError, match=r"environment 'endless' failed in 2 of 4 episodes.*the first failure was ValueError"):
+    with pytest.raises(
+        TooManyFailuresError, match=r"environment 'endless' failed in 2 of 4 episodes.*the first failure was ValueError"
+    ):
         asyncio.run(warm_up(client, rollouts, warmup, FailureCounter("endless", 0.4, 8)))

@@ -24,12 +24,16 @@ def trajectory(reward: float, tokens: int, reason: StopReason = "done") -> Traje
     """One turn of so many tokens, each sampled with a probability of one half."""
     logprobs = np.full(tokens, np.log(0.5), np.float32)
     turn = Turn(text_sequence([1, 2]), np.arange(tokens, dtype=np.int32), logprobs, reward)
-    return Trajectory(EpisodeId("test", 0), assemble([turn]), reason, 1, {"found": reward}, seconds={"env": 0.5 * tokens})
+    return Trajectory(
+        EpisodeId("test", 0), assemble([turn]), reason, 1, {"found": reward}, seconds={"env": 0.5 * tokens}
+    )
 
 
 def test_a_batch_in_numbers() -> None:
     lost = Trajectory(EpisodeId("test", 0), (), "env_timeout", 0)
-    made = trajectory_metrics([[trajectory(1.0, 2), trajectory(0.0, 4, "length")], [trajectory(0.5, 3), trajectory(0.5, 3), lost]])
+    made = trajectory_metrics(
+        [[trajectory(1.0, 2), trajectory(0.0, 4, "length")], [trajectory(0.5, 3), trajectory(0.5, 3), lost]]
+    )
     assert made == pytest.approx(
         {
             "reward": 0.5,
@@ -87,7 +91,9 @@ def test_pass_at_k_is_the_chance_of_one_success_in_k() -> None:
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_service_records_every_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
-    service = SimpleNamespace(init=lambda **named: called.append(named["name"]), finish=lambda: called.append("finished"))
+    service = SimpleNamespace(
+        init=lambda **named: called.append(named["name"]), finish=lambda: called.append("finished")
+    )
     service.log = lambda metrics, step: called.append((step, metrics))
     monkeypatch.setitem(sys.modules, name, service)
     _, tracker = make_trackers([name], tmp_path, {}, Console(quiet=True))
@@ -124,9 +130,13 @@ def test_a_step_that_is_done_again_replaces_its_line_and_those_behind_it(tmp_pat
 
 def test_trackers_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="trackers: 'paper' is not known; known are console, tensorboard, wandb and trackio"):
+    with pytest.raises(
+        ConfigError, match="trackers: 'paper' is not known; known are console, tensorboard, wandb and trackio"
+    ):
         make_trackers(["paper"], tmp_path, {}, Console())
-    with pytest.raises(ConfigError, match=r"trackers: 'wandb' is not installed: .*; install it with: pip install wandb"):
+    with pytest.raises(
+        ConfigError, match=r"trackers: 'wandb' is not installed: .*; install it with: pip install wandb"
+    ):
         make_trackers(["wandb"], tmp_path, {}, Console())
 
 
@@ -137,7 +147,11 @@ def batch(*groups: list[float], reason: StopReason = "done") -> list[Group]:
 @pytest.mark.parametrize(
     ("sections", "groups", "warning"),
     [
-        ({}, batch([0.0] * 2, [0.0] * 2), "in 5 batches every reward was 0, and nothing was learnt. Let the model begin with some reward"),
+        (
+            {},
+            batch([0.0] * 2, [0.0] * 2),
+            "in 5 batches every reward was 0, and nothing was learnt. Let the model begin with some reward",
+        ),
         ({"generation": {"temperature": 0}}, batch([0.0, 0.0]), "temperature=0 gives all episodes of a group the same"),
         ({}, batch([0.0, 1.0], reason="length"), "every episode was cut; raise generation: max_tokens=256"),
         ({"training": {"advantages": "batch"}}, batch([0.0, 0.0], [1.0, 1.0]), ""),

@@ -26,7 +26,9 @@ def seen(template: ChatTemplate) -> Trajectory:
     return made
 
 
-def test_the_page_shows_images_tokens_by_mask_and_rewards_and_nothing_as_markup(plain: ChatTemplate, tmp_path: Path) -> None:
+def test_the_page_shows_images_tokens_by_mask_and_rewards_and_nothing_as_markup(
+    plain: ChatTemplate, tmp_path: Path
+) -> None:
     made = replace(seen(plain), episode=EpisodeId("<i>env", 5), error="KeyError: '<i>error'")
     write_page(tmp_path / "page.html", [made], plain, "<i>title")
     page = (tmp_path / "page.html").read_text()
@@ -52,10 +54,14 @@ def test_jsonl_holds_what_was_trained_on(plain: ChatTemplate, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["plain", "thinking"])
-def test_every_image_of_a_trajectory_is_processed_once(name: str, request: pytest.FixtureRequest, vision_base: BaseModel) -> None:
+def test_every_image_of_a_trajectory_is_processed_once(
+    name: str, request: pytest.FixtureRequest, vision_base: BaseModel
+) -> None:
     template: ChatTemplate = request.getfixturevalue(name)
     red, blue, green = ([user(Image.new("RGB", (64, 32), color))] for color in ("red", "blue", "green"))
-    made, policy = play(template, ["i</think>x" + END] * 3, [(blue, 0.0, False), (green, 0.0, False), ([], 1.0, True)], red)
+    made, policy = play(
+        template, ["i</think>x" + END] * 3, [(blue, 0.0, False), (green, 0.0, False), ([], 1.0, True)], red
+    )
     render = renderer(vision_base)
     with patch.object(LocalProcessor, "__call__", autospec=True, side_effect=LocalProcessor.__call__) as processing:
         for model_input in [*policy.prompts, *(likelihood_datum(sample).model_input for sample in made.samples)]:

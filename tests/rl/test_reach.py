@@ -18,7 +18,9 @@ from tinsmith_rl.policy import connect, open_policy, open_training_client
 from tinsmith_rl.reach import require_server
 
 NO_URL = "url is empty and TINKER_BASE_URL is not set; give the server's URL, such as http://127.0.0.1:8000"
-NO_KEY = "api_key is empty and TINKER_API_KEY is not set; Tinsmith takes any key that begins with tml-, such as tml-anything"
+NO_KEY = (
+    "api_key is empty and TINKER_API_KEY is not set; Tinsmith takes any key that begins with tml-, such as tml-anything"
+)
 GONE = f"server: url='{NOBODY}': no answer ([Errno 111] Connection refused)"
 REMEDY = "; start the server, correct the URL, or wait longer with server: wait_s=0"
 
@@ -56,7 +58,10 @@ def test_a_server_that_starts_is_waited_for(monkeypatch: pytest.MonkeyPatch, cap
     replies = [loading, loading, (502, "<html>"), (401, "")]
     with answering(lambda: replies.pop(0)) as url:
         require_server(ServerSection(url, "tml-test"))
-    assert caplog.messages == [f"waiting for {url}: not ready (loading tiny)", f"waiting for {url}: not ready (HTTP 502)"]
+    assert caplog.messages == [
+        f"waiting for {url}: not ready (loading tiny)",
+        f"waiting for {url}: not ready (HTTP 502)",
+    ]
     with answering(lambda: loading) as url:
         assert refused(url) == f"server: url='{url}': not ready (loading tiny){REMEDY}"
 
@@ -79,7 +84,9 @@ def test_a_real_server_is_reached_at_once_though_a_proxy_is_set(
 def test_a_model_that_the_server_refuses_is_named_in_one_line(server_url: str) -> None:
     nowhere = "tinker://none/sampler_weights/x"
     with connect(ServerSection(server_url, "tml-test")) as service:
-        with pytest.raises(ConfigError, match=r"^model: the server refuses: base_model 'nope' is not served here; there are: [^\n]*$"):
+        with pytest.raises(
+            ConfigError, match=r"^model: the server refuses: base_model 'nope' is not served here; there are: [^\n]*$"
+        ):
             open_policy(service, "", "nope")
         with pytest.raises(ConfigError, match=f"^model: the server refuses: {nowhere} does not exist"):
             open_policy(service, nowhere, "")

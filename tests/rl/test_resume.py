@@ -1,7 +1,7 @@
 """A run that is killed and started again loses nothing, and a directory takes no other run than the one that it holds.
 
-Invariant: A killed RL run that is started again keeps metrics and best weights, and goes on with no other settings; a run outlives its
-server and its workers.
+Invariant: A killed RL run that is started again keeps metrics and best weights, and goes on with no other settings; a
+run outlives its server and its workers.
 """
 
 import json
@@ -25,7 +25,16 @@ from tests.running import PROGRAM, serving
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith_rl.config import RlConfig, to_tree
 from tinsmith_rl.errors import ConfigError
-from tinsmith_rl.resume import FIXED_AT_START, MAY_CHANGE, MAY_DIFFER, RunState, load_state, locked, record_settings, starting_state
+from tinsmith_rl.resume import (
+    FIXED_AT_START,
+    MAY_CHANGE,
+    MAY_DIFFER,
+    RunState,
+    load_state,
+    locked,
+    record_settings,
+    starting_state,
+)
 from tinsmith_rl.trainer import train
 
 KEY = "tml-resume"
@@ -49,7 +58,8 @@ def test_a_killed_run_that_is_started_again_goes_on_and_keeps_its_best_weights(s
     )
 
     def started(dies_in_step: int | None) -> "subprocess.CompletedProcess[str]":
-        """`tinsmith rl` in a process of its own, which gets SIGKILL in the given one of its steps, of two episodes each."""
+        """`tinsmith rl` in a process of its own, which gets SIGKILL in the given one of its steps, of two episodes
+        each."""
         plan.unlink(missing_ok=True)
         if dies_in_step is not None:
             plan.write_text(str(dies_in_step * 2 + 1))
@@ -69,7 +79,10 @@ def test_a_killed_run_that_is_started_again_goes_on_and_keeps_its_best_weights(s
     # Killed after the first checkpoint.
     again = started(dies_in_step=5)
     assert again.returncode == -signal.SIGKILL
-    moved = f"the run in {out} ended before its first checkpoint, so a new run begins; its files were moved to {out / 'ended-1'}"
+    moved = (
+        f"the run in {out} ended before its first checkpoint, so a new run begins; "
+        f"its files were moved to {out / 'ended-1'}"
+    )
     assert moved in again.stdout
     assert (out / "ended-1" / "metrics.jsonl").read_text() == lines
     assert state_of(out / "ended-1") == first
@@ -88,8 +101,13 @@ def test_a_killed_run_that_is_started_again_goes_on_and_keeps_its_best_weights(s
 
 
 @pytest.mark.timeout(900)
-def test_a_run_goes_on_when_its_worker_and_its_server_are_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It publishes again; as the model is gone with the server, it goes on from its last state. Its metrics have every step once."""
+def test_a_run_goes_on_when_its_worker_and_its_server_are_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It publishes again; as the model is gone with the server, it goes on from its last state.
+
+    Its metrics have every step once.
+    """
     write_tiny_model("qwen3", tmp_path / "tiny")
     options = ["--base-model", f"tiny={tmp_path / 'tiny'}", "--kv-cache-gib", "0.1"]
     out = tmp_path / "out"
@@ -136,7 +154,10 @@ def refused(config: RlConfig) -> str:
     return str(raised.value)
 
 
-NEW, ALLOWED = "; take --new, or name another directory", ", or change them from step 2 on with output: {{allow_changes: [{}]}}"
+NEW, ALLOWED = (
+    "; take --new, or name another directory",
+    ", or change them from step 2 on with output: {{allow_changes: [{}]}}",
+)
 
 
 @pytest.mark.parametrize(
@@ -148,12 +169,17 @@ NEW, ALLOWED = "; take --new, or name another directory", ", or change them from
             f"model.rank is 8 there and 4 here, env.options is {{}} there and {{'level': 'easy'}} here{NEW}",
         ),
         (
-            {"training": {"seed": 1, "learning_rate": 1.0, "epochs": 2}, "output": {"allow_changes": ["training.seed"]}},
+            {
+                "training": {"seed": 1, "learning_rate": 1.0, "epochs": 2},
+                "output": {"allow_changes": ["training.seed"]},
+            },
             f"training.epochs is 1 there and 2 here{NEW}{ALLOWED.format('training.epochs')}",
         ),
     ],
 )
-def test_another_configuration_does_not_go_on_with_the_run(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+def test_another_configuration_does_not_go_on_with_the_run(
+    tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
     config = run_of(tmp_path, 2, **changes)
     before = (tmp_path / "config.json").read_text()
     assert refused(config) == f"output: directory='{tmp_path}' holds a run with other settings: {complaint}"
@@ -172,7 +198,8 @@ def test_settings_that_do_not_change_the_run_may_differ_and_others_if_they_are_n
     console = Console(record=True, width=40, file=StringIO())
     config = run_of(tmp_path, 2, **changes)
     settings = json.loads((tmp_path / "config.json").read_text())
-    del settings["training"]["tis_cap"], settings["output"]["allow_changes"]  # what a later version added counts as its default
+    # What a later version added counts as its default
+    del settings["training"]["tis_cap"], settings["output"]["allow_changes"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert starting_state(config, console).step == 2
     assert console.export_text() == (
@@ -183,18 +210,29 @@ def test_settings_that_do_not_change_the_run_may_differ_and_others_if_they_are_n
 @pytest.mark.parametrize(
     ("key", "complaint"),
     [
-        ("training.lerning_rate", "there is no setting 'training.lerning_rate'; write SECTION.KEY, such as training.learning_rate"),
-        *((key, f"{key} takes effect only when a run begins; name another output directory") for key in ("model.rank", "warmup.steps")),
+        (
+            "training.lerning_rate",
+            "there is no setting 'training.lerning_rate'; write SECTION.KEY, such as training.learning_rate",
+        ),
+        *(
+            (key, f"{key} takes effect only when a run begins; name another output directory")
+            for key in ("model.rank", "warmup.steps")
+        ),
     ],
 )
 def test_a_change_that_cannot_be_is_refused(tmp_path: Path, key: str, complaint: str) -> None:
     assert refused(run_of(tmp_path, 2, output={"allow_changes": [key]})) == f"output: allow_changes: {complaint}"
     settings = {f"{section}.{name}" for section, values in to_tree(RlConfig()).items() for name in values}
-    assert all(any(fnmatchcase(name, named) for name in settings) for named in (*MAY_DIFFER, *MAY_CHANGE, *FIXED_AT_START))
+    assert all(
+        any(fnmatchcase(name, named) for name in settings) for named in (*MAY_DIFFER, *MAY_CHANGE, *FIXED_AT_START)
+    )
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
-    config, error = run_of(tmp_path, 2), "Expecting value: line 1 column 1 (char 0); restore it, or name another output directory"
+    config, error = (
+        run_of(tmp_path, 2),
+        "Expecting value: line 1 column 1 (char 0); restore it, or name another output directory",
+    )
     (tmp_path / "config.json").write_text("")
     assert refused(config) == f"cannot read {tmp_path / 'config.json'}, the settings of the run in {tmp_path}: {error}"
     (tmp_path / "state.json").write_text("")
@@ -204,7 +242,10 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 def test_two_runs_do_not_work_in_one_directory_and_one_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
     config, console = run_of(tmp_path, 4), Console(record=True, width=40, file=StringIO())
     with locked(tmp_path):
-        assert refused(config) == f"output: directory='{tmp_path}': a run is at work in it; end that, or name another directory"
+        assert (
+            refused(config)
+            == f"output: directory='{tmp_path}': a run is at work in it; end that, or name another directory"
+        )
     assert train(config, console).step == 4
     assert console.export_text() == f"the run in {tmp_path} has done its 4 steps; raise training: steps to go on\n"
 
@@ -229,5 +270,8 @@ def test_what_a_run_without_a_checkpoint_left_is_moved_aside_or_refused(tmp_path
         left = f"output: directory='{tmp_path}' holds a run, and resume is false; take --new, or name another directory"
         assert refused(config_of(SILENT, tmp_path, output={"resume": False})) == left
         assert starting_state(config, QUIET) == RunState()
-    assert [(tmp_path / f"ended-{number}" / "metrics.jsonl").read_text() for number in (1, 2)] == ['{"step": 1}\n', '{"step": 2}\n']
+    assert [(tmp_path / f"ended-{number}" / "metrics.jsonl").read_text() for number in (1, 2)] == [
+        '{"step": 1}\n',
+        '{"step": 2}\n',
+    ]
     assert {path.name for path in tmp_path.iterdir()} == {"ended-1", "ended-2", "run.lock"}

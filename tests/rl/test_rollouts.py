@@ -1,6 +1,7 @@
-"""Every way in which an episode runs and ends, on a plain and a thinking template: the exact tokens, mask, rewards and logprobs.
+"""Every way in which an episode runs and ends, on a plain and a thinking template: exact tokens and numbers.
 
-Invariant: Every ending of an episode gives the exact tokens, mask, rewards and logprobs, on plain and thinking templates.
+Invariant: Every ending of an episode gives the exact tokens, mask, rewards and logprobs, on plain and thinking
+templates.
 """
 
 import asyncio
@@ -16,7 +17,20 @@ import pytest
 import tinker
 from PIL import Image
 
-from tests.rl.scripted import COUNTS, END, KEEPS_THOUGHTS, ON_DEMAND, OPENING, SHOUTS, THINKING, Script, Scripted, ids, play, settings
+from tests.rl.scripted import (
+    COUNTS,
+    END,
+    KEEPS_THOUGHTS,
+    ON_DEMAND,
+    OPENING,
+    SHOUTS,
+    THINKING,
+    Script,
+    Scripted,
+    ids,
+    play,
+    settings,
+)
 from tests.rl.test_run import config_of
 from tinsmith_rl.chat import ChatTemplate, TemplateError
 from tinsmith_rl.config import ModelSection, from_tree
@@ -33,7 +47,7 @@ from tinsmith_rl.workers import InlineWorkers
 MakeTemplate = Callable[[str | None], ChatTemplate]
 Steps = list[tuple[list[ChatMessage], float, bool]]
 Sample = list[Any]
-"""What a sample must be: its prompt, then texts that nobody sampled, and (text or tokens, turn that sampled it, reward at its end)."""
+"""A sample: its prompt, then unsampled texts and (text or tokens, turn that sampled it, reward at its end)."""
 
 
 def asks(text: str) -> str:
@@ -86,7 +100,9 @@ def episode(template: str | None, said: list[Any], steps: Steps, **changes: Any)
 
 EPISODES = {
     "plain": episode(None, [HOT, COLD], TWO).gives([ASKED, (HOT, 1, 0.5), WARMER, (COLD, 2, 1.0)]),
-    "thinking": episode(THINKING, [DEEP_HOT, DEEP_COLD], TWO).gives([ASKED + THINK, (DEEP_HOT, 1, 0.5)], [AGAIN, (DEEP_COLD, 2, 1.0)]),
+    "thinking": episode(THINKING, [DEEP_HOT, DEEP_COLD], TWO).gives(
+        [ASKED + THINK, (DEEP_HOT, 1, 0.5)], [AGAIN, (DEEP_COLD, 2, 1.0)]
+    ),
     "thoughts are kept": episode(KEEPS_THOUGHTS, [DEEP_HOT, DEEP_COLD], TWO).gives(
         [ASKED + THINK, (DEEP_HOT, 1, 0.5), WARMER + THINK, (DEEP_COLD, 2, 1.0)]
     ),
@@ -96,11 +112,12 @@ EPISODES = {
     "a stop string gets the end of turn that nobody sampled": episode(None, ["hot.", "cold."], TWO, stop=(".",)).gives(
         [ASKED, ("hot.", 1, 0.5), END + WARMER, ("cold.", 2, 1.0), END]
     ),
-    "a stop string is the end": episode(None, ["hot.", "cold."], TWO, stop=(".",), end_turn_after_stop_string=False).gives(
-        [ASKED, ("hot.", 1, 0.5), WARMER, ("cold.", 2, 1.0)]
-    ),
+    "a stop string is the end": episode(
+        None, ["hot.", "cold."], TWO, stop=(".",), end_turn_after_stop_string=False
+    ).gives([ASKED, ("hot.", 1, 0.5), WARMER, ("cold.", 2, 1.0)]),
     "a stop string ends each sample": episode(THINKING, ["hm</think>\n\nhot.", "no"], TWO, stop=(".",)).gives(
-        [ASKED + THINK, ("hm</think>\n\nhot.", 1, 0.5), END], [ASKED + "hot." + END + WARMER + THINK, ("no", 2, 1.0), END]
+        [ASKED + THINK, ("hm</think>\n\nhot.", 1, 0.5), END],
+        [ASKED + "hot." + END + WARMER + THINK, ("no", 2, 1.0), END],
     ),
     "another end token": episode(None, ["hot<|endoftext|>", COLD], TWO).gives(
         [ASKED, ("hot<|endoftext|>", 1, 0.5), END + WARMER, (COLD, 2, 1.0)]
@@ -110,7 +127,9 @@ EPISODES = {
         [ASKED + THINK, (DEEP_HOT, 1, 0.5)], [AGAIN, ("no, I", 2, 1.0)], ending="length"
     ),
     "full": episode(None, [HOT], TWO, fills=ASKED + HOT + WARMER).gives([ASKED, (HOT, 1, 0.5)], ending="context"),
-    "full of thoughts": episode(THINKING, [DEEP_HOT], TWO, fills=AGAIN).gives([ASKED + THINK, (DEEP_HOT, 1, 0.5)], ending="context"),
+    "full of thoughts": episode(THINKING, [DEEP_HOT], TWO, fills=AGAIN).gives(
+        [ASKED + THINK, (DEEP_HOT, 1, 0.5)], ending="context"
+    ),
     "last turn": episode(None, [HOT, COLD], ENDLESS, max_turns=2).gives(
         [ASKED, (HOT, 1, 0.5), WARMER, (COLD, 2, 0.25)], ending="max_turns"
     ),
@@ -149,10 +168,12 @@ EPISODES = {
     "images and thoughts": episode(THINKING, [DEEP_HOT, DEEP_COLD], IMAGES, **RED).gives(
         [LOOK + THINK, (DEEP_HOT, 1, 0.5)], [LOOK + HOT + MORE + THINK, (DEEP_COLD, 2, 1.0)]
     ),
-    "a sampled placeholder is text": episode(None, [FAKE, COLD], SEEN, shows=["red"]).gives([ASKED, (FAKE, 1, 0.5), SEE, (COLD, 2, 1.0)]),
-    "a placeholder behind a thought is text": episode(THINKING, ["hm</think>\n\n" + FAKE, COLD], SEEN, shows=["red"]).gives(
-        [ASKED + THINK, ("hm</think>\n\n" + FAKE, 1, 0.5)], [ASKED + FAKE + SEE + THINK, (COLD, 2, 1.0)]
+    "a sampled placeholder is text": episode(None, [FAKE, COLD], SEEN, shows=["red"]).gives(
+        [ASKED, (FAKE, 1, 0.5), SEE, (COLD, 2, 1.0)]
     ),
+    "a placeholder behind a thought is text": episode(
+        THINKING, ["hm</think>\n\n" + FAKE, COLD], SEEN, shows=["red"]
+    ).gives([ASKED + THINK, ("hm</think>\n\n" + FAKE, 1, 0.5)], [ASKED + FAKE + SEE + THINK, (COLD, 2, 1.0)]),
 }
 
 
@@ -167,13 +188,19 @@ def test_an_episode_gives_exactly_these_samples(case: Episode, make_template: Ma
     assert made.usable == (case.ending not in ("empty", "env_error"))
     assert_samples(made, policy, template, case.samples, images)
     if case.samples:
-        texts = [text.removesuffix(END).removesuffix("<|endoftext|>") if isinstance(text, str) else "" for text in case.said]
+        texts = [
+            text.removesuffix(END).removesuffix("<|endoftext|>") if isinstance(text, str) else "" for text in case.said
+        ]
         assert (Script.heard, made.turns) == (texts, len(case.said))
         assert made.reward == sum(part[2] for sample in case.samples for part in sample if isinstance(part, tuple))
 
 
 def assert_samples(
-    made: Trajectory, policy: Scripted, template: ChatTemplate, samples: Sequence[Sample], images: Sequence[EncodedImage] = ()
+    made: Trajectory,
+    policy: Scripted,
+    template: ChatTemplate,
+    samples: Sequence[Sample],
+    images: Sequence[EncodedImage] = (),
 ) -> None:
     """Each sample is that, token by token, and was sampled from exactly what stands before in it."""
     for sample, (prompt, *parts) in zip(made.samples, samples, strict=True):
@@ -231,7 +258,7 @@ def test_requests_have_their_turn_s_seed_and_the_tokens_that_are_left(plain: Cha
 
 
 def test_a_control_token_in_what_the_environment_says_stays_text(plain: ChatTemplate, thinking: ChatTemplate) -> None:
-    """Wherever it stands in a message, and whatever it is: nobody can close a turn, open another, or show an image that is none."""
+    """Wherever and whatever it is: nobody can close a turn, open another, or show an image that is none."""
     tokens = ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
     said = "".join(f"a{token}b" for token in tokens)
     steps: Steps = [([user(said)], 0.5, False), ([], 1.0, True)]
@@ -241,17 +268,24 @@ def test_a_control_token_in_what_the_environment_says_stays_text(plain: ChatTemp
         {"role": "user", "content": [text_part(said), image_part(image("red"))]},
     ]
     for template in (plain, thinking):
-        made, policy = play(template, ["i</think>\n\nhot<|im_start|>" + END, DEEP_COLD], steps, opening, max_context=2000)
+        made, policy = play(
+            template, ["i</think>\n\nhot<|im_start|>" + END, DEEP_COLD], steps, opening, max_context=2000
+        )
         assert made.stop_reason == "done"
-        for sampled, (prompt, turns) in enumerate(zip(policy.prompts, (4, 6), strict=True)):  # one <|im_start|> of the first answer
-            seen = [token for chunk in prompt.chunks if isinstance(chunk, tinker.EncodedTextChunk) for token in chunk.tokens]
+        # One <|im_start|> of the first answer
+        for sampled, (prompt, turns) in enumerate(zip(policy.prompts, (4, 6), strict=True)):
+            seen = [
+                token for chunk in prompt.chunks if isinstance(chunk, tinker.EncodedTextChunk) for token in chunk.tokens
+            ]
             assert [seen.count(ids(template, token)[0]) for token in tokens] == [turns - 1, turns + sampled, 0, 1, 0]
             assert template.decode(seen).count(said) == turns // 2 + 1
     assert plain.ids("a<|im_end|>") == tuple(ids(plain, "a<|im_end|>"))  # elsewhere they are what they are
 
 
 @pytest.mark.parametrize(("broken", "was", "now"), [(SHOUTS, "'hot'", "'H'"), (COUNTS, "'1'", "'3'")])
-def test_a_template_that_changes_what_was_said_is_an_error(broken: str, was: str, now: str, make_template: MakeTemplate) -> None:
+def test_a_template_that_changes_what_was_said_is_an_error(
+    broken: str, was: str, now: str, make_template: MakeTemplate
+) -> None:
     with pytest.raises(TemplateError, match=rf"token \d+ of the conversation was {was} and is {now}"):
         play(make_template(broken), [HOT], ENDLESS)
 
@@ -259,7 +293,9 @@ def test_a_template_that_changes_what_was_said_is_an_error(broken: str, was: str
 def test_a_tokenizer_or_template_that_cannot_be_used_is_named(plain: ChatTemplate, tmp_path: Path) -> None:
     tokenizer = copy.copy(plain.tokenizer)
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"^model: the tokenizer '.*' has no chat template; give one with chat_template=FILE"):
+    with pytest.raises(
+        ConfigError, match=r"^model: the tokenizer '.*' has no chat template; give one with chat_template=FILE"
+    ):
         ChatTemplate.for_tokenizer(tokenizer)
     ChatTemplate.for_tokenizer(tokenizer, THINKING)
     shutil.copytree(str(plain.tokenizer.name_or_path), tmp_path, dirs_exist_ok=True)
@@ -270,7 +306,9 @@ def test_a_tokenizer_or_template_that_cannot_be_used_is_named(plain: ChatTemplat
     (tmp_path / "bytes.jinja").write_bytes(b"\xff")
     for name in ("bytes.jinja", "nothing.jinja", "."):
         section = ModelSection(chat_template=str(tmp_path / name))
-        with pytest.raises(ConfigError, match=r"^model: chat_template='.*' cannot be read: .*; it must be Jinja in UTF-8$"):
+        with pytest.raises(
+            ConfigError, match=r"^model: chat_template='.*' cannot be read: .*; it must be Jinja in UTF-8$"
+        ):
             chat_template(section, plain.tokenizer)
 
 
@@ -287,9 +325,17 @@ WIDE = user(Image.new("RGB", (4000, 4)))
     [
         (user(image("red")), False, "takes no images, and the environment showed one"),
         (WIDE, True, "the model takes no image of 4000 x 4 pixels: absolute aspect ratio must be smaller than 200"),
-        (user(b"a path"), True, "Script.{method} returned an image in {place} that cannot be shown: an image of 6 bytes"),
+        (
+            user(b"a path"),
+            True,
+            "Script.{method} returned an image in {place} that cannot be shown: an image of 6 bytes",
+        ),
         (holds_itself(), True, "RecursionError: maximum recursion depth exceeded"),
-        ({"role": "nobody", "content": "hi"}, True, "the chat template cannot render the messages: TemplateError: who is nobody?"),
+        (
+            {"role": "nobody", "content": "hi"},
+            True,
+            "the chat template cannot render the messages: TemplateError: who is nobody?",
+        ),
     ],
 )
 @pytest.mark.parametrize("opens", [True, False])
@@ -311,12 +357,18 @@ def test_what_cannot_be_shown_ends_its_episode_only(
         assert_samples(made, policy, template, [[ASKED + THINK, (HOT, 1, reward)]])
 
 
-def test_a_prompt_without_room_for_an_answer_or_that_the_server_refuses_ends_its_episode_only(server_url: str, plain: ChatTemplate) -> None:
+def test_a_prompt_without_room_for_an_answer_or_that_the_server_refuses_ends_its_episode_only(
+    server_url: str, plain: ChatTemplate
+) -> None:
     room = len(ids(plain, ASKED))
     made, policy = play(plain, [], [], max_context=room)
     assert (made.stop_reason, made.samples, policy.prompts) == ("env_error", (), [])
-    assert made.error.startswith(f"the first messages have {room} tokens, and a conversation has room for {room}; shorten them")
-    client = tinker.ServiceClient(base_url=server_url, api_key="tml-test").create_sampling_client(base_model="tiny").result()
+    assert made.error.startswith(
+        f"the first messages have {room} tokens, and a conversation has room for {room}; shorten them"
+    )
+    client = (
+        tinker.ServiceClient(base_url=server_url, api_key="tml-test").create_sampling_client(base_model="tiny").result()
+    )
     rollouts = EnvRollouts("arithmetic", {}, settings(max_context=10**6, max_tokens=10**6), plain, InlineWorkers(600))
     made = asyncio.run(rollouts.play(TinkerPolicy(client), Prompt(5), EpisodeId("arithmetic", 5)))
     assert (made.stop_reason, made.error.partition(": ")[0]) == ("env_error", "the server refuses the prompt")
@@ -348,7 +400,10 @@ def test_images_are_forgotten_with_their_turns(turns: int, plain: ChatTemplate) 
     system: ChatMessage = {"role": "system", "content": [image_part(image("black"))]}
     steps: Steps = [*(([user(image(color))], 0.0, False) for color in colors[1:]), ([], 1.0, True)]
     made, policy = play(plain, ["x" + END] * 4, steps, [system, user(image("red"))], context_turns=turns)
-    asked = [[chunk.data for chunk in prompt.chunks if isinstance(chunk, tinker.types.ImageChunk)] for prompt in policy.prompts]
+    asked = [
+        [chunk.data for chunk in prompt.chunks if isinstance(chunk, tinker.types.ImageChunk)]
+        for prompt in policy.prompts
+    ]
     seen = [["black", *colors[max(0, n + 1 - turns) : n + 1]] for n in range(4)]
     assert asked == [[plain.image(image(color)).data for color in shown] for shown in seen]
     assert [len(sample.sequence.images) for sample in made.samples] == ([2] * 4 if turns == 1 else [3] * 3)
@@ -364,7 +419,9 @@ def test_images_are_forgotten_with_their_turns(turns: int, plain: ChatTemplate) 
         ({"generation": {"top_k": 5, "stop": ["\n"]}}, 1, 1),
     ],
 )
-def test_answers_leave_room_for_what_comes_behind_them(sections: dict[str, Any], tails: int, ones: int, plain: ChatTemplate) -> None:
+def test_answers_leave_room_for_what_comes_behind_them(
+    sections: dict[str, Any], tails: int, ones: int, plain: ChatTemplate
+) -> None:
     config = from_tree({"model": {"base_model": "tiny"}, "env": {"name": "arithmetic"}, **sections})
     assert rollout_settings(config, 100, plain).max_context == 100 - tails * len(plain.end_of_turn_ids) - ones
 
@@ -372,7 +429,9 @@ def test_answers_leave_room_for_what_comes_behind_them(sections: dict[str, Any],
 def test_the_longest_episode_can_be_scored(server_url: str, plain: ChatTemplate, tmp_path: Path) -> None:
     config = config_of(server_url, tmp_path, model={"base_model": "tiny"}, training={"kl_coefficient": 0.1})
     longest = rollout_settings(config, context_limit(config.server, "tiny"), plain).max_context
-    reference = tinker.ServiceClient(base_url=server_url, api_key="tml-test").create_sampling_client(base_model="tiny").result()
+    reference = (
+        tinker.ServiceClient(base_url=server_url, api_key="tml-test").create_sampling_client(base_model="tiny").result()
+    )
     assert len(reference.compute_logprobs(tinker.ModelInput.from_ints([5] * longest)).result()) == longest
     with pytest.raises(tinker.TinkerError, match="exceeds the context window"):
         reference.compute_logprobs(tinker.ModelInput.from_ints([5] * (longest + 1))).result()

@@ -31,8 +31,25 @@ main(sys.argv[1:])
 """
 ALWAYS_LOGGED = [
     *("reward", "response_tokens", "turns", "truncated", "entropy", "kl_sampler_trainer", "zero_variance_groups"),
-    *("tokens/sampled", "tokens/sequence", "seconds/wait", "seconds/learn", "seconds/publish", "seconds/step", "seconds/left"),
-    *("staleness", "stop/done", "stop/length", "stop/context", "stop/max_turns", "stop/empty", "stop/env_error", "stop/env_timeout"),
+    *(
+        "tokens/sampled",
+        "tokens/sequence",
+        "seconds/wait",
+        "seconds/learn",
+        "seconds/publish",
+        "seconds/step",
+        "seconds/left",
+    ),
+    *(
+        "staleness",
+        "stop/done",
+        "stop/length",
+        "stop/context",
+        "stop/max_turns",
+        "stop/empty",
+        "stop/env_error",
+        "stop/env_timeout",
+    ),
 ]
 EVALUATED = {"evaluation": {"every": 4, "prompts": 4}}
 
@@ -56,7 +73,13 @@ def config_of(url: str, directory: Path, **sections: dict[str, Any]) -> RlConfig
 def test_a_run_with_images_needs_neither_the_server_s_package_nor_torch(server_url: str, tmp_path: Path) -> None:
     tree = to_tree(config_of(server_url, tmp_path / "run", training={"steps": 1}, warmup={"steps": 0}))
     (tmp_path / "run.yaml").write_text(
-        json.dumps({**tree, "server": {"url": server_url, "api_key": "tml-test"}, "evaluation": {"model": str(tmp_path / "run")}})
+        json.dumps(
+            {
+                **tree,
+                "server": {"url": server_url, "api_key": "tml-test"},
+                "evaluation": {"model": str(tmp_path / "run")},
+            }
+        )
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "rl")}
     for options in ([], ["--eval"]):
@@ -87,7 +110,9 @@ def logged(directory: Path) -> list[dict[str, float]]:
 
 def told(directory: Path, step: int) -> list[dict[str, Any]]:
     """The trajectories of a step."""
-    return [json.loads(line) for line in (directory / "trajectories" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (directory / "trajectories" / f"step-{step:06d}.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +138,13 @@ def test_a_run_logs_and_writes_what_it_did(undisturbed: tuple[Path, RunState]) -
     assert (directory / "trajectories" / "step-000004.html").read_text().count('<img src="data:image/png;base64,') >= 6
     assert list((directory / "tensorboard").iterdir())
     first_line, *shown = (directory / "console").read_text().splitlines()
-    assert first_line.startswith("color_square: steps 1 to 4, with 2 x 3 episodes in each; 1000 prompts, 4 others evaluated; metrics in ")
+    assert first_line.startswith(
+        "color_square: steps 1 to 4, with 2 x 3 episodes in each; 1000 prompts, 4 others evaluated; metrics in "
+    )
     assert state.weights.rpartition("/weights/")[0] in first_line
-    assert {f"step {step} of 4: {played} of 2 groups played" for step in (1, 2, 3, 4) for played in (1, 2)} <= set(shown)
+    assert {f"step {step} of 4: {played} of 2 groups played" for step in (1, 2, 3, 4) for played in (1, 2)} <= set(
+        shown
+    )
     assert [line["seconds/left"] > 0 for line in lines[1:]] == [True, True, True, False]
     assert "tml-test" not in (directory / "config.json").read_text()
     for trajectory in told(directory, 4):
@@ -126,7 +155,9 @@ def test_a_run_logs_and_writes_what_it_did(undisturbed: tuple[Path, RunState]) -
         assert len(sample["images"]) == trajectory["turns"]
 
 
-def test_a_stopped_and_resumed_run_is_the_undisturbed_one(undisturbed: tuple[Path, RunState], server_url: str, tmp_path: Path) -> None:
+def test_a_stopped_and_resumed_run_is_the_undisturbed_one(
+    undisturbed: tuple[Path, RunState], server_url: str, tmp_path: Path
+) -> None:
     train(config_of(server_url, tmp_path, **EVALUATED, training={"steps": 2}), QUIET)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "reward": 9.0}\n')  # a step that was done, but not saved, when the run was killed
@@ -138,8 +169,12 @@ def test_a_stopped_and_resumed_run_is_the_undisturbed_one(undisturbed: tuple[Pat
             assert sample == expected
         assert again == once
     assert (state.step, state.next_group) == (4, 8)
-    lines, expected_lines = ([line for line in logged(directory) if line["step"] > 0] for directory in (tmp_path, undisturbed[0]))
-    assert [(line["step"], line["reward"]) for line in lines] == [(line["step"], line["reward"]) for line in expected_lines]
+    lines, expected_lines = (
+        [line for line in logged(directory) if line["step"] > 0] for directory in (tmp_path, undisturbed[0])
+    )
+    assert [(line["step"], line["reward"]) for line in lines] == [
+        (line["step"], line["reward"]) for line in expected_lines
+    ]
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected_lines], abs=1e-4)
 
 
@@ -160,8 +195,9 @@ def test_evaluation_samples_a_run_a_checkpoint_or_the_base_model(
     with pytest.raises(ConfigError, match="no directory of a run"):
         run_evaluation(config_of(server_url, tmp_path, evaluation={"model": str(tmp_path)}), QUIET)
     (tmp_path / "run.yaml").write_text(
-        f"server: {{url: '{server_url}', api_key: tml-test}}\nmodel: {{base_model: tiny-vl}}\nenv: {{name: color_square}}\n"
-        f"generation: {{max_tokens: 6}}\nevaluation: {{model: {directory}, prompts: 2}}\noutput: {{directory: {tmp_path}}}\n"
+        f"server: {{url: '{server_url}', api_key: tml-test}}\n"
+        f"model: {{base_model: tiny-vl}}\nenv: {{name: color_square}}\ngeneration: {{max_tokens: 6}}\n"
+        f"evaluation: {{model: {directory}, prompts: 2}}\noutput: {{directory: {tmp_path}}}\n"
     )
     evaluated = CliRunner().invoke(app, ["eval", str(tmp_path / "run.yaml")])
     assert (evaluated.exit_code, "zero_variance_groups" in evaluated.output) == (0, True), evaluated.output
@@ -175,20 +211,38 @@ def test_other_schedules_run_ahead_within_their_bound(mode: str, bound: int, ser
     assert 1 <= max(line["staleness_max"] for line in logged(tmp_path)) <= bound
 
 
-def test_stable_reinforce_trains_on_what_was_recorded(undisturbed: tuple[Path, RunState], server_url: str, tmp_path: Path) -> None:
-    """Of two turns with images, with an end of turn that nobody sampled behind each, and with one sample for each turn."""
+def test_stable_reinforce_trains_on_what_was_recorded(
+    undisturbed: tuple[Path, RunState], server_url: str, tmp_path: Path
+) -> None:
+    """Of two turns with images, with an unsampled end of turn behind each, and with one sample for each turn."""
     model, training = {"start_from": undisturbed[1].weights}, {"loss": "stable_reinforce", "steps": 2, "groups": 4}
     generations: dict[str, dict[str, Any]] = {"merged": {"stop": ["e"]}, "single": {"context_turns": 1}}
     for name, generation in generations.items():
-        config = config_of(server_url, tmp_path / name, model=model, training=training, generation=generation, warmup={"steps": 0})
+        config = config_of(
+            server_url, tmp_path / name, model=model, training=training, generation=generation, warmup={"steps": 0}
+        )
         train(config, QUIET)
         assert any(line["optimizer_steps"] for line in logged(tmp_path / name))
         assert all(line["turns"] > 1 and line["kl_sampler_trainer"] < 1e-6 for line in logged(tmp_path / name))
 
 
-def test_corrections_penalty_and_filters_are_applied(undisturbed: tuple[Path, RunState], server_url: str, tmp_path: Path) -> None:
-    corrections = {"kl_coefficient": 0.1, "tis_cap": 2.0, "overlong_filtering": True, "dynamic_sampling": True, "loss_scale": "sequences"}
-    ppo = {"loss": "ppo", "loss_options": {"clip_high_threshold": 1.3}, "advantages": "reinforce_pp", "substeps": 2, "epochs": 2}
+def test_corrections_penalty_and_filters_are_applied(
+    undisturbed: tuple[Path, RunState], server_url: str, tmp_path: Path
+) -> None:
+    corrections = {
+        "kl_coefficient": 0.1,
+        "tis_cap": 2.0,
+        "overlong_filtering": True,
+        "dynamic_sampling": True,
+        "loss_scale": "sequences",
+    }
+    ppo = {
+        "loss": "ppo",
+        "loss_options": {"clip_high_threshold": 1.3},
+        "advantages": "reinforce_pp",
+        "substeps": 2,
+        "epochs": 2,
+    }
     model, training = {"start_from": undisturbed[1].weights}, {**corrections, **ppo, "steps": 3}
     train(config_of(server_url, tmp_path, model=model, training=training, warmup={"steps": 0}), QUIET)
     for line in logged(tmp_path):

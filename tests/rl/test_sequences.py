@@ -1,7 +1,7 @@
 """Images as environments give them become files that keep their pixels.
 
-Invariant: What an RL environment shows becomes the pixels that its file would give, or ends its own episode; its control tokens are text.
-Also: `tests/rl/test_rollouts.py`.
+Invariant: What an RL environment shows becomes the pixels that its file would give, or ends its own episode; its
+control tokens are text. Also: `tests/rl/test_rollouts.py`.
 """
 
 import base64
@@ -32,7 +32,25 @@ def pixels(data: bytes) -> Any:
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I;16", "I;16B", "I;16L")
+MODES = (
+    "1",
+    "L",
+    "LA",
+    "La",
+    "P",
+    "PA",
+    "RGB",
+    "RGBA",
+    "RGBa",
+    "RGBX",
+    "CMYK",
+    "YCbCr",
+    "LAB",
+    "HSV",
+    "I;16",
+    "I;16B",
+    "I;16L",
+)
 """Pillow's, but for I and F, whose scale is unknown."""
 
 
@@ -67,7 +85,11 @@ def test_a_file_s_pixels_stay_and_png_and_jpeg_files_stay_as_they_are() -> None:
     for kind in ("PNG", "JPEG"):
         data = file_of(image, kind)
         assert encode(data) == (data, kind.lower(), (64, 40))
-        assert encode(f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}") == (data, kind.lower(), (64, 40))
+        assert encode(f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}") == (
+            data,
+            kind.lower(),
+            (64, 40),
+        )
     for kind, shown in (("BMP", image), ("GIF", palette)):
         data, made, size = encode(file_of(shown, kind))
         assert (made, size) == ("png", (64, 40))

@@ -17,7 +17,13 @@ from transformers import AutoTokenizer
 
 from tests.rl.scripted import Scripted, ids, settings
 from tests.rl.test_run import QUIET, config_of, told
-from tinsmith_rl.adapters.cookbook import CompleterOfPolicy, CookbookEnv, CookbookEnvGroupBuilder, CookbookRollouts, PolicyOfCompleter
+from tinsmith_rl.adapters.cookbook import (
+    CompleterOfPolicy,
+    CookbookEnv,
+    CookbookEnvGroupBuilder,
+    CookbookRollouts,
+    PolicyOfCompleter,
+)
 from tinsmith_rl.chat import ChatTemplate
 from tinsmith_rl.env import Prompt, deregister, register
 from tinsmith_rl.errors import ConfigError
@@ -61,14 +67,19 @@ class Fixed:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
 
-    async def __call__(self, model_input: tinker.ModelInput, stop: Any, *, max_tokens: int | None = None) -> TokensWithLogprobs:
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: Any, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
         return TokensWithLogprobs(self.tokens, [-0.5] * len(self.tokens), "stop")
 
 
 class Judged(CookbookEnvGroupBuilder):
-    """Our GuessNumber as one of the cookbook's, whose last member is judged best, and one of whose members may be another one."""
+    """Our GuessNumber as one of the cookbook's, whose last member is judged best, and one of whose members may be
+    another one."""
 
-    def __init__(self, prompt: Prompt, template: ChatTemplate, group_size: int, replaced: tuple[int, Env] | None = None) -> None:
+    def __init__(
+        self, prompt: Prompt, template: ChatTemplate, group_size: int, replaced: tuple[int, Env] | None = None
+    ) -> None:
         super().__init__("guess_number", {}, prompt, template, group_size)
         self.replaced = replaced
         self.cleaned = 0
@@ -79,7 +90,9 @@ class Judged(CookbookEnvGroupBuilder):
             envs[self.replaced[0]] = self.replaced[1]
         return envs
 
-    async def compute_group_rewards(self, trajectory_group: list[Any], env_group: Sequence[Env]) -> list[tuple[float, dict[str, float]]]:
+    async def compute_group_rewards(
+        self, trajectory_group: list[Any], env_group: Sequence[Env]
+    ) -> list[tuple[float, dict[str, float]]]:
         return [(float(env is env_group[-1]), {"best": float(env is env_group[-1])}) for env in env_group]
 
     async def cleanup(self) -> None:
@@ -94,12 +107,16 @@ class Broken(Env):
         raise AssertionError
 
 
-def play(builder: EnvGroupBuilder, policy: Policy, template: ChatTemplate, size: int, **changes: Any) -> tuple[Trajectory, ...]:
+def play(
+    builder: EnvGroupBuilder, policy: Policy, template: ChatTemplate, size: int, **changes: Any
+) -> tuple[Trajectory, ...]:
     """A group of theirs, played by us."""
     register("theirs", lambda prompt, group_size: builder)
     try:
         rollouts = CookbookRollouts("theirs", {}, settings(**changes), template)
-        return asyncio.run(rollouts.play_group(policy, Prompt(0), [EpisodeId("theirs", 0, 7, member) for member in range(size)]))
+        return asyncio.run(
+            rollouts.play_group(policy, Prompt(0), [EpisodeId("theirs", 0, 7, member) for member in range(size)])
+        )
     finally:
         deregister("theirs")
 
@@ -172,7 +189,9 @@ def test_the_cookbook_s_own_policy_plays_as_ours_does(server_url: str, plain: Ch
         client = service.create_sampling_client(base_model="tiny-vl").result()
         theirs = PolicyOfCompleter(TinkerTokenCompleter(client, max_tokens=10, temperature=0.0), sorted(plain.stop_ids))
         request = SamplingRequest(max_tokens=6, temperature=0.0)
-        sample, ours = (played_by_us("color_square", policy, plain, request=request) for policy in (theirs, TinkerPolicy(client)))
+        sample, ours = (
+            played_by_us("color_square", policy, plain, request=request) for policy in (theirs, TinkerPolicy(client))
+        )
     assert len(sample.loss_mask) > 0
     assert sample.model_input == ours.model_input
     assert sample.loss_mask.tolist() == ours.loss_mask.tolist()
@@ -181,7 +200,9 @@ def test_the_cookbook_s_own_policy_plays_as_ours_does(server_url: str, plain: Ch
 
 def arithmetic(prompt: Prompt, group_size: int, model: str) -> EnvGroupBuilder:
     """What a configuration names."""
-    return CookbookEnvGroupBuilder("arithmetic", {}, prompt, ChatTemplate.for_tokenizer(AutoTokenizer.from_pretrained(model)), group_size)
+    return CookbookEnvGroupBuilder(
+        "arithmetic", {}, prompt, ChatTemplate.for_tokenizer(AutoTokenizer.from_pretrained(model)), group_size
+    )
 
 
 def test_a_run_trains_on_the_cookbook_s_environments(server_url: str, tmp_path: Path, plain: ChatTemplate) -> None:

@@ -28,14 +28,17 @@ def episodes(request: pytest.FixtureRequest) -> Iterator[VerifiersEpisodes]:
     made.close()
 
 
-def play(episodes: VerifiersEpisodes, template: ChatTemplate, said: list[list[str]], seeds: list[int]) -> list[Trajectory]:
+def play(
+    episodes: VerifiersEpisodes, template: ChatTemplate, said: list[list[str]], seeds: list[int]
+) -> list[Trajectory]:
     """Episodes side by side."""
 
     async def all_of_them() -> list[Trajectory]:
         rollouts = EnvRollouts("countdown", {}, settings(), template, make_workers("thread", 4, timeout_s=20))
         answers = [[(ids(template, f"{text}<|im_end|>"), True) for text in episode] for episode in said]
         playing = [
-            rollouts.play(Scripted(one), Prompt(seed), EpisodeId("countdown", seed)) for one, seed in zip(answers, seeds, strict=True)
+            rollouts.play(Scripted(one), Prompt(seed), EpisodeId("countdown", seed))
+            for one, seed in zip(answers, seeds, strict=True)
         ]
         return list(await asyncio.gather(*playing))
 

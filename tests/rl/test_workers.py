@@ -40,7 +40,9 @@ def play(
         said = [(ids(template, "hot<|im_end|>"), True)]
         prompts = [Prompt(0, fields={"mood": mood}) for mood in moods]
         try:
-            return await asyncio.gather(*(rollouts.play(Scripted(said), prompt, EpisodeId("moody", 0)) for prompt in prompts))
+            return await asyncio.gather(
+                *(rollouts.play(Scripted(said), prompt, EpisodeId("moody", 0)) for prompt in prompts)
+            )
         finally:
             workers.shutdown()
 
@@ -48,10 +50,13 @@ def play(
 
 
 def play_late(kind: Kind, template: ChatTemplate, moods: list[str], env: str) -> tuple[list[Trajectory], float]:
-    """Episodes of which the slow ones alone time out, and in how many seconds: the fewest in which the others end and these begin."""
+    """Episodes of which the slow ones alone time out, and in how many seconds: the fewest in which the others end and
+    these begin."""
     for timeout_s in SHORT_S:
         made = play(kind, template, moods, env=env, timeout_s=timeout_s)
-        if [each.stop_reason == "env_timeout" and each.turns == 1 for each in made] == [mood == "slow" for mood in moods]:
+        if [each.stop_reason == "env_timeout" and each.turns == 1 for each in made] == [
+            mood == "slow" for mood in moods
+        ]:
             break
     return made, timeout_s
 
@@ -70,8 +75,12 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("kind", ["inline", "thread", "process"])
-@pytest.mark.parametrize(("env", "gave_up"), [("Moody", "CancelledError: "), ("Patient", "the environment cancelled its own task")])
-def test_what_an_environment_does_ends_its_trajectory_only(kind: Kind, env: str, gave_up: str, plain: ChatTemplate) -> None:
+@pytest.mark.parametrize(
+    ("env", "gave_up"), [("Moody", "CancelledError: "), ("Patient", "the environment cancelled its own task")]
+)
+def test_what_an_environment_does_ends_its_trajectory_only(
+    kind: Kind, env: str, gave_up: str, plain: ChatTemplate
+) -> None:
     """Not the program, either. The first exception is the one that is told: closing the unwilling one fails too."""
     CLOSED.clear()
     moods = [*ENDINGS, "gives up", "good"]
@@ -86,7 +95,9 @@ def test_what_an_environment_does_ends_its_trajectory_only(kind: Kind, env: str,
 
 
 @pytest.mark.parametrize("kind", ["inline", "thread", "process"])
-def test_asynchronous_methods_have_a_time_out_and_an_environment_that_cannot_be_made_is_told(kind: Kind, plain: ChatTemplate) -> None:
+def test_asynchronous_methods_have_a_time_out_and_an_environment_that_cannot_be_made_is_told(
+    kind: Kind, plain: ChatTemplate
+) -> None:
     (late,), _ = play_late(kind, plain, ["slow"], "Patient")
     assert (late.stop_reason, late.turns) == ("env_timeout", 1)
     busy = ("env_error", "ConnectionError: the simulator is busy")
@@ -150,7 +161,9 @@ def test_a_process_that_cannot_start_fails_its_episode_and_another_takes_its_pla
     resource_tracker.ensure_running()  # which would be started as this program, too
     monkeypatch.setattr(spawn, "_python_exe", os.fsencode(shutil.which("false") or ""))
     made = play("process", plain, ["good", "good", "good"], count=1)
-    assert [(each.stop_reason, "the environment's process ended" in each.error) for each in made] == [("env_error", True)] * 3
+    assert [(each.stop_reason, "the environment's process ended" in each.error) for each in made] == [
+        ("env_error", True)
+    ] * 3
 
 
 def test_an_episode_that_is_cancelled_while_its_environment_is_made_gives_its_process_back() -> None:
@@ -190,7 +203,10 @@ if __name__ == "__main__":
 
 
 def test_a_process_imports_the_environment_of_the_working_directory_and_runs_nothing_else_there(tmp_path: Path) -> None:
-    """Not even what has the name of a module that Python's own processes import. Programs of the environment start as they always do."""
+    """Not even what has the name of a module that Python's own processes import.
+
+    Programs of the environment start as they always do.
+    """
     (tmp_path / "game.py").write_text(GAME)
     for name in ("socket", "tempfile", "signal"):
         (tmp_path / f"{name}.py").write_text(f"import os\nprint({name!r}, flush=True)\nos._exit(9)\n")
@@ -200,7 +216,9 @@ def test_a_process_imports_the_environment_of_the_working_directory_and_runs_not
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "rl")
     command = [REAL_PYTHON, str(program)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=LONG_S)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=LONG_S
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "{'PYTHONSAFEPATH': 0.0}\n", "")
 
 

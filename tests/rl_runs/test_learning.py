@@ -1,4 +1,7 @@
-"""The examples learn what they say, from a short warm-up, on two cores: `make test-rl`. Each draws its curve into rl-output/."""
+"""The examples learn what they say, from a short warm-up, on two cores: `make test-rl`.
+
+Each draws its curve into rl-output/.
+"""
 
 import re
 import time
@@ -38,7 +41,9 @@ def draw(file: Path, title: str, runs: dict[str, list[dict[str, float]]]) -> Non
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, lines in runs.items():
         steps = [line for line in lines if "reward" in line]
-        (curve,) = axes.plot([line["step"] for line in steps], [line["reward"] for line in steps], alpha=0.6, label=name)
+        (curve,) = axes.plot(
+            [line["step"] for line in steps], [line["reward"] for line in steps], alpha=0.6, label=name
+        )
         axes.plot(*zip(*evaluations(lines), strict=True), "o", color=curve.get_color())
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title=title)
     axes.legend(loc="lower right")
@@ -48,7 +53,9 @@ def draw(file: Path, title: str, runs: dict[str, list[dict[str, float]]]) -> Non
 
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("example", ["color_square", "digit_sum"])
-def test_rl_gains_half_of_what_the_warm_start_misses(example: str, server_url: str, tmp_path: Path, curves: Path) -> None:
+def test_rl_gains_half_of_what_the_warm_start_misses(
+    example: str, server_url: str, tmp_path: Path, curves: Path
+) -> None:
     lines = run(example, server_url, tmp_path)
     draw(curves / f"{example}.png", example, {example: lines})
     for turn in {"color_square": ("env/first_right", "env/second_right")}.get(example, ("reward",)):
@@ -57,7 +64,9 @@ def test_rl_gains_half_of_what_the_warm_start_misses(example: str, server_url: s
 
 
 @pytest.mark.timeout(360)
-def test_the_example_of_the_documentation_learns(server_url: str, tmp_path: Path, curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_documentation_learns(
+    server_url: str, tmp_path: Path, curves: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (EXAMPLES.parents[1] / "docs" / "rl.md").read_text()
     program, settings = re.findall(r"In `colours\.(?:py|yaml)`:\n\n```\w+\n(.*?)```", text, re.DOTALL)
     (tmp_path / "colours.py").write_text(program)
@@ -66,7 +75,11 @@ def test_the_example_of_the_documentation_learns(server_url: str, tmp_path: Path
     del tree["model"]["tokenizer"]
     evaluation = {"every": tree["training"]["steps"]}
     output = {"directory": str(tmp_path / "out"), "trackers": []}
-    train(from_tree({**tree, "server": {"url": server_url, "api_key": "tml-test"}, "evaluation": evaluation, "output": output}))
+    train(
+        from_tree(
+            {**tree, "server": {"url": server_url, "api_key": "tml-test"}, "evaluation": evaluation, "output": output}
+        )
+    )
     lines = logged(tmp_path / "out")
     draw(curves / "colours.png", "the example of docs/rl.md", {"colours": lines})
     before, after = evaluations(lines)[0][1], evaluations(lines)[-1][1]
@@ -83,7 +96,9 @@ def test_the_maze_is_learnt_from_its_image(server_url: str, tmp_path: Path, curv
 
 @pytest.mark.timeout(360)
 def test_a_thinking_template_learns_step_by_step(server_url: str, tmp_path: Path, curves: Path) -> None:
-    lines = run("guess_number_thinking", server_url, tmp_path, model={"chat_template": str(EXAMPLES / "thinking.jinja")})
+    lines = run(
+        "guess_number_thinking", server_url, tmp_path, model={"chat_template": str(EXAMPLES / "thinking.jinja")}
+    )
     draw(curves / "guess_number_thinking.png", "guess_number, thinking template", {"step-wise": lines})
     before, after = evaluations(lines)[0][1], evaluations(lines)[-1][1]
     assert after - before >= (1.0 - before) / 2, (before, after)
@@ -98,7 +113,9 @@ def test_an_asynchronous_run_ends_as_high_and_runs_ahead(server_url: str, tmp_pa
         start = time.perf_counter()
         made[mode] = run("asynchronous", server_url, tmp_path / mode, training={"mode": mode})
         seconds[mode] = time.perf_counter() - start
-    draw(curves / "asynchronous.png", f"0.3 s a step: sync {seconds['sync']:.0f} s, async {seconds['async']:.0f} s", made)
+    draw(
+        curves / "asynchronous.png", f"0.3 s a step: sync {seconds['sync']:.0f} s, async {seconds['async']:.0f} s", made
+    )
     ends = {mode: evaluations(lines)[-1][1] for mode, lines in made.items()}
     assert abs(ends["async"] - ends["sync"]) <= 0.05, ends
     ahead = {mode: max(line.get("staleness_max", 0.0) for line in lines) for mode, lines in made.items()}

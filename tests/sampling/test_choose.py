@@ -1,4 +1,5 @@
-"""Choosing a token from logits: what the distribution is, and that chance depends on nothing but seed, sample and position."""
+"""Choosing a token from logits: what the distribution is, and that chance depends on nothing but seed, sample and
+position."""
 
 from fractions import Fraction
 
@@ -33,7 +34,9 @@ from tinsmith.wire.sample import SamplingParams, StopRule
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -30.0])
 
 
-def numbers_of(seeds: NDArray[np.uint64], samples: NDArray[np.uint64], positions: NDArray[np.uint64], count: int = 1) -> torch.Tensor:
+def numbers_of(
+    seeds: NDArray[np.uint64], samples: NDArray[np.uint64], positions: NDArray[np.uint64], count: int = 1
+) -> torch.Tensor:
     """`uniforms` of unsigned numbers."""
     bits = [as_bits(array).to(DEVICE) for array in (seeds, samples, positions)]
     return uniforms(bits[0], bits[1], bits[2], count).cpu()
@@ -45,11 +48,17 @@ def draws_of(logprobs: Tensor, draws: int) -> Tensor:
     return draw(logprobs, numbers_of(zeros, zeros, count, draws_needed(logprobs.shape[1])).unsqueeze(1))[0]
 
 
-def choice(position: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, seed: int = 0, topk: int = 0) -> Choice:
-    return Choice(SamplingParams(None, temperature, top_p, top_k, seed, StopRule(False, (), ())), seed, 0, position, topk)
+def choice(
+    position: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, seed: int = 0, topk: int = 0
+) -> Choice:
+    return Choice(
+        SamplingParams(None, temperature, top_p, top_k, seed, StopRule(False, (), ())), seed, 0, position, topk
+    )
 
 
-def same_for_all(count: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, topk: int = 0) -> list[Choice]:
+def same_for_all(
+    count: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, topk: int = 0
+) -> list[Choice]:
     """`count` draws that differ in their position only."""
     return [choice(position, temperature, top_k, top_p, topk=topk) for position in range(count)]
 
@@ -88,7 +97,8 @@ def test_the_likeliest_stays_the_likeliest_at_any_temperature(temperature: float
 KEPT = [(2, 1.0, 2), (1, 1.0, 1), (100, 1.0, 6), (-1, 0.5, 1), (-1, 0.6, 2), (-1, 1e-50, 1), (2, 0.75, 2)]
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "kept"), [*KEPT, (2, 0.7, 1)])  # of the first two tokens the first has 0.73 of the probability
+# Of the first two tokens the first has 0.73 of the probability
+@pytest.mark.parametrize(("top_k", "top_p", "kept"), [*KEPT, (2, 0.7, 1)])
 def test_truncation_keeps_exactly_these(top_k: int, top_p: float, kept: int) -> None:
     """Log-probabilities are over the whole vocabulary, before truncation."""
     logprobs = LOGITS.log_softmax(-1).unsqueeze(0)
@@ -106,18 +116,24 @@ def test_draws_follow_the_distribution_whatever_the_size_of_the_vocabulary(vocab
     # Ten parts of the vocabulary, each with the probability that is its due.
     part = np.arange(vocabulary) * 10 // vocabulary
     expected = np.bincount(part, logprobs[0].exp().numpy(), minlength=10)
-    np.testing.assert_allclose(np.bincount(part[draws_of(logprobs, draws).numpy()], minlength=10) / draws, expected, atol=0.012)
+    np.testing.assert_allclose(
+        np.bincount(part[draws_of(logprobs, draws).numpy()], minlength=10) / draws, expected, atol=0.012
+    )
 
 
 def test_what_has_no_probability_is_never_drawn() -> None:
     logprobs = torch.full((1, 300), -torch.inf)
     logprobs[0, [0, 17, 130]] = 0.0
-    edges = torch.tensor([0.0, 1.0], dtype=torch.float64).expand(draws_needed(300), 1, 2)  # 1.0 is more than there can be
+    # 1.0 is more than there can be
+    edges = torch.tensor([0.0, 1.0], dtype=torch.float64).expand(draws_needed(300), 1, 2)
     assert draw(logprobs, edges).tolist() == [[0, 130]]
 
 
 def test_rounding_differences_hardly_ever_change_a_draw() -> None:
-    """As batch mates cause them. With one border for each token of the vocabulary, over 200 of these draws would differ."""
+    """As batch mates cause them.
+
+    With one border for each token of the vocabulary, over 200 of these draws would differ.
+    """
     generator = torch.Generator().manual_seed(0)
     logits, noise = (torch.randn(1, 5000, generator=generator) * scale for scale in (3, 1e-4))
     assert (draws_of(logits.log_softmax(-1), 20_000) != draws_of((logits + noise).log_softmax(-1), 20_000)).sum() < 20
@@ -144,15 +160,22 @@ def test_random_numbers_are_those_of_split_mix_bit_for_bit() -> None:
 
 
 def kept_by_sorting(logits: Tensor, logprobs: Tensor, top_k: int, top_p: float) -> set[int]:
-    """The tokens that are left of one row, found by sorting: the shortest beginning whose weight is at least `top_p` of the whole.
+    """The tokens that are left of one row, found by sorting: the shortest beginning whose weight is at least `top_p` of
+    the whole.
 
-    Weights are whole numbers and `top_p` is a fraction, so that a beginning of exactly that weight counts as enough on any processor.
+    Weights are whole numbers and `top_p` is a fraction, so that a beginning of exactly that weight counts as enough on
+    any processor.
     """
     order = np.argsort(-logits.cpu().numpy(), kind="stable")[: top_k if top_k > 0 else None]
-    weights = ((logprobs - logprobs.amax()).exp() * 2.0**WEIGHT_BITS).to(torch.int64).tolist()  # the likeliest token weighs 2**44
+    # The likeliest token weighs 2**44
+    weights = ((logprobs - logprobs.amax()).exp() * 2.0**WEIGHT_BITS).to(torch.int64).tolist()
     kept: set[int] = set()
     for token in order.tolist():
-        if kept and top_p < 1 and sum(weights[one] for one in kept) >= Fraction(top_p) * sum(weights[one] for one in order):
+        if (
+            kept
+            and top_p < 1
+            and sum(weights[one] for one in kept) >= Fraction(top_p) * sum(weights[one] for one in order)
+        ):
             break
         kept.add(token)
     return kept
@@ -166,8 +189,13 @@ def kept_by_sorting(logits: Tensor, logprobs: Tensor, top_k: int, top_p: float) 
     st.sampled_from([1.0, 0.0, 0.1, 0.5, 0.77, 0.99]),
     st.sampled_from([0.5, 1.0, 1e30]),
 )
-def test_truncation_is_that_of_a_sorted_vocabulary(steps: list[int], top_k: int, top_p: float, temperature: float) -> None:
-    """Among equal logits the lower id comes first. The rows beside it change nothing, nor do those that truncate nothing change."""
+def test_truncation_is_that_of_a_sorted_vocabulary(
+    steps: list[int], top_k: int, top_p: float, temperature: float
+) -> None:
+    """Among equal logits the lower id comes first.
+
+    The rows beside it change nothing, nor do those that truncate nothing change.
+    """
     logits = torch.tensor([steps, [0] * len(steps), steps], dtype=torch.float32, device=DEVICE) / 3
     logprobs = (logits / temperature).log_softmax(-1)
     on = torch.tensor([top_k, 1, -1], device=DEVICE), torch.tensor([top_p, 0.3, 1.0], device=DEVICE)
@@ -186,31 +214,47 @@ def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncate
     from tinsmith.kernels.choose import choose_kernel
 
     rows = 6
-    logits = (torch.randn(rows, 2 * vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3).to(DEVICE)[:, :vocabulary]
+    logits = (torch.randn(rows, 2 * vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3).to(DEVICE)[
+        :, :vocabulary
+    ]
     logits[1, vocabulary // 2 :] = -torch.inf
-    each = zip((0, 0.7, 1, 2, 1e-40, 1), (-1, 5, 50, -1, -1, -1), (1, 1, 0.5, 0.9, 1, 1), range(2**64 - rows, 2**64), strict=True)
+    each = zip(
+        (0, 0.7, 1, 2, 1e-40, 1),
+        (-1, 5, 50, -1, -1, -1),
+        (1, 1, 0.5, 0.9, 1, 1),
+        range(2**64 - rows, 2**64),
+        strict=True,
+    )
     how = DeviceChoice.of([choice(position, *own) for position, own in enumerate(each)], logits.device)
     tokens, logprobs = choose_reference(logits, how, truncates)
-    left = truncate(logits, logprobs_at(logits, how.temperature.unsqueeze(1)), how.top_k, how.top_p) if truncates else None
+    left = (
+        truncate(logits, logprobs_at(logits, how.temperature.unsqueeze(1)), how.top_k, how.top_p) if truncates else None
+    )
 
     def kernel(left: Tensor | None) -> tuple[Tensor, Tensor]:
-        return choose_kernel(logits, how.temperature, how.seed, how.sample, how.position, draws_needed(vocabulary), left, COLDEST)
+        return choose_kernel(
+            logits, how.temperature, how.seed, how.sample, how.position, draws_needed(vocabulary), left, COLDEST
+        )
 
     found = kernel(left)
     assert found[0].tolist() == tokens.tolist()
     torch.testing.assert_close(found[1], logprobs, atol=1e-5, rtol=1e-6)
     if truncates and vocabulary == 300:
-        # A row draws by the same numbers whether another truncates or not. Of the log-probabilities that are left only -inf counts.
+        # A row draws by the same numbers whether another truncates or not. Of the log-probabilities that are left only
+        # -inf counts.
         others = torch.zeros_like(logits)
         others[2, 2:] = -torch.inf
         alone, beside = kernel(None), kernel(others)
-        assert all(torch.equal(one[[0, 1, 3, 4, 5]], two[[0, 1, 3, 4, 5]]) for one, two in zip(alone, beside, strict=True))
+        assert all(
+            torch.equal(one[[0, 1, 3, 4, 5]], two[[0, 1, 3, 4, 5]]) for one, two in zip(alone, beside, strict=True)
+        )
         assert beside[0][2] < 2
 
 
 @pytest.mark.parametrize("vocabulary", [300, *slow(1, 9000)])
 def test_the_kernels_find_the_last_token_that_is_kept(vocabulary: int) -> None:
-    """In Triton's interpreter on a CPU, half a second for each row: each share of the weight in each row only where everything runs."""
+    """In Triton's interpreter on a CPU, half a second for each row: each share of the weight in each row only where
+    everything runs."""
     pytest.importorskip("triton")
     from tinsmith.kernels.choose import last_kept_kernel
 

@@ -1,6 +1,7 @@
 """Deterministic numbers: the same bits alone and in any company, and the trainer's are the sampler's.
 
-Invariant: With `--deterministic` a request has the same bits alone and in any company, and sampler and trainer agree to 1e-6.
+Invariant: With `--deterministic` a request has the same bits alone and in any company, and sampler and trainer agree to
+1e-6.
 """
 
 from collections.abc import Callable
@@ -56,7 +57,9 @@ def test_a_sample_has_the_same_bits_alone_and_in_any_company_and_the_trainers(ba
     for prefill_tokens in (4096, 13):
         crowded = sampler_of(base, prefill_tokens=prefill_tokens)
         for i in range(3):
-            crowded.add(f"before{i}", ask(replace(PARAMS, seed=i, max_tokens=2 + 4 * i)), prompt_of(base, (i + 5, 9 + i)), None)
+            crowded.add(
+                f"before{i}", ask(replace(PARAMS, seed=i, max_tokens=2 + 4 * i)), prompt_of(base, (i + 5, 9 + i)), None
+            )
         crowded.step()
         for name, rendered in asked.items():
             crowded.add(name, questions, rendered, adapter)
@@ -75,7 +78,9 @@ def test_a_sample_has_the_same_bits_alone_and_in_any_company_and_the_trainers(ba
 def test_training_reports_the_same_bits_in_any_company_and_learns(base: BaseModel) -> None:
     """The gradients are those of a pass that is not deterministic."""
     backend, plain = (LocalBackend(replace(base, deterministic=which), TrainingConfig()) for which in (True, False))
-    found, expected = ({name: ModelOptimizer(random_adapter(base, rank, rank)) for rank, name in enumerate("abc", 2)} for _ in range(2))
+    found, expected = (
+        {name: ModelOptimizer(random_adapter(base, rank, rank)) for rank, name in enumerate("abc", 2)} for _ in range(2)
+    )
     backend.optimizers.update(found)
     plain.optimizers.update(expected)
     data = [prompt_of(base, (0, 20)), *two_prompts(base).values()]
@@ -89,17 +94,27 @@ def test_training_reports_the_same_bits_in_any_company_and_learns(base: BaseMode
     plain.run_pass(work, backward=True)
     for name, optimizer in found.items():
         allowed = 0.05 if base.dtype == torch.bfloat16 else 1e-4
-        torch.testing.assert_close(optimizer.accumulator.gradients, expected[name].accumulator.gradients, atol=1e-6, rtol=allowed)
+        torch.testing.assert_close(
+            optimizer.accumulator.gradients, expected[name].accumulator.gradients, atol=1e-6, rtol=allowed
+        )
 
 
-@pytest.mark.parametrize(("window", "dtype"), [(None, torch.float64), (3, torch.float64), (70, torch.float64), (70, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("window", "dtype"), [(None, torch.float64), (3, torch.float64), (70, torch.float64), (70, torch.bfloat16)]
+)
 def test_stable_attention_is_attention(dtype: torch.dtype, window: int | None) -> None:
     lengths = [1, 90, 17, 140]
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(sum(lengths), heads, 16, generator=generator).to(DEVICE, dtype) for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(sum(lengths), heads, 16, generator=generator).to(DEVICE, dtype) for heads in (4, 2, 2)
+    )
     found = PackedBlocks(lengths, torch.device(DEVICE)).attend(query, key, value, 0.3, window).split(lengths)
-    for out, q, k, v, length in zip(found, *(x.double().split(lengths) for x in (query, key, value)), lengths, strict=True):
-        torch.testing.assert_close(out.double(), whole(q, k, v, length, window), atol=1e-10 if dtype == torch.float64 else 2e-2, rtol=0)
+    for out, q, k, v, length in zip(
+        found, *(x.double().split(lengths) for x in (query, key, value)), lengths, strict=True
+    ):
+        torch.testing.assert_close(
+            out.double(), whole(q, k, v, length, window), atol=1e-10 if dtype == torch.float64 else 2e-2, rtol=0
+        )
 
 
 def test_hybrid_models_are_refused_by_name(family_dir: Callable[[str], Path]) -> None:

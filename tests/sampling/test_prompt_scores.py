@@ -28,7 +28,9 @@ def all_logprobs(base: BaseModel, rendered: RenderedInput, adapter: Adapter | No
     return logprobs.roll(1, 0).cpu()
 
 
-def answers_to(base: BaseModel, rendered: RenderedInput, questions: PromptQuestions, adapter: Any = None, **settings: Any) -> Any:
+def answers_to(
+    base: BaseModel, rendered: RenderedInput, questions: PromptQuestions, adapter: Any = None, **settings: Any
+) -> Any:
     """What is answered about log-probabilities, the likeliest tokens, targets and alternatives."""
     answers = sampled(sampler_of(base, **settings), rendered, replace(ask(), questions=questions), adapter).answers
     return answers.logprobs, answers.topk, answers.targets, answers.alternatives
@@ -56,7 +58,9 @@ def test_everything_at_once(text_base: BaseModel, prefill_tokens: int) -> None:
     np.testing.assert_allclose(targets.values.reshape(44, 3), np.where(ids < 0, 0.0, wanted), atol=1e-4)
 
     assert drawn.token_ids.shape == (44, 4)
-    np.testing.assert_allclose(drawn.logprobs, expected[1:].gather(1, torch.from_numpy(drawn.token_ids).long()).numpy(), atol=1e-4)
+    np.testing.assert_allclose(
+        drawn.logprobs, expected[1:].gather(1, torch.from_numpy(drawn.token_ids).long()).numpy(), atol=1e-4
+    )
 
 
 def test_alternatives_are_drawn_at_the_temperature_and_reproducibly(text_base: BaseModel) -> None:
@@ -65,7 +69,9 @@ def test_alternatives_are_drawn_at_the_temperature_and_reproducibly(text_base: B
     expected = all_logprobs(text_base, rendered, None)[1:]
 
     def drawn(temperature: float, seed: int) -> Any:
-        request = replace(ask(replace(PARAMS, temperature=temperature, seed=seed)), questions=PromptQuestions(alternatives=1000))
+        request = replace(
+            ask(replace(PARAMS, temperature=temperature, seed=seed)), questions=PromptQuestions(alternatives=1000)
+        )
         alternatives: Any = sampled(sampler_of(text_base), rendered, request).answers.alternatives
         return alternatives.token_ids
 
@@ -86,7 +92,9 @@ def test_image_positions_have_no_scores_of_their_own(vision_base: BaseModel) -> 
     (span,) = rendered.spans
     images = np.arange(span.offset, span.offset + span.length)
     behind = span.offset + span.length  # predicted by the last image position
-    asked = PromptQuestions(logprobs=True, topk=2, targets=TargetIds((rows, 1), np.arange(rows), np.full(rows, 7)), alternatives=3)
+    asked = PromptQuestions(
+        logprobs=True, topk=2, targets=TargetIds((rows, 1), np.arange(rows), np.full(rows, 7)), alternatives=3
+    )
     logprobs, topk, targets, drawn = answers_to(vision_base, rendered, asked, prefill_tokens=7)
     assert (logprobs[images] == 0.0).all()
     assert (topk.logprobs[images] == NO_LOGPROB).all()
@@ -108,6 +116,8 @@ def test_the_likeliest_sampled_tokens_are_those_of_the_temperature(text_base: Ba
     assert sequence.topk is not None
     assert sequence.topk.token_ids[:, 0].tolist() == sequence.tokens
     np.testing.assert_allclose(sequence.topk.logprobs[:, 0], sequence.logprobs, rtol=1e-6)  # two kernels on a GPU
-    values, ids = (all_logprobs(text_base, followed_by(rendered, sequence.tokens), None)[10:] / 0.5).log_softmax(-1).topk(3)
+    values, ids = (
+        (all_logprobs(text_base, followed_by(rendered, sequence.tokens), None)[10:] / 0.5).log_softmax(-1).topk(3)
+    )
     np.testing.assert_array_equal(sequence.topk.token_ids, ids.numpy())
     np.testing.assert_allclose(sequence.topk.logprobs, values.numpy(), atol=1e-4)

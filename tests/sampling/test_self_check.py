@@ -40,7 +40,8 @@ def test_what_we_serve_passes(family_base: Callable[[str], BaseModel], family: s
         check_base_model(family_base(family), samples=True, quick=quick)
 
 
-# The layers of qwen3 and qwen3_vl are those of qwen3_5. What mistral adds, a window, is checked below: one that is left out is found.
+# The layers of qwen3 and qwen3_vl are those of qwen3_5. What mistral adds, a window, is checked below: one that is left
+# out is found.
 @pytest.mark.parametrize("family", ["qwen3_5", *slow("qwen3", "qwen3_vl", "mistral")])
 def test_rounding_to_bfloat16_passes(family_dir: Dir, family: str) -> None:
     base = load(family_dir(family), dtype="bfloat16")
@@ -62,7 +63,7 @@ def test_the_check_leaves_the_model_as_it_was(family_dir: Dir) -> None:
 
 
 def refused(base: BaseModel, reason: str, samples: bool, quickly: str | None = None) -> None:
-    """The model must not be served, for that reason; `quickly` is the reason that the quick form gives, if it finds it too."""
+    """The model must be refused for that reason, and by the quick form for the reason `quickly`, if given."""
     with pytest.raises(ConfigError, match=reason):
         check_base_model(base, samples=samples)
     if quickly is not None:
@@ -73,14 +74,28 @@ def refused(base: BaseModel, reason: str, samples: bool, quickly: str | None = N
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("gemma2", {"head_dim": 16, "final_logit_softcapping": None}, "its attention needs what Tinsmith does not compute: softcap"),
-        ("gemma3_text", {"head_dim": 16, "final_logit_softcapping": 0.5}, r"other log-probabilities \(final_logit_softcapping=0.5 is"),
-        ("cohere", {"logit_scale": 0.0625}, r"transformers computes other log-probabilities \(logit_scale=0.0625 is not supported\): off"),
+        (
+            "gemma2",
+            {"head_dim": 16, "final_logit_softcapping": None},
+            "its attention needs what Tinsmith does not compute: softcap",
+        ),
+        (
+            "gemma3_text",
+            {"head_dim": 16, "final_logit_softcapping": 0.5},
+            r"other log-probabilities \(final_logit_softcapping=0.5 is",
+        ),
+        (
+            "cohere",
+            {"logit_scale": 0.0625},
+            r"transformers computes other log-probabilities \(logit_scale=0.0625 is not supported\): off",
+        ),
         ("granite", {"logits_scaling": 8.0}, r"\(logits_scaling=8.0 is not supported\): off by .*, allowed is 0.0001"),
         ("stablelm", {}, "its network fails on a packed row: .* 'plan'"),
     ],
 )
-def test_a_decoder_that_we_do_not_compute_is_refused(model_type: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_a_decoder_that_we_do_not_compute_is_refused(
+    model_type: str, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     write_decoder(model_type, tmp_path, **settings)
     refused(load(tmp_path), rf"tiny \({model_type}\) cannot be served: .*{reason}", samples=True)
 
@@ -100,7 +115,7 @@ class DoctoredLayer(Layer):
 
 
 def doctor(base: BaseModel, change: Callable[[Tensor], Tensor], in_transformers: bool = True) -> None:
-    """Let the first MLP pass its output [1, tokens, hidden] through `change`, in transformers' module and in our decoder."""
+    """Let the first MLP pass its output [1, tokens, hidden] through `change`, in transformers' module and in ours."""
     if in_transformers:
         base.language_model.layers[0].mlp.register_forward_hook(lambda _module, _inputs, output: change(output))
     if base.decoder is not None:
@@ -133,8 +148,10 @@ def leaks_backward(own: Any, plan: PackedPlan, layer: int, *inputs: Any) -> Any:
     return leak_backward(own(plan, layer, *inputs))
 
 
-def cut_value(own: Any, plan: PackedPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Any:
-    """The value of a row with several sequences is right, its gradient lacks what comes through the values of the delta rule."""
+def cut_value(
+    own: Any, plan: PackedPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, *others: Tensor
+) -> Any:
+    """A row of several sequences has the right value; its gradient lacks what comes through the delta rule's values."""
     return own(plan, layer, query, key, value.detach() if len(plan.lengths) > 1 else value, *others)
 
 
@@ -162,27 +179,58 @@ CHANGES = "a sequence changes with the tokens of others in its packed row: off b
 Install = Callable[[BaseModel, pytest.MonkeyPatch], None]
 
 PACKED: dict[str, tuple[str, Install, str, str | None]] = {
-    "layers that carry state along the row": ("qwen3", lambda base, _: doctor(base, lambda x: x + x.roll(1, 1)), DEPENDS, TRANSFORMERS),
-    "such layers of transformers": ("olmo", lambda base, _: doctor(base, lambda x: x + x.roll(1, 1)), DEPENDS, TRANSFORMERS),
-    "a leak below the rounding": ("qwen3", lambda base, _: doctor(base, lambda x: x + x.roll(1, 1) / 64), CHANGES, CHANGES),
+    "layers that carry state along the row": (
+        "qwen3",
+        lambda base, _: doctor(base, lambda x: x + x.roll(1, 1)),
+        DEPENDS,
+        TRANSFORMERS,
+    ),
+    "such layers of transformers": (
+        "olmo",
+        lambda base, _: doctor(base, lambda x: x + x.roll(1, 1)),
+        DEPENDS,
+        TRANSFORMERS,
+    ),
+    "a leak below the rounding": (
+        "qwen3",
+        lambda base, _: doctor(base, lambda x: x + x.roll(1, 1) / 64),
+        CHANGES,
+        CHANGES,
+    ),
     # Convolution and delta rule keep sequences apart each for itself: one of the two is not enough.
     "a convolution of the row": ("qwen3_5", of_plan("convolve", one_sequence), FORWARD, f"{FORWARD}|{TRANSFORMERS}"),
     "a delta rule of the row": ("qwen3_5", of_plan("delta_rule", one_sequence), FORWARD, f"{FORWARD}|{TRANSFORMERS}"),
-    "a convolution that leaks backward": ("qwen3_5", of_plan("convolve", leaks_backward), BACKWARD, f"{BACKWARD}|{TRANSFORMERS}"),
-    "a delta rule that leaks backward": ("qwen3_5", of_plan("delta_rule", leaks_backward), BACKWARD, f"{BACKWARD}|{TRANSFORMERS}"),
+    "a convolution that leaks backward": (
+        "qwen3_5",
+        of_plan("convolve", leaks_backward),
+        BACKWARD,
+        f"{BACKWARD}|{TRANSFORMERS}",
+    ),
+    "a delta rule that leaks backward": (
+        "qwen3_5",
+        of_plan("delta_rule", leaks_backward),
+        BACKWARD,
+        f"{BACKWARD}|{TRANSFORMERS}",
+    ),
     "gradients that miss a part": ("qwen3_5", of_plan("delta_rule", cut_value), GRADIENTS, GRADIENTS),
 }
-"""The family of the model that is spoiled, how, the reason for which it must be refused, and the reason that the quick form gives."""
+"""The family of a spoiled model, how it is spoiled, why it must be refused, and the reason of the quick form."""
 
 
 @pytest.mark.parametrize(
     ("fault", "dtype"),
     [
         *[(fault, "float32") for fault in PACKED if "rounding" not in fault],
-        *[(fault, "bfloat16") for fault in PACKED if fault.startswith(("layers", "a leak", "a convolution of", "a delta rule that"))],
+        *[
+            (fault, "bfloat16")
+            for fault in PACKED
+            if fault.startswith(("layers", "a leak", "a convolution of", "a delta rule that"))
+        ],
     ],
 )
-def test_what_reaches_a_neighbour_or_loses_a_gradient(family_dir: Dir, monkeypatch: pytest.MonkeyPatch, fault: str, dtype: str) -> None:
+def test_what_reaches_a_neighbour_or_loses_a_gradient(
+    family_dir: Dir, monkeypatch: pytest.MonkeyPatch, fault: str, dtype: str
+) -> None:
     """It is refused."""
     family, install, reason, quickly = PACKED[fault]
     base = load(family_dir(family), dtype=dtype)
@@ -214,16 +262,30 @@ OF_PROMPTS = "the sampler computes other log-probabilities of a prompt"
 SPOILED = {
     "steps that are lost": (StateSteps, "commit", lambda steps: None, OF_PROMPTS),
     "steps that are taken twice": (StateSteps, "commit", twice, OF_PROMPTS),
-    "forks without a state": (StateSlots, "copy", lambda states, source, target: None, "what goes on from the prefix cache gives other"),
-    "saved states that nobody finds": (StateSlots, "longest", lambda states, keys: 0, "the sampler finds nothing of a prompt that it has"),
+    "forks without a state": (
+        StateSlots,
+        "copy",
+        lambda states, source, target: None,
+        "what goes on from the prefix cache gives other",
+    ),
+    "saved states that nobody finds": (
+        StateSlots,
+        "longest",
+        lambda states, keys: 0,
+        "the sampler finds nothing of a prompt that it has",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", SPOILED)
-def test_states_that_are_not_those_of_the_tokens_are_refused(hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_states_that_are_not_those_of_the_tokens_are_refused(
+    hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     holder, name, instead, reason = SPOILED[what]
     monkeypatch.setattr(holder, name, instead)
-    refused(hybrid_base, reason, samples=True, quickly="decoding with a cache gives other" if reason == OF_PROMPTS else None)
+    refused(
+        hybrid_base, reason, samples=True, quickly="decoding with a cache gives other" if reason == OF_PROMPTS else None
+    )
 
 
 def spoil_first_layer(decoder: Decoder, **changes: Any) -> Decoder:
@@ -240,11 +302,20 @@ def spoil_attention(decoder: Decoder, **changes: Any) -> Decoder:
 
 
 WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
-    "frequencies": ("qwen3", lambda d: replace(d, rope=replace(d.rope, inverse_frequencies=d.rope.inverse_frequencies * 1.5))),
+    "frequencies": (
+        "qwen3",
+        lambda d: replace(d, rope=replace(d.rope, inverse_frequencies=d.rope.inverse_frequencies * 1.5)),
+    ),
     "no scaling": ("qwen3", lambda d: replace(d, rope=replace(d.rope, scaling=1.1))),
     "rows of positions": ("qwen3_vl", lambda d: replace(d, rope=replace(d.rope, axes=None))),
-    "last norm": ("qwen3", lambda d: replace(d, last_norm=replace(d.last_norm, kind=replace(d.last_norm.kind, zero_centred=True)))),
-    "norm of a layer": ("qwen3", lambda d: spoil_first_layer(d, first_norm=replace(d.layers[0].first_norm, kind=Normed(0.5, False)))),
+    "last norm": (
+        "qwen3",
+        lambda d: replace(d, last_norm=replace(d.last_norm, kind=replace(d.last_norm.kind, zero_centred=True))),
+    ),
+    "norm of a layer": (
+        "qwen3",
+        lambda d: spoil_first_layer(d, first_norm=replace(d.layers[0].first_norm, kind=Normed(0.5, False))),
+    ),
     "norms of heads": ("qwen3", lambda d: spoil_attention(d, head_weights=None)),
     "scale": ("qwen3", lambda d: spoil_attention(d, scale=0.1)),
     "window": ("mistral", lambda d: spoil_attention(d, window_of=None)),
@@ -276,7 +347,10 @@ def unsorted(own: Any, *arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "part", "fault", "dtype"),
     [
-        *[("qwen3_vl", "Spans", lambda own, lengths, *on: own([sum(lengths)], *on), dtype) for dtype in ("float32", "bfloat16")],
+        *[
+            ("qwen3_vl", "Spans", lambda own, lengths, *on: own([sum(lengths)], *on), dtype)
+            for dtype in ("float32", "bfloat16")
+        ],
         ("qwen3_5", "patch_places", lambda own, *arguments: own(*arguments)[::-1], "bfloat16"),
         ("qwen3_vl", "rotate", lambda own, x, *_, **__: x, "bfloat16"),
         ("qwen2_5_vl", "window_order", unsorted, "float32"),  # the tiny model's windows matter too little for bfloat16

@@ -32,7 +32,9 @@ def test_ids_and_strings_end_with_the_token_that_completes_them(text_base: BaseM
     assert first_stop(StopStrings([letters[2]], ("never",), tokenizer), letters) == 3
     for written, string, after in (("Answer: 42\n\nUser: what", "\n\nUser:", " what"), ("a€b", "€", "b")):
         tokens = tokenizer(written)["input_ids"]
-        assert first_stop(StopStrings([], (string,), tokenizer), tokens) == len(tokens) - len(tokenizer(after)["input_ids"])
+        assert first_stop(StopStrings([], (string,), tokenizer), tokens) == len(tokens) - len(
+            tokenizer(after)["input_ids"]
+        )
 
 
 def byte_tokens(data: bytes) -> list[str]:
@@ -51,15 +53,28 @@ def byte_fallback() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_bytes_that_are_no_utf8_end_neither_the_sequence_nor_its_stop_strings(byte_fallback: PreTrainedTokenizerFast) -> None:
-    """A letter is given out when its byte comes; a byte behind it that makes the run invalid would turn it into a replacement character."""
+def test_bytes_that_are_no_utf8_end_neither_the_sequence_nor_its_stop_strings(
+    byte_fallback: PreTrainedTokenizerFast,
+) -> None:
+    """A letter is given out when its byte comes; a byte behind it that makes the run invalid would turn it into a
+    replacement character."""
     spelled = ["a", *byte_tokens(b"A\xff"), "▁x", "▁world", *byte_tokens("€".encode()), "b"]
     tokens: Any = byte_fallback.convert_tokens_to_ids(spelled)
     plain = DecodeStream(skip_special_tokens=False)
     with pytest.raises(Exception, match="Invalid prefix encountered"):
         [plain.step(byte_fallback.backend_tokenizer, token) for token in tokens]
     stream = TextStream(byte_fallback)
-    assert [stream.add(token) for token in tokens] == ["a", "A", "", "\N{REPLACEMENT CHARACTER} x", " world", "", "", "€", "b"]
+    assert [stream.add(token) for token in tokens] == [
+        "a",
+        "A",
+        "",
+        "\N{REPLACEMENT CHARACTER} x",
+        " world",
+        "",
+        "",
+        "€",
+        "b",
+    ]
     for string, count in (("world€b", len(tokens)), ("A", 2), ("never", None)):
         assert first_stop(StopStrings([], (string,), byte_fallback), tokens) == count
     with pytest.raises((TypeError, OverflowError)):  # another error of the library is no end of a text
@@ -79,7 +94,9 @@ def test_strings_that_overlap_are_found_where_the_first_of_them_is_complete() ->
                 break
 
 
-def test_sequences_of_a_request_share_what_is_large_and_nothing_that_changes(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_a_request_share_what_is_large_and_nothing_that_changes(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is large is made once, too, and not at every token."""
     built: list[StringMatcher] = []
     build = StringMatcher._build
@@ -102,8 +119,11 @@ def test_sequences_of_a_request_share_what_is_large_and_nothing_that_changes(tex
     assert built == [one.strings] == [another.strings]
 
 
-def test_many_long_strings_cost_a_token_hardly_more_than_one_short(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request may ask for 256 strings that all but occur in what is sampled, and other requests wait for each of its tokens."""
+def test_many_long_strings_cost_a_token_hardly_more_than_one_short(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may ask for 256 strings that all but occur in what is sampled, and other requests wait for each of its
+    tokens."""
     monkeypatch.setattr(TextStream, "add", lambda *_: "a" * 128)
 
     def seconds(strings: list[str]) -> float:

@@ -1,8 +1,8 @@
 """An engine without models, for tests of what the server does with its engine process.
 
-It is ready at once, and says for each EndSession that the session has ended. For session `lost` it ends itself, with a reason; for
-`worker lost` it has lost its worker, and for `worker back` it has another. It is run as the engine is: with the link's address and the
-server's process id as arguments, and the configuration on standard input.
+It is ready at once, and says for each EndSession that the session has ended. For session `lost` it ends itself, with a
+reason; for `worker lost` it has lost its worker, and for `worker back` it has another. It is run as the engine is: with
+the link's address and the server's process id as arguments, and the configuration on standard input.
 """
 
 import sys

@@ -95,11 +95,18 @@ class Served:
         await self.answer(f"sessions/{session_id}/finish", {"reason": {"type": reason}, "detail": detail})
 
     async def heartbeat(self, session_id: str) -> int:
-        return (await self.post("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})).status_code
+        return (
+            await self.post("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
+        ).status_code
 
     async def new_model(self, session_id: str | None = None, **fields: Any) -> str:
         """Submit create_model, in a session of its own if none is given, and return the model's id."""
-        body = {"session_id": session_id or await self.new_session(), "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
+        body = {
+            "session_id": session_id or await self.new_session(),
+            "model_seq_id": 0,
+            "base_model": "tiny",
+            "lora_config": {"rank": 8},
+        }
         model_id: str = (await self.answer("create_model", body | fields))["model_id"]
         return model_id
 
@@ -114,7 +121,11 @@ class Served:
 
     async def new_sampler(self, base_model: str = "tiny", session_id: str | None = None) -> str:
         """A sampling session on a base model; returns its id."""
-        body = {"session_id": session_id or await self.new_session(), "sampling_session_seq_id": 3, "base_model": base_model}
+        body = {
+            "session_id": session_id or await self.new_session(),
+            "sampling_session_seq_id": 3,
+            "base_model": base_model,
+        }
         sampler: str = (await self.answer("create_sampling_session", body))["sampling_session_id"]
         return sampler
 
@@ -134,7 +145,10 @@ class Served:
         return sorted(commands, key=lambda command: command.id)
 
     def save(self, path: str, files: Mapping[str, bytes] | None = None, **fields: Any) -> Checkpoint:
-        """A checkpoint at this path as an engine leaves it; its files hold these bytes. `fields` are those of its row."""
+        """A checkpoint at this path as an engine leaves it; its files hold these bytes.
+
+        `fields` are those of its row.
+        """
         contents = {"weights": b"0123456789"} if files is None else files
         place = self.hub.files.new_place()
         self.store.announce_checkpoint(place)
@@ -143,7 +157,9 @@ class Served:
                 (directory / name).parent.mkdir(exist_ok=True)
                 (directory / name).write_bytes(content)
         parts, size = parse_path(path), sum(map(len, contents.values()))
-        row = Checkpoint(path, *parts, place, "tiny", "qwen3", SHAPE, parts.kind == "training", size, None, time(), None)
+        row = Checkpoint(
+            path, *parts, place, "tiny", "qwen3", SHAPE, parts.kind == "training", size, None, time(), None
+        )
         row = replace(row, **fields)
         self.store.put_checkpoint(row)
         return row
@@ -178,8 +194,13 @@ def refused(reply: httpx.Response, status: int = 400) -> str:
 
 
 @asynccontextmanager
-async def served(data_dir: Path, config: Config | None = None, facts: ModelFacts | None = FACTS, **settings: Any) -> AsyncIterator[Served]:
-    """Serve in process, with these settings of the server. `facts` describes the base model that an engine would have announced."""
+async def served(
+    data_dir: Path, config: Config | None = None, facts: ModelFacts | None = FACTS, **settings: Any
+) -> AsyncIterator[Served]:
+    """Serve in process, with these settings of the server.
+
+    `facts` describes the base model that an engine would have announced.
+    """
     config = config or Config(server=ServerConfig(**settings))
     config.server.long_poll_s = min(config.server.long_poll_s, 2.0)
     store = Store.open(data_dir)

@@ -1,8 +1,7 @@
 """Bodies of megabytes that arrive together.
 
-Invariant: Small requests are answered while large ones arrive; the process that parses these is replaced when it dies and ends with the
-server.
-Also: `tests/server/test_parser_process.py`, `tests/server/test_supervision.py`.
+Invariant: Small requests are answered while large ones arrive; the process that parses these is replaced when it dies
+and ends with the server. Also: `tests/server/test_parser_process.py`, `tests/server/test_supervision.py`.
 """
 
 import asyncio
@@ -50,7 +49,9 @@ async def test_large_bodies_are_read_in_turns_and_one_that_stops_keeps_no_other_
         yield body[PARTS * PART_BYTES :]
 
     async def post(seq_id: int) -> int:
-        return (await server.client.post("/api/v1/forward_backward", content=parts(seq_id), headers=PROTOBUF)).status_code
+        return (
+            await server.client.post("/api/v1/forward_backward", content=parts(seq_id), headers=PROTOBUF)
+        ).status_code
 
     slow = asyncio.create_task(post(1))
     assert await asyncio.gather(*(post(seq_id) for seq_id in range(2, 10))) == [200] * 8
@@ -68,7 +69,10 @@ async def test_large_bodies_are_read_in_turns_and_one_that_stops_keeps_no_other_
 async def test_what_is_small_once_decompressed_does_not_wait_for_what_is_large(server: Served) -> None:
     model_id = await server.new_model()
     small, rest = zstandard.compress(forward_backward_body(model_id, 1)), zstandard.compress(b"\x2a\x00" * 10_000)
-    for seq_id, body, children in ((1, small, 0), (2, zstandard.compress(forward_backward_body(model_id, 2)) + rest, 1)):
+    for seq_id, body, children in (
+        (1, small, 0),
+        (2, zstandard.compress(forward_backward_body(model_id, 2)) + rest, 1),
+    ):
         assert (await server.train(body, **ZSTD)).json()["request_id"] == f"{model_id}/{seq_id}"
         assert len(parsers()) == children
     command = server.queued()[-1]
@@ -107,7 +111,8 @@ async def test_a_large_body_waits_in_the_queue_of_its_session(server: Served, mo
 
 
 @pytest.mark.parametrize(
-    ("connects_from", "known_as"), [("127.0.0.1", "203.0.113.7"), ("::1", "203.0.113.7"), ("203.0.113.9", "203.0.113.9")]
+    ("connects_from", "known_as"),
+    [("127.0.0.1", "203.0.113.7"), ("::1", "203.0.113.7"), ("203.0.113.9", "203.0.113.9")],
 )
 async def test_clients_behind_a_proxy_on_this_machine_are_told_apart(
     server: Served, monkeypatch: pytest.MonkeyPatch, connects_from: str, known_as: str
@@ -149,7 +154,9 @@ async def test_a_heartbeat_waits_for_nothing_that_is_written(server: Served) -> 
     assert await server.heartbeat(session_id) == 410
 
 
-async def test_no_route_parses_a_large_body_where_all_requests_are_served(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_route_parses_a_large_body_where_all_requests_are_served(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However small it is compressed. Other routes refuse it unread."""
     parsed: list[int] = []
 

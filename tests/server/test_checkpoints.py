@@ -25,7 +25,8 @@ async def test_publishing_and_a_time_to_live_are_set_and_taken_away(server: Serv
         return (await server.shown("checkpoints"))["checkpoints"][0]
 
     server.save(A)
-    for method, public in (("POST", True), ("POST", True), ("DELETE", False), ("DELETE", False)):  # twice changes nothing
+    # Twice changes nothing
+    for method, public in (("POST", True), ("POST", True), ("DELETE", False), ("DELETE", False)):
         assert (await manage(server, A, f"{method} /publish")).status_code == 200
         assert (await listed())["public"] is public
     before = time.time()
@@ -33,7 +34,13 @@ async def test_publishing_and_a_time_to_live_are_set_and_taken_away(server: Serv
     assert before <= datetime.fromisoformat((await listed())["expires_at"]).timestamp() - 3600 <= time.time()
     assert (await manage(server, A, "PUT /ttl", {"ttl_seconds": None})).status_code == 200
     assert (await listed())["expires_at"] is None
-    for wrong in ({"ttl_seconds": 3599}, {"ttl_seconds": 11 * 366 * 86400}, {"ttl_seconds": "3600"}, {"ttl_seconds": 3600.5}, {}):
+    for wrong in (
+        {"ttl_seconds": 3599},
+        {"ttl_seconds": 11 * 366 * 86400},
+        {"ttl_seconds": "3600"},
+        {"ttl_seconds": 3600.5},
+        {},
+    ):
         assert "ttl_seconds" in refused(await manage(server, A, "PUT /ttl", wrong))
 
 
@@ -69,9 +76,13 @@ async def test_weights_info_says_what_loading_needs(server: Served) -> None:
 
 async def test_a_copy_shares_files_and_outlives_its_source(server: Served) -> None:
     source = server.save(f"tinker://{await server.new_run()}/sampler_weights/a", user_metadata={"k": "v"}, public=True)
-    body, before = {"source_path": source.tinker_path, "destination_project_id": "archive", "ttl_seconds": 7200}, time.time()
+    body, before = (
+        {"source_path": source.tinker_path, "destination_project_id": "archive", "ttl_seconds": 7200},
+        time.time(),
+    )
     first, again, other = [
-        (await server.answer("copy_weights", body, headers={"X-Idempotency-Key": key}))["tinker_path"] for key in ("k1", "k1", "k2")
+        (await server.answer("copy_weights", body, headers={"X-Idempotency-Key": key}))["tinker_path"]
+        for key in ("k1", "k1", "k2")
     ]
     assert (first == again, len({source.tinker_path, first, other})) == (True, 3)
     copy = server.store.require_checkpoint(first, "sampler")
@@ -110,8 +121,12 @@ async def test_a_copy_into_a_session_takes_the_number_of_a_run(server: Served) -
         ({"weights_access_token": "t"}, 400, "weights_access_token"),
     ],
 )
-async def test_a_copy_that_cannot_be_made_is_refused(change: dict[str, object], status: int, complaint: str, server: Served) -> None:
+async def test_a_copy_that_cannot_be_made_is_refused(
+    change: dict[str, object], status: int, complaint: str, server: Served
+) -> None:
     server.save(A)
     body = {"source_path": A, "destination_project_id": "p"}
-    assert complaint in await server.refusal("copy_weights", {k: v for k, v in (body | change).items() if v is not None}, status)
+    assert complaint in await server.refusal(
+        "copy_weights", {k: v for k, v in (body | change).items() if v is not None}, status
+    )
     assert (await server.post("copy_weights", body, headers={"X-Tinker-Weights-Access-Token": "t"})).status_code == 400

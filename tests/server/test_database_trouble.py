@@ -12,7 +12,9 @@ from tinsmith.store.database import FILE_NAME
 from tinsmith.store.store import Store
 
 
-async def test_requests_that_the_database_does_not_take_are_to_be_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_the_database_does_not_take_are_to_be_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = Store.open(tmp_path, busy_s=0.05)
     monkeypatch.setattr("tests.server.serving.Store.open", lambda data_dir: opened)
     async with served(tmp_path) as server:
@@ -54,9 +56,15 @@ async def test_health_tells_of_a_database_that_was_deleted_and_no_checkpoint_is_
     monkeypatch.setattr(server.hub.engine, "state", "ready")
     server.save(f"tinker://{await server.new_run()}/weights/a")
     (tmp_path / FILE_NAME).unlink()
-    for reply in (await server.client.delete("/api/v1/training_runs/m/checkpoints/weights/a"), await server.get("healthz")):
+    for reply in (
+        await server.client.delete("/api/v1/training_runs/m/checkpoints/weights/a"),
+        await server.get("healthz"),
+    ):
         assert reply.status_code == 503
-        assert "the database DATA_DIR/tinsmith.db is gone (No such file or directory) while the server runs" in reply.json()["detail"]
+        assert (
+            "the database DATA_DIR/tinsmith.db is gone (No such file or directory) while the server runs"
+            in reply.json()["detail"]
+        )
     assert not (tmp_path / FILE_NAME).exists()
 
 

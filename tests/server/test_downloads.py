@@ -17,7 +17,12 @@ from tinsmith.errors import ConfigError
 from tinsmith.server.routes.downloads import wanted_bytes
 from tinsmith.server.signatures import UrlSigner
 
-FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(range(256)) * 8192, "deep/a b%2F.bin": b"x", "empty": b""}
+FILES = {
+    "adapter_config.json": b"{}",
+    "adapter_model.safetensors": bytes(range(256)) * 8192,
+    "deep/a b%2F.bin": b"x",
+    "empty": b"",
+}
 PATH = "tinker://m/external_weights/a"
 
 
@@ -38,7 +43,11 @@ async def test_every_file_has_an_address_that_needs_no_key(server: Served) -> No
     assert list(urls) == sorted(FILES)
     for name, url in urls.items():
         reply = await server.client.get(url)
-        assert (reply.status_code, reply.content, reply.headers["content-length"]) == (200, FILES[name], str(len(FILES[name]))), url
+        assert (reply.status_code, reply.content, reply.headers["content-length"]) == (
+            200,
+            FILES[name],
+            str(len(FILES[name])),
+        ), url
         assert url.startswith("http://localhost/api/v1/download/s%3Atrain%3A0/a%20b/")
     server.save("tinker://m/weights/a")
     wrong_kind = await server.get("training_runs/m/checkpoints/weights/a/external_weights_urls")
@@ -61,7 +70,10 @@ async def test_an_address_is_good_for_its_file_and_its_time_only(tmp_path: Path)
             (url.replace("adapter_config.json", "adapter_model.safetensors"), "is not valid"),
             (url.replace("/a/", "/other/"), "is not valid"),
             (url.replace("adapter_config.json", "..%2F..%2Ftinsmith.db"), "is not valid"),
-            (changed(url, expires=str(past), signature=server.hub.signer.sign(past, place, "adapter_config.json")), "has expired"),
+            (
+                changed(url, expires=str(past), signature=server.hub.signer.sign(past, place, "adapter_config.json")),
+                "has expired",
+            ),
         ):
             assert reason in refused(await server.client.get(wrong), 403), wrong
         assert (await server.client.get(url.partition("?")[0])).status_code == 400
@@ -127,7 +139,11 @@ async def test_a_trace_shows_the_operations_of_a_session(server: Served) -> None
     assert exported["status"] == "ready"
     events = json.loads((await server.client.get(exported["url"])).content)["traceEvents"]
     made, queued = [("b", "create_model", "done"), ("e", "create_model", "done")], ("b", "optim_step", "queued")
-    assert [(event["ph"], event.get("name"), event.get("cat")) for event in events] == [("M", "process_name", None), *made, queued]
+    assert [(event["ph"], event.get("name"), event.get("cat")) for event in events] == [
+        ("M", "process_name", None),
+        *made,
+        queued,
+    ]
     assert 0 <= events[2]["ts"] - events[1]["ts"] < 60e6
     assert (await server.client.get(changed(exported["url"], signature="x"))).status_code == 403
     assert (await server.get("sessions/x/trace_export")).status_code == 404

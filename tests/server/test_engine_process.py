@@ -1,4 +1,5 @@
-"""What the server does with its engine process, on an engine without models: silence, unreadable messages, a device that is lost.
+"""What the server does with its engine process, on an engine without models: silence, unreadable messages, a device
+that is lost.
 
 Invariant: An engine that is frozen, unreadable or has lost its device is not ready, and is replaced.
 Also: `tests/engine/test_loop.py`.
@@ -104,7 +105,9 @@ async def test_a_frozen_engine_is_not_ready_until_it_goes_on(tmp_path: Path) -> 
         ("nobody can listen to it", "the server could not listen to it any more: ZMQError"),
     ],
 )
-async def test_an_engine_that_is_of_no_use_is_replaced(monkeypatch: pytest.MonkeyPatch, trouble: str, reason: str) -> None:
+async def test_an_engine_that_is_of_no_use_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, trouble: str, reason: str
+) -> None:
     receive = ServerLink.receive
     is_broken = False
 
@@ -133,7 +136,9 @@ async def test_an_engine_that_is_of_no_use_is_replaced(monkeypatch: pytest.Monke
     assert reason in watched.absences[1]
 
 
-async def test_a_message_that_cannot_be_handled_is_logged_and_the_next_is_read(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_message_that_cannot_be_handled_is_logged_and_the_next_is_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     watched = Watched()
     async with running(watched.engine):
         await until(lambda: watched.engine.is_ready)
@@ -160,7 +165,11 @@ async def test_an_engine_that_lost_its_worker_takes_no_samples_until_it_has_anot
         pid = pid_of(hub.engine)
         hub.base_models.replace([FACTS.to_dict()])
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
-        asked: dict[str, Any] = {"sampling_session_id": await server.new_sampler(), "prompt": prompt, "sampling_params": {"max_tokens": 4}}
+        asked: dict[str, Any] = {
+            "sampling_session_id": await server.new_sampler(),
+            "prompt": prompt,
+            "sampling_params": {"max_tokens": 4},
+        }
         started = await server.answer("asample", asked | {"seq_id": 0})
         polled = asyncio.create_task(server.post("retrieve_future", {"request_id": started["request_id"]}))
 

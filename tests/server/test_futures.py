@@ -34,7 +34,10 @@ async def test_a_poll_ends_with_408_and_a_lost_report_costs_one(server: Served, 
     server.hub.config.server.long_poll_s = 0.1
     server.store.record([Outcome(f"{model_id}/0", b'{"model_id":"m"}', "json", None, None)])
     replies = [await poll(server, f"{model_id}/0") for _ in range(2)]
-    assert [(reply.status_code, reply.json()) for reply in replies] == [(408, {"queue_state": "active"}), (200, {"model_id": "m"})]
+    assert [(reply.status_code, reply.json()) for reply in replies] == [
+        (408, {"queue_state": "active"}),
+        (200, {"model_id": "m"}),
+    ]
 
 
 async def test_a_repeated_submit_leaves_the_result_where_it_is(server: Served, model_id: str) -> None:

@@ -26,7 +26,9 @@ LARGE = POST.replace(b"telemetry", b"asample")
 
 
 @contextlib.asynccontextmanager
-async def listening(directory: Path, idle_s: float = 75.0) -> AsyncIterator[tuple[int, Callable[[], Awaitable[Streams]]]]:
+async def listening(
+    directory: Path, idle_s: float = 75.0
+) -> AsyncIterator[tuple[int, Callable[[], Awaitable[Streams]]]]:
     """A server without an engine on a socket: its port, and how to connect to it."""
     async with served(directory, connection_idle_s=idle_s) as server:
         http = uvicorn.Server(http_config(server.hub))
@@ -70,7 +72,9 @@ CHUNKED = b"POST /api/v1/telemetry HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chu
     ],
     ids=["header", "request line", "headers", "trailer", "chunk extension"],
 )
-async def test_what_is_endless_is_refused_with_the_limit_or_closed(tmp_path: Path, begun: bytes, more: bytes, is_told: bool) -> None:
+async def test_what_is_endless_is_refused_with_the_limit_or_closed(
+    tmp_path: Path, begun: bytes, more: bytes, is_told: bool
+) -> None:
     async with connected(tmp_path, may_break=not is_told) as (reader, writer):
         writer.write(begun + more * 2**20)  # its end never comes
         answer = await reader.read()
@@ -88,7 +92,14 @@ async def test_what_is_endless_is_refused_with_the_limit_or_closed(tmp_path: Pat
         (POST + b"content-length: 2\r\n\r\n{}", 1),
         (POST + b"content-length: 2\r\n\r\n{}" + POST + b"content-length: 3\r\n\r\n{", 1),
     ],
-    ids=["nothing", "half a header", "half a body", "a part of the chunks", "nothing after a reply", "half a second request"],
+    ids=[
+        "nothing",
+        "half a header",
+        "half a body",
+        "a part of the chunks",
+        "nothing after a reply",
+        "half a second request",
+    ],
 )
 async def test_a_connection_that_owes_us_a_request_is_closed(tmp_path: Path, sent: bytes, replies: int) -> None:
     async with connected(tmp_path, idle_s=0.2) as (reader, writer):
@@ -106,7 +117,9 @@ async def test_a_header_that_comes_letter_by_letter_must_be_complete_in_that_tim
         assert closed.result() == b""
 
 
-@pytest.mark.parametrize(("part", "every_s", "is_read"), [(1, 74.0, False), (64 * 1024, 74.0, False), (5 * 10_240, 10.0, True)])
+@pytest.mark.parametrize(
+    ("part", "every_s", "is_read"), [(1, 74.0, False), (64 * 1024, 74.0, False), (5 * 10_240, 10.0, True)]
+)
 async def test_a_body_must_come_at_some_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int, every_s: float, is_read: bool
 ) -> None:
@@ -131,13 +144,17 @@ async def test_a_body_in_very_many_very_small_chunks_is_not_read(
 ) -> None:
     """Eight connections that sent nothing else made a heartbeat take ten times as long."""
     async with connected(tmp_path, may_break=not is_read) as (reader, writer):
-        writer.write(LARGE + b"transfer-encoding: chunked\r\n\r\n" + b"%x\r\n%b\r\n" % (part, b" " * part) * count + b"0\r\n\r\n")
+        writer.write(
+            LARGE + b"transfer-encoding: chunked\r\n\r\n" + b"%x\r\n%b\r\n" % (part, b" " * part) * count + b"0\r\n\r\n"
+        )
         await writer.drain()
         await assert_read(reader, is_read)
     assert ("a body in chunks of 1 bytes was not read" in caplog.text) == (not is_read)
 
 
-async def test_a_body_that_is_refused_is_not_taken_for_a_shorter_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_is_refused_is_not_taken_for_a_shorter_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of it comes at once, and what was read of it would be a body, too."""
     read, closed = list[bytes](), asyncio.Event()
     small, lost = body._small, BoundedHttp.connection_lost
@@ -192,7 +209,10 @@ async def test_headers_and_bodies_below_the_limits_are_read_as_they_come(tmp_pat
             yield content[start : start + 1]
         yield content[1000:]
 
-    async with listening(tmp_path) as (port, _), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/api/v1") as client:
+    async with (
+        listening(tmp_path) as (port, _),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/api/v1") as client,
+    ):
         long = b"[" + b" " * 10**6 + b"]"
         for content in (long, long, slowly(b"[" + b" " * 200_000 + b"]")):  # counted anew for each request
             reply = await client.post("telemetry", content=content, headers=JSON | {"x": "a" * 40_000})

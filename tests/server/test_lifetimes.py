@@ -95,7 +95,8 @@ async def test_a_round_does_all_that_is_due(tmp_path: Path, monkeypatch: pytest.
     async with served(tmp_path, session_idle_s=0.04) as server:
         for name in due:
             monkeypatch.setattr(
-                "tinsmith.server.lifetimes.sweep" if name == "sweep" else f"tinsmith.store.store.Store.{name}", noting(name)
+                "tinsmith.server.lifetimes.sweep" if name == "sweep" else f"tinsmith.store.store.Store.{name}",
+                noting(name),
             )
         rounds = asyncio.create_task(keep_up(server.hub.lifetimes, server.end_session))
         await second_round.wait()
@@ -140,13 +141,18 @@ async def test_an_engine_is_told_of_the_sessions_that_ended_before_it_was_ready(
     await server.end_session(finished)
     await hub.end_session("idle", save=True)
     hub.engine = EngineProcess(hub.config, hub.take, hub.engine_ready, hub.engine_absent, LIGHT_ENGINE)
-    polls = [asyncio.create_task(hub.waiters.wait_for(f"ended {session_id}", no_outcome, 120.0)) for session_id in (finished, "idle")]
+    polls = [
+        asyncio.create_task(hub.waiters.wait_for(f"ended {session_id}", no_outcome, 120.0))
+        for session_id in (finished, "idle")
+    ]
     async with running(hub.engine):
         told = [await poll for poll in polls]
     assert [outcome.error for outcome in told if isinstance(outcome, Outcome)] == ["False", "True"]
 
 
-async def test_results_are_kept_for_their_time_or_until_their_session_ends(tmp_path: Path, pass_time: Callable[[float], None]) -> None:
+async def test_results_are_kept_for_their_time_or_until_their_session_ends(
+    tmp_path: Path, pass_time: Callable[[float], None]
+) -> None:
     async with served(tmp_path, result_ttl_s=100_000.0, session_idle_s=1e6) as server:
 
         async def status(request_id: str) -> int:
@@ -172,7 +178,9 @@ async def test_results_are_kept_for_their_time_or_until_their_session_ends(tmp_p
 async def test_a_snapshot_is_sampled_after_the_result_of_its_save_is_forgotten(tmp_path: Path) -> None:
     async with served(tmp_path, result_ttl_s=1.0) as server:
         model_id = await server.new_model()
-        await server.answer("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0})
+        await server.answer(
+            "save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0}
+        )
         sampler = f"samplers/{model_id.partition(':')[0]}:sample:0"
         assert (await server.get(sampler)).status_code == 404
         server.end(f"{model_id}/1")

@@ -1,6 +1,7 @@
 """Requests that a web page of another site could send are refused.
 
-Invariant: A web page of another site, or a host name rebound to this server, reaches no route; a body must state its type.
+Invariant: A web page of another site, or a host name rebound to this server, reaches no route; a body must state its
+type.
 """
 
 import socket
@@ -22,7 +23,9 @@ async def reasons(server: Served, **headers: str) -> list[str]:
 
 async def test_own_names_and_any_address_are_served(server: Served) -> None:
     for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "192.168.3.4", socket.gethostname()):
-        assert await reasons(server, Host=host) == await reasons(server, Host=host, Origin=f"http://{host}") == ["", ""], host
+        assert (
+            await reasons(server, Host=host) == await reasons(server, Host=host, Origin=f"http://{host}") == ["", ""]
+        ), host
 
 
 async def test_a_foreign_host_or_origin_is_refused_before_anything_is_done(server: Served) -> None:
@@ -30,7 +33,14 @@ async def test_a_foreign_host_or_origin_is_refused_before_anything_is_done(serve
         for reason in await reasons(server, Host=host):
             assert f"Host {host!r} is not a name of this server" in reason
             assert "--allowed-host" in reason
-    for origin in ("http://evil.example", "null", "http://localhost:3000", "http://127.0.0.1:8001", "localhost:8000", ""):
+    for origin in (
+        "http://evil.example",
+        "null",
+        "http://localhost:3000",
+        "http://127.0.0.1:8001",
+        "localhost:8000",
+        "",
+    ):
         for reason in await reasons(server, Host="localhost:8000", Origin=origin):
             assert f"Origin {origin!r} is not this server" in reason
     assert await server.shown("sessions") == {"sessions": []}

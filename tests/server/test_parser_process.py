@@ -47,7 +47,11 @@ async def test_what_is_wrong_with_a_body_is_raised_here_and_the_next_is_parsed(p
     with pytest.raises(TooLargeError, match="larger than 1024 bytes after decompression"):
         await parser.receive(zstandard.compress(bytes(2000)), "zstd", 1024)
     too_many = await parser.receive(b"\x0a\x01m" + b"\x1a\x00" * 5000)
-    assert (too_many.key.model_id, too_many.stored.payload, "max_datums" in (too_many.refused or "")) == ("m", b"", True)
+    assert (too_many.key.model_id, too_many.stored.payload, "max_datums" in (too_many.refused or "")) == (
+        "m",
+        b"",
+        True,
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,9 @@ class Queue(QueuedOperations):
 def test_each_session_and_all_together_have_a_limit() -> None:
     queue = Queue(3, 5, ended=1)
     queue.take(A, 1, 2 * MIB)
-    queue.refuse(A, 2, 2 * MIB, r"session a has 2097152 bytes .* 2097152 more are over 3145728 \(max_queued_session_mib\)")
+    queue.refuse(
+        A, 2, 2 * MIB, r"session a has 2097152 bytes .* 2097152 more are over 3145728 \(max_queued_session_mib\)"
+    )
     queue.take(B, 1, 3 * MIB)
     queue.refuse(C, 1, 1, r"all sessions have 5242880 bytes .* \(max_queued_mib\)")
     queue.end(f"{B}/1")
@@ -90,7 +92,11 @@ async def test_an_operation_that_has_to_wait_is_answered_429_and_taken_later_in_
         model_id, other = [await server.new_model() for _ in range(2)]
         assert [(await submit(server, model_id, seq_id)).status_code for seq_id in (1, 2)] == [200, 200]
         refused = await submit(server, model_id, 3)
-        assert (refused.status_code, refused.headers["retry-after"], "max_queued_session_mib" in refused.text) == (429, "1", True)
+        assert (refused.status_code, refused.headers["retry-after"], "max_queued_session_mib" in refused.text) == (
+            429,
+            "1",
+            True,
+        )
         assert (await submit(server, other, 1)).status_code == 200  # another session is not held up
         assert (await submit(server, model_id, 2)).status_code == 200  # nor is a repeat
         server.end(f"{model_id}/1")
@@ -103,4 +109,5 @@ async def test_what_the_log_does_not_take_is_not_counted(tmp_path: Path) -> None
         session_id = await server.new_session()
         model_id = await server.new_model(session_id)
         await server.end_session(session_id)
-        assert [(await submit(server, model_id, seq_id)).status_code for seq_id in (1, 2, 3)] == [200] * 3  # each fails at once
+        # Each fails at once
+        assert [(await submit(server, model_id, seq_id)).status_code for seq_id in (1, 2, 3)] == [200] * 3

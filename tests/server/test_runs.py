@@ -65,7 +65,12 @@ async def test_runs_are_paged_newest_first_and_by_project(server: Served) -> Non
 
 async def test_checkpoints_of_one_run_and_of_all_are_listed_newest_first(server: Served) -> None:
     a, b = [await server.new_run() for _ in range(2)]
-    paths = [f"tinker://{a}/weights/x", f"tinker://{b}/weights/x", f"tinker://{a}/sampler_weights/x", "tinker://imported/weights/x"]
+    paths = [
+        f"tinker://{a}/weights/x",
+        f"tinker://{b}/weights/x",
+        f"tinker://{a}/sampler_weights/x",
+        "tinker://imported/weights/x",
+    ]
     for at, path in enumerate(paths):
         server.save(path, created_at=float(at))
     server.save(f"tinker://{a}/weights/expired", expires_at=1.0)

@@ -1,10 +1,10 @@
 """Sampling routes as far as they need no engine, and the book of samples.
 
-Invariant: A session that ends cancels its samples; limits hold for all and for each session; an answer reaches its own run only.
-Also: `tests/worker/test_samples.py`.
+Invariant: A session that ends cancels its samples; limits hold for all and for each session; an answer reaches its own
+run only. Also: `tests/worker/test_samples.py`.
 
-Invariant: A streamed sample's tokens reach each reader once, in order and from the first; results that nobody fetches stay within their
-limit.
+Invariant: A streamed sample's tokens reach each reader once, in order and from the first; results that nobody fetches
+stay within their limit.
 """
 
 import asyncio
@@ -33,7 +33,13 @@ from tinsmith.store.append_file import encode
 
 def sample_body(sampler: str, tokens: list[int], max_tokens: int = 4) -> dict[str, Any]:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
-    return {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 2, "prompt": prompt, "sampling_params": {"max_tokens": max_tokens}}
+    return {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "num_samples": 2,
+        "prompt": prompt,
+        "sampling_params": {"max_tokens": max_tokens},
+    }
 
 
 class Client:
@@ -105,7 +111,9 @@ async def test_a_base_model_is_sampled_under_its_name_with_any_suffix(server: Se
     ):
         assert reason in await server.refusal("create_sampling_session", body | asked, status)
     for counter in (1, 2):  # each client that joins gets a number
-        assert (await server.answer("join_sampling_session", {"sampling_session_id": sampler}))["client_counter"] == counter
+        assert (await server.answer("join_sampling_session", {"sampling_session_id": sampler}))[
+            "client_counter"
+        ] == counter
     await server.refusal("join_sampling_session", {"sampling_session_id": "x:sample:0"}, 404)
 
 
@@ -118,7 +126,9 @@ async def test_a_sampling_session_seq_id_belongs_to_one_session(server: Served) 
     for asked in ({"base_model": "tiny:long"}, {"model_path": path}):
         body = {"session_id": session_id, "sampling_session_seq_id": 3} | asked
         assert f"{sampler} exists already for other weights" in await server.refusal("create_sampling_session", body)
-        await server.answer("create_sampling_session", body | {"sampling_session_seq_id": 4 + len(asked.get("model_path", ""))})
+        await server.answer(
+            "create_sampling_session", body | {"sampling_session_seq_id": 4 + len(asked.get("model_path", ""))}
+        )
     assert await server.shown(f"samplers/{sampler}") == {"sampler_id": sampler, "base_model": "tiny"}
 
 
@@ -161,7 +171,9 @@ async def test_a_prompt_that_fills_the_context_can_be_scored(
 ) -> None:
     """A request that is right goes to an engine, which is not there."""
     body = sample_body(client.sampler, [1] * tokens, max_tokens) | {"prompt_logprobs": scored}
-    assert ("exceeds the context window of tiny" in await client.server.refusal("asample", body, status)) == (status == 400)
+    assert ("exceeds the context window of tiny" in await client.server.refusal("asample", body, status)) == (
+        status == 400
+    )
     assert (await client.fetch(0)).status_code == 410  # it is not kept
 
 
@@ -169,7 +181,9 @@ async def test_a_repeated_sample_is_known_and_another_under_its_number_refused(c
     sent = orjson.dumps(sample_body(client.sampler, [1]))
     client.accept(0, 2, hashlib.sha256(sent).digest())
     again, other = [
-        await client.server.client.post("/api/v1/asample", content=content, headers={"Content-Type": "application/json"})
+        await client.server.client.post(
+            "/api/v1/asample", content=content, headers={"Content-Type": "application/json"}
+        )
         for content in (sent, orjson.dumps(sample_body(client.sampler, [2])))
     ]
     assert again.json()["sample_sequence_ids"] == [f"{client.id_of(0)}/0", f"{client.id_of(0)}/1"]
@@ -195,11 +209,24 @@ def test_the_book_counts_sequences_and_bytes_of_all_and_of_each_session() -> Non
             book.add(request_id, count, size)
 
     first = book.add("a:sample:0/0", 5, mib)
-    unfinished = r"5 sequences of session a are unfinished, and the limit is 6 \(max_pending_samples_per_session\); send this sample later$"
+    unfinished = (
+        r"5 sequences of session a are unfinished, and the limit is 6 \(max_pending_samples_per_session\); "
+        r"send this sample later$"
+    )
     refuse("a:sample:1/0", 2, 0, unfinished)
-    refuse("a:sample:0/1", 1, mib + 1, rf"1048576 bytes of session a are unfinished, and the limit is 2097152 \({session_mib}\)")
+    refuse(
+        "a:sample:0/1",
+        1,
+        mib + 1,
+        rf"1048576 bytes of session a are unfinished, and the limit is 2097152 \({session_mib}\)",
+    )
     book.add("b:sample:0/0", 5, mib + 1)
-    refuse("c:sample:0/0", 1, 0, r"10 sequences of all sessions are unfinished, and the limit is 10 \(max_pending_samples\)")
+    refuse(
+        "c:sample:0/0",
+        1,
+        0,
+        r"10 sequences of all sessions are unfinished, and the limit is 10 \(max_pending_samples\)",
+    )
     end(book, first)
     book.add("c:sample:0/0", 1, mib)
     refuse("c:sample:0/1", 1, mib, rf"2097153 bytes of all sessions .* 3145728 \({all_mib}\)")
@@ -210,7 +237,10 @@ def test_the_book_counts_sequences_and_bytes_of_all_and_of_each_session() -> Non
 def test_a_sample_that_is_too_much_alone_is_refused_for_good() -> None:
     """With 429 its client would send it for ever."""
     book = book_of(max_pending_samples_per_session=6, max_pending_sample_mib_per_session=2)
-    message = r"^the request has 7 sequences; more than 6 are not taken at a time \(max_pending_samples_per_session\): split the request$"
+    message = (
+        r"^the request has 7 sequences; more than 6 are not taken at a time \(max_pending_samples_per_session\): "
+        r"split the request$"
+    )
     with pytest.raises(UserError, match=message):
         book.add("a:sample:0/0", 7, 0)
     with pytest.raises(UserError, match="has 2097153 bytes; more than 2097152"):
@@ -232,7 +262,8 @@ def test_a_fetched_result_stays_for_a_minute_in_case_the_reply_was_lost(monkeypa
 
 
 def test_an_answer_reaches_only_the_run_that_it_belongs_to() -> None:
-    """A client may give a sample up and send its id again with another prompt, while the answer to the first is on its way."""
+    """A client may give a sample up and send its id again with another prompt, while the answer to the first is on its
+    way."""
     book = book_of()
     first = book.add("s:sample:0/0", 1, 0)
     book.remove("s:sample:0/0")
@@ -268,7 +299,12 @@ async def test_a_client_gives_up_only_samples_of_its_own_session(server: Served)
     await asyncio.sleep(0)
     await mine.poll(timeout=0, retrieved_request_ids=[mine.id_of(0), other.id_of(0), "nonsense"])
     assert (await poll).status_code == 410
-    assert [client.runs(number) is not None for client in (mine, other) for number in range(2)] == [False, True, True, True]
+    assert [client.runs(number) is not None for client in (mine, other) for number in range(2)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 async def test_a_cancelled_sample_ends_and_takes_no_place(tmp_path: Path) -> None:
@@ -306,14 +342,18 @@ async def test_a_client_polls_for_all_of_its_samples(client: Client) -> None:
     assert [report["request_id"] for report in (await client.poll(0, clone=1))["completions"]] == [other]
     for clone in (2, 3, 2**63 - 1):
         assert await client.poll(2**62, clone, timeout=0) == {"completions": [], "cursor": 2**62}
-    assert set(hub.sample_reports._boxes) == {(client.sampler, 0), (client.sampler, 1)}  # none for numbers that anyone can make up
+    # None for numbers that anyone can make up
+    assert set(hub.sample_reports._boxes) == {(client.sampler, 0), (client.sampler, 1)}
     await client.server.refusal("retrieve_futures", {"target": {"sampling_session_id": "x:sample:0"}}, 404)
 
 
-async def test_what_a_former_server_was_asked_for_is_reported_until_it_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_former_server_was_asked_for_is_reported_until_it_was_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its clients then ask for the results, hear 410 and send the samples again.
 
-    They know a cursor, and cursors are counted from the clock. That it is set back between two servers keeps no report from them.
+    They know a cursor, and cursors are counted from the clock. That it is set back between two servers keeps no report
+    from them.
     """
     clock = time.time_ns
     async with served(tmp_path) as server:
@@ -339,7 +379,9 @@ async def test_what_a_former_server_was_asked_for_is_reported_until_it_was_seen(
     assert SampleJournal(tmp_path).waiting == {}
 
 
-def test_the_journal_of_samples_stays_short_and_ignores_a_record_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_journal_of_samples_stays_short_and_ignores_a_record_that_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tinsmith.server.sample_journal._SPARE_BYTES", 2**14)
     journal = SampleJournal(tmp_path)
     journal.add("s:sample:0/0")
@@ -359,7 +401,9 @@ def test_the_journal_of_samples_stays_short_and_ignores_a_record_that_was_cut_of
     assert list(SampleJournal(tmp_path).waiting) == [f"s:sample:0/{number}" for number in (7, 8, 9)]  # the newest
 
 
-@pytest.mark.parametrize("garbage", [b"\xff\x00\xfe" * 100, encode("text"), encode({"waits": "s:sample:0/x"}), encode({"seen": 1})])
+@pytest.mark.parametrize(
+    "garbage", [b"\xff\x00\xfe" * 100, encode("text"), encode({"waits": "s:sample:0/x"}), encode({"seen": 1})]
+)
 def test_a_damaged_journal_is_passed_over_with_one_warning_and_one_that_cannot_be_read_is_named(
     tmp_path: Path, garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -375,10 +419,15 @@ def test_a_damaged_journal_is_passed_over_with_one_warning_and_one_that_cannot_b
         SampleJournal(tmp_path)
 
 
-async def test_results_over_the_limit_are_dropped_from_the_session_that_has_most_and_answered_as_lost(tmp_path: Path) -> None:
+async def test_results_over_the_limit_are_dropped_from_the_session_that_has_most_and_answered_as_lost(
+    tmp_path: Path,
+) -> None:
     async with served(tmp_path, max_finished_sample_mib=1) as server:
         ids = {
-            f"{owner}{number}": f"{sampler}/{number}" for owner in "abcd" for sampler in [await server.new_sampler()] for number in range(3)
+            f"{owner}{number}": f"{sampler}/{number}"
+            for owner in "abcd"
+            for sampler in [await server.new_sampler()]
+            for number in range(3)
         }
         book = server.hub.samples
 
@@ -407,12 +456,16 @@ async def test_the_tokens_of_a_streamed_sample_are_read_while_it_runs_and_from_i
     book, request_id = server.hub.samples, "s:sample:0/1"
     sample, silent = book.add(request_id, 2, 0, stream=True), book.add("s:sample:0/2", 1, 0)
     early, run = book.follow(request_id, sample.run), sample.run
-    server.hub.take(sent(SampleEvents([(request_id, run, 0, [5], [-0.5]), (silent.request_id, silent.run, 0, [9], [-0.9])])))
+    server.hub.take(
+        sent(SampleEvents([(request_id, run, 0, [5], [-0.5]), (silent.request_id, silent.run, 0, [9], [-0.9])]))
+    )
     assert await anext(early) == StreamedTokens(0, [5], [-0.5])
     waiting = asyncio.ensure_future(anext(early))
     await asyncio.sleep(0)
     assert not waiting.done()
-    server.hub.take(sent(SampleEvents([(request_id, run, 1, [6, 2], [-0.6, -0.2]), (request_id, run + 100, 0, [1], [-1.0])])))
+    server.hub.take(
+        sent(SampleEvents([(request_id, run, 1, [6, 2], [-0.6, -0.2]), (request_id, run + 100, 0, [1], [-1.0])]))
+    )
     assert await waiting == StreamedTokens(1, [6, 2], [-0.6, -0.2])
     server.hub.take(sent(SampleDone(request_id, run, b"")))
     server.hub.take(sent(SampleEvents([(request_id, run, 0, [3], [-0.3])])))  # too late

@@ -53,8 +53,16 @@ async def test_nothing_is_billed_nothing_audited_and_any_key_is_the_owners(serve
 
 async def test_a_client_of_a_version_that_does_not_work_is_told_which_do(server: Served) -> None:
     for version in ("0.22.3", "0.22.10", "0.30", "0.38.0", "0.38.0rc1", "", "main", "٣.٤"):
-        assert (await server.answer("create_session", {"sdk_version": version})).keys() == {"type", "session_id"}, version
-    for version, fault in (("0.22.2", "too old"), ("0.9.0", "too old"), ("0.38.1", "newer"), ("0.100.0", "newer"), ("1.0", "newer")):
+        assert (await server.answer("create_session", {"sdk_version": version})).keys() == {"type", "session_id"}, (
+            version
+        )
+    for version, fault in (
+        ("0.22.2", "too old"),
+        ("0.9.0", "too old"),
+        ("0.38.1", "newer"),
+        ("0.100.0", "newer"),
+        ("1.0", "newer"),
+    ):
         told = (await server.answer("create_session", {"sdk_version": version}))["error_message"]
         assert told.startswith(f"tinker {version} is {fault}")
         assert told.endswith("It works with 0.22.3 to 0.38.0; pip install tinker==0.38.0")

@@ -47,17 +47,23 @@ async def test_a_session_moves_into_a_project(server: Served) -> None:
     model_id = await server.new_run(session_id)
     for project in ("default", "p", "q"):
         if project != "default":
-            assert (await server.client.put(f"/api/v1/sessions/{session_id}/project", json={"project_id": project})).status_code == 200
+            assert (
+                await server.client.put(f"/api/v1/sessions/{session_id}/project", json={"project_id": project})
+            ).status_code == 200
         assert await found(server, project_ids=[project]) == [session_id]
     assert await found(server, project_ids=["p", "default"]) == []
     runs = (await server.shown("training_runs?project_id=q"))["training_runs"]
     assert [described["training_run_id"] for described in runs] == [model_id]
     for path, project, status in (("x", "p", 404), (session_id, "", 400)):
-        assert (await server.client.put(f"/api/v1/sessions/{path}/project", json={"project_id": project})).status_code == status
+        assert (
+            await server.client.put(f"/api/v1/sessions/{path}/project", json={"project_id": project})
+        ).status_code == status
 
 
 async def test_a_search_combines_what_it_is_given(server: Served) -> None:
-    a = await server.new_session(display_name="Nightly 100% dpo", user_metadata={"team": "x", "seed": 1}, project_id="p 4999")
+    a = await server.new_session(
+        display_name="Nightly 100% dpo", user_metadata={"team": "x", "seed": 1}, project_id="p 4999"
+    )
     b = await server.new_session(display_name="nightly sft", user_metadata={"team": "x"})
     c = await server.new_session()
     projects = [f"p {number}" for number in range(5000)]
@@ -138,4 +144,7 @@ async def test_metadata_that_is_no_json_is_refused(server: Served, number: str) 
     ):
         body, json_type = f'{{"user_metadata": {{"x": {number}}}{rest}}}', {"Content-Type": "application/json"}
         reply = await server.client.post(f"/api/v1/{path}", content=body, headers=json_type)
-        assert (reply.status_code, "user_metadata: Value error, must hold finite numbers only" in reply.text) == (400, True), reply.text
+        assert (reply.status_code, "user_metadata: Value error, must hold finite numbers only" in reply.text) == (
+            400,
+            True,
+        ), reply.text

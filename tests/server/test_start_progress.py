@@ -7,10 +7,16 @@ import pytest
 from tinsmith.protocol.serving import Starting
 from tinsmith.server.engine_process import FILE, StartProgress
 
-STEPS = [Starting("imports its libraries", ["loads a", "checks a"]), Starting("loads a", ["checks a"]), Starting("checks a", [])]
+STEPS = [
+    Starting("imports its libraries", ["loads a", "checks a"]),
+    Starting("loads a", ["checks a"]),
+    Starting("checks a", []),
+]
 
 
-def test_a_start_counts_its_steps_and_a_later_one_says_the_seconds_that_they_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_counts_its_steps_and_a_later_one_says_the_seconds_that_they_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     first, later = StartProgress(tmp_path), "the engine is starting: it loads a (step 2 of 3)"

@@ -46,7 +46,9 @@ def processes(server: Server) -> list[int]:
     return [server.engine_pid(), server.worker_pid(), parser]
 
 
-def test_an_engine_that_dies_is_restarted_its_work_ends_in_clear_errors_and_ctrl_c_ends_all(tiny: list[str], tmp_path: Path) -> None:
+def test_an_engine_that_dies_is_restarted_its_work_ends_in_clear_errors_and_ctrl_c_ends_all(
+    tiny: list[str], tmp_path: Path
+) -> None:
     with serving(tmp_path, *tiny) as server, server.client() as client, ThreadPoolExecutor() as threads:
 
         def done(path: str, **body: Any) -> Any:
@@ -62,7 +64,9 @@ def test_an_engine_that_dies_is_restarted_its_work_ends_in_clear_errors_and_ctrl
         session_id = client.post("create_session", json={}).json()["session_id"]
         new = {"session_id": session_id, "base_model": "tiny", "lora_config": {"rank": 4}}
         model_id = done("create_model", **new, model_seq_id=0)["model_id"]
-        snapshot = done("save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=0)["sampling_session_id"]
+        snapshot = done("save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=0)[
+            "sampling_session_id"
+        ]
         asked = {"session_id": session_id, "sampling_session_seq_id": 1, "base_model": "tiny"}
         base = client.post("create_sampling_session", json=asked).json()["sampling_session_id"]
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
@@ -78,13 +82,25 @@ def test_an_engine_that_dies_is_restarted_its_work_ends_in_clear_errors_and_ctrl
         os.kill(server.engine_pid(), signal.SIGKILL)
         wait_for_end([worker])  # whatever it computes: its device is needed by the next
         of_snapshot, of_base, of_step = (poll.result(timeout=START_S) for poll in polls)
-        assert (of_snapshot.status_code, killed in of_snapshot.json()["detail"], of_base.status_code) == (404, True, 410)
-        lost = f"{killed}; it has no checkpoint to go on from: create a new model, and call save_state from time to time"
+        assert (of_snapshot.status_code, killed in of_snapshot.json()["detail"], of_base.status_code) == (
+            404,
+            True,
+            410,
+        )
+        lost = (
+            f"{killed}; it has no checkpoint to go on from: create a new model, and call save_state from time to time"
+        )
         assert of_step.json() == {"error": lost, "category": "server"}
 
         server.wait_for_health()
-        assert "was lost when its worker or the engine stopped" in done("optim_step", **held | {"model_id": model_id, "seq_id": 4})["error"]
-        statuses = [client.post("asample", json=endless | {"sampling_session_id": sampler}).status_code for sampler in (snapshot, base)]
+        assert (
+            "was lost when its worker or the engine stopped"
+            in done("optim_step", **held | {"model_id": model_id, "seq_id": 4})["error"]
+        )
+        statuses = [
+            client.post("asample", json=endless | {"sampling_session_id": sampler}).status_code
+            for sampler in (snapshot, base)
+        ]
         assert statuses == [404, 200]
         model_id = done("create_model", **new, model_seq_id=1)["model_id"]
         waiting, pids = poll("optim_step", held | {"model_id": model_id}), processes(server)

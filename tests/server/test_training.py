@@ -1,7 +1,7 @@
 """Training routes: keys, repeats, order, and what is refused at once.
 
-Invariant: A key belongs to one operation or sample; a repeat is recognised, whichever sampling session its snapshot gets.
-Also: `tests/server/test_sampling.py`.
+Invariant: A key belongs to one operation or sample; a repeat is recognised, whichever sampling session its snapshot
+gets. Also: `tests/server/test_sampling.py`.
 """
 
 import asyncio
@@ -17,11 +17,15 @@ from tinsmith.store.records import REJECTED
 from tinsmith.wire import tinker_pb2
 
 
-async def test_a_retried_snapshot_gets_the_request_and_session_of_the_first_and_takes_over_no_other(server: Served) -> None:
+async def test_a_retried_snapshot_gets_the_request_and_session_of_the_first_and_takes_over_no_other(
+    server: Served,
+) -> None:
     session_id = await server.new_session()
     model_id = await server.new_model(session_id)
     save = {"model_id": model_id, "seq_id": 1, "type": "save_weights_for_sampler"}
-    first, again = [await server.answer("save_weights_for_sampler", save | {"sampling_session_seq_id": number}) for number in (4, 5)]
+    first, again = [
+        await server.answer("save_weights_for_sampler", save | {"sampling_session_seq_id": number}) for number in (4, 5)
+    ]
     assert first == again
     created = server.store.sampling_session(f"{session_id}:sample:4")
     assert created is not None
@@ -46,14 +50,19 @@ LOAD = {"path": "tinker://x/weights/a", "optimizer": True}
         (("save_weights", {"path": "a"}), ("save_weights", {"path": "b"})),
         (("save_weights_external", {"path": "a"}), ("save_weights", {"path": "a"})),
         (("save_weights_for_sampler", {"path": "a"}), ("save_weights_for_sampler", {"sampling_session_seq_id": 3})),
-        (("save_weights_for_sampler", {"sampling_session_seq_id": 4, "kind": "snapshot"}), ("save_weights_for_sampler", INFLIGHT)),
+        (
+            ("save_weights_for_sampler", {"sampling_session_seq_id": 4, "kind": "snapshot"}),
+            ("save_weights_for_sampler", INFLIGHT),
+        ),
         (("load_weights", LOAD), ("load_weights", LOAD | {"optimizer": False})),
         (("forward_backward", b""), ("forward_backward", b"\x30\x01")),
         (("forward_backward", b""), ("optim_step", STEP)),
         (("forward_backward", b"\x1a\x00" * 5000), ("forward_backward", b"\x1a\x00" * 5001)),
     ],
 )
-async def test_a_key_belongs_to_one_operation(server: Served, first: tuple[str, Any], second: tuple[str, Any], ended: bool) -> None:
+async def test_a_key_belongs_to_one_operation(
+    server: Served, first: tuple[str, Any], second: tuple[str, Any], ended: bool
+) -> None:
     model_id = await server.new_model()
 
     async def post(path: str, body: Any) -> httpx.Response:
@@ -88,12 +97,20 @@ async def test_zeros_that_came_as_kilobytes_are_stored_as_kilobytes(server: Serv
     model_id = await server.new_model()
     zeros = tinker_pb2.Chunk(encoded_text=tinker_pb2.EncodedTextChunk(tokens=bytes(2**24)))
     tensor = tinker_pb2.Tensor(dtype=tinker_pb2.DTYPE_INT64, dense=bytes(2**24))
-    for seq_id, datum in ((1, tinker_pb2.Datum(model_input=[zeros])), (2, tinker_pb2.Datum(loss_fn_inputs={"weights": tensor}))):
-        message = tinker_pb2.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, data=[datum], loss_fn="cross_entropy")
+    for seq_id, datum in (
+        (1, tinker_pb2.Datum(model_input=[zeros])),
+        (2, tinker_pb2.Datum(loss_fn_inputs={"weights": tensor})),
+    ):
+        message = tinker_pb2.ForwardBackwardRequest(
+            model_id=model_id, seq_id=seq_id, data=[datum], loss_fn="cross_entropy"
+        )
         body = message.SerializeToString()
         assert (await server.train(zstandard.compress(body), **ZSTD)).status_code == 200
     _, tokens, tensors = server.queued()
-    assert (tokens.kind, server.store.payload(tokens)[:56]) == (REJECTED, b"datum 0: the model input holds more than 32 tokens, the ")
+    assert (tokens.kind, server.store.payload(tokens)[:56]) == (
+        REJECTED,
+        b"datum 0: the model input holds more than 32 tokens, the ",
+    )
     assert (tensors.payload_bytes, len(server.store.payload(tensors)) < 2**14) == (len(body), True)
     assert server.hub.queued._of_session.total() > len(body)
 
@@ -109,7 +126,9 @@ async def test_of_many_compressed_bodies_one_is_unpacked_at_a_time(server: Serve
     model_id = await server.new_model()
 
     async def post(seq_id: int, rest: bytes) -> int:
-        return (await server.train(zstandard.compress(forward_backward_body(model_id, seq_id) + rest), **ZSTD)).status_code
+        return (
+            await server.train(zstandard.compress(forward_backward_body(model_id, seq_id) + rest), **ZSTD)
+        ).status_code
 
     assert await post(1, b"\x2a\x00" * 10_000) == 200
     (parser,) = parsers()
@@ -120,7 +139,9 @@ async def test_of_many_compressed_bodies_one_is_unpacked_at_a_time(server: Serve
     assert peak_bytes(parser.pid) - before < 3 * unpacked_mib * 2**20  # the pieces and the whole of one
 
 
-@pytest.mark.parametrize("path", ["create_session", "create_model", "optim_step", "save_weights", "get_info", "session_heartbeat"])
+@pytest.mark.parametrize(
+    "path", ["create_session", "create_model", "optim_step", "save_weights", "get_info", "session_heartbeat"]
+)
 async def test_a_json_body_is_not_parsed_beyond_its_limit(server: Served, path: str) -> None:
     reason = await server.refusal(path, {"user_metadata": {"x": "a" * 2**17}}, 413)
     assert reason == "the body is larger than 131072 bytes (max_json_kib); send smaller requests"

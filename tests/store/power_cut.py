@@ -1,8 +1,10 @@
-"""What the disk holds when the power fails: the content and the names that were synced, and nothing else that was written.
+"""What the disk holds when the power fails: the content and the names that were synced, and nothing else that was
+written.
 
-A file that was never synced is empty afterwards, a name that its directory was not synced with is gone. A commit of SQLite is on the disk
-if its connection has synchronous=FULL: the file, its log and their names are taken as they are then (SQLite syncs the directory with the
-first sync of a log that it opened). What SQLite syncs beyond that counts as lost.
+A file that was never synced is empty afterwards, a name that its directory was not synced with is gone. A commit of
+SQLite is on the disk if its connection has synchronous=FULL: the file, its log and their names are taken as they are
+then (SQLite syncs the directory with the first sync of a log that it opened). What SQLite syncs beyond that counts as
+lost.
 """
 
 import os

@@ -60,7 +60,9 @@ def test_an_image_is_a_file_named_by_its_digest_until_no_command_needs_it(store:
     """Digests come with their command in the order of the payload."""
     other = hashlib.sha256(b"other").digest()
     digests = [DIGEST, other, DIGEST]
-    store.append([NewCommand(MODEL, 1, "forward_backward", b"p", digests, IMAGE | {other: b"other"}), step(2, images=IMAGE)])
+    store.append(
+        [NewCommand(MODEL, 1, "forward_backward", b"p", digests, IMAGE | {other: b"other"}), step(2, images=IMAGE)]
+    )
     assert [command.image_digests for command in store.queued(MODEL)] == [(), tuple(digests), (DIGEST,)]
     assert [store.blobs.read(digest) for digest in digests] == [DATA, b"other", DATA]
     file = tmp_path / "blobs" / DIGEST.hex()[:2] / DIGEST.hex()
@@ -130,7 +132,10 @@ def test_an_image_that_is_deleted_while_a_command_is_appended_is_written_again(
 
 def test_a_disk_that_takes_no_image_takes_no_command(store: Store, tmp_path: Path) -> None:
     (tmp_path / "blobs").write_bytes(b"in the way")
-    with pytest.raises(StoreUnavailableError, match=r"images cannot be stored or read at the moment: .*Not a directory.*; see to .*blobs"):
+    with pytest.raises(
+        StoreUnavailableError,
+        match=r"images cannot be stored or read at the moment: .*Not a directory.*; see to .*blobs",
+    ):
         store.append([step(1, images=IMAGE)])
     assert store.status(f"{MODEL}/1") is None
     (tmp_path / "blobs").unlink()

@@ -24,7 +24,13 @@ from tinsmith.store.store import Store
 
 SESSION = "s"
 MODEL = "s:train:0"
-DESCRIPTION: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None}
+DESCRIPTION: dict[str, Any] = {
+    "tags": [],
+    "user_metadata": None,
+    "sdk_version": "0",
+    "project_id": None,
+    "display_name": None,
+}
 
 
 def new_model(model_id: str = MODEL) -> Model:
@@ -59,13 +65,25 @@ def the_model(store: Store, model_id: str = MODEL) -> Model:
 
 def test_queued_commands_are_claimed_per_model_as_they_came_whatever_is_known_already(store: Store) -> None:
     before = time.time()
-    assert store.append([create_command("s:train:1"), step(3, b"c"), step(1, b"a"), replace(step(1), model_id="s:train:1")]) == [True] * 4
+    assert (
+        store.append(
+            [create_command("s:train:1"), step(3, b"c"), step(1, b"a"), replace(step(1), model_id="s:train:1")]
+        )
+        == [True] * 4
+    )
     queued = store.queued(MODEL)
-    assert [(command.seq_id, command.kind) for command in queued] == [(0, "create_model"), (1, "optim_step"), (3, "optim_step")]
+    assert [(command.seq_id, command.kind) for command in queued] == [
+        (0, "create_model"),
+        (1, "optim_step"),
+        (3, "optim_step"),
+    ]
     assert [store.payload(command) for command in queued] == [b"create", b"a", b"c"]
     assert [command.seq_id for command in sorted(queued, key=lambda command: command.id)] == [0, 3, 1]
     assert before - 1 < queued[1].created_at < time.time() + 1
-    assert [(command.model_id, command.seq_id) for command in store.queued("s:train:1")] == [("s:train:1", 0), ("s:train:1", 1)]
+    assert [(command.model_id, command.seq_id) for command in store.queued("s:train:1")] == [
+        ("s:train:1", 0),
+        ("s:train:1", 1),
+    ]
     store.record([done(0)])
     assert sorted(store.queued_models()) == [MODEL, "s:train:1"]
     store.append([step(2)])
@@ -100,7 +118,9 @@ def test_an_outcome_is_recorded_once_with_what_the_operation_took_from_outside(s
     store.append([step(1), step(2)])
     assert (store.outcome(f"{MODEL}/1"), store.status(f"{MODEL}/1")) == (None, "queued")
     failed = Outcome(f"{MODEL}/2", None, None, "datum 3: bad", "user")
-    ended = replace(done(1, b'{"metrics":{}}'), resolved={"seed": 7, "base_fingerprint": "ab", "directory": "s3://bucket/x"})
+    ended = replace(
+        done(1, b'{"metrics":{}}'), resolved={"seed": 7, "base_fingerprint": "ab", "directory": "s3://bucket/x"}
+    )
     store.record([ended, failed])
     store.record([done(1), done(2)])
     assert [store.outcome(f"{MODEL}/{n}") for n in (1, 2)] == [ended, failed]
@@ -113,7 +133,12 @@ def test_a_model_knows_the_last_operation_that_had_its_effect(store: Store) -> N
     assert the_model(store).applied_seq is None
     failed = Outcome(f"{MODEL}/3", None, None, "datum 0: bad", "user")
     # At last a second outcome, an older one, and one of an operation that is not in the log.
-    for outcomes, applied in (([done(0)], 0), ([done(1), done(2), failed], 2), ([done(4)], 4), ([done(4), done(2), done(7)], 4)):
+    for outcomes, applied in (
+        ([done(0)], 0),
+        ([done(1), done(2), failed], 2),
+        ([done(4)], 4),
+        ([done(4), done(2), done(7)], 4),
+    ):
         store.record(outcomes)
         assert the_model(store).applied_seq == applied
     store.append([step(5)])

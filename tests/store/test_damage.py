@@ -1,8 +1,7 @@
 """A database whose content makes no sense: said with file and remedy, whatever was hit.
 
-Invariant: A damaged database or journal is named with its remedy; no save is acknowledged whose row goes into a file which a restart
-would not find.
-Also: `tests/server/test_database_trouble.py`.
+Invariant: A damaged database or journal is named with its remedy; no save is acknowledged whose row goes into a file
+which a restart would not find. Also: `tests/server/test_database_trouble.py`.
 """
 
 import os
@@ -68,7 +67,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_file_is_refused_with_file_and_remedy(tmp_path: Path, damage: str) -> None:
     path = filled(tmp_path)
     DAMAGES[damage](path)
-    remedy = "Put back a copy of the data directory (made by `tinsmith backup`); or move tinsmith.db* away and run `tinsmith recover"
+    remedy = (
+        "Put back a copy of the data directory (made by `tinsmith backup`); "
+        "or move tinsmith.db* away and run `tinsmith recover"
+    )
     with pytest.raises(ConfigError, match=rf"\A{re.escape(str(path))} is damaged: .*{re.escape(remedy)}.*\Z"):
         Store.open(tmp_path).check()
 
@@ -115,7 +117,13 @@ def test_no_checkpoint_goes_into_a_file_that_a_restart_would_not_find(tmp_path: 
         with store.reading(), store.reading():  # the second needs a connection of its own, which must make no new file
             pass
 
-    for attempt in (change, read, store.check, store.require_there, partial(store.fail_unfinished, "before another engine starts")):
+    for attempt in (
+        change,
+        read,
+        store.check,
+        store.require_there,
+        partial(store.fail_unfinished, "before another engine starts"),
+    ):
         with pytest.raises(StoreUnavailableError) as refused:
             attempt()
         assert named in str(refused.value)

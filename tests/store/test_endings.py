@@ -15,7 +15,9 @@ def new_model(store: Store, session_id: str, succeeds: bool = True) -> str:
     """A session with a model in it."""
     model_id = f"{session_id}:train:0"
     store.create_session(session_id, DESCRIPTION)
-    store.append([NewCommand(model_id, 0, "create_model", b"", model=Model(model_id, session_id, "tiny", {"rank": 8}, {}, None))])
+    store.append(
+        [NewCommand(model_id, 0, "create_model", b"", model=Model(model_id, session_id, "tiny", {"rank": 8}, {}, None))]
+    )
     if succeeds:
         store.record([Outcome(f"{model_id}/0", b"{}", "json", None, None)])
     return model_id
@@ -36,9 +38,12 @@ def told(store: Store, model_id: str, seq_id: int = 9) -> tuple[str | None, str 
 
 
 def test_finished_unloaded_and_lost_stay_three_things_when_the_engine_dies(store: Store) -> None:
-    """An idle session whose models were not saved has lost them; a model that is created after its session was finished stays finished."""
+    """An idle session whose models were not saved has lost them; a model that is created after its session was finished
+    stays finished."""
     names = ("finished", "unloaded", "idle", "lost", "unborn", "unsaved", "late")
-    finished, unloaded, idle, lost, unborn, unsaved, late = [new_model(store, name, name not in ("unborn", "late")) for name in names]
+    finished, unloaded, idle, lost, unborn, unsaved, late = [
+        new_model(store, name, name not in ("unborn", "late")) for name in names
+    ]
     store.finish_session("finished", "success", None)
     store.unload_model(unloaded)
     for name in ("idle", "unsaved"):
@@ -56,17 +61,33 @@ def test_finished_unloaded_and_lost_stay_three_things_when_the_engine_dies(store
     assert told(store, unloaded) == (f"model {unloaded} is unloaded: the server was stopped; {NO_CHECKPOINT}", "user")
     of_idle = "its session is finished, because it showed no sign of life"
     assert told(store, idle) == (f"model {idle} is unloaded: {of_idle}; {NO_CHECKPOINT}", "user")
-    assert told(store, lost) == (f"model {lost} was lost when its worker or the engine stopped; {NO_CHECKPOINT}", "server")
+    assert told(store, lost) == (
+        f"model {lost} was lost when its worker or the engine stopped; {NO_CHECKPOINT}",
+        "server",
+    )
 
 
 def test_errors_name_the_newest_training_checkpoint_that_has_not_expired(store: Store) -> None:
     model_id, now = new_model(store, "s"), time.time()
-    kinds = [("weights/a", 30, None), ("weights/newest", 20, now + 3600), ("weights/gone", 10, now - 1), ("sampler_weights/b", 0, None)]
+    kinds = [
+        ("weights/a", 30, None),
+        ("weights/newest", 20, now + 3600),
+        ("weights/gone", 10, now - 1),
+        ("sampler_weights/b", 0, None),
+    ]
     for number, (name, ago, expires_at) in enumerate(kinds):
-        store.put_checkpoint(replace(checkpoint(f"tinker://{model_id}/{name}", expires_at, str(number)), created_at=now - ago))
+        store.put_checkpoint(
+            replace(checkpoint(f"tinker://{model_id}/{name}", expires_at, str(number)), created_at=now - ago)
+        )
     store.append([NewCommand(model_id, 1, "optim_step", b"")])
     store.fail_unfinished("the engine died")
-    hint = f"go on from its newest checkpoint, tinker://{model_id}/weights/newest, with create_training_client_from_state_with_optimizer"
+    hint = (
+        f"go on from its newest checkpoint, tinker://{model_id}/weights/newest, with "
+        "create_training_client_from_state_with_optimizer"
+    )
     failed = store.outcome(f"{model_id}/1")
     assert failed == Outcome(f"{model_id}/1", None, None, f"the engine died; {hint}", "server")
-    assert told(store, model_id) == (f"model {model_id} was lost when its worker or the engine stopped; {hint}", "server")
+    assert told(store, model_id) == (
+        f"model {model_id} was lost when its worker or the engine stopped; {hint}",
+        "server",
+    )

@@ -14,7 +14,11 @@ FILES = {"a": b"0123456789", "b": b""}
 @pytest.fixture(params=["data directory", "directory", "object store"])
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointFiles:
     """The files of a data directory, by each kind of root."""
-    roots = {"data directory": "", "directory": str(tmp_path / "elsewhere"), "object store": f"memory://{uuid4().hex}/x/"}
+    roots = {
+        "data directory": "",
+        "directory": str(tmp_path / "elsewhere"),
+        "object store": f"memory://{uuid4().hex}/x/",
+    }
     return CheckpointFiles(tmp_path / "data", roots[request.param])
 
 
@@ -44,7 +48,9 @@ def test_what_is_written_is_read_until_it_is_removed(files: CheckpointFiles, tmp
     assert files.at(other).sizes() == {"a": 10, "b": 0}
 
 
-def test_what_several_processes_have_filled_is_written_when_it_is_joined(files: CheckpointFiles, tmp_path: Path) -> None:
+def test_what_several_processes_have_filled_is_written_when_it_is_joined(
+    files: CheckpointFiles, tmp_path: Path
+) -> None:
     """And is nowhere if that fails, or if it is removed instead."""
     place, failed, abandoned = (files.new_place() for _ in range(3))
     for each in (place, failed, abandoned):
@@ -66,7 +72,9 @@ def test_what_several_processes_have_filled_is_written_when_it_is_joined(files: 
     assert [path for path in tmp_path.rglob(".writing-*") if path.is_dir()] == []
 
 
-def test_places_are_found_under_another_root_and_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_found_under_another_root_and_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     places = [write(CheckpointFiles(Path("data"), root)) for root in ("", "here", f"file://{tmp_path}/there")]
     (tmp_path / "data").rename(tmp_path / "moved")
@@ -78,13 +86,16 @@ def test_places_are_found_under_another_root_and_from_another_directory(tmp_path
 @pytest.mark.parametrize("name", ["a::b", "a?b", "a#b", "a%20b", "a=b c", "ü&~", "a[b]*"])
 @pytest.mark.parametrize("as_root", [False, True])
 def test_a_directory_of_any_name_has_its_files(name: str, as_root: bool, tmp_path: Path) -> None:
-    """To fsspec `a::b` is a chain of file systems, of which it took the first: every checkpoint was `a`, and to remove one deleted that."""
+    """To fsspec `a::b` is a chain of file systems, of which it took the first: every checkpoint was `a`, and to remove
+    one deleted that."""
     neighbor = tmp_path / "a" / "of others"
     neighbor.parent.mkdir()
     neighbor.write_text("theirs")
     files = CheckpointFiles(tmp_path / "data", str(tmp_path / name)) if as_root else CheckpointFiles(tmp_path / name)
     place, other = write(files), write(files)
-    assert (tmp_path / name / ("" if as_root else "checkpoints") / place.rpartition("/")[2] / "a").read_bytes() == FILES["a"]
+    assert (
+        tmp_path / name / ("" if as_root else "checkpoints") / place.rpartition("/")[2] / "a"
+    ).read_bytes() == FILES["a"]
     assert files.at(place).sizes() == {"a": 10, "b": 0}
     assert b"".join(files.at(place).read("a", range(10))) == FILES["a"]
     assert sorted(files.finished_places()) == sorted([place, other])
@@ -100,7 +111,10 @@ def test_a_directory_of_any_name_has_its_files(name: str, as_root: bool, tmp_pat
         ("/dev/null/x", "cannot be used: "),
         # Not taken for a directory of that name in the working directory.
         ("s3://", "names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX$"),
-        ("memory://a::b", "cannot be used: .*: fsspec takes '::' in a URL for a chain of stores; choose a URL without it$"),
+        (
+            "memory://a::b",
+            "cannot be used: .*: fsspec takes '::' in a URL for a chain of stores; choose a URL without it$",
+        ),
         ("gs:///", "names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX$"),
     ],
 )

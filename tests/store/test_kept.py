@@ -62,7 +62,10 @@ def test_nothing_stays_unless_it_is_asked_for(tmp_path: Path, before: int) -> No
     store.fail_unfinished("the server stopped")
     assert (kept(store, commands), blobs_in(tmp_path)) == ([], [])
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        assert connection.execute("SELECT payload, image_digests, kept_bytes FROM commands").fetchall() == [(None, None, None)] * 2
+        assert (
+            connection.execute("SELECT payload, image_digests, kept_bytes FROM commands").fetchall()
+            == [(None, None, None)] * 2
+        )
         assert connection.execute("SELECT * FROM command_images").fetchall() == []
 
 
@@ -70,7 +73,12 @@ def test_the_oldest_goes_when_there_is_too_much(tmp_path: Path) -> None:
     store = with_model(tmp_path, keep_bytes=9 * KIB)
     images = [bytes([number]) * KIB for number in range(1, 9)]
     digests = [hashlib.sha256(image).digest() for image in images]
-    store.append([step(number, bytes(KIB), {digest: image}) for number, digest, image in zip(range(1, 9), digests, images, strict=True)])
+    store.append(
+        [
+            step(number, bytes(KIB), {digest: image})
+            for number, digest, image in zip(range(1, 9), digests, images, strict=True)
+        ]
+    )
     commands = store.queued(MODEL)
     store.record([done(seq_id) for seq_id in range(4)])
     assert kept(store, commands)[:4] == [0, 1, 2, 3]
@@ -78,7 +86,9 @@ def test_the_oldest_goes_when_there_is_too_much(tmp_path: Path) -> None:
         store.record([done(seq_id)])
         # Four of 2 KiB have room, and the first one, which is small, with them.
         assert kept(store, commands[: seq_id + 1]) == ([0] if seq_id == 4 else []) + list(range(seq_id - 3, seq_id + 1))
-        assert [store.blobs.read(digest) is not None for digest in digests] == [False] * (seq_id - 4) + [True] * (12 - seq_id)
+        assert [store.blobs.read(digest) is not None for digest in digests] == [False] * (seq_id - 4) + [True] * (
+            12 - seq_id
+        )
 
 
 def test_queued_operations_do_not_count_and_never_go(tmp_path: Path) -> None:
@@ -100,7 +110,9 @@ def test_an_image_stays_as_long_as_one_operation_has_it(tmp_path: Path) -> None:
     assert store.blobs.read(DIGEST) == DATA
 
 
-def test_a_database_that_is_locked_after_the_outcome_costs_no_outcome(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_database_that_is_locked_after_the_outcome_costs_no_outcome(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = with_model(tmp_path, keep_bytes=1)
     store.append([step(1, b"one", IMAGE)])
     store.close()

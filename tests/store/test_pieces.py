@@ -20,7 +20,8 @@ import sys
 from pathlib import Path
 from tinsmith.store.pieces import FilePiece, write_pieces
 rank, directory, between_hosts = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "True"
-pieces = [FilePiece("a", start, memoryview(bytes([number % 256]) * 33)) for number, start in enumerate(range(0, 33 * 3000, 33))]
+starts = enumerate(range(0, 33 * 3000, 33))
+pieces = [FilePiece("a", start, memoryview(bytes([number % 256]) * 33)) for number, start in starts]
 for told in write_pieces(directory, pieces[rank::3], between_hosts):
     print(*told)
 """
@@ -39,7 +40,9 @@ def of_other() -> Iterator[FilePiece]:
 
 
 @pytest.mark.parametrize("between_hosts", [False, True])
-def test_pieces_make_a_file_whoever_comes_first(tmp_path: Path, between_hosts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_make_a_file_whoever_comes_first(
+    tmp_path: Path, between_hosts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a piece is cut."""
     monkeypatch.setattr(pieces, "LARGEST", 4000)
     for name, order in (("c", (of_one, of_other)), ("d", (of_other, of_one))):
@@ -54,7 +57,9 @@ def test_pieces_make_a_file_whoever_comes_first(tmp_path: Path, between_hosts: b
 def test_processes_that_write_into_the_same_pages_lose_nothing(tmp_path: Path, between_hosts: bool) -> None:
     command = [REAL_PYTHON, "-c", WRITES]
     running = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "c"), str(between_hosts)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "c"), str(between_hosts)], stdout=subprocess.PIPE, text=True
+        )
         for rank in range(3)
     ]
     lines = [line.split() for process in running for line in process.communicate()[0].splitlines()]
@@ -80,7 +85,11 @@ def test_what_is_missing_or_changed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     refused("holds other, of which no worker has told")
     (tmp_path / "other").unlink()
-    says = ("19,240 to 19,244", "19,239 to 19,240", "5,000 to 14,000: the file system of .* does not keep what several processes write")
+    says = (
+        "19,240 to 19,244",
+        "19,239 to 19,240",
+        "5,000 to 14,000: the file system of .* does not keep what several processes write",
+    )
     for content, where in zip((WHOLE + b"more", WHOLE[:-1], WHOLE[:6000] + b"\0" + WHOLE[6001:]), says, strict=True):
         (tmp_path / "a").write_bytes(content)
         refused(f"bytes {where}")

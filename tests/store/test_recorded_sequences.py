@@ -1,4 +1,5 @@
-"""What is kept of sampled sequences for a day: found by id, lost with its session, its day and its place; whatever became of the file."""
+"""What is kept of sampled sequences for a day: found by id, lost with its session, its day and its place; whatever
+became of the file."""
 
 import logging
 import sqlite3
@@ -48,7 +49,9 @@ def recorded(tmp_path: Path) -> Iterator[RecordedSequences]:
 def sequence(length: int = 3, seed: int = 0) -> RecordedSequence:
     generator = np.random.default_rng(seed)
     return RecordedSequence(
-        7, generator.integers(0, 2**31 - 1, length).astype(np.int32), generator.standard_normal(length).astype(np.float32)
+        7,
+        generator.integers(0, 2**31 - 1, length).astype(np.int32),
+        generator.standard_normal(length).astype(np.float32),
     )
 
 
@@ -58,10 +61,14 @@ def name(index: int, session: str = "s") -> str:
 
 def same(one: RecordedSequence, other: RecordedSequence) -> bool:
     arrays = ((one.tokens, other.tokens), (one.logprobs, other.logprobs))
-    return one.prompt_length == other.prompt_length and all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in arrays)
+    return one.prompt_length == other.prompt_length and all(
+        np.array_equal(a, b) and a.dtype == b.dtype for a, b in arrays
+    )
 
 
-def test_sequences_come_back_as_they_were_sampled_also_from_another_process(tmp_path: Path, recorded: RecordedSequences) -> None:
+def test_sequences_come_back_as_they_were_sampled_also_from_another_process(
+    tmp_path: Path, recorded: RecordedSequences
+) -> None:
     sampled = {name(i): sequence(length=i % 7, seed=i) for i in range(1200)}
     recorded.put(sampled)
     other = RecordedSequences(tmp_path, 100 * MIB)
@@ -78,7 +85,9 @@ def test_a_sample_that_is_sent_again_replaces_what_it_gave_before(recorded: Reco
     assert same(recorded.find([name(0)])[name(0)], sequence(length=5, seed=2))
 
 
-def test_a_sequence_stays_for_a_day_that_begins_anew_when_it_is_used(clock: Clock, tmp_path: Path, recorded: RecordedSequences) -> None:
+def test_a_sequence_stays_for_a_day_that_begins_anew_when_it_is_used(
+    clock: Clock, tmp_path: Path, recorded: RecordedSequences
+) -> None:
     """Then it leaves the file."""
     recorded.put({name(0): sequence(), name(1): sequence()})
     clock.now += LIFETIME_S - 1
@@ -111,7 +120,10 @@ def test_beyond_the_limit_the_least_recently_used_go(
     with caplog.at_level(logging.WARNING):
         recorded.put({name(13): sequence(10_000)})
     assert stored(tmp_path) == sorted([name(0), *map(name, range(4, 14))])
-    says = "deleted the 3 least recently used recorded sequences: they take more than 0.0009766 GiB (--recorded-sequences-gib)"
+    says = (
+        "deleted the 3 least recently used recorded sequences: they take more than 0.0009766 GiB "
+        "(--recorded-sequences-gib)"
+    )
     assert says in caplog.text
 
 
@@ -154,7 +166,10 @@ def version_99(directory: Path) -> None:
 
 
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no database": (lambda directory: (directory / FILE_NAME).write_bytes(b"this is no database" * 100), "is replaced by an empty file"),
+    "no database": (
+        lambda directory: (directory / FILE_NAME).write_bytes(b"this is no database" * 100),
+        "is replaced by an empty file",
+    ),
     "nothing": (lambda directory: (directory / FILE_NAME).write_bytes(b""), ""),
     "indexes": (partial(spoil, kind=b"\x0a"), "is replaced by an empty file"),
     "rows": (partial(spoil, kind=b"\x0d"), "is replaced by an empty file"),
@@ -164,7 +179,9 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_a_file_that_is_damaged_or_of_another_version_is_replaced(filled: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_is_damaged_or_of_another_version_is_replaced(
+    filled: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     do_it, says = SPOILED[how]
     do_it(filled)
     with closing(RecordedSequences(filled, MIB)) as recorded:
@@ -204,7 +221,9 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, recorded: RecordedS
         recorded.put({name(0): sequence()})
         assert list(recorded.find([name(0)])) == [name(0)]
         other.execute("DROP TABLE recorded")
-    with pytest.raises(TinsmithError, match=f"{FILE_NAME} cannot be used: no such table.*; stop the server, delete the file"):
+    with pytest.raises(
+        TinsmithError, match=f"{FILE_NAME} cannot be used: no such table.*; stop the server, delete the file"
+    ):
         recorded.find([name(0)])
     (tmp_path / "other" / FILE_NAME).mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"{FILE_NAME} cannot be used: "):

@@ -1,7 +1,7 @@
 """What is left in the database of sessions that ended long ago.
 
-Invariant: The rows of an ended session go after their time, its checkpoints and their run stay; the database's file becomes shorter
-again.
+Invariant: The rows of an ended session go after their time, its checkpoints and their run stay; the database's file
+becomes shorter again.
 """
 
 import time
@@ -23,7 +23,9 @@ def rows(store: Store) -> dict[str, int]:
     """How many rows the tables have that grow with use."""
     tables = (schema.sessions, schema.models, schema.commands, schema.sampling_sessions)
     with store.reading() as connection:
-        return {table.name: connection.execute(select(func.count()).select_from(table)).scalar_one() for table in tables}
+        return {
+            table.name: connection.execute(select(func.count()).select_from(table)).scalar_one() for table in tables
+        }
 
 
 def finished(model_id: str, seq_id: int, result: bytes = b"") -> Outcome:
@@ -37,7 +39,9 @@ def run(store: Store, session_id: str, steps: int = 3, ends: bool = True) -> str
     store.append([NewCommand(model.model_id, 0, "create_model", b"", model=model)])
     store.append([NewCommand(model.model_id, seq_id, "optim_step", bytes(1000)) for seq_id in range(1, steps + 1)])
     store.record([finished(model.model_id, seq_id, bytes(1000)) for seq_id in range(steps + 1)])
-    store.create_sampling_session(SamplingSession(f"{session_id}:sample:0", session_id, "tiny", f"{model.model_id}/1", model.model_id))
+    store.create_sampling_session(
+        SamplingSession(f"{session_id}:sample:0", session_id, "tiny", f"{model.model_id}/1", model.model_id)
+    )
     if ends:
         store.finish_session(session_id, "success", None)
     return model.model_id
@@ -94,5 +98,6 @@ def test_many_operations_go_in_several_transactions(store: Store) -> None:
     for _ in range(3):
         with store.writing() as connection:
             counts.append(sessions.forget_ended(connection, time.time() + SOON, most=4))
-    assert counts == [4 + 1, 4, 2 + 2]  # the sampling session goes with the first, model and session with the last operations
+    # The sampling session goes with the first, model and session with the last operations
+    assert counts == [4 + 1, 4, 2 + 2]
     assert not any(rows(store).values())

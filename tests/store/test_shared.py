@@ -20,7 +20,9 @@ from tinsmith.store.store import Store
 PATH = "tinker://m/sampler_weights/a"
 
 
-def saved(files: CheckpointFiles, path: str = PATH, created_at: float = 1.0, expires_at: float | None = None) -> Checkpoint:
+def saved(
+    files: CheckpointFiles, path: str = PATH, created_at: float = 1.0, expires_at: float | None = None
+) -> Checkpoint:
     """A checkpoint that the other server has saved."""
     place = files.new_place()
     row = Checkpoint(**vars(checkpoint(path, expires_at, place)) | {"created_at": created_at})
@@ -42,7 +44,9 @@ def test_what_the_other_server_saves_is_found_as_soon_as_it_is_there(kind: str, 
     root = str(tmp_path / "root") if kind == "directory" else f"memory://{uuid.uuid4().hex}"
     writer, store, shared = servers(root, tmp_path)
 
-    def refused(error: type[TinsmithError], path: str = PATH, says: str = f"{PATH} does not exist", seen: Any = shared) -> None:
+    def refused(
+        error: type[TinsmithError], path: str = PATH, says: str = f"{PATH} does not exist", seen: Any = shared
+    ) -> None:
         with pytest.raises(error, match=says):
             require_sampled(store, seen, path)
 
@@ -65,10 +69,15 @@ def test_what_the_other_server_saves_is_found_as_soon_as_it_is_there(kind: str, 
     assert require_sampled(store, shared, PATH) == own
 
 
-def test_a_checkpoint_that_is_damaged_or_cannot_be_read_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As where one of several servers that save there is another user's, or of another version; nor does one that is being written."""
+def test_a_checkpoint_that_is_damaged_or_cannot_be_read_hides_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where one of several servers that save there is another user's, or of another version; nor does one that is
+    being written."""
     writer, _, shared = servers(str(tmp_path / "root"), tmp_path)
-    damaged, foreign, lacking = (Path(saved(writer, created_at=created_at).directory) / MANIFEST for created_at in (9.0, 8.0, 7.0))
+    damaged, foreign, lacking = (
+        Path(saved(writer, created_at=created_at).directory) / MANIFEST for created_at in (9.0, 8.0, 7.0)
+    )
     whole = saved(writer)
     damaged.write_text("{}")
     content = json.loads(lacking.read_text())
@@ -88,7 +97,9 @@ def test_a_checkpoint_that_is_damaged_or_cannot_be_read_hides_no_other(tmp_path:
 def test_a_root_is_only_read(tmp_path: Path) -> None:
     """Not even the file with which a server tries out whether it can write."""
     root = tmp_path / "root"
-    with pytest.raises(ConfigError, match="there is no such directory; start the server that writes to it first, or mount it here"):
+    with pytest.raises(
+        ConfigError, match="there is no such directory; start the server that writes to it first, or mount it here"
+    ):
         CheckpointFiles(tmp_path / "own", str(root), only_read=True)
     assert not root.exists()
     saved(CheckpointFiles(tmp_path / "other", str(root)))

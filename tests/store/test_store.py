@@ -79,7 +79,8 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, mo
     Store.open(tmp_path / "data").close()
     next_version(tmp_path / "revisions", monkeypatch)
     with closing(sqlite3.connect(tmp_path / "data" / FILE_NAME)) as connection:
-        connection.execute("CREATE INDEX ix_sessions_mood ON sessions (session_id)")  # the last thing that the revision wants to make
+        # The last thing that the revision wants to make
+        connection.execute("CREATE INDEX ix_sessions_mood ON sessions (session_id)")
         connection.commit()
         before = list(connection.iterdump())
         with pytest.raises(ConfigError, match="index ix_sessions_mood already exists"):
@@ -98,7 +99,9 @@ def test_every_revision_leads_to_the_next_and_is_installed(store: Store, tmp_pat
     assert revisions == [str(n) for n in range(int(schema.REVISION), int(schema.BASELINE) - 1, -1)]
     # What is no package is not in the wheel.
     assert all((place / "__init__.py").is_file() for place in (directory, directory / "versions"))
-    code = "import sys; from pathlib import Path; from tinsmith.store.store import Store; Store.open(Path(sys.argv[1])); "
+    code = (
+        "import sys; from pathlib import Path; from tinsmith.store.store import Store; Store.open(Path(sys.argv[1])); "
+    )
     command = [REAL_PYTHON, "-c", code + "sys.exit('alembic' in sys.modules)", str(tmp_path)]
     assert subprocess.run(command, check=False).returncode == 0
 
@@ -111,7 +114,10 @@ NEWER = "schema version 99, made by a newer Tinsmith; this one knows up to 5: us
     ("change", "why"),
     [
         ("UPDATE alembic_version SET version_num = '99'", NEWER),
-        ("UPDATE alembic_version SET version_num = '4'", "version 4, made before the first release; this Tinsmith migrates from 5 on"),
+        (
+            "UPDATE alembic_version SET version_num = '4'",
+            "version 4, made before the first release; this Tinsmith migrates from 5 on",
+        ),
         ("UPDATE alembic_version SET version_num = 'x'", UNKNOWN),
         ("DELETE FROM alembic_version", UNKNOWN),
         ("DROP TABLE alembic_version", UNKNOWN),
@@ -151,7 +157,9 @@ def test_ids_have_the_form_that_the_sdk_builds() -> None:
 def checkpoint(path: str, expires_at: float | None = None, directory: str = "d") -> Checkpoint:
     parts = parse_path(path)
     shape = {"rank": 8, "seed": 0, "train_attn": True, "train_mlp": True, "train_unembed": True}
-    return Checkpoint(path, *parts, directory, "tiny", "qwen3", shape, parts.kind == "training", 10, {"a": "b"}, 1.0, expires_at)
+    return Checkpoint(
+        path, *parts, directory, "tiny", "qwen3", shape, parts.kind == "training", 10, {"a": "b"}, 1.0, expires_at
+    )
 
 
 def test_checkpoints_are_found_by_path_and_kind_until_they_expire_or_are_replaced(store: Store) -> None:
@@ -186,7 +194,9 @@ def test_why_there_is_no_checkpoint_of_a_path_is_said(store: Store) -> None:
             store.require_checkpoint(of)
         return str(raised.value)
 
-    assert reason("tinker://nobody/weights/a").endswith("there is no model 'nobody' here; correct the path, or ask its server")
+    assert reason("tinker://nobody/weights/a").endswith(
+        "there is no model 'nobody' here; correct the path, or ask its server"
+    )
     assert reason().endswith("it was never saved, was deleted, or expired long ago; its model has no checkpoint")
     store.append([NewCommand(MODEL, 1, "save_weights", b"")])
     assert reason() == f"{path} does not exist yet: 1 save of its model is queued; wait for the result of its save"

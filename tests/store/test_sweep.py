@@ -1,7 +1,7 @@
 """What is deleted by itself, what on request, and what is left alone.
 
-Invariant: Files go with their last row, are never forgotten, and nothing that is in use is swept, on a disk or in an object store.
-Also: `tests/acceptance/test_object_store.py`.
+Invariant: Files go with their last row, are never forgotten, and nothing that is in use is swept, on a disk or in an
+object store. Also: `tests/acceptance/test_object_store.py`.
 """
 
 import signal
@@ -128,7 +128,9 @@ def test_what_a_crash_left_of_a_save_goes_after_a_day(
     assert found(store, files) == []
 
 
-def test_files_that_the_database_does_not_know_go_on_request_only(store: Store, files: CheckpointFiles, tmp_path: Path) -> None:
+def test_files_that_the_database_does_not_know_go_on_request_only(
+    store: Store, files: CheckpointFiles, tmp_path: Path
+) -> None:
     orphan = write(files)
     for foreign in ("notes", ".hidden"):
         (tmp_path / "checkpoints" / foreign).mkdir()
@@ -136,7 +138,11 @@ def test_files_that_the_database_does_not_know_go_on_request_only(store: Store, 
     kept = saved(store, elsewhere, "tinker://m/weights/a")
     assert found(store, files) == []
     (unknown,) = find_unknown(store, files)
-    assert (unknown.what, unknown.reason, unknown.size_bytes) == (f"files of {orphan}", "the database does not know them", 10)
+    assert (unknown.what, unknown.reason, unknown.size_bytes) == (
+        f"files of {orphan}",
+        "the database does not know them",
+        10,
+    )
     sweep(store, files)
     assert files.at(orphan).sizes() == {"a": 10, "b": 0}
     sweep(store, files, unknown=True)

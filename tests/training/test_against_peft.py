@@ -2,11 +2,11 @@
 
 Full-parameter training (rank 0) against transformers that torch's AdamW trains; nothing of it reaches anyone else.
 
-Invariant: Logprobs and gradients equal transformers + PEFT, LM head included, for every family and sixteen other decoders.
+Invariant: Logprobs and gradients equal transformers + PEFT, LM head included, for every family and sixteen other
+decoders.
 
-Invariant: Full-parameter training equals transformers with torch's AdamW, step for step; base, neighbours and snapshots stay as they are,
-bit for bit.
-Also: `tests/acceptance/test_full_parameters.py`, `tests/training/test_backend.py`.
+Invariant: Full-parameter training equals transformers with torch's AdamW, step for step; base, neighbours and snapshots
+stay as they are, bit for bit. Also: `tests/acceptance/test_full_parameters.py`, `tests/training/test_backend.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,10 @@ LENGTHS_OF_HYBRIDS = [1, 2, 3, 4, 63, 64, 65, amount(1024, 4096)]
 
 
 def peft_twin(directory: Path, base: BaseModel, adapter: Adapter, **options: Any) -> Any:
-    """The same model and adapter, in transformers and PEFT. Parts of a layer are the blocks of one adapter whose B is block-diagonal."""
+    """The same model and adapter, in transformers and PEFT.
+
+    Parts of a layer are the blocks of one adapter whose B is block-diagonal.
+    """
     network = transformers_model(directory, **options)
     rank, layers = adapter.shape.rank, layers_of_adapter(base, adapter)
     joined = {path: len(names) for path, names in layers.items() if len(names) > 1}
@@ -104,7 +107,9 @@ def twin_logprobs(twin: Any, base: BaseModel, rendered: RenderedInput, targets: 
 
 
 @pytest.mark.parametrize("family", families([*FAMILIES, *OTHER_DECODERS]))
-def test_logprobs_and_gradients_equal_peft(family_base: Callable[[str], BaseModel], family_dir: Callable[[str], Path], family: str) -> None:
+def test_logprobs_and_gradients_equal_peft(
+    family_base: Callable[[str], BaseModel], family_dir: Callable[[str], Path], family: str
+) -> None:
     base = family_base(family)
     adapter = random_adapter(base, rank=4, seed=1)
     backend = LocalBackend(base, TrainingConfig())
@@ -133,7 +138,8 @@ def test_logprobs_and_gradients_equal_peft(family_base: Callable[[str], BaseMode
         module = twin.base_model.model.get_submodule(path)
         of_a, of_b = (matrix["default"].weight.grad for matrix in (module.lora_A, module.lora_B))
         sizes = [base.layout.targets[name].out_features for name in names]
-        blocks = [rows.split(4, dim=1)[index] for index, rows in enumerate(of_b.split(sizes))]  # beside them are PEFT's zeros alone
+        # Beside them are PEFT's zeros alone
+        blocks = [rows.split(4, dim=1)[index] for index, rows in enumerate(of_b.split(sizes))]
         for name, *theirs in zip(names, of_a.split(4), blocks, strict=True):
             for mine, wanted in zip(ours[name], theirs, strict=True):
                 torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-4 * max(1.0, wanted.abs().max().item()))
@@ -143,11 +149,26 @@ SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.1, 
 """With this eps a difference of two gradients is not larger among the weights."""
 
 ROUNDING = 1e-3
-"""How far a float32 tensor may be from its float64 reference, relative to the reference's norm. Rounding was measured at up to 2.2e-5 over
-three steps, for transformers in float32 as for us; one element may be much further off than the tensor, and on each processor another."""
+"""How far a float32 tensor may be from its float64 reference, relative to the reference's norm.
+
+Measured were up to 2.2e-5 over three steps, for transformers in float32 as for us. One element may be much further off
+than the tensor, and on each processor another.
+"""
 
 
-TRAINED_IN_FULL = ["qwen3", "qwen2", "llama", "mistral", "gpt_neox", "gemma", "gemma2", "olmo", "qwen3_vl", "qwen2_5_vl", "qwen3_5"]
+TRAINED_IN_FULL = [
+    "qwen3",
+    "qwen2",
+    "llama",
+    "mistral",
+    "gpt_neox",
+    "gemma",
+    "gemma2",
+    "olmo",
+    "qwen3_vl",
+    "qwen2_5_vl",
+    "qwen3_5",
+]
 
 
 def full_backend(base: BaseModel, *names: str) -> LocalBackend:
@@ -225,7 +246,9 @@ def test_steps_equal_transformers_with_adamw(
             assert result.loss == pytest.approx(losses[-1].item(), rel=1e-4, abs=1e-3)
         adamw.zero_grad()
         torch.stack(losses).sum().backward()
-        for name, ours in zip(full(backend, "a").masters, backend.optimizers["a"].accumulator.gradients or [], strict=True):
+        for name, ours in zip(
+            full(backend, "a").masters, backend.optimizers["a"].accumulator.gradients or [], strict=True
+        ):
             theirs = parameters[name].grad
             assert theirs is not None
             assert_rounded(ours, theirs)
@@ -274,7 +297,9 @@ def test_in_half_precision_masters_stay_exact_and_passes_read_copies(family_dir:
         step_all(each, [datum("a", examples(base)[0])])
     steps = sum(value.nbytes for name, value in model.moments().items() if name.endswith(".step"))
     assert model.unclaimed + steps == 6 * count  # accumulated gradients and those of a pass
-    for master, working, single in zip(full(backend, "a").tensors(), full(backend, "a").leaves(), full(exact, "a").tensors(), strict=True):
+    for master, working, single in zip(
+        full(backend, "a").tensors(), full(backend, "a").leaves(), full(exact, "a").tensors(), strict=True
+    ):
         assert (master.dtype, working.dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(master.bfloat16(), working)
         torch.testing.assert_close(master, single, atol=2e-2, rtol=2e-2)

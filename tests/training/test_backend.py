@@ -1,7 +1,7 @@
 """Passes: packing, mixing and merging change nothing; what one model does reaches no other.
 
-Invariant: Packed sequences equal sequences one by one; text and images mix; two models in one pass equal each alone; a NaN stays with its
-model.
+Invariant: Packed sequences equal sequences one by one; text and images mix; two models in one pass equal each alone; a
+NaN stays with its model.
 """
 
 import gc
@@ -32,13 +32,16 @@ STEP = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, grad
 
 
 def backend_with(base: BaseModel, **ranks: int) -> LocalBackend:
-    """A backend with a model for each name: an adapter whose B is far from zero, or with rank 0 all parameters, unlike the base's."""
+    """A backend with a model for each name: an adapter whose B is far from zero, or with rank 0 all parameters, unlike
+    the base's."""
     backend = LocalBackend(base, TrainingConfig(logits_chunk=16))
     for seed, (name, rank) in enumerate(ranks.items()):
         backend.create_model(name, LoraShape(rank, seed))
         weights = backend.optimizers[name].weights
         generator = torch.Generator().manual_seed(seed)
-        for tensor in [pair.b for pair in weights.masters.values()] if isinstance(weights, Adapter) else weights.tensors():
+        for tensor in (
+            [pair.b for pair in weights.masters.values()] if isinstance(weights, Adapter) else weights.tensors()
+        ):
             tensor.add_(torch.randn(tensor.shape, generator=generator).to(tensor.device), alpha=0.05 if rank else 0.02)
         weights.refresh()
     return backend
@@ -88,8 +91,9 @@ def distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 def assert_each_alone(backend: LocalBackend, work: Sequence[DatumWork], hybrid: bool = False) -> None:
     """In one pass data have the log-probabilities, and models the gradients, of passes with one datum each.
 
-    Chunks of a delta net begin elsewhere in a packed row, and its sums are rounded otherwise. Where a key is at right angles to its query,
-    the norm behind makes much of that: then the gradients move as far when the embeddings are rounded otherwise.
+    Chunks of a delta net begin elsewhere in a packed row, and its sums are rounded otherwise. Where a key is at right
+    angles to its query, the norm behind makes much of that: then the gradients move as far when the embeddings are
+    rounded otherwise.
     """
     alone, expected = each_alone(backend, work)
     if hybrid:
@@ -115,7 +119,9 @@ def test_packed_equals_one_by_one(family_base: Callable[[str], BaseModel], famil
     def check(lengths: list[int], seed: int) -> None:
         chosen = np.random.default_rng(seed).integers(0, 2, len(lengths))
         rendered = [render.render([random_tokens(seed + i, n)]) for i, n in enumerate(lengths)]
-        assert_each_alone(backend, [datum("ab"[chosen[i]], own, seed + i) for i, own in enumerate(rendered)], family == "qwen3_5")
+        assert_each_alone(
+            backend, [datum("ab"[chosen[i]], own, seed + i) for i, own in enumerate(rendered)], family == "qwen3_5"
+        )
 
     check()
 
@@ -141,7 +147,11 @@ def test_models_and_their_texts_and_images_in_one_pass_equal_each_alone(
         inputs.insert(1, render.render(image_chunks(base, 2, 6)))
         inputs.insert(3, render.render([*image_chunks(base, 4, 4, width=64, height=160), *image_chunks(base, 6, 5)]))
     names = [list(ranks)[i % len(ranks)] for i in range(len(inputs))]
-    assert_each_alone(backend, [datum(name, own, i) for i, (name, own) in enumerate(zip(names, inputs, strict=True))], family == "qwen3_5")
+    assert_each_alone(
+        backend,
+        [datum(name, own, i) for i, (name, own) in enumerate(zip(names, inputs, strict=True))],
+        family == "qwen3_5",
+    )
 
 
 def test_targets_of_different_width_share_a_pass(text_base: BaseModel) -> None:
@@ -157,7 +167,12 @@ def test_targets_of_different_width_share_a_pass(text_base: BaseModel) -> None:
 def with_loss(item: DatumWork, name: str) -> DatumWork:
     """The datum with another loss, which gets its numbers from the weights."""
     weights = item.loss_inputs["weights"]
-    given = {"logprobs": weights - 3, "advantages": weights, "sequence_ratio_mask": np.ones_like(weights), "weights": weights}
+    given = {
+        "logprobs": weights - 3,
+        "advantages": weights,
+        "sequence_ratio_mask": np.ones_like(weights),
+        "weights": weights,
+    }
     loss = LOSSES[name]
     return replace(item, loss=loss, loss_inputs={key: given[key] for key in loss.inputs})
 
@@ -177,7 +192,10 @@ def test_results_are_those_of_their_datums_whatever_losses_share_a_row(text_base
 def test_many_targets_of_one_model_cost_another_no_memory(text_base: BaseModel) -> None:
     backend, render = backend_with(text_base, a=4, b=4), renderer(text_base)
     wide = np.zeros((1, 2**18), dtype=np.int64)
-    work = [datum("a", render.render([random_tokens(1, 1)]), targets=wide), datum("b", render.render([random_tokens(2, 999)]))]
+    work = [
+        datum("a", render.render([random_tokens(1, 1)]), targets=wide),
+        datum("b", render.render([random_tokens(2, 999)])),
+    ]
     tracemalloc.start()
     try:
         compute(backend, work)
@@ -188,7 +206,10 @@ def test_many_targets_of_one_model_cost_another_no_memory(text_base: BaseModel) 
 
 def test_a_pass_without_gradients_gives_the_same_bits_and_leaves_gradients_alone(hybrid_base: BaseModel) -> None:
     backend, render = backend_with(hybrid_base, a=4), renderer(hybrid_base)
-    work = [datum("a", render.render([random_tokens(0, 8)])), datum("a", render.render(image_chunks(hybrid_base, 2, 6)))]
+    work = [
+        datum("a", render.render([random_tokens(0, 8)])),
+        datum("a", render.render(image_chunks(hybrid_base, 2, 6))),
+    ]
     trained = compute(backend, work)
     before = [gradient.clone() for gradient in backend.optimizers["a"].accumulator.gradients or []]
     for result, scored in zip(trained, backend.run_pass(work, backward=False).results, strict=True):
@@ -201,7 +222,10 @@ def test_a_pass_without_gradients_gives_the_same_bits_and_leaves_gradients_alone
 def test_a_nan_stays_with_its_model(family_base: Callable[[str], BaseModel], family: str, rank: int) -> None:
     base = family_base(family)
     backend, render = backend_with(base, sick=rank, well=rank, lora=4), renderer(base)
-    work = [datum(name, render.render([random_tokens(i, 33)]), i) for i, name in enumerate(["sick", "well", "lora", "sick", "well"])]
+    work = [
+        datum(name, render.render([random_tokens(i, 33)]), i)
+        for i, name in enumerate(["sick", "well", "lora", "sick", "well"])
+    ]
     well = [i for i, item in enumerate(work) if item.model_id != "sick"]
     alone = compute(backend, [work[i] for i in well])
     expected = {name: gradients(backend, name) for name in ("well", "lora")}
@@ -237,7 +261,9 @@ def test_training_changes_nothing_of_base_neighbours_and_snapshots(vision_base: 
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
     for name, tensors in frozen.items():
         assert all(torch.equal(a, b) for a, b in zip(tensors, snapshots[name].tensors(), strict=True))
-        assert not any(torch.equal(a, b) for a, b in zip(tensors, backend.optimizers[name].weights.tensors(), strict=True))
+        assert not any(
+            torch.equal(a, b) for a, b in zip(tensors, backend.optimizers[name].weights.tensors(), strict=True)
+        )
     for one, other in zip(scored, compute(backend, idle), strict=True):
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
@@ -253,7 +279,12 @@ def test_a_model_that_is_deleted_frees_its_tensors(text_base: BaseModel) -> None
     compute(backend, work)
     for name in names:
         optimizer: Any = backend.optimizers[name]
-        held = [*optimizer.weights.leaves(), *optimizer.weights.buffers(), *optimizer.moments().values(), *optimizer.accumulator.totals]
+        held = [
+            *optimizer.weights.leaves(),
+            *optimizer.weights.buffers(),
+            *optimizer.moments().values(),
+            *optimizer.accumulator.totals,
+        ]
         alive += [weakref.ref(tensor) for tensor in held]
         del optimizer, held
         backend.delete_model(name)

@@ -1,7 +1,7 @@
 """Passes that are replayed: rows of other lengths, other adapters and newer weights, and nothing of the row before.
 
-Invariant: A pass that is replayed as a CUDA graph gives the log-probabilities and gradients of one that is not, whatever row, adapter and
-weights came before.
+Invariant: A pass that is replayed as a CUDA graph gives the log-probabilities and gradients of one that is not,
+whatever row, adapter and weights came before.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from tinsmith.training.captured_pass import PATIENCE, CapturedPasses
 
 
 def replaying(base: BaseModel, **ranks: int) -> LocalBackend:
-    """A backend whose small passes are replayed: as CUDA graphs on a GPU, elsewhere by calling the same functions on the same tensors."""
+    """A backend whose small passes are replayed: as CUDA graphs on a GPU, elsewhere by calling the same functions on
+    the same tensors."""
     backend = backend_with(base, **ranks)
     record = None if DEVICE == "cuda" else lambda function: function
     backend.memory.captured = CapturedPasses(base, backend.passes.memory_retries.memory, 16, record)
@@ -36,7 +37,10 @@ def work_of(base: BaseModel, model: str, *lengths: int, seed: int = 0) -> list[D
 
 @pytest.fixture(scope="module")
 def base(family_dir: Callable[[str], Path]) -> BaseModel:
-    """A text model, in half precision on a GPU, which captures nothing else. Its biases make tokens that fill a row differ from 0."""
+    """A text model, in half precision on a GPU, which captures nothing else.
+
+    Its biases make tokens that fill a row differ from 0.
+    """
     base = load(family_dir("qwen2"), dtype="float32" if DEVICE == "cpu" else "bfloat16")
     for name, parameter in base.language_model.named_parameters():
         if name.endswith("bias"):
@@ -48,7 +52,8 @@ BOUND = 1e-4 if DEVICE == "cpu" else 0.02
 
 
 def test_replayed_passes_are_those_that_are_not(base: BaseModel) -> None:
-    """One kind of pass in a row: its first row is captured, and every later one differs from it in all that is copied into the frame."""
+    """One kind of pass in a row: its first row is captured, and every later one differs from it in all that is copied
+    into the frame."""
     backend, plain = replaying(base, a=4, b=4), backend_with(base, a=4, b=4)
     rows = [("a", (40, 60)), ("a", (7, 120, 30)), ("b", (7, 120, 30)), ("b", (256,)), ("a", (3,)), ("b", (1, 1, 1))]
     for number, (model, lengths) in enumerate([rows[0]] * (PATIENCE - 1) + rows):
@@ -64,7 +69,10 @@ def test_replayed_passes_are_those_that_are_not(base: BaseModel) -> None:
 
 def test_other_passes_are_computed_as_they_are(base: BaseModel, vision_base: BaseModel) -> None:
     backend = replaying(base, a=4, b=8, full=0)
-    mixed = [*work_of(base, "a", 20), *work_of(base, "b", captured_pass.TOKENS[-1] // 2, captured_pass.TOKENS[-1] // 2, 1)]
+    mixed = [
+        *work_of(base, "a", 20),
+        *work_of(base, "b", captured_pass.TOKENS[-1] // 2, captured_pass.TOKENS[-1] // 2, 1),
+    ]
     long = work_of(base, "a", *[captured_pass.TOKENS[-1] // 4] * 4, 1)
     for work in (mixed, long, work_of(base, "full", 20)):
         for _ in range(PATIENCE):
@@ -81,13 +89,19 @@ def test_other_passes_are_computed_as_they_are(base: BaseModel, vision_base: Bas
 
 
 def test_small_texts_of_several_adapters_are_replayed_one_by_one(base: BaseModel) -> None:
-    """From the second time on, each as its own graph, where that takes no longer than all in one row. Replays accumulate.
+    """From the second time on, each as its own graph, where that takes no longer than all in one row.
+
+    Replays accumulate.
 
     A model whose LM head is trained too gets the head's gradient, which no graph computes.
     """
     backend, plain = replaying(base, a=4, b=8), backend_with(base, a=4, b=8)
     for seed in range(PATIENCE + 1):
-        work = [*work_of(base, "a", 20, 30, seed=seed), *work_of(base, "b", 40, seed=seed + 5), *work_of(base, "a", 9, seed=seed + 7)]
+        work = [
+            *work_of(base, "a", 20, 30, seed=seed),
+            *work_of(base, "b", 40, seed=seed + 5),
+            *work_of(base, "a", 9, seed=seed + 7),
+        ]
         for found, wanted in zip(compute(backend, work), compute(plain, work), strict=True):
             np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=BOUND, atol=BOUND)
         for graph in backend.memory.captured.passes.values():
@@ -115,11 +129,15 @@ def test_graphs_give_way_to_passes_that_need_their_memory_and_come_back_after_a_
 
 
 def test_models_with_delta_nets_are_not_captured(hybrid_base: BaseModel) -> None:
-    assert not CapturedPasses(hybrid_base, backend_with(hybrid_base).passes.memory_retries.memory, 16, lambda function: function).possible
+    assert not CapturedPasses(
+        hybrid_base, backend_with(hybrid_base).passes.memory_retries.memory, 16, lambda function: function
+    ).possible
 
 
 @pytest.mark.parametrize("reason", ["fails", "differs"])
-def test_what_cannot_be_captured_is_computed_as_it_is(base: BaseModel, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_captured_is_computed_as_it_is(
+    base: BaseModel, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     backend, plain = backend_with(base, a=4), backend_with(base, a=4)
 
     def record(function: Callable[[], None]) -> Callable[[], None]:

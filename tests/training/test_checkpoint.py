@@ -40,7 +40,9 @@ def advance(backend: LocalBackend, model_id: str, seed: int) -> dict[str, float]
 
 @pytest.mark.parametrize("rank", [4, 0])
 @pytest.mark.parametrize(("family", "steps"), [("qwen3", 2), ("qwen3", 0), ("qwen3_5", 2)])
-def test_training_goes_on_exactly(family_base: Callable[[str], BaseModel], tmp_path: Path, family: str, steps: int, rank: int) -> None:
+def test_training_goes_on_exactly(
+    family_base: Callable[[str], BaseModel], tmp_path: Path, family: str, steps: int, rank: int
+) -> None:
     """Also if it was saved before its first step."""
     base = family_base(family)
     backend = trained(base, rank, steps)
@@ -58,10 +60,14 @@ def test_training_goes_on_exactly(family_base: Callable[[str], BaseModel], tmp_p
 
 
 @pytest.mark.parametrize("rank", [4, 0])
-def test_a_copy_is_written_as_it_was_taken_while_training_goes_on(text_base: BaseModel, tmp_path: Path, rank: int) -> None:
+def test_a_copy_is_written_as_it_was_taken_while_training_goes_on(
+    text_base: BaseModel, tmp_path: Path, rank: int
+) -> None:
     backend = trained(text_base, rank)
     optimizer = backend.optimizers["a"]
-    before = [tensor.detach().to("cpu", copy=True) for tensor in (*optimizer.weights.tensors(), *optimizer.moments().values())]
+    before = [
+        tensor.detach().to("cpu", copy=True) for tensor in (*optimizer.weights.tensors(), *optimizer.moments().values())
+    ]
     state = backend.copy_state("a", optimizer=True)
     advance(backend, "a", 2)
     with ThreadPoolExecutor(1) as thread:
@@ -115,20 +121,27 @@ def test_a_damaged_optimizer_is_refused(text_base: BaseModel, tmp_path: Path, ra
         read_state(tmp_path / "c", text_base)
 
 
-def test_full_weights_to_sample_come_in_the_precision_of_the_base(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def test_full_weights_to_sample_come_in_the_precision_of_the_base(
+    family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
     base = load(family_dir("llama"), dtype="bfloat16")
     backend = trained(base, rank=0)
     write_state(backend.copy_state("a", optimizer=False), tmp_path / "c")
     frozen = weights_from(read_state(tmp_path / "c", base), base, new_ref())
     assert frozen.nbytes == 2 * frozen.parameter_count
-    assert all(torch.equal(a, b) for a, b in zip(frozen.leaves(), backend.snapshot("a", new_ref()).leaves(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(frozen.leaves(), backend.snapshot("a", new_ref()).leaves(), strict=True)
+    )
     exact = weights_from(read_state(tmp_path / "c", base), base)
-    assert all(torch.equal(a, b) for a, b in zip(exact.tensors(), backend.optimizers["a"].weights.tensors(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(exact.tensors(), backend.optimizers["a"].weights.tensors(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("rank", [4, 0])
 def test_another_base_model_is_refused(family_base: Callable[[str], BaseModel], tmp_path: Path, rank: int) -> None:
-    """Also of other sizes of one architecture: a row of keys more and one of values less, so that the fused layer has as many as before."""
+    """Also of other sizes of one architecture: a row of keys more and one of values less, so that the fused layer has
+    as many as before."""
     base = family_base("qwen3_5")
     state = trained(base, rank).copy_state("a", optimizer=False)
     if rank:
@@ -147,7 +160,15 @@ def test_another_base_model_is_refused(family_base: Callable[[str], BaseModel], 
     "shapes",
     [
         {},
-        {"b.step": [], "layers.10.w": [2, 3], "layers.2.w": [3], "b.exp_avg_sq": [2], "b.exp_avg": [2], "a": [1, 1, 4], "Z": [5]},
+        {
+            "b.step": [],
+            "layers.10.w": [2, 3],
+            "layers.2.w": [3],
+            "b.exp_avg_sq": [2],
+            "b.exp_avg": [2],
+            "a": [1, 1, 4],
+            "Z": [5],
+        },
         {f"layers.{number}.mlp.weight{'x' * (number % 9)}": [number, 7] for number in range(1, 40)},
         {'quoted "ä" \\ name': [2]},
     ],

@@ -53,7 +53,9 @@ def train(backend: LocalBackend, base: BaseModel, steps: int, first: int = 0, pa
         work = [datum("a", renderer(base).render([random_tokens((2 * step + i) % 8, 24)])) for i in range(2)]
         for item in work:
             item.loss_inputs["weights"][:] = 1 / 24
-        results = [result for part in ([work] if passes == 1 else [work[:1], work[1:]]) for result in compute(backend, part)]
+        results = [
+            result for part in ([work] if passes == 1 else [work[:1], work[1:]]) for result in compute(backend, part)
+        ]
         backend.optim_step("a", SETTINGS)
         losses.append(sum(result.loss for result in results))
     return losses
@@ -70,7 +72,9 @@ def assert_equal(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
 
 def test_taking_masters_apart_loses_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(2**16, generator=generator) * torch.exp2(torch.randint(-120, 120, (2**16,), generator=generator).float())
+    wide = torch.randn(2**16, generator=generator) * torch.exp2(
+        torch.randint(-120, 120, (2**16,), generator=generator).float()
+    )
     wide[:8] = torch.tensor([0.0, -0.0, 1.0, -1.0, 1.00390625, -1.00390625, 1e-40, 3e38])
     wide = wide.to(DEVICE)
     near, rest = split(wide)
@@ -104,9 +108,12 @@ def test_it_takes_the_memory_that_is_planned(base: BaseModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("compact", "compact"), ("float32", "compact"), ("compact", "float32"), ("compact", "compact-host")]
+    ("before", "after"),
+    [("compact", "compact"), ("float32", "compact"), ("compact", "float32"), ("compact", "compact-host")],
 )
-def test_each_state_goes_on_from_the_checkpoints_of_all(base: BaseModel, tmp_path: Path, before: FullState, after: FullState) -> None:
+def test_each_state_goes_on_from_the_checkpoints_of_all(
+    base: BaseModel, tmp_path: Path, before: FullState, after: FullState
+) -> None:
     """From its own to the same bits, also with several passes a step."""
     same, passes, steps = before == after, 2 if before == after else 1, amount(2, 4)
     backend, other = backend_of(base, before), LocalBackend(base, TrainingConfig(logits_chunk=64, full_state=after))
@@ -143,7 +150,8 @@ def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(base: BaseMode
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_step_that_began_finds_its_memory(base: BaseModel, monkeypatch: pytest.MonkeyPatch, state: FullState) -> None:
-    """It is taken before anything changes: a step that ran out of memory in its middle would leave a model of old and new tensors."""
+    """It is taken before anything changes: a step that ran out of memory in its middle would leave a model of old and
+    new tensors."""
     backend = backend_of(base, state)
     train(backend, base, 1)
     model: Any = backend.optimizers["a"]
@@ -153,13 +161,23 @@ def test_a_step_that_began_finds_its_memory(base: BaseModel, monkeypatch: pytest
     assert gradients[longest].numel() > 2**14
     kept = [tensor for moments in model.remembered.values() for tensor in moments.tensors]
     with CountedMemory([*kept, *model.weights.masters.rests.values(), *model.weights.leaves(), *gradients]) as memory:
-        model._update(longest, list(model.weights.working)[longest], gradients[longest], Factors.of(SETTINGS, model.steps + 1, 1.0))
+        model._update(
+            longest,
+            list(model.weights.working)[longest],
+            gradients[longest],
+            Factors.of(SETTINGS, model.steps + 1, 1.0),
+        )
     assert 4 * 2**14 * 12 < memory.peak <= 4 * 2**14 * STEP_BUFFERS
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_step_that_fails_halfway_ends_the_worker(base: BaseModel, monkeypatch: pytest.MonkeyPatch, state: FullState) -> None:
-    """Another thread may take the memory. What is left of the model is of no step, and nobody may be told that nothing has changed."""
+def test_a_step_that_fails_halfway_ends_the_worker(
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch, state: FullState
+) -> None:
+    """Another thread may take the memory.
+
+    What is left of the model is of no step, and nobody may be told that nothing has changed.
+    """
     backend = backend_of(base, state)
     train(backend, base, 1)
     backend.run_pass([datum("a", renderer(base).render([random_tokens(0, 9)]))], backward=True)
@@ -176,7 +194,10 @@ def test_a_step_that_fails_halfway_ends_the_worker(base: BaseModel, monkeypatch:
 
 
 def test_workers_of_a_host_keep_their_shares_of_its_memory(family_dir: Callable[[str], Path]) -> None:
-    """Each could have all that is free at the moment. What models will keep after their first step counts, and that of other bases."""
+    """Each could have all that is free at the moment.
+
+    What models will keep after their first step counts, and that of other bases.
+    """
     bases = [load(family_dir(family), dtype="bfloat16") for family in ("qwen3", "llama")]
     config = TrainingConfig(logits_chunk=64, full_state="compact-host")
     first, second = backends = [LocalBackend(base, config) for base in bases]
@@ -188,7 +209,10 @@ def test_workers_of_a_host_keep_their_shares_of_its_memory(family_dir: Callable[
     first.create_model("a", shape)
     second.create_model("b", shape)
     for backend in backends:
-        with pytest.raises(UserError, match=r"each may take of its host 0 are free; end other models, train with LoRA .* fewer --workers$"):
+        with pytest.raises(
+            UserError,
+            match=r"each may take of its host 0 are free; end other models, train with LoRA .* fewer --workers$",
+        ):
             backend.create_model("c", shape)
     second.restore("b", second.copy_state("b", optimizer=True))  # in the place of what it was
     first.delete_model("a")
@@ -206,7 +230,9 @@ def test_gradients_of_several_passes_add_up_in_the_mean_and_what_is_not_a_number
     for number in range(256):
         buffers.add(total, torch.full_like(total, 2.0**-10), number)
     assert total.float().mean().item() == pytest.approx(1.25, rel=0.002)
-    bits = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, 0x7F800000, -0x800000], dtype=torch.int32, device=DEVICE)
+    bits = torch.tensor(
+        [0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, 0x7F800000, -0x800000], dtype=torch.int32, device=DEVICE
+    )
     for dtype in (torch.float32, torch.bfloat16):
         total, gradient = torch.zeros(512, dtype=dtype, device=DEVICE), torch.zeros(512, device=DEVICE)
         gradient[: len(bits)] = bits.view(torch.float32)

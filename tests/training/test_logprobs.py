@@ -65,8 +65,12 @@ def test_values_and_gradients_equal_the_plain_formula(
     every = [Segment(0, start, first), Segment(start, end, None), Segment(end, tokens, last)]
     segments = [s for s in every if s.start < s.end]
 
-    got = target_logprobs(hidden, head, targets, segments, chunk, keep, grad.ne(0).any(-1).cpu().numpy() if said else None)
-    expected = torch.cat([plain_logprobs(hidden[s.start : s.end], head, s.adapter, targets[s.start : s.end]) for s in segments])
+    got = target_logprobs(
+        hidden, head, targets, segments, chunk, keep, grad.ne(0).any(-1).cpu().numpy() if said else None
+    )
+    expected = torch.cat(
+        [plain_logprobs(hidden[s.start : s.end], head, s.adapter, targets[s.start : s.end]) for s in segments]
+    )
     leaves = [hidden, head, *first.leaves(), *last.leaves()]
     ours, plain = ([out, *torch.autograd.grad(out, leaves, grad, materialize_grads=True)] for out in (got, expected))
     for mine, other in zip(ours, plain, strict=True):
@@ -98,7 +102,9 @@ def test_a_nan_stays_with_its_rows_and_its_adapter(chunk: int, keep: int, dtype:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("said", [False, True])
-def test_a_row_without_gradient_gets_none_where_its_logits_are_no_numbers(dtype: torch.dtype, width: int, said: bool) -> None:
+def test_a_row_without_gradient_gets_none_where_its_logits_are_no_numbers(
+    dtype: torch.dtype, width: int, said: bool
+) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(3, HIDDEN).to(dtype)
     hidden[1] = float("nan")
@@ -130,7 +136,8 @@ def test_rows_without_gradient_leave_no_trace_even_where_the_logprob_is_minus_in
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_bfloat16_is_no_further_off_than_a_softmax_in_float32(width: int) -> None:
-    """Values and gradients against float64, beside those of logits that are copied to float32 and a log_softmax of them."""
+    """Values and gradients against float64, beside those of logits that are copied to float32 and a log_softmax of
+    them."""
     torch.manual_seed(0)
     hidden = torch.randn(200, 64).bfloat16()
     head = (torch.randn(500, 64) * 0.4).bfloat16()

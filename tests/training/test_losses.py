@@ -1,8 +1,7 @@
-"""Losses against a few lines of plain torch: value and gradient, ordinary numbers and the edges of float32; and what is refused.
+"""Losses against a few lines of plain torch: values, gradients, the edges of float32, and what is refused.
 
-Invariant: Every loss has the value and gradient of its formula, however a call is split; a position that does not count contributes
-exactly 0.
-Also: `tests/acceptance/test_losses.py`.
+Invariant: Every loss has the value and gradient of its formula, however a call is split; a position that does not count
+contributes exactly 0. Also: `tests/acceptance/test_losses.py`.
 """
 
 import itertools
@@ -73,11 +72,18 @@ def test_cross_entropy_is_the_weighted_sum_with_weights_of_any_sign(shape: tuple
     ],
 )
 @pytest.mark.parametrize("drift", [0.0, 0.05, 1.5])
-@pytest.mark.parametrize(("dtype", "bounds"), [(torch.float32, (2e-6, 2e-5, 1e-5, 1e-6)), (torch.float64, (1e-12,) * 4)])
+@pytest.mark.parametrize(
+    ("dtype", "bounds"), [(torch.float32, (2e-6, 2e-5, 1e-5, 1e-6)), (torch.float64, (1e-12,) * 4)]
+)
 def test_a_policy_loss_equals_plain_torch(
-    name: str, config: dict[str, float], given: tuple[str, ...], drift: float, dtype: torch.dtype, bounds: tuple[float, ...]
+    name: str,
+    config: dict[str, float],
+    given: tuple[str, ...],
+    drift: float,
+    dtype: torch.dtype,
+    bounds: tuple[float, ...],
 ) -> None:
-    """Of dro, a mask or weights decide which positions count, whatever advantages and sampled log-probabilities are there."""
+    """In dro, a mask or weights decide which positions count, whatever the advantages and sampled logprobs."""
     for seed in range(amount(2, 8)):
         logprobs, inputs = policy_inputs(seed, 40, drift)
         generator = torch.Generator().manual_seed(100 + seed)
@@ -106,7 +112,9 @@ def test_bounds_for_each_position_go_before_the_settings(name: str) -> None:
         config = dict(zip(DEFAULTS[name], bounds, strict=True))
         parts.append(value_and_gradient(name, logprobs, inputs | {"advantages": mine}, **config))
     low, high = (torch.tensor([a] * 6 + [b] * 6) for a, b in ((0.5, 0.95), (2.0, 1.01)))
-    loss, gradient = value_and_gradient(name, logprobs, inputs | {"clip_low_threshold": low, "clip_high_threshold": high})
+    loss, gradient = value_and_gradient(
+        name, logprobs, inputs | {"clip_low_threshold": low, "clip_high_threshold": high}
+    )
     torch.testing.assert_close(loss, parts[0][0] + parts[1][0])
     torch.testing.assert_close(gradient, parts[0][1] + parts[1][1])
 
@@ -114,12 +122,14 @@ def test_bounds_for_each_position_go_before_the_settings(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @pytest.mark.parametrize("outside", [-INF, -80.0])
 def test_a_position_without_weight_or_advantage_contributes_exactly_zero(name: str, outside: float) -> None:
-    """Neither -inf nor a ratio of e^80 gets through; q there is the padding of a prompt, or (but for dro) that of a sampled token."""
+    """Neither -inf nor a ratio e^80 gets through; q there is a prompt's padding or (but for dro) a sampled token's."""
     logprobs, inputs = policy_inputs(2, 6, 0.3)
     if name == "cross_entropy":
         inputs["weights"] = inputs["advantages"]
     short = value_and_gradient(name, logprobs, inputs)
-    padding = dict.fromkeys(inputs, torch.zeros(2)) | {"logprobs": torch.tensor([0.0, 0.0 if name == "dro" else -200.0])}
+    padding = dict.fromkeys(inputs, torch.zeros(2)) | {
+        "logprobs": torch.tensor([0.0, 0.0 if name == "dro" else -200.0])
+    }
     padded = {key: torch.cat([padding[key], values]) for key, values in inputs.items()}
     loss, gradient = value_and_gradient(name, torch.cat([torch.tensor([outside, outside]), logprobs]), padded)
     assert gradient[:2].tolist() == [0.0, 0.0]
@@ -134,7 +144,9 @@ def test_datums_of_one_row_have_the_losses_that_they_have_alone(name: str, sick:
     lengths, generator = (9, 4, 30, 17), torch.Generator().manual_seed(0)
     each = [policy_inputs(seed, length, 1.0) for seed, length in enumerate(lengths)]
     for logprobs, inputs in each:
-        inputs["weights"] = torch.rand(len(logprobs), generator=generator) if name == "cross_entropy" else inputs["sequence_ratio_mask"]
+        inputs["weights"] = (
+            torch.rand(len(logprobs), generator=generator) if name == "cross_entropy" else inputs["sequence_ratio_mask"]
+        )
     if sick:
         each[1][0].fill_(float("nan"))
     loss = find_loss(name, {"kl_coeff": 0.3} if name == "stable_reinforce" else {})
@@ -185,7 +197,7 @@ def test_the_inputs_say_where_a_gradient_may_be(name: str) -> None:
 def test_a_ratio_of_zero_or_beyond_float32_is_clipped_like_any_other(
     name: str, gap: float, advantage: float, value: float, slope: float
 ) -> None:
-    """A target that has become impossible counts as ratio zero; with A < 0, ppo and gspo stop at the lower bound then."""
+    """A target that became impossible counts as ratio zero; with A < 0, ppo and gspo then stop at the lower bound."""
     one = torch.tensor([1.0])
     inputs = {"logprobs": (-1 - max(gap, 0.0)) * one, "advantages": advantage * one, "sequence_ratio_mask": one}
     loss, gradient = value_and_gradient(name, torch.tensor([-INF if gap == -INF else -1.0]), inputs)
@@ -196,26 +208,50 @@ def test_a_ratio_of_zero_or_beyond_float32_is_clipped_like_any_other(
 def test_stable_reinforce_reports_its_weights_and_drift() -> None:
     """Of two sampled tokens with ratios of 1/2 and e, of which the second is held at 2, behind one of the prompt.
 
-    The log-ratios are -0.6931 and 1, so the drift is sqrt((0.4805 + 1) / 2) = 0.86036, and trust 0.2 / 0.86036 = 0.23246.
+    The log-ratios are -0.6931 and 1: the drift is sqrt((0.4805 + 1) / 2) = 0.86036, trust 0.2 / 0.86036 = 0.23246.
     """
     logprobs = torch.tensor([-4.0, -1.0 - math.log(2.0), -1.0])
     sampled, mask = torch.tensor([0.0, -1.0, -2.0]), torch.tensor([0.0, 1.0, 1.0])
     inputs = {"logprobs": sampled, "advantages": torch.tensor([0.0, 3.0, -1.0]), "sequence_ratio_mask": mask}
-    found = dict(zip(METRICS, LOSSES["stable_reinforce"].diagnose(logprobs, inputs, alone(logprobs)).flatten().tolist(), strict=True))
+    found = dict(
+        zip(
+            METRICS,
+            LOSSES["stable_reinforce"].diagnose(logprobs, inputs, alone(logprobs)).flatten().tolist(),
+            strict=True,
+        )
+    )
     expected = {"weight": 0.23246 * 2.5 / 2, "limited": 0.5, "drift": 0.86036}
-    assert found == pytest.approx({f"tinsmith_stable_reinforce/{name}": value for name, value in expected.items()}, abs=1e-5)
+    assert found == pytest.approx(
+        {f"tinsmith_stable_reinforce/{name}": value for name, value in expected.items()}, abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
-        ("crossentropy", {}, "loss_fn 'crossentropy' is unknown; this version computes cross_entropy, importance_sampling, ppo"),
-        ("ppo", {"clip_low": 0.1}, "loss_fn_config key 'clip_low' is not one of ppo's: clip_low_threshold, clip_high_threshold"),
+        (
+            "crossentropy",
+            {},
+            "loss_fn 'crossentropy' is unknown; this version computes cross_entropy, importance_sampling, ppo",
+        ),
+        (
+            "ppo",
+            {"clip_low": 0.1},
+            "loss_fn_config key 'clip_low' is not one of ppo's: clip_low_threshold, clip_high_threshold",
+        ),
         ("dro", {"beta": "0.1"}, r"loss_fn_config\['beta'\] is '0.1'; it must be a finite number, at least 0"),
         ("cispo", {"clip_high_threshold": float("nan")}, r"loss_fn_config\['clip_high_threshold'\] is nan; it must be"),
         ("gspo", {"clip_high_threshold": INF}, r"loss_fn_config\['clip_high_threshold'\] is inf; it must be"),
-        ("stable_reinforce", {"kl_coeff": -0.1}, r"loss_fn_config\['kl_coeff'\] is -0.1; it must be a finite number, at least 0"),
-        ("ppo", {"clip_low_threshold": 1.3}, "clip_low_threshold=1.3, clip_high_threshold=1.2; the low one must not be above"),
+        (
+            "stable_reinforce",
+            {"kl_coeff": -0.1},
+            r"loss_fn_config\['kl_coeff'\] is -0.1; it must be a finite number, at least 0",
+        ),
+        (
+            "ppo",
+            {"clip_low_threshold": 1.3},
+            "clip_low_threshold=1.3, clip_high_threshold=1.2; the low one must not be above",
+        ),
         *((name, {}, f"loss_fn '{name}' is not built: .*forward_backward_custom") for name in NOT_BUILT),
     ],
 )

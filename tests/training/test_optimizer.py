@@ -2,9 +2,9 @@
 
 On a CPU the kernel runs in Triton's interpreter, which knows no bfloat16; on CUDA it runs as it is.
 
-Invariant: The optimizer is torch's AdamW, number for number; on a GPU full weights in half precision step in kernels of our own, which
-agree with it within roundings; an update that is not finite, also in the base's precision, changes nothing.
-Also: `tests/acceptance/test_refused_steps.py`.
+Invariant: The optimizer is torch's AdamW, number for number; on a GPU full weights in half precision step in kernels of
+our own, which agree with it within roundings; an update that is not finite, also in the base's precision, changes
+nothing. Also: `tests/acceptance/test_refused_steps.py`.
 """
 
 import importlib
@@ -27,14 +27,22 @@ from tinsmith.training.optimizer import ModelOptimizer
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 IN_KERNELS = "full in kernels"
-WAYS = {"lora": torch.float32, "lora in half": torch.bfloat16, "full": torch.float32, "full in half": torch.bfloat16, IN_KERNELS: HALF}
+WAYS = {
+    "lora": torch.float32,
+    "lora in half": torch.bfloat16,
+    "full": torch.float32,
+    "full in half": torch.bfloat16,
+    IN_KERNELS: HALF,
+}
 """What is trained and by whom, with the precision of passes."""
 
 SHAPES = {"embed.weight": (37, 24), "mlp.weight": (130, 33), "norm.weight": (24,)}
 """One has more numbers than a program of the kernel computes."""
 
 
-def settings(lr: float = 1e-2, eps: float = 1e-12, weight_decay: float = 0.0, grad_clip_norm: float = 0.0) -> AdamSettings:
+def settings(
+    lr: float = 1e-2, eps: float = 1e-12, weight_decay: float = 0.0, grad_clip_norm: float = 0.0
+) -> AdamSettings:
     return AdamSettings(lr, (0.9, 0.95), eps, weight_decay, grad_clip_norm)
 
 
@@ -58,7 +66,10 @@ def weights_for(way: str) -> Weights:
     if way.startswith("full"):
         masters = {name: drawn(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}
         return FullWeights(LoraShape(0, 0), masters, WAYS[way])
-    pairs = {"up": LoraPair(drawn(2, 5, seed=0), drawn(4, 2, seed=1) * 0), "down": LoraPair(drawn(2, 5, seed=2), drawn(4, 2, seed=3))}
+    pairs = {
+        "up": LoraPair(drawn(2, 5, seed=0), drawn(4, 2, seed=1) * 0),
+        "down": LoraPair(drawn(2, 5, seed=2), drawn(4, 2, seed=3)),
+    }
     return adapter_of(LoraShape(2, 0), pairs, WAYS[way], device=torch.device(DEVICE))
 
 
@@ -83,7 +94,9 @@ def resumed(optimizer: ModelOptimizer, weights: Weights) -> ModelOptimizer:
 def everything(optimizer: ModelOptimizer) -> list[Tensor]:
     """Copies of all that a step changes."""
     weights = optimizer.weights
-    return [tensor.detach().clone() for tensor in (*weights.tensors(), *weights.leaves(), *optimizer.moments().values())]
+    return [
+        tensor.detach().clone() for tensor in (*weights.tensors(), *weights.leaves(), *optimizer.moments().values())
+    ]
 
 
 def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -121,7 +134,9 @@ class Reference:
         for copy, gradient in zip(self.copies.values(), found, strict=True):
             copy.grad = gradient.double()
         norm = torch.nn.utils.clip_grad_norm_(self.copies.values(), settings.grad_clip_norm or torch.inf)
-        self.adamw.param_groups[0].update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+        self.adamw.param_groups[0].update(
+            lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+        )
         self.adamw.step()
         return norm.item()
 
@@ -134,7 +149,8 @@ class Reference:
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_steps_with_changing_settings_equal_torch(make: Callable[[], ModelOptimizer], passes: int) -> None:
-    """Gradients of passes are added up in float32, also where a pass does not reach all; one pass's stay as they came where a kernel steps.
+    """Gradients of passes are added up in float32, also where a pass does not reach all; one pass's stay as they came
+    where a kernel steps.
 
     A pass counts when it is added, and in one step only. Halfway another optimizer goes on from what was remembered.
     """
@@ -149,10 +165,15 @@ def test_steps_with_changing_settings_equal_torch(make: Callable[[], ModelOptimi
             if passes > 1 and each != 1:
                 found[each // 2] = None
             before = [total.clone() for total in optimizer.accumulator.gradients or []]
-            add = optimizer.accumulator.contribution([None if gradient is None else gradient.clone() for gradient in found])
+            add = optimizer.accumulator.contribution(
+                [None if gradient is None else gradient.clone() for gradient in found]
+            )
             assert_equal(optimizer.accumulator.gradients or [], before)
             add()
-            sums = [total if gradient is None else total + gradient.float() for total, gradient in zip(sums, found, strict=True)]
+            sums = [
+                total if gradient is None else total + gradient.float()
+                for total, gradient in zip(sums, found, strict=True)
+            ]
             assert_equal(optimizer.accumulator.gradients or [], sums)
         kept_in = HALF if optimizer.kernels and passes == 1 else torch.float32
         assert {total.dtype for total in optimizer.accumulator.totals or []} == {kept_in}
@@ -160,8 +181,14 @@ def test_steps_with_changing_settings_equal_torch(make: Callable[[], ModelOptimi
         reference.assert_like(optimizer.weights)
         if (bounds := optimizer.bounds) is not None:  # they prove that the next step is finite
             moments = optimizer.moments().items()
-            first, second = ([value for name, value in moments if name.endswith(kind)] for kind in ("exp_avg", "exp_avg_sq"))
-            for values, bound in ((optimizer.weights.tensors(), bounds.weight), (first, bounds.first), (second, bounds.second)):
+            first, second = (
+                [value for name, value in moments if name.endswith(kind)] for kind in ("exp_avg", "exp_avg_sq")
+            )
+            for values, bound in (
+                (optimizer.weights.tensors(), bounds.weight),
+                (first, bounds.first),
+                (second, bounds.second),
+            ):
                 assert max(value.abs().max().item() for value in values) <= bound * (1 + 1e-5)
     stepped = everything(optimizer)
     assert optimizer.step(SETTINGS[0])["grad_norm"] == 0.0
@@ -181,7 +208,8 @@ def test_gradients_that_share_their_memory_count_once_each() -> None:
 
 @only_in_kernels
 def test_gradients_of_which_some_are_float32_already_count_as_they_are(make: Callable[[], ModelOptimizer]) -> None:
-    """Memory may end while those of a pass are widened: the pass fails, and the step goes on with what was there before."""
+    """Memory may end while those of a pass are widened: the pass fails, and the step goes on with what was there
+    before."""
     optimizer, plain = make(), make()
     for each in (optimizer, plain):
         accumulate(each, gradients(each.weights, 0))
@@ -203,7 +231,10 @@ def test_the_norm_of_many_numbers_is_exact() -> None:
 
 
 NAN, INF = float("nan"), float("inf")
-NORM, UPDATE = "gradient norm is {}: the step was refused", "the update is not finite: .*weights.* of .* would be infinite or NaN with .*{}"
+NORM, UPDATE = (
+    "gradient norm is {}: the step was refused",
+    "the update is not finite: .*weights.* of .* would be infinite or NaN with .*{}",
+)
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
@@ -252,7 +283,8 @@ def test_weights_that_only_overflow_in_the_working_precision_are_refused() -> No
 def test_a_snapshot_does_not_follow() -> None:
     optimizer = ModelOptimizer(weights_for("lora"))
     snapshot, late = (optimizer.weights.snapshot(new_ref()) for _ in range(2))
-    before = [tensor.clone() for tensor in snapshot.leaves()]  # of the other they are first asked for when training has gone on
+    # Of the other they are first asked for when training has gone on
+    before = [tensor.clone() for tensor in snapshot.leaves()]
     accumulate(optimizer, gradients(optimizer.weights, 0))
     optimizer.step(SETTINGS[0])
     for each in (snapshot, late):
@@ -273,7 +305,9 @@ def test_tensors_with_other_strides_step_too(kernels: Any) -> None:
 
 @pytest.mark.parametrize("state", ["float32", "compact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_a_base_that_lie_otherwise_are_trained_as_gradients_lie(dtype: torch.dtype, state: FullState) -> None:
+def test_weights_of_a_base_that_lie_otherwise_are_trained_as_gradients_lie(
+    dtype: torch.dtype, state: FullState
+) -> None:
     """On a GPU torch's AdamW refuses gradients that are laid out otherwise."""
     parameters = {"turned": drawn(24, 16, seed=0).t(), "straight": drawn(9, 5, seed=1)}
     shape, device = LoraShape(0, 0), torch.device(DEVICE)
@@ -288,14 +322,19 @@ def test_weights_of_a_base_that_lie_otherwise_are_trained_as_gradients_lie(dtype
     optimizer.accumulator.contribution([torch.ones_like(leaf) for leaf in optimizer.weights.leaves()])()
     optimizer.step(SETTINGS[0])
     for name, tensor in optimizer.weights.named_tensors().items():
-        torch.testing.assert_close(tensor.float(), before[name] - SETTINGS[0].lr, rtol=2**-7 * (dtype == torch.bfloat16) + 1e-6, atol=1e-3)
+        torch.testing.assert_close(
+            tensor.float(), before[name] - SETTINGS[0].lr, rtol=2**-7 * (dtype == torch.bfloat16) + 1e-6, atol=1e-3
+        )
 
 
 @only_in_kernels
 def test_a_step_that_fails_halfway_ends_the_worker(
     kernels: Any, make: Callable[[], ModelOptimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights are of no step. To say that they stayed as they were would be wrong, and another step would move some of them twice."""
+    """Its weights are of no step.
+
+    To say that they stayed as they were would be wrong, and another step would move some of them twice.
+    """
     optimizer = make()
     accumulate(optimizer, gradients(optimizer.weights, 0))
     step, calls = kernels.step, []

@@ -1,4 +1,5 @@
-"""A pass that fails: only the datum whose fault it is, and no gradient counts twice; where memory ends, layers are recomputed.
+"""A pass that fails: only the datum whose fault it is, and no gradient counts twice; where memory ends, layers are
+recomputed.
 
 It really runs out in processes of their own, whose address space is limited.
 
@@ -94,12 +95,14 @@ def test_memory_that_runs_out_at_any_operation_of_a_pass_counts_no_gradient_twic
         return memory.operations, {name: gradients(backend, name) for name in "ab"}
 
     total, expected = run(fails=0)
-    # The copy to the host, what makes the sums of both models ready, the end of the backward pass, and far inside of the pass.
+    # The copy to the host, what makes the sums of both models ready, the end of the backward pass, and far inside of
+    # the pass.
     for at in (total, total - 1, total - 20, total - 50, total // 2):
         _, found = run(at)
         for name in "ab":
             for gradient, wanted in zip(found[name], expected[name], strict=True):
-                # Halves round otherwise than the whole does; a gradient that counted twice would be off by all of itself.
+                # Halves round otherwise than the whole does; a gradient that counted twice would be off by all of
+                # itself.
                 assert (gradient - wanted).norm() <= 0.05 * wanted.norm()
 
 
@@ -167,14 +170,17 @@ def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: C
     retries.first = lambda tokens, backward: KEEP_ALL  # type: ignore[method-assign]
     retries.more = lambda recomputation, *rest, **how: chosen.append(recomputation) or more(recomputation, *rest, **how)  # type: ignore[func-returns-value,method-assign]
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((kept + recomputed) / 2 / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        (kept + recomputed) / 2 / torch.cuda.get_device_properties(0).total_memory
+    )
     try:
         assert backend.run_pass(work, backward=True).failures == {}
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert chosen == [KEEP_ALL]
     for one, other in zip(gradients(backend, "a"), expected, strict=True):
-        assert float((one - other).norm()) <= 0.01 * float(other.norm())  # attention's sums on a GPU have no fixed order
+        # attention's sums on a GPU have no fixed order
+        assert float((one - other).norm()) <= 0.01 * float(other.norm())
 
 
 def test_the_free_memory_decides_how_much_is_recomputed() -> None:
@@ -222,7 +228,10 @@ def test_passes_grow_again_after_a_while(text_base: BaseModel) -> None:
 
 @pytest.fixture
 def leave() -> Callable[[float], None]:
-    """Leaves so many bytes to this process, or all there are. What is freed goes back to the system: no limit finds room in it."""
+    """Leaves so many bytes to this process, or all there are.
+
+    What is freed goes back to the system: no limit finds room in it.
+    """
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
 
@@ -268,7 +277,9 @@ def test_a_pass_is_split_and_gives_the_same_gradients_and_what_can_never_fit_is_
 
 @on_cpu
 @pytest.mark.alone
-def test_a_step_without_memory_changes_nothing_and_the_model_goes_on(tmp_path: Path, leave: Callable[[float], None]) -> None:
+def test_a_step_without_memory_changes_nothing_and_the_model_goes_on(
+    tmp_path: Path, leave: Callable[[float], None]
+) -> None:
     """So many rows that no memory freed before has room for the moments of the embedding."""
     write_decoder("qwen3", tmp_path, vocab_size=200_000, num_hidden_layers=1, tie_word_embeddings=True)
     backend = full_backend(base := load(tmp_path), "starved", "fed")
@@ -278,7 +289,8 @@ def test_a_step_without_memory_changes_nothing_and_the_model_goes_on(tmp_path: P
     before = [tensor.clone() for tensor in starved.weights.tensors()]
     leave(2**24)
     with pytest.raises(
-        TinsmithError, match=r"^the step was refused, the gradients are cleared and the weights stay as .*: it needs more memory"
+        TinsmithError,
+        match=r"^the step was refused, the gradients are cleared and the weights stay as .*: it needs more memory",
     ):
         backend.optim_step("starved", SETTINGS)
     leave(math.inf)
@@ -299,7 +311,9 @@ def test_models_that_do_not_fit_beside_the_others_are_refused_with_both_numbers(
 
     def refused(needed: int, spare: int, make: Callable[[], object]) -> None:
         leave(spare)
-        with pytest.raises(TinsmithError, match=r" needs (\S+) GiB of memory on cpu, of which (\S+) GiB are free; ") as error:
+        with pytest.raises(
+            TinsmithError, match=r" needs (\S+) GiB of memory on cpu, of which (\S+) GiB are free; "
+        ) as error:
             make()
         said, free = map(float, re.findall(r"(\S+) GiB", str(error.value))[:2])
         assert said == pytest.approx(needed / 2**30, rel=0.1)

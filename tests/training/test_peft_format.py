@@ -1,9 +1,10 @@
-"""Adapters leave for PEFT and as downloads and come back; transformers and PEFT load them, and merged models, to the same logprobs.
+"""Adapters leave for PEFT and as downloads and come back; transformers and PEFT load them, and merged models, to the
+same logprobs.
 
 What the cookbook makes of downloads: tests/recipes.
 
-Invariant: Transformers and PEFT load an exported checkpoint to the same logprobs, and it comes back; an export is complete or absent.
-Also: `tests/commands/test_exchange.py`, `tests/acceptance/test_exchange.py`.
+Invariant: Transformers and PEFT load an exported checkpoint to the same logprobs, and it comes back; an export is
+complete or absent. Also: `tests/commands/test_exchange.py`, `tests/acceptance/test_exchange.py`.
 
 Invariant: What is wrong in the files of an adapter is named, and nothing in them computes for ever.
 """
@@ -112,11 +113,21 @@ def peft_saves(source: Path, directory: Path, saving: dict[str, bool] | None = N
 
 
 @pytest.mark.parametrize("family", families(FAMILIES))
-def test_peft_loads_an_adapter_to_the_same_logprobs(family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str) -> None:
-    """It comes from the file of a checkpoint, which holds k before q. Parts of a fused layer leave as one adapter of a higher rank."""
+def test_peft_loads_an_adapter_to_the_same_logprobs(
+    family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str
+) -> None:
+    """It comes from the file of a checkpoint, which holds k before q.
+
+    Parts of a fused layer leave as one adapter of a higher rank.
+    """
     base, source = family_base(family), family_dir(family)
     adapter = random_adapter(base, rank=RANK, seed=1)
-    write_peft(adapter_of(adapter.shape, dict(sorted(adapter.masters.items())), adapter.dtype), base.layout, str(source), tmp_path)
+    write_peft(
+        adapter_of(adapter.shape, dict(sorted(adapter.masters.items())), adapter.dtype),
+        base.layout,
+        str(source),
+        tmp_path,
+    )
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     fused = {"in_proj_qkv": 3} if family == "qwen3_5" else {}
     assert (config["r"], config["rank_pattern"]) == (RANK, {name: parts * RANK for name, parts in fused.items()})
@@ -145,7 +156,8 @@ def random_full(base: BaseModel) -> FullWeights:
 def test_transformers_loads_a_merged_model_to_the_same_logprobs(
     family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str, make: Callable[[BaseModel], Weights]
 ) -> None:
-    """With all files of the base that hold no weights, whatever they say: Vicuna's generation settings contradict each other."""
+    """With all files of the base that hold no weights, whatever they say: Vicuna's generation settings contradict each
+    other."""
     base, source = family_base(family), tmp_path / "base"
     shutil.copytree(family_dir(family), source)
     (source / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
@@ -156,7 +168,9 @@ def test_transformers_loads_a_merged_model_to_the_same_logprobs(
     write_merged(weights, base.layout, str(source), tmp_path / "merged")
     assert_alike(transformers_model(tmp_path / "merged"), base, weights)
     written = {file.relative_to(source) for file in source.rglob("*") if file.is_file()}
-    assert {file.relative_to(tmp_path / "merged") for file in (tmp_path / "merged").rglob("*") if file.is_file()} == written
+    assert {
+        file.relative_to(tmp_path / "merged") for file in (tmp_path / "merged").rglob("*") if file.is_file()
+    } == written
     for name in written - {Path("config.json"), Path("model.safetensors")}:
         assert (tmp_path / "merged" / name).read_bytes() == (source / name).read_bytes()
 
@@ -167,7 +181,12 @@ def test_a_base_of_other_layers_is_refused(family_base: Bases, family_dir: Dirs,
     adapter, strange = random_adapter(family_base("llama"), rank=RANK), random_full(family_base("qwen2"))
     write: Any
     for layers, write, weights, message in (
-        (2, write_merged, strange, r"holds layers.0.self_attn.q_proj.bias of shape \(64,\), which this base model does not have"),
+        (
+            2,
+            write_merged,
+            strange,
+            r"holds layers.0.self_attn.q_proj.bias of shape \(64,\), which this base model does not have",
+        ),
         (1, write_merged, adapter, "adapts layers.1.self_attn.q_proj of 64 x 64, which this base model does not have"),
         (1, write_peft, adapter, "adapts layers.1.self_attn.q_proj of 64 x 64, which this base model does not have"),
         (3, write_merged, adapter, "its weights lack"),
@@ -186,7 +205,11 @@ PATTERNS = {"rank_pattern": {"q_proj": 4, r"layers.\d+.mlp.up_proj": 4}, "alpha_
     [
         ("qwen3", 4, {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]}),
         ("qwen3", 4, {"r": 8, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], **PATTERNS}),
-        ("qwen3", 4, {"r": 8, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], "use_rslora": True, **PATTERNS}),
+        (
+            "qwen3",
+            4,
+            {"r": 8, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], "use_rslora": True, **PATTERNS},
+        ),
         ("qwen3_5", 4, {"r": 4, "lora_alpha": 6, "target_modules": ["in_proj_qkv", "out_proj", "q_proj"]}),
         ("qwen3_5", 12, {"r": 4, "target_modules": ["in_proj_qkv"], "rank_pattern": {"in_proj_qkv": 12}}),
     ],
@@ -210,7 +233,9 @@ def test_an_adapter_that_peft_saved_is_read_with_the_scale_of_each_layer(
     assert_alike(twin, base, adapter, bound=1e-3 if family == "qwen3_5" else 1e-4)
 
 
-def test_a_download_has_the_parts_of_a_fused_layer_as_layers_of_their_own(hybrid: BaseModel, family_dir: Dirs, tmp_path: Path) -> None:
+def test_a_download_has_the_parts_of_a_fused_layer_as_layers_of_their_own(
+    hybrid: BaseModel, family_dir: Dirs, tmp_path: Path
+) -> None:
     """So the hosted service names them, and so the Tinker cookbook expects them."""
     adapter = random_adapter(hybrid, rank=5, seed=1)
     write_download(adapter, hybrid.layout, str(family_dir("qwen3_5")), "x", tmp_path)
@@ -218,7 +243,9 @@ def test_a_download_has_the_parts_of_a_fused_layer_as_layers_of_their_own(hybrid
     tensors = load_file(tmp_path / WEIGHTS)
     for part in "qkv":
         for matrix, own in zip("AB", adapter.masters[f"{FUSED}.{part}"], strict=True):
-            assert torch.equal(tensors[f"base_model.model.model.layers.0.linear_attn.in_proj_{part}.lora_{matrix}.weight"], own)
+            assert torch.equal(
+                tensors[f"base_model.model.model.layers.0.linear_attn.in_proj_{part}.lora_{matrix}.weight"], own
+            )
 
 
 @pytest.mark.parametrize(
@@ -228,10 +255,11 @@ def test_a_download_has_the_parts_of_a_fused_layer_as_layers_of_their_own(hybrid
 def test_modules_of_a_download_are_named_as_the_cookbook_expects_for_the_files_of_the_base(
     family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str, prefix: str, shards: str
 ) -> None:
-    """llama has an output projection of its own; the files of the tiny Qwen2.5-VL, as those on the Hub, leave `language_model.` out.
+    """llama has an output projection of its own; the files of the tiny Qwen2.5-VL, as those on the Hub, leave
+    `language_model.` out.
 
-    The configuration of an adapter targets all modules, or all but the output projection, so that PEFT refuses it. The hosted service
-    calls the output projection `model.unembed_tokens`.
+    The configuration of an adapter targets all modules, or all but the output projection, so that PEFT refuses it. The
+    hosted service calls the output projection `model.unembed_tokens`.
     """
     base, source = family_base(family), family_dir(family)
     if shards != "5GB":
@@ -240,14 +268,19 @@ def test_modules_of_a_download_are_named_as_the_cookbook_expects_for_the_files_o
     adapter = random_adapter(base, rank=RANK, seed=1)
     write_download(adapter, base.layout, str(source), "the base", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    names = {key.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for key in tensors if ".lora_A" in key}
+    names = {
+        key.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for key in tensors if ".lora_A" in key
+    }
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert names - set(config["target_modules"]) == ({"lm_head"} if family == "qwen3_vl" else set())
     assert config["base_model_name_or_path"] == "the base"
     assert {f"{prefix}layers.0.self_attn.q_proj", "lm_head"} < names
     assert all(name.startswith(f"{prefix}layers.") or name == "lm_head" for name in names)
     assert_same(read_peft(tmp_path / "out", base.layout), adapter)
-    rewrite(tmp_path / "out", lambda tensors: {key.replace(".lm_head.", ".model.unembed_tokens."): own for key, own in tensors.items()})
+    rewrite(
+        tmp_path / "out",
+        lambda tensors: {key.replace(".lm_head.", ".model.unembed_tokens."): own for key, own in tensors.items()},
+    )
     assert_same(read_peft(tmp_path / "out", base.layout), adapter)
 
 
@@ -266,7 +299,10 @@ def short_of_a_row(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def covered_twice(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     a, b = tensors[KEY % "A"], tensors[KEY % "B"]
-    return tensors | {KEY.replace("qkv", "q") % "A": a[:RANK].clone(), KEY.replace("qkv", "q") % "B": b[:32, :RANK].clone()}
+    return tensors | {
+        KEY.replace("qkv", "q") % "A": a[:RANK].clone(),
+        KEY.replace("qkv", "q") % "B": b[:32, :RANK].clone(),
+    }
 
 
 WRONG_FOR_A_HYBRID: dict[str, tuple[Any, str]] = {
@@ -277,15 +313,30 @@ WRONG_FOR_A_HYBRID: dict[str, tuple[Any, str]] = {
         )
         for module, ranks in (("in_proj_a", {}), ("in_proj_b", {}), ("conv1d", {"conv1d": 128}))
     },
-    "several ranks": ({"r": 8, "target_modules": ["q_proj", "up_proj"], "rank_pattern": {"q_proj": 4}}, "the adapter has several ranks"),
+    "several ranks": (
+        {"r": 8, "target_modules": ["q_proj", "up_proj"], "rank_pattern": {"q_proj": 4}},
+        "the adapter has several ranks",
+    ),
     "of parts": (
         {"r": 4, "target_modules": ["in_proj_qkv", "q_proj"], "rank_pattern": {"in_proj_qkv": 12}},
         "not block-diagonal; .*q, k, v",
     ),
-    "B off its diagonal": (partial(rewrite, change=partial(off_diagonal, value=1e-30)), "lora_B of rank 12 is not block-diagonal"),
-    "B not a number": (partial(rewrite, change=partial(off_diagonal, value=float("nan"))), "in_proj_qkv.lora_B.weight holds values that"),
-    "B short of a row": (partial(rewrite, change=short_of_a_row), r"are \(12, 64\) and \(127, 12\), which does not fit rank 12"),
-    "a layer twice": (partial(rewrite, change=covered_twice), r"the same layer twice, as \S+in_proj_qkv and as \S+in_proj_q;"),
+    "B off its diagonal": (
+        partial(rewrite, change=partial(off_diagonal, value=1e-30)),
+        "lora_B of rank 12 is not block-diagonal",
+    ),
+    "B not a number": (
+        partial(rewrite, change=partial(off_diagonal, value=float("nan"))),
+        "in_proj_qkv.lora_B.weight holds values that",
+    ),
+    "B short of a row": (
+        partial(rewrite, change=short_of_a_row),
+        r"are \(12, 64\) and \(127, 12\), which does not fit rank 12",
+    ),
+    "a layer twice": (
+        partial(rewrite, change=covered_twice),
+        r"the same layer twice, as \S+in_proj_qkv and as \S+in_proj_q;",
+    ),
 }
 """What is done to an adapter, or with which options PEFT saves one that no model here can have."""
 DAMAGED_ADAPTERS: dict[str, tuple[Any, str]] = {
@@ -293,24 +344,44 @@ DAMAGED_ADAPTERS: dict[str, tuple[Any, str]] = {
     "no adapter": (lambda folder: (folder / CONFIG).unlink(), "is no PEFT adapter"),
     **{
         str(option): (partial(set_option, **option), f"{next(iter(option))}.* of PEFT cannot be used")
-        for option in ({"use_dora": True}, {"bias": "all"}, {"layer_replication": [[0, 1]]}, {"init_lora_weights": "pissa_niter_4"})
+        for option in (
+            {"use_dora": True},
+            {"bias": "all"},
+            {"layer_replication": [[0, 1]]},
+            {"init_lora_weights": "pissa_niter_4"},
+        )
     },
-    "another rank": (partial(set_option, rank_pattern={"q_proj": 2}), "lora_A and lora_B are .*, which does not fit rank 2 and this base"),
+    "another rank": (
+        partial(set_option, rank_pattern={"q_proj": 2}),
+        "lora_A and lora_B are .*, which does not fit rank 2 and this base",
+    ),
     "empty": (partial(put, name=CONFIG, content=""), "adapter_config.json is damaged"),
     "deep": (partial(put, name=CONFIG, content="[" * 10**5), "adapter_config.json is damaged"),
     "nothing": (partial(put, name=CONFIG, content="{}"), "peft_type=None of PEFT cannot be used"),
     "weights pointer": (partial(put, name=WEIGHTS, content="version https://git-lfs"), "is a pointer of Git LFS"),
-    "weights cut": (lambda folder: put(folder, WEIGHTS, (folder / WEIGHTS).read_bytes()[:-5]), "adapter_model.safetensors is cut"),
-    "pickled": (lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"), "again with safe_serialization=True"),
+    "weights cut": (
+        lambda folder: put(folder, WEIGHTS, (folder / WEIGHTS).read_bytes()[:-5]),
+        "adapter_model.safetensors is cut",
+    ),
+    "pickled": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"),
+        "again with safe_serialization=True",
+    ),
     "beyond float32": (
         partial(rewrite, change=lambda tensors: {name: tensor.double() * 1e300 for name, tensor in tensors.items()}),
         "with its scale, is larger than float32 holds",
     ),
     **{
-        str(dtype): (partial(rewrite, change=partial(in_dtype, dtype=dtype)), f"is in {str(dtype)[6:]}, which cannot be used")
+        str(dtype): (
+            partial(rewrite, change=partial(in_dtype, dtype=dtype)),
+            f"is in {str(dtype)[6:]}, which cannot be used",
+        )
         for dtype in (torch.int64, torch.complex64, torch.float8_e4m3fn)
     },
-    "a rank of 400 digits": (partial(set_option, r=10**400), r"r=1\d+\.\.\.\d+ must be a whole number from 1 to 1,000,000"),
+    "a rank of 400 digits": (
+        partial(set_option, r=10**400),
+        r"r=1\d+\.\.\.\d+ must be a whole number from 1 to 1,000,000",
+    ),
     **{f"r {value!r}": (partial(set_option, r=value), "r=") for value in (None, 0, "4", 4.0, True, float("nan"))},
     **{
         f"alpha {value!r}": (partial(set_option, lora_alpha=value), "lora_alpha=")
@@ -320,16 +391,30 @@ DAMAGED_ADAPTERS: dict[str, tuple[Any, str]] = {
     "no expression": (partial(set_option, rank_pattern={"q_proj(": 4}), "rank_pattern has 'q_proj\\('"),
     "too many": (partial(set_option, rank_pattern={f"q_{number}": 4 for number in range(2001)}), "rank_pattern="),
     "too long": (partial(set_option, rank_pattern={"q" * 201: 4}), "rank_pattern has"),
-    "many stars": (partial(set_option, alpha_pattern={f".*{number}.*": 4 for number in range(9)}), "more than 8 patterns"),
+    "many stars": (
+        partial(set_option, alpha_pattern={f".*{number}.*": 4 for number in range(9)}),
+        "more than 8 patterns",
+    ),
     **{
         f"for ever: {key[:12]}": (partial(set_option, alpha_pattern={key: 4}), "alpha_pattern has")
-        for key in (r"((\w|\.)+)+!", "(a|a)*$", ".*.*.*.*.*.*!", "(.|.)" * 40, "(a|(b|c))", "[a-z]+[a-z]+!", "(a|b)(a|b)", "layers.[9-0]")
+        for key in (
+            r"((\w|\.)+)+!",
+            "(a|a)*$",
+            ".*.*.*.*.*.*!",
+            "(.|.)" * 40,
+            "(a|(b|c))",
+            "[a-z]+[a-z]+!",
+            "(a|b)(a|b)",
+            "layers.[9-0]",
+        )
     },
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGED_ADAPTERS)
-def test_a_damaged_adapter_is_named_with_its_file_or_layer(kind: str, family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
+def test_a_damaged_adapter_is_named_with_its_file_or_layer(
+    kind: str, family_base: Bases, family_dir: Dirs, tmp_path: Path
+) -> None:
     base = family_base("qwen3_5" if kind in WRONG_FOR_A_HYBRID else "qwen3")
     damage, message = DAMAGED_ADAPTERS[kind]
     if callable(damage):
@@ -349,7 +434,13 @@ def test_a_damaged_adapter_is_named_with_its_file_or_layer(kind: str, family_bas
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_copies_of_layers_of_the_base_that_peft_saves_are_compared_and_dropped(
-    family: str, copied: str, modules: list[str], options: dict[str, bool], family_base: Bases, family_dir: Dirs, tmp_path: Path
+    family: str,
+    copied: str,
+    modules: list[str],
+    options: dict[str, bool],
+    family_base: Bases,
+    family_dir: Dirs,
+    tmp_path: Path,
 ) -> None:
     """Of a model with an output projection of its own, and of one whose embedding it is."""
     base, source = family_base(family), str(family_dir(family))
@@ -357,19 +448,32 @@ def test_copies_of_layers_of_the_base_that_peft_saves_are_compared_and_dropped(
     key = f"base_model.model.{copied}.base_layer.weight" if copied == "lm_head" else f"base_model.model.{copied}.weight"
     assert key in load_file(tmp_path / WEIGHTS)
     assert_alike(twin, base, read_peft(tmp_path, base.layout, source))
-    with pytest.raises(UserError, match=r"has no such weights in safetensors .* to compare it with; download them, or save"):
+    with pytest.raises(
+        UserError, match=r"has no such weights in safetensors .* to compare it with; download them, or save"
+    ):
         read_peft(tmp_path, base.layout, "nobody/nothing")
     rewrite(tmp_path, lambda tensors: tensors | {key: tensors[key] + 0.01})
-    with pytest.raises(UserError, match=f"which is not that of {source}: use the base model that the adapter was trained on"):
+    with pytest.raises(
+        UserError, match=f"which is not that of {source}: use the base model that the adapter was trained on"
+    ):
         read_peft(tmp_path, base.layout, source)
 
 
-PLAIN = (".*self_attn.*", ".*layers.[01].*", "layers.[0-9]+.self_attn", r"^model\..*\.(0|1)\..*q_proj$", ".*.q_[a-z]roj", ".*_attn.*q.*oj")
+PLAIN = (
+    ".*self_attn.*",
+    ".*layers.[01].*",
+    "layers.[0-9]+.self_attn",
+    r"^model\..*\.(0|1)\..*q_proj$",
+    ".*.q_[a-z]roj",
+    ".*_attn.*q.*oj",
+)
 
 
 @pytest.mark.parametrize("key", PLAIN)
 def test_plain_patterns_are_matched_as_peft_matches_them(key: str, family_base: Bases, tmp_path: Path) -> None:
-    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4, "alpha_pattern": {key: 8}}))
+    (tmp_path / CONFIG).write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4, "alpha_pattern": {key: 8}})
+    )
     config, layout = read_peft_config(tmp_path / CONFIG), family_base("qwen3").layout
     names = [layout.module_name(name) for name in layout.targets]
     assert [config.scale_of(name) == 2 for name in names] == [get_pattern_key([key], name) == key for name in names]

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.errors import UserError
-from tinsmith.wire.compression import HEADER_BYTES, TooLargeError, decompress, decompress_beginning, packed, unpacked, unpacked_size
+from tinsmith.wire.compression import (
+    HEADER_BYTES,
+    TooLargeError,
+    decompress,
+    decompress_beginning,
+    packed,
+    unpacked,
+    unpacked_size,
+)
 
 
 @given(st.lists(st.binary(max_size=3000), max_size=4))

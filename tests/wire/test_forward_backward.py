@@ -27,7 +27,9 @@ from tinsmith.wire.forward_backward import (
     parse,
 )
 
-text_chunks = st.builds(lambda tokens: types.EncodedTextChunk(tokens=tokens), st.lists(st.integers(0, 2**31 - 1), max_size=5))
+text_chunks = st.builds(
+    lambda tokens: types.EncodedTextChunk(tokens=tokens), st.lists(st.integers(0, 2**31 - 1), max_size=5)
+)
 image_chunks = st.builds(
     lambda data, format, count: types.ImageChunk(data=data, format=format, expected_tokens=count),
     st.binary(max_size=8),
@@ -64,7 +66,9 @@ def decode(body: bytes) -> ForwardBackwardRequest:
 
 
 @given(st.lists(datums, max_size=3), configs, st.booleans())
-def test_what_the_sdk_encodes_comes_back(data: list[Any], config: dict[str, float | str] | None, forward_only: bool) -> None:
+def test_what_the_sdk_encodes_comes_back(
+    data: list[Any], config: dict[str, float | str] | None, forward_only: bool
+) -> None:
     body = encode(sdk_request([sdk_datum(chunks, inputs) for chunks, inputs in data], config), forward_only)
     stored = move_images_out(parse(body))
     decoded = decode_stored(stored.payload, stored.image_digests)
@@ -113,7 +117,10 @@ def test_provenance_spans_are_read() -> None:
         loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(np.array([2, 3]))},
     ).with_provenance(
         [PromptProvenanceSpan(sequence_id="p", length=2), SampledProvenanceSpan(sequence_id="s", length=0)],
-        [PromptProvenanceSpan(sequence_id="p", offset=1, length=1), SampledProvenanceSpan(sequence_id="s", offset=4, length=1)],
+        [
+            PromptProvenanceSpan(sequence_id="p", offset=1, length=1),
+            SampledProvenanceSpan(sequence_id="s", offset=4, length=1),
+        ],
     )
     (read,) = decode(encode(sdk_request([datum]))).data
     assert read.model_input_spans == (ProvenanceSpan("p", 0, 2, sampled=False), ProvenanceSpan("s", 0, 0, sampled=True))
@@ -145,7 +152,11 @@ RESIZED = tinker_pb2.ImageChunk(format="png", override_dimensions=tinker_pb2.Ima
         (b"\xff\xff\xff", UserError, "not a protobuf ForwardBackwardRequest"),
         (of_datums() + b"\x9a\x06\x01x", NotBuiltError, "does not know"),  # a field 99
         (second_datum(), UserError, "datum 1: chunk 0: the chunk is empty"),
-        (second_datum(encoded_text=tinker_pb2.EncodedTextChunk(tokens=b"12345")), UserError, "datum 1: chunk 0: tokens has 5 bytes"),
+        (
+            second_datum(encoded_text=tinker_pb2.EncodedTextChunk(tokens=b"12345")),
+            UserError,
+            "datum 1: chunk 0: tokens has 5 bytes",
+        ),
         (second_datum(dmel=tinker_pb2.DmelChunk(dmel=b"x")), NotBuiltError, "datum 1: chunk 0: audio"),
         (second_datum(image=tinker_pb2.ImageChunk(format="gif")), UserError, "datum 1: chunk 0: image format 'gif'"),
         (second_datum(image=tinker_pb2.ImageChunk(format="png", expected_tokens=0)), UserError, "expected_tokens=0"),
@@ -164,7 +175,10 @@ arrays = st.tuples(st.integers(0, 4), st.sampled_from([(), (2,), (3,)])).map(
 )
 
 
-@given(st.lists(arrays, max_size=6), st.dictionaries(st.sampled_from(["loss:sum", "tokens:sum"]), st.floats(allow_nan=False)))
+@given(
+    st.lists(arrays, max_size=6),
+    st.dictionaries(st.sampled_from(["loss:sum", "tokens:sum"]), st.floats(allow_nan=False)),
+)
 def test_the_sdk_reads_our_output_in_order(logprobs: list[NDArray[Any]], metrics: dict[str, float]) -> None:
     outputs = [{"logprobs": array, "length": np.array([len(array)], dtype=np.int64)} for array in logprobs]
     read = deserialize_forward_backward_output(encode_output(outputs, metrics))

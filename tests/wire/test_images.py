@@ -64,7 +64,12 @@ def png_of_16_bits(colour_type: int, *values: int) -> bytes:
 
     header = struct.pack(">IIBBBBB", len(values) // channels, 1, 16, colour_type, 0, 0, 0)
     row = b"\0" + np.array(values, dtype=">u2").tobytes()
-    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", zlib.compress(row)) + png_chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + png_chunk(b"IHDR", header)
+        + png_chunk(b"IDAT", zlib.compress(row))
+        + png_chunk(b"IEND", b"")
+    )
 
 
 def test_grey_of_16_bits_is_scaled_exactly() -> None:
@@ -85,7 +90,9 @@ def test_grey_of_16_bits_is_scaled_exactly() -> None:
     ],
     ids=["RGB", "grey with alpha", "RGBA"],
 )
-def test_of_other_16_bit_images_the_upper_8_bits_are_kept(colour_type: int, values: list[int], pixels: list[list[int]]) -> None:
+def test_of_other_16_bit_images_the_upper_8_bits_are_kept(
+    colour_type: int, values: list[int], pixels: list[list[int]]
+) -> None:
     assert np.asarray(decode(png_of_16_bits(colour_type, *values), "png", LIMITS))[0].tolist() == pixels
 
 
@@ -102,7 +109,10 @@ def test_a_cmyk_jpeg_has_the_colours_that_it_shows() -> None:
         (encoded("gif"), "png", "not a PNG or JPEG"),
         (encoded("gif"), "gif", "format 'gif' is not supported"),
         (b"", "png", "not a PNG or JPEG"),
-        *((png_that_claims(side, side), "png", "max_image_pixels allows 50000000") for side in (8_000, 20_000, 2**31 - 1)),
+        *(
+            (png_that_claims(side, side), "png", "max_image_pixels allows 50000000")
+            for side in (8_000, 20_000, 2**31 - 1)
+        ),
         (encoded("png", (201, 1)), "png", "max_aspect"),
     ],
 )
@@ -114,7 +124,10 @@ def test_a_wrong_label_and_a_bomb_are_refused_by_the_header(data: bytes, format:
 @pytest.mark.parametrize("format", ["png", "jpeg"])
 def test_bytes_and_aspect_are_limited_and_broken_images_refused(format: str) -> None:
     assert read_header(encoded(format, (1, 200)), format, LIMITS) == ImageHeader(1, 200)
-    assert (decode(encoded(format), format, LIMITS).mode, decode(encoded(format), format, LIMITS).size) == ("RGB", (6, 4))
+    assert (decode(encoded(format), format, LIMITS).mode, decode(encoded(format), format, LIMITS).size) == (
+        "RGB",
+        (6, 4),
+    )
     with pytest.raises(UserError, match="max_image_mib"):
         read_header(encoded(format), format, ImagesConfig(max_image_mib=0.00001))
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
@@ -163,5 +176,8 @@ def test_a_jpeg_of_many_scans_is_refused_by_its_header() -> None:
         read_header(data[:-2] + last * 1000 + data[-2:], "jpeg", LIMITS)
     limits = ImagesConfig(max_image_pixels=640 * 480)  # the largest images may have some, all others more
     assert read_header(data[:-2] + last * 10 + data[-2:], "jpeg", limits) == ImageHeader(640, 480)
-    with pytest.raises(UserError, match="the jpeg image has 21 scans over 640 x 480 pixels; at most 20 scans over max_image_pixels=307200"):
+    with pytest.raises(
+        UserError,
+        match="the jpeg image has 21 scans over 640 x 480 pixels; at most 20 scans over max_image_pixels=307200",
+    ):
         read_header(data[:-2] + last * 11 + data[-2:], "jpeg", limits)

@@ -29,7 +29,9 @@ def request(*data: pb.Datum, seq_id: int = 7) -> bytes:
     st.sampled_from([1, 127, 128, 300, 2**31 - 1]),
 )
 def test_key_and_counts_are_those_of_the_parsed_message(data: list[list[pb.Chunk]], seq_id: int) -> None:
-    inspection = Inspection(request(*[pb.Datum(model_input=chunks) for chunks in data], seq_id=seq_id), RequestsConfig())
+    inspection = Inspection(
+        request(*[pb.Datum(model_input=chunks) for chunks in data], seq_id=seq_id), RequestsConfig()
+    )
     assert inspection.key == RequestKey("s:train:0", seq_id)
     assert inspection.counts["datums"] == len(data)
     assert inspection.counts["chunks"] == sum(len(chunks) for chunks in data)
@@ -37,9 +39,12 @@ def test_key_and_counts_are_those_of_the_parsed_message(data: list[list[pb.Chunk
 
 
 def test_what_the_sdk_may_put_into_one_request_is_taken() -> None:
-    """It cuts a call at 1,024 datums or 5 MB, whatever is in them: small images, or the four provenance spans of each short turn."""
+    """It cuts a call at 1,024 datums or 5 MB, whatever is in them: small images, or the four provenance spans of each
+    short turn."""
     turn = pb.ProvenanceSpan(prompt_tokens=pb.PromptProvenanceSpan(sequence_id="a", offset=0, length=1))
-    datum = pb.Datum(model_input=[TEXT, IMAGE, TEXT, IMAGE], model_input_spans=[turn] * 40, loss_fn_input_spans=[turn] * 40)
+    datum = pb.Datum(
+        model_input=[TEXT, IMAGE, TEXT, IMAGE], model_input_spans=[turn] * 40, loss_fn_input_spans=[turn] * 40
+    )
     inspection = Inspection(request(*[datum] * 1024), RequestsConfig())
     assert (inspection.counts["datums"], inspection.counts["images"]) == (1024, 2048)
 
@@ -50,7 +55,10 @@ def test_what_the_sdk_may_put_into_one_request_is_taken() -> None:
         ([pb.Datum()] * 4, "datum 3: the request holds more than 3 datums (max_datums)"),
         ([pb.Datum(model_input=[TEXT] * 3)] * 2, "datum 1: the request holds more than 5 chunks (max_chunks)"),
         ([pb.Datum(model_input=[IMAGE] * 3)], "datum 0: the request holds more than 2 images (max_images)"),
-        ([pb.Datum(loss_fn_inputs={str(n): pb.Tensor() for n in range(33)})], "datum 0: loss_fn_inputs has more than 32 entries"),
+        (
+            [pb.Datum(loss_fn_inputs={str(n): pb.Tensor() for n in range(33)})],
+            "datum 0: loss_fn_inputs has more than 32 entries",
+        ),
     ],
     ids=["datums", "chunks", "images", "tensors"],
 )
@@ -68,7 +76,9 @@ def test_more_tokens_than_any_model_takes_are_refused_and_as_many_are_taken() ->
     fits, long = pb.Datum(model_input=[text(500), text(500)]), pb.Datum(model_input=[text(500), text(510)])
     assert Inspection(request(fits, fits), LIMITS, longest=1000).counts["datums"] == 2
     assert Inspection(request(long), LIMITS).counts["datums"] == 1
-    with pytest.raises(LimitError, match="datum 1: the model input holds more than 1000 tokens, the longest context window") as refused:
+    with pytest.raises(
+        LimitError, match="datum 1: the model input holds more than 1000 tokens, the longest context window"
+    ) as refused:
         Inspection(request(fits, long), LIMITS, longest=1000)
     assert refused.value.key == RequestKey("s:train:0", 7)
 
@@ -86,7 +96,9 @@ def test_counting_ends_at_the_limit() -> None:
             Inspection(request() + many * 600_000, RequestsConfig())
 
 
-@pytest.mark.parametrize("body", [b"\xff\xff", b"\x0a\x05ab", b"\x1a\x03\x0a\x05a", b"\x0b", b"\x08", b"\x0a\x01\xff", b"\xff" * 20])
+@pytest.mark.parametrize(
+    "body", [b"\xff\xff", b"\x0a\x05ab", b"\x1a\x03\x0a\x05a", b"\x0b", b"\x08", b"\x0a\x01\xff", b"\xff" * 20]
+)
 def test_what_is_no_protobuf_is_refused(body: bytes) -> None:
     with pytest.raises(UserError, match="not a protobuf ForwardBackwardRequest"):
         Inspection(body, RequestsConfig())

@@ -15,14 +15,17 @@ def test_a_path_is_read_as_it_was_written(kind: CheckpointKind, name: str) -> No
     assert parse_path(str(path)) == path
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\\b", "a?b", "a#b", "a%2fb", "a\nb", "a\0", " a", "a ", "x" * 201])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "/a", "a\\b", "a?b", "a#b", "a%2fb", "a\nb", "a\0", " a", "a ", "x" * 201]
+)
 def test_a_name_is_one_printable_segment(name: str) -> None:
     with pytest.raises(UserError, match="cannot name a checkpoint"):
         check_name(name)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "m/weights/a", "tinker://m/weights", "tinker://m/other/a", "tinker:///weights/a", "tinker://m/weights/a/b"]
+    "text",
+    ["", "m/weights/a", "tinker://m/weights", "tinker://m/other/a", "tinker:///weights/a", "tinker://m/weights/a/b"],
 )
 def test_other_texts_are_no_paths(text: str) -> None:
     with pytest.raises(UserError, match="is not tinker://MODEL_ID"):

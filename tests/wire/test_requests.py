@@ -41,7 +41,10 @@ def sent(request: BaseModel) -> bytes:
         (service.RetrieveFutureRequest, SdkRetrieve(request_id="r", allow_metadata_only=True)),
         (training.CreateModelRequest, SdkCreateModel(session_id="s", model_seq_id=0, base_model="b", lora_config=LORA)),
         (training.SaveWeightsForSamplerRequest, SdkSaveForSampler(model_id="m", seq_id=3, sampling_session_seq_id=0)),
-        (service.CreateSamplingSessionRequest, SdkSamplingSession(session_id="s", sampling_session_seq_id=0, base_model="b")),
+        (
+            service.CreateSamplingSessionRequest,
+            SdkSamplingSession(session_id="s", sampling_session_seq_id=0, base_model="b"),
+        ),
     ],
 )
 def test_bodies_of_the_sdk_are_read(model: type[BaseModel], request_of_the_sdk: Any) -> None:
@@ -51,7 +54,9 @@ def test_bodies_of_the_sdk_are_read(model: type[BaseModel], request_of_the_sdk: 
 
 
 def test_an_optim_step_of_the_sdk_is_read_with_its_defaults() -> None:
-    body = sent(SdkOptimStep(model_id="m", seq_id=2, optim_params=types.AdamParams(learning_rate=0.5, grad_clip_norm=1.0)))
+    body = sent(
+        SdkOptimStep(model_id="m", seq_id=2, optim_params=types.AdamParams(learning_rate=0.5, grad_clip_norm=1.0))
+    )
     parsed = parse_json(training.OptimStepRequest, body)
     assert parsed.adam_params == training.AdamParams(learning_rate=0.5, grad_clip_norm=1.0)
     assert training.AdamParams().model_dump() == types.AdamParams().model_dump()
@@ -85,43 +90,80 @@ NOTHING = {"rank": 8, "train_unembed": False, "train_mlp": False, "train_attn": 
                 ({"nesterov": True}, "nesterov: Extra inputs are not permitted, got True"),
             )
         ),
-        (training.OptimStepRequest, b'{"model_id":"m","seq_id":1,"adam_params":{"learning_rate":Infinity}}', "learning_rate"),
-        *((training.OperationKey, json.dumps({"model_id": "m", "seq_id": n}).encode(), "seq_id") for n in (0, 2**31, 2**70, "1", 1.5)),
+        (
+            training.OptimStepRequest,
+            b'{"model_id":"m","seq_id":1,"adam_params":{"learning_rate":Infinity}}',
+            "learning_rate",
+        ),
+        *(
+            (training.OperationKey, json.dumps({"model_id": "m", "seq_id": n}).encode(), "seq_id")
+            for n in (0, 2**31, 2**70, "1", 1.5)
+        ),
         (training.OptimStepRequest, operation(optimizer_params={"type": "dimuon", "learning_rate": 1}), "not built"),
         (training.CreateModelRequest, creation(base_model="b", lora_config=NOTHING), "one of train_unembed"),
         (training.SaveWeightsForSamplerRequest, operation(), "either path"),
         (training.SaveWeightsForSamplerRequest, operation(path="a", sampling_session_seq_id=0), "either path"),
         (training.SaveWeightsForSamplerRequest, operation(path="a", kind="inflight"), "a checkpoint never changes"),
-        (training.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, ttl_seconds=3600), "belong to a checkpoint"),
+        (
+            training.SaveWeightsForSamplerRequest,
+            operation(sampling_session_seq_id=0, ttl_seconds=3600),
+            "belong to a checkpoint",
+        ),
         (training.SaveWeightsRequest, operation(path="a", ttl_seconds=3599), "ttl_seconds"),
         (training.SaveWeightsRequest, operation(path="a", ttl_seconds=400_000_000), "ttl_seconds"),
         (training.SaveWeightsRequest, operation(path="a\nb"), "cannot name a checkpoint"),
-        (training.LoadWeightsRequest, operation(path="a", optimizer=True, weights_access_token="t"), "weights_access_token"),
-        (training.CreateFromCheckpointRequest, creation(path="a", optimizer=True, optimizer_config=ADAMW), "cannot replace"),
-        (service.CreateSamplingSessionRequest, orjson.dumps({"session_id": "s", "sampling_session_seq_id": 0}), "is needed"),
+        (
+            training.LoadWeightsRequest,
+            operation(path="a", optimizer=True, weights_access_token="t"),
+            "weights_access_token",
+        ),
+        (
+            training.CreateFromCheckpointRequest,
+            creation(path="a", optimizer=True, optimizer_config=ADAMW),
+            "cannot replace",
+        ),
+        (
+            service.CreateSamplingSessionRequest,
+            orjson.dumps({"session_id": "s", "sampling_session_seq_id": 0}),
+            "is needed",
+        ),
     ],
 )
-def test_what_is_wrong_impossible_or_not_built_is_refused_and_named(model: type[BaseModel], body: bytes, message: str) -> None:
+def test_what_is_wrong_impossible_or_not_built_is_refused_and_named(
+    model: type[BaseModel], body: bytes, message: str
+) -> None:
     with pytest.raises(NotBuiltError if message == "not built" else UserError, match=message):
         parse_json(model, body)
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora_config": None}, {"lora_config": {"rank": 0}}])
 def test_without_a_rank_all_parameters_are_trained(lora: dict[str, Any]) -> None:
-    assert parse_json(training.CreateModelRequest, creation(base_model="b", **lora)).lora_config == training.LoraConfig(rank=0)
+    assert parse_json(training.CreateModelRequest, creation(base_model="b", **lora)).lora_config == training.LoraConfig(
+        rank=0
+    )
 
 
 def test_a_poll_names_samples_of_its_session_and_each_once() -> None:
     named = ["s:sample:0/1", "x", "t:sample:0/1", "s:sample:0/2", "s:sample:0/1", "s:sample:01/1"]
-    asked = service.parse_poll(orjson.dumps({"target": {"sampling_session_id": "s:sample:0"}, "retrieved_request_ids": named}))
+    asked = service.parse_poll(
+        orjson.dumps({"target": {"sampling_session_id": "s:sample:0"}, "retrieved_request_ids": named})
+    )
     assert asked.retrieved_request_ids == ["s:sample:0/1", "s:sample:0/2"]
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (b",".join(b'"%d": 1' % number for number in range(1001)), "body: 1001 fields are wrong or not known; send those of the API alone"),
-        (b'"target_prompt_logprobs": {"data": [], "dtype": "int64", "sparse_crow_indices": [' + b"0.5," * 2000 + b"1]}", "indices.0: "),
+        (
+            b",".join(b'"%d": 1' % number for number in range(1001)),
+            "body: 1001 fields are wrong or not known; send those of the API alone",
+        ),
+        (
+            b'"target_prompt_logprobs": {"data": [], "dtype": "int64", "sparse_crow_indices": ['
+            + b"0.5," * 2000
+            + b"1]}",
+            "indices.0: ",
+        ),
     ],
     ids=["unknown fields", "values of a list"],
 )

@@ -18,8 +18,22 @@ from tinsmith.config import RequestsConfig
 from tinsmith.errors import NotBuiltError, UserError
 from tinsmith.wire import sample, tinker_pb2
 from tinsmith.wire.chunks import ImageChunk, TextChunk
-from tinsmith.wire.prompt_scores import Alternatives, PromptAnswers, PromptQuestions, TargetIds, TargetLogprobs, TopLogprobs
-from tinsmith.wire.sample import SampledSequence, StopRule, VersionSpan, check_size, encode_sample_response, parse_sample_request
+from tinsmith.wire.prompt_scores import (
+    Alternatives,
+    PromptAnswers,
+    PromptQuestions,
+    TargetIds,
+    TargetLogprobs,
+    TopLogprobs,
+)
+from tinsmith.wire.sample import (
+    SampledSequence,
+    StopRule,
+    VersionSpan,
+    check_size,
+    encode_sample_response,
+    parse_sample_request,
+)
 
 
 def sdk_body(params: types.SamplingParams, **more: Any) -> bytes:
@@ -94,29 +108,56 @@ def csr(data: list[int], crow: list[int], col: list[int] | None) -> dict[str, An
         ({"sampling_params": {"stop": [""]}}, r"sampling_params.stop: .* no text may be empty, got \[''\]"),
         ({"sampling_params": {"stop": [1, "a"]}}, r"sampling_params.stop: .* got \[1, 'a'\]"),
         ({"sampling_params": {"stop": [-1]}}, r"sampling_params.stop: .* got \[-1\]"),
-        ({"sampling_params": {"stop": ["x"] * 257}}, r"sampling_params.stop: .* at most 256 texts, .* these are 257 of 257 characters"),
-        ({"sampling_params": {"stop": ["x" * 2**11, "y" * 2**11, "z"]}}, r"sampling_params.stop: .* these are 3 of 4097 characters"),
-        ({"sampling_params": {"stop": [7] * (2**14 + 1)}}, r"sampling_params.stop: .* at most 16384 token ids; these are 16385,"),
+        (
+            {"sampling_params": {"stop": ["x"] * 257}},
+            r"sampling_params.stop: .* at most 256 texts, .* these are 257 of 257 characters",
+        ),
+        (
+            {"sampling_params": {"stop": ["x" * 2**11, "y" * 2**11, "z"]}},
+            r"sampling_params.stop: .* these are 3 of 4097 characters",
+        ),
+        (
+            {"sampling_params": {"stop": [7] * (2**14 + 1)}},
+            r"sampling_params.stop: .* at most 16384 token ids; these are 16385,",
+        ),
         ({"sampling_params": {"min_p": 0.1}}, "sampling_params.min_p: Extra inputs"),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2.5]}]}}, "tokens.1: .* got 2.5"),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [True]}]}}, "tokens.0: .* got True"),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, -1]}]}}, "chunks.0.tokens at position 1 is -1"),
-        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2**31]}]}}, "chunks.0.tokens at position 0 is 2147483648"),
+        (
+            {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2**31]}]}},
+            "chunks.0.tokens at position 0 is 2147483648",
+        ),
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [2**63]}]}}, "more than 64 bits"),
         ({"prompt": {"chunks": [{"type": "video"}]}}, "prompt.chunks.0"),
         ({"prompt": {"chunks": [{"type": "image", "data": "@@@", "format": "png"}]}}, "chunks.0.data is not base64"),
         ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "gif"}]}}, "format: .* got 'gif'"),
-        ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png", "expected_tokens": 0}]}}, "expected_tokens: .* got 0"),
+        (
+            {"prompt": {"chunks": [{"type": "image", "data": "", "format": "png", "expected_tokens": 0}]}},
+            "expected_tokens: .* got 0",
+        ),
         ({"base_model": "tiny"}, "fixed by the sampling session"),
         ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs: .* got -1"),
         ({"topk_sample_logprobs": 5000}, "topk_sample_logprobs: .* got 5000"),
         ({"prompt_logprobs_last_n": 1}, "set prompt_logprobs"),
         ({"prompt_logprobs_last_n": 0, "prompt_logprobs": True}, "prompt_logprobs_last_n: .* got 0"),
-        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, r"shape must be \[prompt length - 1, K\], got None"),
-        ({"target_prompt_logprobs": {"data": [1], "dtype": "float32", "shape": [1, 1]}}, "target_prompt_logprobs.dtype"),
+        (
+            {"target_prompt_logprobs": {"data": [1], "dtype": "int64"}},
+            r"shape must be \[prompt length - 1, K\], got None",
+        ),
+        (
+            {"target_prompt_logprobs": {"data": [1], "dtype": "float32", "shape": [1, 1]}},
+            "target_prompt_logprobs.dtype",
+        ),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 1]}}, "has 1 ids"),
-        ({"target_prompt_logprobs": {"data": [2**63], "dtype": "int64", "shape": [1, 1]}}, "data holds a number of more than 64 bits"),
-        ({"target_prompt_logprobs": csr([5], [0, 1, 1], [3])}, r"target_prompt_logprobs: col_indices at position 0 is 3; .* \[0, 3\)"),
+        (
+            {"target_prompt_logprobs": {"data": [2**63], "dtype": "int64", "shape": [1, 1]}},
+            "data holds a number of more than 64 bits",
+        ),
+        (
+            {"target_prompt_logprobs": csr([5], [0, 1, 1], [3])},
+            r"target_prompt_logprobs: col_indices at position 0 is 3; .* \[0, 3\)",
+        ),
         ({"target_prompt_logprobs": csr([5], [0, 2, 1], [1])}, "target_prompt_logprobs: crow_indices must rise"),
         ({"target_prompt_logprobs": csr([5], [0, 1, 1], None)}, "all indices of a CSR matrix"),
     ],
@@ -129,10 +170,19 @@ def test_wrong_fields_are_named_with_their_value(changes: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("questions", "message"),
     [
-        (PromptQuestions(logprobs=True, last_n=4), "prompt_logprobs_last_n is 4; for this prompt it must be between 1 and 3"),
+        (
+            PromptQuestions(logprobs=True, last_n=4),
+            "prompt_logprobs_last_n is 4; for this prompt it must be between 1 and 3",
+        ),
         (PromptQuestions(topk=101), "topk_prompt_logprobs is 101; the vocabulary has 100"),
-        (PromptQuestions(targets=TargetIds((2, 1), np.array([0, 1]), np.array([5, 6]))), "has 2 rows; a prompt of 4 tokens needs 3"),
-        (PromptQuestions(targets=TargetIds((3, 1), np.arange(3), np.array([5, 100, 6]))), "holds 100 in row 1; send ids below 100"),
+        (
+            PromptQuestions(targets=TargetIds((2, 1), np.array([0, 1]), np.array([5, 6]))),
+            "has 2 rows; a prompt of 4 tokens needs 3",
+        ),
+        (
+            PromptQuestions(targets=TargetIds((3, 1), np.arange(3), np.array([5, 100, 6]))),
+            "holds 100 in row 1; send ids below 100",
+        ),
         (PromptQuestions(targets=TargetIds((3, 1), np.arange(3), np.array([5, -2, 6]))), "holds -2 in row 1"),
     ],
 )
@@ -151,17 +201,26 @@ def test_what_is_not_built_or_no_json_is_refused() -> None:
 
 
 def test_the_sdk_reads_our_response() -> None:
-    top = TopLogprobs(np.array([[5, 3], [6, 5]], dtype=np.int32), np.array([[-0.5, -2.0], [-1.0, -1.5]], dtype=np.float32))
+    top = TopLogprobs(
+        np.array([[5, 3], [6, 5]], dtype=np.int32), np.array([[-0.5, -2.0], [-1.0, -1.5]], dtype=np.float32)
+    )
     spans = (VersionSpan("m/3", 0, 1), VersionSpan("m/5", 1, 2))
     sequences = [SampledSequence([5, 6], [-0.5, -1.0], "stop", top, spans), SampledSequence([7], [-2.0], "length")]
     logprobs = np.array([math.nan, -0.25, 0.0], dtype=np.float32)
     prompt_top = TopLogprobs.empty(3, 1)
     prompt_top.token_ids[1], prompt_top.logprobs[1] = 9, -0.125
     alternatives = Alternatives(np.array([[4], [8]], dtype=np.int32), np.array([[-3.0], [-4.0]], dtype=np.float32))
-    dense = TargetLogprobs(TargetIds((2, 2), np.array([0, 0, 1, 1]), np.array([1, -1, 2, 3])), np.array([-1, 0, -2, -3], dtype=np.float32))
-    encoded = encode_sample_response(sequences, PromptAnswers(logprobs, prompt_top, dense, alternatives), prompt_cache_hit_tokens=2)
+    dense = TargetLogprobs(
+        TargetIds((2, 2), np.array([0, 0, 1, 1]), np.array([1, -1, 2, 3])), np.array([-1, 0, -2, -3], dtype=np.float32)
+    )
+    encoded = encode_sample_response(
+        sequences, PromptAnswers(logprobs, prompt_top, dense, alternatives), prompt_cache_hit_tokens=2
+    )
     read = deserialize_sample_response(encoded)
-    assert [(s.tokens, s.logprobs, s.stop_reason) for s in read.sequences] == [([5, 6], [-0.5, -1.0], "stop"), ([7], [-2.0], "length")]
+    assert [(s.tokens, s.logprobs, s.stop_reason) for s in read.sequences] == [
+        ([5, 6], [-0.5, -1.0], "stop"),
+        ([7], [-2.0], "length"),
+    ]
     assert [s.topk_logprobs for s in read.sequences] == [[[(5, -0.5), (3, -2.0)], [(6, -1.0), (5, -1.5)]], None]
     assert read.prompt_logprobs == [None, -0.25, 0.0]
     assert read.topk_prompt_logprobs == [None, [(9, -0.125)], None]
@@ -172,7 +231,10 @@ def test_the_sdk_reads_our_response() -> None:
     assert read.prompt_alt_tokens.logprobs.tolist() == [[-3.0], [-4.0]]
     assert read.prompt_cache_hit_tokens == 2
     ours = tinker_pb2.SampleResponse.FromString(encoded)  # what the SDK does not know it leaves out
-    assert [[(span.version, span.start, span.end) for span in s.versions] for s in ours.sequences] == [[("m/3", 0, 1), ("m/5", 1, 2)], []]
+    assert [[(span.version, span.start, span.end) for span in s.versions] for s in ours.sequences] == [
+        [("m/3", 0, 1), ("m/5", 1, 2)],
+        [],
+    ]
 
 
 def test_the_sdk_reads_target_logprobs_in_the_layout_it_sent() -> None:
@@ -195,7 +257,9 @@ def test_a_body_that_would_take_long_to_parse_is_refused_before(monkeypatch: pyt
     monkeypatch.setattr(sample, "_SampleBody", None)  # it is not even tried
     with pytest.raises(UserError, match="the body holds 2003 values, max_sample_values allows 1024"):
         check_size(body(prompt={"chunks": [{"type": "encoded_text", "tokens": [1] * 2000}]}), limits)
-    with pytest.raises(UserError, match="the prompt holds at least 9 chunks, max_prompt_chunks allows 8; join neighbouring texts"):
+    with pytest.raises(
+        UserError, match="the prompt holds at least 9 chunks, max_prompt_chunks allows 8; join neighbouring texts"
+    ):
         check_size(body(prompt={"chunks": [{"type": "encoded_text", "tokens": [1]}] * 10}), limits)
     check_size(body(prompt={"chunks": [{"type": "encoded_text", "tokens": [1] * 100}] * 8}), limits)
 

@@ -73,12 +73,16 @@ def of_int64(dense: bytes, *shape: int) -> tinker_pb2.Tensor:
         (of_int64(b"123"), "dense has 3 bytes"),
         (of_int64(int64(1, 2), 3), r"shape \[3\] needs 3 values"),
         (of_int64(int64(1), -1, -1), "negative dimension"),
-        (of_int64(b"", *[127] * 10**6), "shape has 1000000 dimensions; at most 8 are taken"),  # which are not multiplied
+        # Which are not multiplied
+        (of_int64(b"", *[127] * 10**6), "shape has 1000000 dimensions; at most 8 are taken"),
         (csr([10**9, 10**9], int64(0), b"", b""), "the request has room for 100"),
         (csr([2**40, 2**40], int64(0), b"", b""), "the request has room for 100"),
         (csr([2], int64(0, 0, 0), b"", b""), r"shape \[rows, columns\]"),
         (csr([2, 2], int64(0, 1), int64(0), int64(7)), "2 rows need 3"),
-        *((csr([2, 2], int64(*crow), int64(0), int64(7)), "must rise from 0") for crow in ((0, 2, 1), (1, 1, 1), (0, 0, 2))),
+        *(
+            (csr([2, 2], int64(*crow), int64(0), int64(7)), "must rise from 0")
+            for crow in ((0, 2, 1), (1, 1, 1), (0, 0, 2))
+        ),
         *((csr([2, 2], int64(0, 1, 1), int64(col), int64(7)), r"must lie in \[0, 2\)") for col in (2, -1)),
         (csr([2, 2], int64(0, 2, 2), int64(1, 1), int64(7, 8)), "must rise within each row"),
         (csr([2, 2], int64(0, 1, 1), int64(0, 1), int64(7)), "2 entries for 1 values"),

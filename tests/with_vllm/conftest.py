@@ -1,8 +1,11 @@
 """Real vLLM servers. One takes a minute to start, so `make test-vllm` starts four, and those again that tests kill.
 
-- `server` takes texts and images: numbers, parameters, adapters, inflight samples. `test_a_sampler.py` comes first: it shares the vLLM
-  server, which is one engine's alone once full weights were sent. `test_servers.py` kills it: it starts again by itself.
-- `hybrid_server` has a model of gated delta nets, for numbers, and takes turns with its trainer. `each_service` is a client of both.
+- `server` takes texts and images: numbers, parameters, adapters, inflight samples. `test_a_sampler.py` comes first: it
+  shares the vLLM
+  server, which is one engine's alone once full weights were sent. `test_servers.py` kills it: it starts again by
+  itself.
+- `hybrid_server` has a model of gated delta nets, for numbers, and takes turns with its trainer. `each_service` is a
+  client of both.
 - `two_workers` of `test_several_workers.py` train beside a vLLM server that divides its model over two processes.
 - `sampling_server` of `test_sampling_only.py` trains nothing. Its worker and its engine are killed last.
 
@@ -22,7 +25,10 @@ from tinsmith.models.tiny import write_tiny_model
 
 @pytest.fixture(scope="session", autouse=True)
 def vllm_is_there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Stop where there is nothing to test. What vLLM has kept of earlier runs is left out: it starts as on a fresh machine."""
+    """Stop where there is nothing to test.
+
+    What vLLM has kept of earlier runs is left out: it starts as on a fresh machine.
+    """
     if not PYTHON.exists():
         pytest.exit(f"{PYTHON} is missing: run `make test-vllm`, which sets it up", returncode=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -48,7 +54,10 @@ def server(vision_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def hybrid_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The same with a model most of whose layers are gated delta nets, which vLLM does not serve on a GPU. Its turns are short."""
+    """The same with a model most of whose layers are gated delta nets, which vLLM does not serve on a GPU.
+
+    Its turns are short.
+    """
     directory = tmp_path_factory.mktemp("hybrid")
     write_tiny_model("qwen3-vl" if ON_GPU else "qwen3-5", directory)
     options = ("--base-model", f"tiny={directory}", "--vllm-turn-s", "1")

@@ -61,7 +61,9 @@ class Proxy:
     async def _ask(self, request: web.Request, body: bytes) -> web.StreamResponse:
         async with (
             aiohttp.ClientSession("http://vllm", connector=aiohttp.UnixConnector(self.target)) as session,
-            session.request(request.method, request.path_qs, data=body, headers={"Content-Type": "application/json"}) as reply,
+            session.request(
+                request.method, request.path_qs, data=body, headers={"Content-Type": "application/json"}
+            ) as reply,
         ):
             if reply.content_type != "text/event-stream":
                 answer = (await reply.read()).replace(self._prefix.encode(), b"")

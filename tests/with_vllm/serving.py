@@ -18,7 +18,7 @@ PYTHON = Path(os.environ.get("TINSMITH_TEST_VLLM_PYTHON", ".venv-vllm/bin/python
 """Of the environment that vLLM is installed in."""
 
 ON_GPU = os.environ.get("TINSMITH_TEST_DEVICE") == "cuda"
-"""Whether trainer and vLLM use GPUs, or share one: `TINSMITH_TEST_DEVICE=cuda pytest tests/with_vllm/test_bfloat16.py`."""
+"""Whether trainer and vLLM use or share GPUs: `TINSMITH_TEST_DEVICE=cuda pytest tests/with_vllm/test_bfloat16.py`."""
 
 READY_S = 1000.0
 """How long a vLLM server may take to start on a busy machine."""
@@ -27,14 +27,16 @@ READY_S = 1000.0
 def sampling_with_vllm(directory: Path, *options: str) -> AbstractContextManager[Server]:
     """A server with vLLM servers in small."""
     small = ("--max-context", "1024", "--kv-cache-gib", "1", "--max-lora-rank", "32", "--max-running", "64")
-    shares = ("--memory-share", "0.4", "--vllm-arg=--gpu-memory-utilization=0.3")  # some tests start a second server on the same GPU
+    # Some tests start a second server on the same GPU
+    shares = ("--memory-share", "0.4", "--vllm-arg=--gpu-memory-utilization=0.3")
     where = ("--device", "cuda", *shares) if ON_GPU else ("--device", "cpu")
     return serving(directory, "--sampler", "vllm", "--vllm-python", str(PYTHON), *small, *where, *options)
 
 
 def client_of(socket: str) -> httpx.Client:
     """A client of a vLLM server."""
-    transport = httpx.HTTPTransport(uds=socket.removeprefix("unix:"), verify=False, trust_env=False)  # reading certificates takes long
+    # Reading certificates takes long
+    transport = httpx.HTTPTransport(uds=socket.removeprefix("unix:"), verify=False, trust_env=False)
     return httpx.Client(transport=transport, trust_env=False, base_url="http://vllm", timeout=60)
 
 
@@ -51,7 +53,10 @@ def generated(socket: str) -> float:
 
 
 def wait_for_vllm(server: Server) -> str:
-    """The address of its newest vLLM server, as soon as one is ready. Fails with the server's last words as soon as one ends instead."""
+    """The address of its newest vLLM server, as soon as one is ready.
+
+    Fails with the server's last words as soon as one ends instead.
+    """
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline and server.process.poll() is None:
         told = server.log.read_text()
@@ -64,7 +69,10 @@ def wait_for_vllm(server: Server) -> str:
 
 
 def vllm_pids(server: Server) -> list[int]:
-    """The vLLM servers that the worker has started, among its children. On a GPU PyTorch starts one too, which compiles."""
+    """The vLLM servers that the worker has started, among its children.
+
+    On a GPU PyTorch starts one too, which compiles.
+    """
     children = psutil.Process(server.worker_pid()).children()
     return [child.pid for child in children if any("inside_vllm.launcher" in word for word in child.cmdline())]
 
@@ -95,10 +103,12 @@ def wait_until_gone(group: int) -> None:
 
 
 def write_changed(directory: Path, **changes: Any) -> None:
-    """Write a tiny model anew with another configuration of its text part: vLLM's kernels for a CPU do not take all sizes."""
+    """Write a tiny model anew with another text configuration: vLLM's kernels for a CPU do not take all sizes."""
     config = AutoConfig.from_pretrained(directory)
     for name, value in changes.items():
-        setattr(config.text_config, name, getattr(config.text_config, name) | value if isinstance(value, dict) else value)
+        setattr(
+            config.text_config, name, getattr(config.text_config, name) | value if isinstance(value, dict) else value
+        )
     torch.manual_seed(0)
     network: Any = AutoModelForImageTextToText.from_config(config)
     network.get_decoder().norm.weight.data.fill_(4.0)

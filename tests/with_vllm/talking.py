@@ -15,7 +15,10 @@ FREE = types.SamplingParams(max_tokens=12, stop=[], seed=1)
 
 
 def learn(client: tinker.TrainingClient, seed: int = 0, steps: int = 1, images: bool = True) -> None:
-    """Steps that move the weights visibly: B is far from zero afterwards. From texts, and images if the model takes them."""
+    """Steps that move the weights visibly: B is far from zero afterwards.
+
+    From texts, and images if the model takes them.
+    """
     for step in range(steps):
         inputs = [text_input(seed + step, 9), *([image_input(client, seed + step)] if images else [])]
         client.forward_backward([datum(model_input, seed) for model_input in inputs], "cross_entropy")
@@ -28,12 +31,20 @@ def snapshot(client: tinker.TrainingClient) -> tinker.SamplingClient:
     return sampler
 
 
-def sample(sampler: tinker.SamplingClient, prompt: types.ModelInput, params: types.SamplingParams = FREE, n: int = 1, **more: Any) -> Any:
+def sample(
+    sampler: tinker.SamplingClient,
+    prompt: types.ModelInput,
+    params: types.SamplingParams = FREE,
+    n: int = 1,
+    **more: Any,
+) -> Any:
     """The reply to one request."""
     return sampler.sample(prompt=prompt, num_samples=n, sampling_params=params, **more).result()
 
 
-def trainers_logprobs(client: tinker.TrainingClient, prompt: types.ModelInput, tokens: Sequence[int]) -> NDArray[np.float32]:
+def trainers_logprobs(
+    client: tinker.TrainingClient, prompt: types.ModelInput, tokens: Sequence[int]
+) -> NDArray[np.float32]:
     """The trainer's log-probabilities of `tokens` after `prompt`, with the weights as they are now."""
     whole = types.ModelInput(chunks=[*prompt.chunks, types.EncodedTextChunk(tokens=list(tokens))])
     targets = [0] * (prompt.length - 1) + list(tokens) + [0]
@@ -49,16 +60,23 @@ def text_logprobs(client: tinker.TrainingClient, prompt: types.ModelInput) -> ND
         ids += list(chunk.tokens) if isinstance(chunk, types.EncodedTextChunk) else [None] * chunk.length
     targets = [token or 0 for token in ids[1:]] + [0]
     scored = scores(client, [with_inputs(prompt, target_tokens=targets, weights=[1.0] * prompt.length)])[0]
-    return np.array([np.nan, *(0.0 if token is None else score for token, score in zip(ids[1:], scored[:-1], strict=True))])
+    return np.array(
+        [np.nan, *(0.0 if token is None else score for token, score in zip(ids[1:], scored[:-1], strict=True))]
+    )
 
 
 def worst_difference(client: tinker.TrainingClient, prompt: types.ModelInput, reply: Any) -> float:
     """The largest difference between the log-probabilities of a reply and the trainer's."""
-    return max(float(np.abs(numbers(s.logprobs) - trainers_logprobs(client, prompt, s.tokens)).max()) for s in reply.sequences)
+    return max(
+        float(np.abs(numbers(s.logprobs) - trainers_logprobs(client, prompt, s.tokens)).max()) for s in reply.sequences
+    )
 
 
-def check_snapshots(service: tinker.ServiceClient, rank: int, teach: Callable[[tinker.TrainingClient, int], None], bound: float) -> None:
-    """Each snapshot must have its own weights, as the trainer has them: also the older one, after the newer has been sampled."""
+def check_snapshots(
+    service: tinker.ServiceClient, rank: int, teach: Callable[[tinker.TrainingClient, int], None], bound: float
+) -> None:
+    """Each snapshot must have its own weights, as the trainer has them: also the older one, after the newer has been
+    sampled."""
     client = train(service, "tiny", rank=rank)
     prompts = [text_input(1, 30), image_input(client, 2)]
     teach(client, 1)

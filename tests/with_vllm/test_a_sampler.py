@@ -1,8 +1,10 @@
-"""The vLLM sampler in this process, at the server of another engine, with a proxy in between that sees what vLLM is asked.
+"""The vLLM sampler in this process, at the server of another engine, with a proxy in between that sees what vLLM is
+asked.
 
 These tests run before full weights are transferred to that server.
 
-Invariant: Each image is processed once and sent to a vLLM server once; one sample fails alone; sequences under way are bounded.
+Invariant: Each image is processed once and sent to a vLLM server once; one sample fails alone; sequences under way are
+bounded.
 """
 
 import os
@@ -64,7 +66,9 @@ class Bench:
     tokens: dict[str, list[TokensSampled]] = field(default_factory=dict)
     """What came before of the requests that are streamed."""
 
-    def add(self, name: str, rendered: RenderedInput, n: int = 1, weights: Any = None, stream: bool = False, **params: Any) -> None:
+    def add(
+        self, name: str, rendered: RenderedInput, n: int = 1, weights: Any = None, stream: bool = False, **params: Any
+    ) -> None:
         """One request."""
         asked = SampleRequest("s:sample:0", 0, n, [], replace(PARAMS, **params), PromptQuestions())
         self.sampler.add(name, asked, rendered, weights, stream)
@@ -122,7 +126,8 @@ def bench_of(socket: str, model: Path, tmp_path: Path, **more: Any) -> Iterator[
         try:
             yield Bench(base, own, sampler, proxy, awake)
         finally:
-            sampler.client.close()  # it would go on to give the server, which other tests share, the weights of its own base
+            # It would go on to give the server, which other tests share, the weights of its own base
+            sampler.client.close()
 
 
 async def all_ready(servers: Servers) -> None:
@@ -146,7 +151,10 @@ def test_a_server_with_other_weights_is_never_sampled(socket: str, tmp_path: Pat
 
 
 def test_many_samples_at_once_are_bounded_and_send_each_image_once(bench: Bench) -> None:
-    """Samples of whatever kind, of prompts with four images, two of them in one prompt. One more sequence compares weights."""
+    """Samples of whatever kind, of prompts with four images, two of them in one prompt.
+
+    One more sequence compares weights.
+    """
     images = [image(10 + i) for i in range(4)]
     prompts: list[list[Chunk]] = [[image, random_tokens(i, 9)] for i, image in enumerate(images)]
     prompts[0] = [images[0], random_tokens(0, 4), images[3], random_tokens(1, 5)]
@@ -180,7 +188,9 @@ def test_a_failure_is_one_samples_own(bench: Bench, monkeypatch: pytest.MonkeyPa
     assert all(bench.answer(str(i)) for i in range(20) if i not in marks)
 
 
-def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A version that vLLM computes differently fails what follows it: no token of it leaves, and others go on."""
     first, second = (random_adapter(bench.base, seed=seed, ref=new_ref(inflight_of="m")) for seed in (1, 2))
     rendered = bench.renderer.render([random_tokens(1, 12)])
@@ -196,7 +206,9 @@ def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench
 
     monkeypatch.setattr(bench.sampler.trainer.canary, "expected", wrong)
     bench.publish(second)
-    assert f"other log-probabilities than the trainer with adapter {ref_of(second, '').label}" in bench.failure("follows")
+    assert f"other log-probabilities than the trainer with adapter {ref_of(second, '').label}" in bench.failure(
+        "follows"
+    )
     assert bench.answer("stays")
     assert bench.answer("other")
 
@@ -207,7 +219,10 @@ def test_an_adapter_of_other_weights_is_never_sampled(bench: Bench, monkeypatch:
     given = random_adapter(bench.base, seed=1)
     small = {name: LoraPair(pair.a, 1e-6 * pair.b) for name, pair in given.masters.items()}
     fewer = {name: pair for name, pair in small.items() if name != LM_HEAD or what == "one value"}
-    right, wrong = adapter_of(given.shape, small, given.dtype, new_ref()), adapter_of(given.shape, fewer, given.dtype, new_ref())
+    right, wrong = (
+        adapter_of(given.shape, small, given.dtype, new_ref()),
+        adapter_of(given.shape, fewer, given.dtype, new_ref()),
+    )
     if what == "one value":
         next(iter(wrong.masters.values())).b[3, 2] += 1e-6
         assert not torch.equal(wrong.flat, right.flat)

@@ -18,7 +18,10 @@ from tinsmith_rl.trainer import train as train_policy
 
 @pytest.fixture
 def bound(request: pytest.FixtureRequest) -> float:
-    """How far a log-probability may be from the trainer's. In a random hybrid model transformers' own are 1e-4 from those in float64."""
+    """How far a log-probability may be from the trainer's.
+
+    In a random hybrid model transformers' own are 1e-4 from those in float64.
+    """
     return 5e-4 if "hybrid" in request.node.callspec.id else 1e-4
 
 
@@ -28,7 +31,10 @@ def test_base_adapters_and_full_weights_side_by_side(each_service: tinker.Servic
     base, *learned = clients
     for seed, client in enumerate(learned, 1):
         learn(client, seed=5 * seed, steps=seed)
-    samplers = [each_service.create_sampling_client(base_model="tiny").result(), *(snapshot(client) for client in learned)]
+    samplers = [
+        each_service.create_sampling_client(base_model="tiny").result(),
+        *(snapshot(client) for client in learned),
+    ]
     one, two = image_input(base, 4), image_input(base, 5)
     large = types.ImageChunk(data=png(6, 160, 96), format="png", expected_tokens=15)
     in_turn = types.ModelInput(chunks=[*one.chunks, large, *two.chunks, types.EncodedTextChunk(tokens=[7, 8])])
@@ -40,7 +46,9 @@ def test_base_adapters_and_full_weights_side_by_side(each_service: tinker.Servic
             for prompt in prompts
         ]
         replies = [(client, prompt, reply.result()) for client, prompt, reply in asked]
-    replies += [(clients[i], prompts[0], sample(samplers[i], prompts[0], FREE, 3, include_prompt_logprobs=True)) for i in (3, 0)]
+    replies += [
+        (clients[i], prompts[0], sample(samplers[i], prompts[0], FREE, 3, include_prompt_logprobs=True)) for i in (3, 0)
+    ]
     for client, prompt, reply in replies:
         assert worst_difference(client, prompt, reply) < bound
         np.testing.assert_allclose(numbers(reply.prompt_logprobs), text_logprobs(client, prompt), atol=bound)
@@ -62,7 +70,9 @@ def test_many_seeded_requests_of_mixed_lengths(service: tinker.ServiceClient) ->
     params = [types.SamplingParams(max_tokens=4 + i // 2 % 13, stop=[], seed=2**64 - 1 - i) for i in range(64)]
 
     def all_at_once() -> list[list[list[int]]]:
-        futures = [sampler.sample(prompt=p, num_samples=2, sampling_params=s) for p, s in zip(prompts, params, strict=True)]
+        futures = [
+            sampler.sample(prompt=p, num_samples=2, sampling_params=s) for p, s in zip(prompts, params, strict=True)
+        ]
         return [[list(s.tokens) for s in future.result().sequences] for future in futures]
 
     first = all_at_once()

@@ -1,4 +1,7 @@
-"""Trainer and vLLM in bfloat16, where both round: they stay close on average. Full weights get there as between two GPUs."""
+"""Trainer and vLLM in bfloat16, where both round: they stay close on average.
+
+Full weights get there as between two GPUs.
+"""
 
 import os
 import signal
@@ -18,12 +21,15 @@ from tests.with_vllm.talking import FREE, learn, sample, snapshot, trainers_logp
 from tinsmith.models.tiny import write_tiny_model
 
 FARTHEST = 0.035
-"""Mean |difference| of log-probabilities. On these models' texts transformers in bfloat16 lies 0.023 from its own float32, on average; two
-computations that round on their own may differ by sqrt(2) times that. Missing weights or images change them by whole nats."""
+"""Mean |difference| of log-probabilities. Missing weights or images change them by whole nats.
+
+On these models' texts transformers in bfloat16 lies 0.023 from its own float32, on average; two computations that round
+on their own may differ by sqrt(2) times that.
+"""
 
 
 def check(model: Path, directory: Path, *options: str, images: bool) -> None:
-    """A server whose vLLM has the base model, an adapter, a trained one and trained full weights, as the trainer has them."""
+    """vLLM agrees with the trainer on the base model, an adapter, a trained one and trained full weights."""
     with sampling_with_vllm(directory, "--base-model", f"tiny={model}", "--dtype", "bfloat16", *options) as server:
         wait_for_vllm(server)
         assert "applies no adapters" not in server.log.read_text()
@@ -31,7 +37,10 @@ def check(model: Path, directory: Path, *options: str, images: bool) -> None:
             for rank, steps in ((8, 0), (8, 1), (0, 1)):
                 client = train(service, "tiny", rank=rank)
                 learn(client, steps=steps, images=images)
-                assert mean_difference(client, text_input(1, 30), *((image_input(client, 2),) if images else ())) < FARTHEST
+                assert (
+                    mean_difference(client, text_input(1, 30), *((image_input(client, 2),) if images else ()))
+                    < FARTHEST
+                )
 
 
 def mean_difference(client: tinker.TrainingClient, *prompts: types.ModelInput) -> float:
@@ -40,14 +49,19 @@ def mean_difference(client: tinker.TrainingClient, *prompts: types.ModelInput) -
     differences: list[float] = []
     for prompt in prompts:
         for sequence in sample(sampler, prompt, FREE, 8).sequences:
-            differences += np.abs(numbers(sequence.logprobs) - trainers_logprobs(client, prompt, sequence.tokens)).tolist()
+            differences += np.abs(
+                numbers(sequence.logprobs) - trainers_logprobs(client, prompt, sequence.tokens)
+            ).tolist()
     return float(np.mean(differences))
 
 
 # vLLM with gated delta nets on a GPU is refused: not tested. In float32 `test_agreement.py` has the others.
 @pytest.mark.parametrize("kind", ("qwen3-vl", "qwen3") if ON_GPU else slow("qwen3-5", "qwen3"))
 def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3-5"], tmp_path: Path) -> None:
-    """On a text model too: vLLM names the parts of its fused layers in another way there. On a hybrid model with vLLM's own kernels."""
+    """On a text model too: vLLM names the parts of its fused layers in another way there.
+
+    On a hybrid model with vLLM's own kernels.
+    """
     write_tiny_model(kind, tmp_path / "model")
     if kind == "qwen3-5":  # vLLM's kernels of gated delta nets for a CPU take no heads of 16
         write_changed(tmp_path / "model", linear_key_head_dim=64, linear_value_head_dim=64)
@@ -55,9 +69,14 @@ def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3
     check(tmp_path / "model", tmp_path, *transfer, images=kind != "qwen3")
 
 
-@pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 2, reason="NCCL connects trainer and vLLM if each has a GPU")
+@pytest.mark.skipif(
+    not ON_GPU or torch.cuda.device_count() < 2, reason="NCCL connects trainer and vLLM if each has a GPU"
+)
 def test_full_weights_get_to_the_next_server_when_one_has_died_or_hangs(tmp_path: Path) -> None:
-    """Each is a new process, which NCCL connects with the trainer anew. `test_servers.py` and `test_a_sampler.py` have more on CPUs."""
+    """Each is a new process, which NCCL connects with the trainer anew.
+
+    `test_servers.py` and `test_a_sampler.py` have more on CPUs.
+    """
     write_tiny_model("qwen3", tmp_path / "model")
     options = ("--base-model", f"tiny={tmp_path / 'model'}", "--dtype", "bfloat16", "--vllm-hung-s", "20")
     with sampling_with_vllm(tmp_path, *options) as server:
@@ -74,7 +93,9 @@ def test_full_weights_get_to_the_next_server_when_one_has_died_or_hangs(tmp_path
                 assert group not in vllm_pids(server)
 
 
-@pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 4, reason="two workers and a vLLM server of two need four GPUs")
+@pytest.mark.skipif(
+    not ON_GPU or torch.cuda.device_count() < 4, reason="two workers and a vLLM server of two need four GPUs"
+)
 @pytest.mark.parametrize(("shard", "transfer"), [("none", "auto"), ("none", "file"), ("weights", "auto")])
 def test_several_gpus_train_and_several_sample(shard: str, transfer: str, tmp_path: Path) -> None:
     """Weights get to both GPUs of a vLLM server: from replicas by broadcast or as a file, divided ones as a file.
@@ -82,5 +103,16 @@ def test_several_gpus_train_and_several_sample(shard: str, transfer: str, tmp_pa
     `test_several_workers.py` is the same on CPUs.
     """
     write_tiny_model("qwen3-vl", tmp_path / "model")
-    several = ("--workers", "2", "--shard", shard, "--tokens-per-pass", "64", "--vllm-tensor-parallel", "2", "--vllm-transfer", transfer)
+    several = (
+        "--workers",
+        "2",
+        "--shard",
+        shard,
+        "--tokens-per-pass",
+        "64",
+        "--vllm-tensor-parallel",
+        "2",
+        "--vllm-transfer",
+        transfer,
+    )
     check(tmp_path / "model", tmp_path, *several, images=True)

@@ -1,4 +1,5 @@
-"""Images of both families that have to be resized: vLLM computes with our pixel values, whatever its own processor makes of them.
+"""Images of both families that have to be resized: vLLM computes with our pixel values, whatever its own processor
+makes of them.
 
 Invariant: The pixel values that vLLM computes with are the trainer's, for PNG and JPEG of any size.
 """
@@ -33,13 +34,17 @@ IMAGES: list[tuple[Literal["png", "jpeg"], str, tuple[int, int]]] = [
 
 
 @pytest.fixture(params=["qwen3_vl", *slow("qwen2_5_vl")])  # another start; its images are placed by the same code
-def family(request: pytest.FixtureRequest, server: Server, vision_dir: Path, tmp_path: Path) -> Iterator[tuple[Server, Path]]:
+def family(
+    request: pytest.FixtureRequest, server: Server, vision_dir: Path, tmp_path: Path
+) -> Iterator[tuple[Server, Path]]:
     """A server that samples a tiny model of the family with vLLM, and the model's directory."""
     with ExitStack() as stack:
         if request.param != "qwen3_vl":
             vision_dir = tmp_path / "model"
             write_family("qwen2_5_vl", vision_dir)  # with heads of 16, which vLLM's attention on a CPU does not take
-            write_changed(vision_dir, num_attention_heads=2, num_key_value_heads=2, rope_parameters={"mrope_section": [4, 6, 6]})
+            write_changed(
+                vision_dir, num_attention_heads=2, num_key_value_heads=2, rope_parameters={"mrope_section": [4, 6, 6]}
+            )
             server = stack.enter_context(sampling_with_vllm(tmp_path, "--base-model", f"tiny={vision_dir}"))
         wait_for_vllm(server)
         yield server, vision_dir
@@ -47,7 +52,9 @@ def family(request: pytest.FixtureRequest, server: Server, vision_dir: Path, tmp
 
 def image_of(kind: str, mode: str, size: tuple[int, int]) -> bytes:
     """Noise in blocks, which every way of resizing makes something else of."""
-    blocks = np.random.default_rng(sum(size)).integers(0, 256, (size[1] // 5 + 1, size[0] // 5 + 1, len(mode)), dtype=np.uint8)
+    blocks = np.random.default_rng(sum(size)).integers(
+        0, 256, (size[1] // 5 + 1, size[0] // 5 + 1, len(mode)), dtype=np.uint8
+    )
     pixels = blocks.repeat(5, 0).repeat(5, 1)[: size[1], : size[0]]
     file = io.BytesIO()
     Image.fromarray(pixels.squeeze(), mode).save(file, kind)
@@ -67,8 +74,12 @@ def test_images_that_are_resized(family: tuple[Server, Path]) -> None:
         sampler = snapshot(client)
         for kind, mode, size in IMAGES:
             data = image_of(kind, mode, size)
-            grid = processor(images=[Image.open(io.BytesIO(data)).convert("RGB")], return_tensors="pt")["image_grid_thw"][0]
-            image = types.ImageChunk(data=data, format=kind, expected_tokens=int(grid.prod()) // processor.merge_size**2)
+            grid = processor(images=[Image.open(io.BytesIO(data)).convert("RGB")], return_tensors="pt")[
+                "image_grid_thw"
+            ][0]
+            image = types.ImageChunk(
+                data=data, format=kind, expected_tokens=int(grid.prod()) // processor.merge_size**2
+            )
             before, after = (types.EncodedTextChunk(tokens=tokens) for tokens in ([7, 8], [*range(50, 70)]))
             prompt = types.ModelInput(chunks=[before, image, after])
             reply = sample(sampler, prompt, FREE, include_prompt_logprobs=True)

@@ -1,8 +1,8 @@
-"""Samples that run while their model is trained and saved again (`kind="inflight"`): every token is one of the version that it names.
+"""Samples that run while their model is trained and saved again (`kind="inflight"`): every token is one of the version
+that it names.
 
-Invariant: Each token of an inflight sample is its version's, with adapters and full weights, locally and with vLLM, whatever server is
-lost.
-Also: `tests/with_vllm/test_a_sampler.py`, `tests/sampling/local/test_sampler.py`.
+Invariant: Each token of an inflight sample is its version's, with adapters and full weights, locally and with vLLM,
+whatever server is lost. Also: `tests/with_vllm/test_a_sampler.py`, `tests/sampling/local/test_sampler.py`.
 """
 
 import time
@@ -31,8 +31,13 @@ class Reply:
     versions: list[tuple[str, int, int]]
 
 
-def replies(server: Server, sampler: tinker.SamplingClient, prompt: types.ModelInput, n: int, **params: Any) -> list[Reply]:
-    """Samples with what the SDK leaves out of them: which version gave which tokens. It is asked for as the SDK does, without it."""
+def replies(
+    server: Server, sampler: tinker.SamplingClient, prompt: types.ModelInput, n: int, **params: Any
+) -> list[Reply]:
+    """Samples with what the SDK leaves out of them: which version gave which tokens.
+
+    It is asked for as the SDK does, without it.
+    """
     body = {
         "sampling_session_id": sampler._sampling_session_id,
         "seq_id": time.monotonic_ns() // 1000 % 10**9,
@@ -44,14 +49,18 @@ def replies(server: Server, sampler: tinker.SamplingClient, prompt: types.ModelI
         http.headers["X-API-Key"] = "tml-inflight"
         asked = http.post("asample", json=body)
         assert asked.status_code == 200, asked.text
-        while (answer := http.post("retrieve_future", json={"request_id": asked.json()["request_id"]})).status_code == 408:
+        while (
+            answer := http.post("retrieve_future", json={"request_id": asked.json()["request_id"]})
+        ).status_code == 408:
             pass
     assert answer.headers["Content-Type"] == "application/x-protobuf", answer.text
     response = tinker_pb2.SampleResponse.FromString(answer.content)
     found = []
     for sequence in response.sequences:
         versions = [(span.version, span.start, span.end) for span in sequence.versions]
-        found.append(Reply(np.frombuffer(sequence.tokens, "<i4").tolist(), np.frombuffer(sequence.logprobs, "<f4"), versions))
+        found.append(
+            Reply(np.frombuffer(sequence.tokens, "<i4").tolist(), np.frombuffer(sequence.logprobs, "<f4"), versions)
+        )
     return found
 
 
@@ -82,7 +91,8 @@ class Story:
         saves = [int(version.removeprefix(f"{self.client.model_id}/")) for version, _, _ in reply.versions]
         assert saves == sorted(set(saves))
         for save, (_, start, end) in zip(saves, reply.versions, strict=True):
-            state = self.states[save // 4 - 1]  # a version takes four operations: two of a step, its copy, and this save
+            # A version takes four operations: two of a step, its copy, and this save
+            state = self.states[save // 4 - 1]
             whole = self.service.create_training_client_from_state(state).result()
             expected = trainers_logprobs(whole, prompt, reply.tokens)
             np.testing.assert_allclose(reply.logprobs[start:end], expected[start:end], atol=1e-4)
@@ -98,7 +108,10 @@ ATTEMPTS = 4
 
 
 def go_on(socket: str, pending: "list[Future[Any]]", story: Story, versions: int) -> None:
-    """Publish so many versions while samples run, as long as these do. The first has been learned before they began, and one is after."""
+    """Publish so many versions while samples run, as long as these do.
+
+    The first has been learned before they began, and one is after.
+    """
     before = generated(socket)
     for _ in range(versions):
         while generated(socket) < before + 20 and not any(future.done() for future in pending):
@@ -117,12 +130,17 @@ def begun(story: Story) -> tinker.SamplingClient:
     return story.sampler
 
 
-def check_replaced(server: Server, socket: str, story: Story, prompts: list[types.ModelInput], versions: int = 1, **params: Any) -> None:
-    """Samples that begin with one version go on with the next ones, and later ones of the same session have the newest alone."""
+def check_replaced(
+    server: Server, socket: str, story: Story, prompts: list[types.ModelInput], versions: int = 1, **params: Any
+) -> None:
+    """Samples that begin with one version go on with the next ones, and later ones of the same session have the newest
+    alone."""
     sampler = begun(story)
     for _ in range(ATTEMPTS):
         with ThreadPoolExecutor(len(prompts)) as pool:
-            pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH, **params) for prompt in prompts]
+            pending = [
+                pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH, **params) for prompt in prompts
+            ]
             go_on(socket, pending, story, versions)
         found = [(prompt, reply) for prompt, future in zip(prompts, pending, strict=True) for reply in future.result()]
         for prompt, reply in found:
@@ -143,7 +161,10 @@ def test_samples_go_on_with_each_new_version(server: Server, socket: str, servic
     story.learn()
     fixed, base = snapshot(story.client), service.create_sampling_client(base_model="tiny").result()
     prompts = [text_input(1, 20), image_input(story.client, 3)]
-    stay = [client.sample(prompts[1], 1, types.SamplingParams(max_tokens=LENGTH, stop=[], seed=1)) for client in (fixed, base)]
+    stay = [
+        client.sample(prompts[1], 1, types.SamplingParams(max_tokens=LENGTH, stop=[], seed=1))
+        for client in (fixed, base)
+    ]
     check_replaced(server, socket, story, prompts, versions=2, seed=1)
     copy = service.create_training_client_from_state(story.states[0]).result()
     for client, future in zip((copy, train(service, "tiny")), stay, strict=True):
@@ -154,6 +175,7 @@ def test_samples_go_on_with_each_new_version(server: Server, socket: str, servic
 def test_what_takes_requests_of_its_own_is_of_the_right_version(
     server: Server, socket: str, service: tinker.ServiceClient, rank: int, params: dict[str, Any]
 ) -> None:
-    """The server takes full weights when all samples of the former version have been given up; with top_k each piece is scored."""
+    """The server takes full weights when all samples of the former version have been given up; with top_k each piece is
+    scored."""
     story = Story(train(service, "tiny", rank=rank), service)
     check_replaced(server, socket, story, [image_input(story.client, 3)], **params)

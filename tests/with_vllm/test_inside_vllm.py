@@ -1,7 +1,7 @@
 """What we touch of vLLM beside its documented interface: a new version is checked against this first.
 
-Imports, paths, options and fields are read from our code, and names of vLLM's objects are listed here. VLLM's source must have it all.
-Nothing of vLLM is imported here.
+Imports, paths, options and fields are read from our code, and names of vLLM's objects are listed here. VLLM's source
+must have it all. Nothing of vLLM is imported here.
 """
 
 import ast
@@ -31,8 +31,8 @@ USED = """
 distributed.device_communicators.shm_broadcast.MessageQueue: dequeue(timeout, indefinite)
 distributed.parallel_state: get_tensor_model_parallel_rank(); get_tensor_model_parallel_world_size()
 distributed.weight_transfer.base.WeightTransferEngine: device; init_info_cls; model; model_config; update_info_cls;
-    finish_weight_update(); init_transfer_engine(init_info); parse_update_info(update_dict); receive_weights(update_info); shutdown();
-    start_weight_update(); update_weights(update_info)
+    finish_weight_update(); init_transfer_engine(init_info); parse_update_info(update_dict);
+    receive_weights(update_info); shutdown(); start_weight_update(); update_weights(update_info)
 distributed.weight_transfer.factory.WeightTransferEngineFactory: register_engine(name, module_path_or_cls, class_name)
 entrypoints.launchers.api_server.entry: main()
 forward_context: get_forward_context()
@@ -43,7 +43,8 @@ lora.lora_model: PIN_MEMORY
 lora.lora_model.LoRAModel: get_lora(module_name)
 lora.lora_weights.LoRALayerWeights: lora_a; lora_b
 lora.model_manager: PIN_MEMORY; process_packed_modules_mapping
-lora.model_manager.LoRAModelManager: lora_index_to_id; modules; packed_modules; get_adapter(adapter_id); remove_adapter(adapter_id)
+lora.model_manager.LoRAModelManager: lora_index_to_id; modules; packed_modules; get_adapter(adapter_id);
+    remove_adapter(adapter_id)
 lora.ops.torch_ops.lora_ops: bgmv_expand(inputs, lora_b_weights, output_tensor, lora_indices_tensor, add_inputs);
     bgmv_expand_slice(inputs, lora_b_weights, output_tensor, lora_indices_tensor, slice_offset, slice_size, add_inputs);
     bgmv_shrink(inputs, lora_b_weights, output_tensor, lora_indices_tensor, scaling)
@@ -53,10 +54,10 @@ lora.worker_manager.LRUCacheWorkerLoRAManager: _adapter_manager; add_adapter(lor
 lora.worker_manager.WorkerLoRAManager: list_adapters()
 model_executor.layers.mamba.abstract.MambaBase: kv_cache
 model_executor.layers.mamba.gdn.base.GatedDeltaNetAttention: prefix
-model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention: A_log; dt_bias; head_k_dim; head_v_dim; key_dim;
-    num_k_heads; num_v_heads; value_dim
-model_executor.layers.mamba.ops.cpu.gdn_attention: _unpacked_conv_weight(layer); cpu_gdn_attention_core(mixed_qkv, b, a, core_attn_out,
-    layer_name)
+model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention: A_log; dt_bias; head_k_dim; head_v_dim;
+    key_dim; num_k_heads; num_v_heads; value_dim
+model_executor.layers.mamba.ops.cpu.gdn_attention: _unpacked_conv_weight(layer); cpu_gdn_attention_core(mixed_qkv, b, a,
+    core_attn_out, layer_name)
 model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod: process_weights_after_loading(layer)
 model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding: quant_method
 model_executor.models.interfaces.SupportsLoRA: packed_modules_mapping
@@ -64,21 +65,21 @@ model_executor.models.interfaces.SupportsQuant: hf_to_vllm_mapper
 model_executor.models.utils.WeightsMapper: get_rename_mapper()
 platforms.interface.Platform: is_cpu()
 utils.torch_utils: _resolve_layer_name(layer_name)
-v1.attention.backends.gdn_attn.GDNAttentionMetadata: has_initial_state; non_spec_query_start_loc; non_spec_state_indices_tensor;
-    num_decodes; num_prefills
+v1.attention.backends.gdn_attn.GDNAttentionMetadata: has_initial_state; non_spec_query_start_loc;
+    non_spec_state_indices_tensor; num_decodes; num_prefills
 v1.executor.multiproc_executor.MultiprocExecutor: response_mqs; _init_executor()
 v1.executor.multiproc_executor.WorkerProc: ResponseStatus
 v1.executor.multiproc_executor.WorkerProc.ResponseStatus: SUCCESS
 v1.worker.gpu_input_batch.CachedRequestState: num_computed_tokens; prompt_token_ids
 v1.worker.gpu_input_batch.InputBatch: generators; req_id_to_index; num_reqs(); req_ids()
-v1.worker.gpu_model_runner.GPUModelRunner: discard_request_mask; input_batch; lora_config; num_prompt_logprobs; requests;
-    _bookkeeping_sync(scheduler_output, sampler_output, logits, hidden_states, num_scheduled_tokens);
+v1.worker.gpu_model_runner.GPUModelRunner: discard_request_mask; input_batch; lora_config; num_prompt_logprobs;
+    requests; _bookkeeping_sync(scheduler_output, sampler_output, logits, hidden_states, num_scheduled_tokens);
     _get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens); _sample(logits, spec_decode_metadata)
-v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin: set_active_loras(input_batch, num_scheduled_tokens, num_sampled_tokens,
-    mapping_type)
+v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin: set_active_loras(input_batch, num_scheduled_tokens,
+    num_sampled_tokens, mapping_type)
 version: __version__
 """
-"""What these modules use of each of vLLM's modules and classes: fields, and functions that we call or replace, with their parameters."""
+"""What these modules use of vLLM, by owner: fields, and functions called or replaced, with their parameters."""
 
 
 @cache
@@ -124,7 +125,11 @@ def definitions(parent: ast.AST) -> dict[str, ast.AST]:
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     if isinstance(target, ast.Name):
                         found.setdefault(target.id, node)
-                    elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+                    elif (
+                        isinstance(target, ast.Attribute)
+                        and isinstance(target.value, ast.Name)
+                        and target.value.id == "self"
+                    ):
                         found.setdefault(target.attr, node)
             case ast.ImportFrom() | ast.Import():
                 found |= {alias.asname or alias.name: node for alias in node.names}
@@ -152,7 +157,9 @@ def parameters_of(node: ast.AST) -> tuple[str, ...] | None:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     arguments = node.args
-    return tuple(a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if a.arg not in ("self", "cls"))
+    return tuple(
+        a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if a.arg not in ("self", "cls")
+    )
 
 
 def test_what_is_imported_is_there_and_its_functions_are_listed(vllm: Path) -> None:
@@ -177,7 +184,9 @@ def test_what_is_listed_is_used_and_there(vllm: Path) -> None:
             assert parameters_of(there[name]) == parameters, f"{owner}.{name}"
     newer = [vllm / "model_executor" / "models" / "utils.py", vllm / "distributed" / "weight_transfer" / "base.py"]
     assert used >= ONLY_IN_0_26
-    assert not ONLY_IN_0_26 & {name for node in nodes(newer) if isinstance(node, ast.ClassDef) for name in definitions(node)}
+    assert not ONLY_IN_0_26 & {
+        name for node in nodes(newer) if isinstance(node, ast.ClassDef) for name in definitions(node)
+    }
 
 
 def test_what_we_put_in_the_place_of_vllms_takes_what_vllm_gives(vllm: Path) -> None:
@@ -203,9 +212,20 @@ def test_paths_options_and_environment_are_there(vllm: Path) -> None:
     assert strings([*vllm.joinpath("entrypoints").rglob("*.py"), vllm / "envs.py"]) >= paths | environment
     launch = strings([SAMPLING / "vllm" / "launch.py"])
     asked = {text.removeprefix("--") for text in launch if text.startswith("--") and not {" ", "="} & set(text)}
-    places = [vllm / "engine" / "arg_utils.py", *vllm.joinpath("entrypoints").rglob("cli_args.py"), *vllm.joinpath("config").glob("*.py")]
-    names = {text.removeprefix("--").replace("-", "_") for text in strings(places) if text.startswith("--")} | {"uds", "seed"}
-    names |= {node.target.id for node in nodes(places) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    places = [
+        vllm / "engine" / "arg_utils.py",
+        *vllm.joinpath("entrypoints").rglob("cli_args.py"),
+        *vllm.joinpath("config").glob("*.py"),
+    ]
+    names = {text.removeprefix("--").replace("-", "_") for text in strings(places) if text.startswith("--")} | {
+        "uds",
+        "seed",
+    }
+    names |= {
+        node.target.id
+        for node in nodes(places)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
     assert {text.removeprefix("no-").replace("-", "_") for text in asked} <= names
     assert min(len(paths), len(asked), 3 * len(environment)) > 15
 

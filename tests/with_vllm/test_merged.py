@@ -1,8 +1,8 @@
-"""Adapters that a vLLM server applies in part: it shows so itself when it starts, and then gets them merged into the base's weights.
+"""Adapters that a vLLM server applies in part: it shows so itself when it starts, and then gets them merged into the
+base's weights.
 
-Invariant: The parts of an adapter that a vLLM server does not apply are merged into the weights, or the model is refused; probes detect
-them.
-Also: `tests/sampling/vllm/test_verify.py`.
+Invariant: The parts of an adapter that a vLLM server does not apply are merged into the weights, or the model is
+refused; probes detect them. Also: `tests/sampling/vllm/test_verify.py`.
 """
 
 import re
@@ -35,7 +35,9 @@ def test_what_is_not_applied_is_merged_or_refused(tmp_path: Path) -> None:
         (said,) = re.findall(r"applies no adapters to (.*); what trains these is merged", server.log.read_text())
         assert {kind.partition(".")[0] for kind in said.split(", ")} == {"linear_attn", "self_attn"}
         with tinker.ServiceClient(base_url=server.url, api_key="tml-merged") as service:
-            with pytest.raises(tinker.TinkerError, match=r"applies no adapters to linear_attn.* of tiny\. .* train_unembed=False"):
+            with pytest.raises(
+                tinker.TinkerError, match=r"applies no adapters to linear_attn.* of tiny\. .* train_unembed=False"
+            ):
                 service.create_lora_training_client(base_model="tiny", rank=8).result()
             base, answers = service.create_sampling_client(base_model="tiny").result(), []
             alone = service.create_lora_training_client(base_model="tiny", rank=8, train_attn=False).result()

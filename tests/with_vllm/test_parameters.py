@@ -39,13 +39,17 @@ def whole_vocabulary(model: tinker.TrainingClient, prompt: types.ModelInput) -> 
     return torch.from_numpy(scores(model, [with_inputs(prompt, target_tokens=targets, weights=weights)])[0][-1])
 
 
-def test_logprobs_are_at_the_temperature_of_the_request(model: tinker.TrainingClient, sampler: tinker.SamplingClient) -> None:
-    """And greedy samples, several of which vLLM itself refuses, at temperature 1, whatever else would leave tokens out."""
+def test_logprobs_are_at_the_temperature_of_the_request(
+    model: tinker.TrainingClient, sampler: tinker.SamplingClient
+) -> None:
+    """Those of greedy samples, of which vLLM itself refuses several, are at temperature 1 over the whole vocabulary."""
     prompt = image_input(model, 1)
     plain = whole_vocabulary(model, prompt)
     greedy: dict[str, Any] = {"temperature": 0.0, "top_k": 3, "top_p": 0.5}
     for params, n, logprobs in (({"temperature": 0.5}, 40, (plain / 0.5).log_softmax(-1)), (greedy, 3, plain)):
-        reply = sample(sampler, prompt, types.SamplingParams(max_tokens=1, stop=[], seed=2, **params), n, topk_sample_logprobs=5)
+        reply = sample(
+            sampler, prompt, types.SamplingParams(max_tokens=1, stop=[], seed=2, **params), n, topk_sample_logprobs=5
+        )
         top = logprobs.topk(5)
         for sequence in reply.sequences:
             assert abs(sequence.logprobs[0] - logprobs[sequence.tokens[0]]) < 1e-4
@@ -54,10 +58,14 @@ def test_logprobs_are_at_the_temperature_of_the_request(model: tinker.TrainingCl
     assert [sequence.tokens for sequence in reply.sequences] == [[int(plain.argmax())]] * 3
 
 
-def test_top_k_and_top_p_with_logprobs_over_the_whole_vocabulary(model: tinker.TrainingClient, sampler: tinker.SamplingClient) -> None:
+def test_top_k_and_top_p_with_logprobs_over_the_whole_vocabulary(
+    model: tinker.TrainingClient, sampler: tinker.SamplingClient
+) -> None:
     prompt = image_input(model, 2)
     likeliest = whole_vocabulary(model, prompt).argsort(descending=True).tolist()
-    reply = sample(sampler, prompt, types.SamplingParams(max_tokens=6, top_k=4, stop=[], seed=1), 30, topk_sample_logprobs=2)
+    reply = sample(
+        sampler, prompt, types.SamplingParams(max_tokens=6, top_k=4, stop=[], seed=1), 30, topk_sample_logprobs=2
+    )
     first = {s.tokens[0] for s in reply.sequences}
     assert first <= set(likeliest[:4])
     assert len(first) > 1
@@ -72,7 +80,9 @@ def test_stop_rules(model: tinker.TrainingClient, sampler: tinker.SamplingClient
     tokenizer = model.get_tokenizer()
 
     def greedy(stop: list[int] | list[str]) -> Any:
-        (found,) = sample(sampler, text_input(4, 12), types.SamplingParams(max_tokens=30, temperature=0.0, stop=stop)).sequences
+        (found,) = sample(
+            sampler, text_input(4, 12), types.SamplingParams(max_tokens=30, temperature=0.0, stop=stop)
+        ).sequences
         return found
 
     free = greedy([])
@@ -100,13 +110,20 @@ def test_the_end_of_sequence_ends_it_unless_stop_is_empty(service: tinker.Servic
     assert (free.tokens[:2], len(free.tokens)) == ([end, end], 5)
 
 
-def test_everything_that_can_be_asked_about_a_prompt(model: tinker.TrainingClient, sampler: tinker.SamplingClient) -> None:
+def test_everything_that_can_be_asked_about_a_prompt(
+    model: tinker.TrainingClient, sampler: tinker.SamplingClient
+) -> None:
     prompt = image_input(model, 3)
     own = text_logprobs(model, prompt)
     ids = torch.full((13, 40), -1)
     ids[11, 7] = 99
     target = types.TensorData.from_torch_sparse(ids, pad_value=-1)
-    asked: dict[str, Any] = {"prompt_logprobs_last_n": 4, "topk_prompt_logprobs": 3, "topk_sample_logprobs": 2, "prompt_alt_tokens_k": 5}
+    asked: dict[str, Any] = {
+        "prompt_logprobs_last_n": 4,
+        "topk_prompt_logprobs": 3,
+        "topk_sample_logprobs": 2,
+        "prompt_alt_tokens_k": 5,
+    }
     reply = sample(sampler, prompt, FREE, 2, include_prompt_logprobs=True, target_prompt_logprobs=target, **asked)
     assert reply.prompt_logprobs[:10] == reply.topk_prompt_logprobs[:10] == [None] * 10
     np.testing.assert_allclose(numbers(reply.prompt_logprobs[10:]), own[10:], atol=1e-4)

@@ -1,8 +1,8 @@
-"""A server that only samples (--train none) and does so with vLLM: it has the numbers of the server that trains, or gives none.
+"""A server that only samples (--train none) and does so with vLLM: it has the numbers of the server that trains, or
+gives none.
 
-Invariant: A server that only samples, with vLLM, has the trainer's numbers for base, adapters and full weights, and gives none where vLLM
-computes over other weights.
-Also: `tests/sampling/vllm/test_launch.py`.
+Invariant: A server that only samples, with vLLM, has the trainer's numbers for base, adapters and full weights, and
+gives none where vLLM computes over other weights. Also: `tests/sampling/vllm/test_launch.py`.
 """
 
 import os
@@ -32,8 +32,13 @@ def sampling_server(server: Server, vision_dir: Path, tmp_path_factory: pytest.T
         yield running
 
 
-def test_adapters_full_weights_and_base_have_the_trainers_numbers(service: tinker.ServiceClient, sampling_server: Server) -> None:
-    """Saved before and after the server that samples has started. Full weights come and go, and the base's are back behind them."""
+def test_adapters_full_weights_and_base_have_the_trainers_numbers(
+    service: tinker.ServiceClient, sampling_server: Server
+) -> None:
+    """Saved before and after the server that samples has started.
+
+    Full weights come and go, and the base's are back behind them.
+    """
     adapters, full, bare = (train(service, "tiny", rank=rank) for rank in (8, 0, 8))
     paths = []
     for client in (adapters, full):
@@ -58,8 +63,13 @@ def test_adapters_full_weights_and_base_have_the_trainers_numbers(service: tinke
         assert np.abs(numbers(sequence.logprobs) - trainers_logprobs(bare, prompt, sequence.tokens)).max() > 1e-2
 
 
-def test_nothing_is_sampled_over_other_weights_than_the_bases(service: tinker.ServiceClient, sampling_server: Server) -> None:
-    """The bits of the adapter are right. Only what is computed with it shows that the weights below it are lost (set to zero)."""
+def test_nothing_is_sampled_over_other_weights_than_the_bases(
+    service: tinker.ServiceClient, sampling_server: Server
+) -> None:
+    """The bits of the adapter are right.
+
+    Only what is computed with it shows that the weights below it are lost (set to zero).
+    """
     with client_of(wait_for_vllm(sampling_server)) as vllm:
         assert vllm.post("/collective_rpc", json={"method": "reset_weights"}).status_code == 200
     client = train(service, "tiny", rank=8)
@@ -67,12 +77,17 @@ def test_nothing_is_sampled_over_other_weights_than_the_bases(service: tinker.Se
     path = client.save_weights_for_sampler("over-zero").result().path
     with tinker.ServiceClient(base_url=sampling_server.url, api_key="tml-sampling") as other:
         sampler = other.create_sampling_client(model_path=path)
-        with pytest.raises(tinker.RequestFailedError, match="vLLM computes other log-probabilities than the trainer with adapter"):
+        with pytest.raises(
+            tinker.RequestFailedError, match="vLLM computes other log-probabilities than the trainer with adapter"
+        ):
             sample(sampler, text_input(1, 6))
 
 
 def test_nothing_is_left_when_the_worker_or_the_engine_is_killed(sampling_server: Server) -> None:
-    """A vLLM server that runs, and one that is starting, end by themselves: their standard input is closed. This comes last."""
+    """A vLLM server that runs, and one that is starting, end by themselves: their standard input is closed.
+
+    This comes last.
+    """
     wait_for_vllm(sampling_server)
     for victim in (sampling_server.worker_pid, sampling_server.engine_pid):
         deadline = time.monotonic() + START_S

@@ -1,15 +1,15 @@
-"""Several workers train beside a vLLM server, which the first of them has: it samples what all have trained, and nothing older.
+"""Several workers train beside a vLLM server of the first: it samples what all have trained, and nothing older.
 
-They are replicas, or divide all weights among them. Then the first has a whole copy of the base alone, and a snapshot of all weights is put
-together by all of them. Beside replicas the vLLM server divides its model over two processes (tensor parallel), and each gets its share.
+They are replicas, or divide all weights among them. Then the first has a whole copy of the base alone, and a snapshot
+of all weights is put together by all of them. Beside replicas the vLLM server divides its model over two processes
+(tensor parallel), and each gets its share.
 
-Invariant: A vLLM server samples exactly what several workers have trained, whole or sharded, each snapshot its own; workers and servers
-share no GPU.
-Also: `tests/sampling/vllm/test_launch.py`, `tests/protocol/test_devices.py`.
+Invariant: A vLLM server samples exactly what several workers have trained, whole or sharded, each snapshot its own;
+workers and servers share no GPU. Also: `tests/sampling/vllm/test_launch.py`, `tests/protocol/test_devices.py`.
 
-Invariant: The processes of a vLLM server that divide a model hold the trainer's weights, each its share; an error of one is told at once
-and lets none wait, and one that dies ends the server.
-Also: `tests/sampling/inside_vllm/test_identity.py`, `tests/sampling/inside_vllm/test_transfer_group.py`,
+Invariant: The processes of a vLLM server that divide a model hold the trainer's weights, each its share; an error of
+one is told at once and lets none wait, and one that dies ends the server. Also:
+`tests/sampling/inside_vllm/test_identity.py`, `tests/sampling/inside_vllm/test_transfer_group.py`,
 `tests/sampling/vllm/test_launch.py`.
 """
 
@@ -30,18 +30,23 @@ from tests.running import Server
 from tests.with_vllm.serving import process_of, processes_of, sampling_with_vllm, vllm_pids, wait_for_vllm
 from tests.with_vllm.talking import FREE, check_snapshots, sample, snapshot, text_logprobs, worst_difference
 from tests.with_vllm.test_a_sampler import bench_of
-from tests.with_vllm.test_a_sampler import test_an_adapter_of_other_weights_is_never_sampled as other_weights_are_never_sampled
+from tests.with_vllm.test_a_sampler import (
+    test_an_adapter_of_other_weights_is_never_sampled as other_weights_are_never_sampled,
+)
 from tests.with_vllm.test_inflight import Story, check_replaced
 
 BOUND = 1e-4
 """How far a log-probability may be from the trainer's, as in `test_agreement.py`."""
 RANKS = {"adapter": 8, "full weights": 0}
 MODES = {"replicas": ("--vllm-transfer", "broadcast", "--vllm-tensor-parallel", "2"), "divided": ("--shard", "weights")}
-"""Replicas broadcast full weights, in a group beside that of the workers (Gloo stands for NCCL). Divided ones travel as a file."""
+"""Replicas broadcast full weights, in a group of their own (Gloo stands for NCCL). Divided ones travel as a file."""
 
 
-@pytest.fixture(scope="module", params=["replicas", *slow("divided")])  # another start; `tests/distributed` has divided snapshots
-def two_workers(vision_dir: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
+# Another start; `tests/distributed` has divided snapshots
+@pytest.fixture(scope="module", params=["replicas", *slow("divided")])
+def two_workers(
+    vision_dir: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Server]:
     """Both have a share of each pass. `tests/distributed` has what they do to put divided weights together."""
     options = ("--base-model", f"tiny={vision_dir}", "--workers", "2", "--tokens-per-pass", "64", *MODES[request.param])
     with sampling_with_vllm(tmp_path_factory.mktemp(request.param), *options) as running:
@@ -66,7 +71,10 @@ def learn_together(client: tinker.TrainingClient, seed: int) -> None:
 def test_another_adapter_than_the_trainers_is_never_sampled(
     two_workers: Server, vision_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each process compares its share of what it has loaded. This comes first: once full weights were sent, the server is one engine's."""
+    """Each process compares its share of what it has loaded.
+
+    This comes first: once full weights were sent, the server is one engine's.
+    """
     with bench_of(wait_for_vllm(two_workers), vision_dir, tmp_path) as bench:
         other_weights_are_never_sampled(bench, monkeypatch, "one value")
 
@@ -78,7 +86,10 @@ def test_what_all_have_trained_is_sampled(service: tinker.ServiceClient, two_wor
 
 
 def test_base_and_named_checkpoints_have_the_trainers_numbers(service: tinker.ServiceClient) -> None:
-    """Each after the others have been on the server. What vLLM cannot answer about a prompt, the trainer's model does."""
+    """Each after the others have been on the server.
+
+    What vLLM cannot answer about a prompt, the trainer's model does.
+    """
     clients = [train(service, "tiny", rank=rank) for rank in (8, 0, 8)]
     samplers = []
     for seed, client in enumerate(clients[:2]):
@@ -94,11 +105,15 @@ def test_base_and_named_checkpoints_have_the_trainers_numbers(service: tinker.Se
         assert worst_difference(client, prompt, reply) < BOUND
         expected = text_logprobs(client, prompt)
         np.testing.assert_allclose(numbers(reply.prompt_logprobs), expected, atol=BOUND)
-        np.testing.assert_allclose(reply.target_prompt_logprobs.to_torch().to_dense().flatten(), expected[1:], atol=BOUND)
+        np.testing.assert_allclose(
+            reply.target_prompt_logprobs.to_torch().to_dense().flatten(), expected[1:], atol=BOUND
+        )
 
 
 @pytest.mark.parametrize("kind", RANKS)
-def test_a_sample_goes_on_with_weights_that_replace_others(service: tinker.ServiceClient, two_workers: Server, kind: str) -> None:
+def test_a_sample_goes_on_with_weights_that_replace_others(
+    service: tinker.ServiceClient, two_workers: Server, kind: str
+) -> None:
     """Each token has the log-probability of its own version: nothing is computed with a mixture of two."""
     story = Story(train(service, "tiny", rank=RANKS[kind]), service)
     check_replaced(two_workers, wait_for_vllm(two_workers), story, [text_input(1, 20)])

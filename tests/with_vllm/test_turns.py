@@ -1,7 +1,7 @@
 """Trainer and vLLM take turns on one device (--vllm-turn-s).
 
-On a CPU vLLM frees no memory when it sleeps; all else is as on a GPU: it pauses, drops its cache and computes kept samples again. With
-TINSMITH_TEST_DEVICE=cuda the test looks at the memory too.
+On a CPU vLLM frees no memory when it sleeps; all else is as on a GPU: it pauses, drops its cache and computes kept
+samples again. With TINSMITH_TEST_DEVICE=cuda the test looks at the memory too.
 """
 
 import re
@@ -52,7 +52,8 @@ def used_mib() -> int:
 def test_both_go_on_when_both_have_work_without_end_and_every_number_is_right(
     hybrid_server: Server, turns_service: tinker.ServiceClient
 ) -> None:
-    """Samples that take many turns have the numbers of the weights they began with, adapters and full weights, text and images."""
+    """Samples that take many turns have the numbers of the weights they began with, adapters and full weights, text and
+    images."""
     awake_mib = used_mib() if ON_GPU else 0
     adapters, full, other = (train(turns_service, "tiny", rank=rank) for rank in (8, 0, 8))
     learn(adapters)

@@ -26,7 +26,9 @@ def test_work_is_done_in_a_thread_and_its_result_or_error_handed_over_in_ours_wh
     background = Background("test", 1, woken.set)
     ends: list[tuple[object, str]] = []
     for work in (lambda: threading.current_thread().name, lambda: int("no number")):
-        background.run(work, lambda ended: ends.append((ended.exception() or ended.result(), threading.current_thread().name)))
+        background.run(
+            work, lambda ended: ends.append((ended.exception() or ended.result(), threading.current_thread().name))
+        )
         assert woken.wait(LONG_S)
         woken.clear()
     assert (ends, background.has_ended, background.running) == ([], True, 2)

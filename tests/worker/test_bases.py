@@ -1,7 +1,7 @@
 """Base models of a worker: which form of the self-check runs at a start, and what is remembered of it.
 
-Invariant: The quick form of the self-check runs only where the full one was passed with the same files, code, versions, device and
-settings.
+Invariant: The quick form of the self-check runs only where the full one was passed with the same files, code, versions,
+device and settings.
 """
 
 import logging
@@ -35,7 +35,9 @@ def start(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Call
     def load(sampler: str = "none", **models: object) -> str:
         caplog.clear()
         settings = ModelsConfig(device=DEVICE, **models)  # type: ignore[arg-type]
-        load_bases(Config([f"tiny={model}"], str(tmp_path / "data"), models=settings, sampling=SamplingConfig(sampler=sampler)))
+        load_bases(
+            Config([f"tiny={model}"], str(tmp_path / "data"), models=settings, sampling=SamplingConfig(sampler=sampler))
+        )
         return next(form for form in ("full", "quick") if f"s, in its {form} form" in caplog.text)
 
     return load
@@ -80,7 +82,9 @@ def test_a_damaged_memory_counts_for_nothing_and_one_that_cannot_be_kept_does_no
     assert (start(), start()) == ("full", "full")
 
 
-def test_a_check_that_fails_is_forgotten(start: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_is_forgotten(
+    start: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start()
     own = PackedPlan.attend
     monkeypatch.setattr(PackedPlan, "attend", lambda *arguments: 1.1 * own(*arguments))

@@ -1,7 +1,7 @@
 """Which servers may use one GPU at the same time: real processes, and a GPU that does not exist.
 
-Invariant: A GPU that a server uses, or gives to its vLLM servers, is refused to another one, unless both were given a share; the lock
-ends with its process, and lies where nobody else can write.
+Invariant: A GPU that a server uses, or gives to its vLLM servers, is refused to another one, unless both were given a
+share; the lock ends with its process, and lies where nobody else can write.
 """
 
 import os
@@ -53,7 +53,9 @@ def hold() -> Iterator[Hold]:
 
         def start(how: str, gpu: str = GPU) -> subprocess.Popen[str]:
             process = stack.enter_context(
-                subprocess.Popen([REAL_PYTHON, "-c", HOLDER, gpu, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen(
+                    [REAL_PYTHON, "-c", HOLDER, gpu, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
             )
             stack.callback(process.kill)
             assert process.stdout is not None
@@ -69,7 +71,9 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=f"GPU-{gpu}", name="a GPU"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=f"GPU-{gpu}", name="a GPU")
+    )
 
 
 def refused(shared: bool, gpu: str = GPU) -> str:
@@ -87,7 +91,10 @@ def is_free(gpu: str = GPU) -> bool:
 
 @contextmanager
 def working(**options: object) -> Iterator[int]:
-    """A worker with these settings has all locks at once, as many as are returned. Here it is no process: locks exclude each other too."""
+    """A worker with these settings has all locks at once, as many as are returned.
+
+    Here it is no process: locks exclude each other too.
+    """
     held = lock_devices(config_of(**options), patience_s=0.0)
     try:
         yield len(held)
@@ -172,7 +179,11 @@ def test_a_worker_locks_its_own_gpu_and_those_of_the_servers_that_it_starts(
 
 def test_vllm_servers_share_a_gpu_with_another_server_if_both_have_a_share(four_gpus: None) -> None:
     trainer, alone = {"device": "cuda:1"}, ONLY | {"device": "cuda:1"}
-    with working(**VLLM, memory_share=0.4), working(**trainer, memory_share=0.5), working(**alone, memory_share=0.4) as count:
+    with (
+        working(**VLLM, memory_share=0.4),
+        working(**trainer, memory_share=0.5),
+        working(**alone, memory_share=0.4) as count,
+    ):
         assert count == 1
         assert all("cuda:1 (a GPU) is used by another server" in is_refused(**other) for other in (trainer, alone))
 
@@ -184,7 +195,9 @@ def test_a_worker_that_is_refused_one_of_its_gpus_keeps_none(four_gpus: None) ->
 
 
 @pytest.mark.parametrize("kind", ["link", "open directory", "file"])
-def test_nobody_else_reads_or_writes_where_locks_lie_and_a_place_that_is_not_the_users_alone_is_refused(place: Path, kind: str) -> None:
+def test_nobody_else_reads_or_writes_where_locks_lie_and_a_place_that_is_not_the_users_alone_is_refused(
+    place: Path, kind: str
+) -> None:
     assert is_free()
     (file,) = place.iterdir()
     assert [path.stat().st_mode & 0o777 for path in (place, file)] == [0o700, 0o600]

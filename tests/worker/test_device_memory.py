@@ -1,8 +1,7 @@
 """What the worker makes of the memory of its device, and that `tinsmith plan` says the same.
 
-Invariant: Plan and server say the same of how long a sequence trains and what the cache holds, on one worker and on several that share a
-host.
-Also: `tests/distributed/test_all_reduce.py`, `tests/commands/test_plan.py`.
+Invariant: Plan and server say the same of how long a sequence trains and what the cache holds, on one worker and on
+several that share a host. Also: `tests/distributed/test_all_reduce.py`, `tests/commands/test_plan.py`.
 """
 
 from collections.abc import Callable
@@ -29,7 +28,9 @@ MIB = 2**20
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("mib", [15, 4000])
-def test_plan_and_server_agree(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, mib: int) -> None:
+def test_plan_and_server_agree(
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, mib: int
+) -> None:
     """On a machine with so much free memory beside the weights."""
     directory = str(family_dir(family))
     models = ModelsConfig(device="cpu", dtype="float32", max_context=1024)
@@ -38,7 +39,9 @@ def test_plan_and_server_agree(family_dir: Callable[[str], Path], monkeypatch: p
     base = load(family_dir(family), device="cpu", max_context=1024)
     weights = sum(parameter.nbytes for parameter in base.network.parameters())
     monkeypatch.setattr("tinsmith.worker.device_memory.free_memory", lambda device: mib * MIB)
-    monkeypatch.setattr("tinsmith.memory.plan.look_around", partial(Machine, 1, 2**40, mib * MIB + weights, [], "there is none"))
+    monkeypatch.setattr(
+        "tinsmith.memory.plan.look_around", partial(Machine, 1, 2**40, mib * MIB + weights, [], "there is none")
+    )
     planned = make_plan(config, training.planned_rank, None)
     memory = DeviceMemory({"tiny": base}, config)
     longest = memory.longest_trained("tiny")
@@ -57,7 +60,9 @@ def test_plan_and_server_agree_on_what_two_base_models_leave_each_other(
 ) -> None:
     families = ("qwen3", "qwen3_5")
     models = ModelsConfig(device="cpu", dtype="float32", max_context=1024)
-    config = Config(models=models, sampling=SamplingConfig(kv_cache_gib=8 / 1024), training=TrainingConfig(logits_chunk=64))
+    config = Config(
+        models=models, sampling=SamplingConfig(kv_cache_gib=8 / 1024), training=TrainingConfig(logits_chunk=64)
+    )
     bases = {family: load(family_dir(family), device="cpu", max_context=1024) for family in families}
     sizes = {family: size_of(str(family_dir(family)), models) for family in families}
     weights = sum(parameter.nbytes for base in bases.values() for parameter in base.network.parameters())
@@ -92,7 +97,10 @@ def test_what_a_model_keeps_in_host_memory_is_not_planned_for_inputs_too(tmp_pat
     """Both wait there: what AdamW remembers of a compact-host model, and inputs of recomputed layers."""
     directory = str(SERVED["Qwen/Qwen3-8B"].write(tmp_path))
     sizes = size_of(directory, ModelsConfig(device="cpu", dtype="bfloat16"))
-    model, config = sizes.model(0, "compact-host"), Config(training=TrainingConfig(planned_rank=0, full_state="compact-host"))
+    model, config = (
+        sizes.model(0, "compact-host"),
+        Config(training=TrainingConfig(planned_rank=0, full_state="compact-host")),
+    )
     assert model.host == sizes.full("compact-host").host > 2**34
     budget = divide_memory(beside_weights(80 * 2**30, [sizes]), 1, model, sizes.passes, config, on_gpu=True)
     sizes = replace(sizes, max_context=2**20)

@@ -1,8 +1,9 @@
-"""Trainer and vLLM servers take turns: who has much to do keeps the GPU for a turn, and never longer while the other waits.
+"""Trainer and vLLM servers take turns: who has much to do keeps the GPU for a turn, and never longer while the other
+waits.
 
-Invariant: Trainer and vLLM servers that take turns on a device both go on, however much the other has to do; kept samples have right
-numbers; what sleeps is not written to, and a server that does not obey is ended.
-Also: `tests/sampling/vllm/test_sleep.py`, `tests/with_vllm/test_turns.py`.
+Invariant: Trainer and vLLM servers that take turns on a device both go on, however much the other has to do; kept
+samples have right numbers; what sleeps is not written to, and a server that does not obey is ended. Also:
+`tests/sampling/vllm/test_sleep.py`, `tests/with_vllm/test_turns.py`.
 """
 
 from concurrent.futures import Future
@@ -64,7 +65,8 @@ def test_without_turns_the_trainer_always_has_the_device() -> None:
 
 
 def test_each_has_a_turn_when_both_have_work_without_end() -> None:
-    """It is the trainer's when the servers sleep, and theirs when they have woken; its memory is given back each time before that."""
+    """It is the trainer's when the servers sleep, and theirs when they have woken; its memory is given back each time
+    before that."""
     story = Story()
     for _ in range(3):
         assert [story.after(seconds, wanted=True, sampled=True) for seconds in (0, TURN_S - 0.1)] == [False, False]

@@ -42,7 +42,9 @@ def test_an_ssh_key_decrypts_what_was_encrypted_for_it(text_base: BaseModel, tmp
     write_external(state, layout, tmp_path / "plain", [])
     write_external(state, layout, tmp_path / "secret", parse_recipients([public]))
     assert (names(tmp_path / "plain"), names(tmp_path / "secret")) == (FILES, [f"{name}.age" for name in FILES])
-    identity = pyrage.ssh.Identity.from_buffer(private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    identity = pyrage.ssh.Identity.from_buffer(
+        private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    )
     for name in FILES:
         decrypted = pyrage.decrypt((tmp_path / "secret" / f"{name}.age").read_bytes(), [identity])
         assert decrypted == (tmp_path / "plain" / name).read_bytes()
@@ -52,7 +54,9 @@ def test_an_ssh_key_decrypts_what_was_encrypted_for_it(text_base: BaseModel, tmp
 @pytest.mark.parametrize("text", ["", "nobody", "age1nobody", "ssh-ed25519 nobody", "-----BEGIN", "AGE-SECRET-KEY-1"])
 def test_what_is_no_key_is_refused_by_name_and_a_secret_key_is_not_repeated(text: str) -> None:
     good, secret = str(pyrage.x25519.Identity.generate().to_public()), str(pyrage.x25519.Identity.generate())
-    with pytest.raises(UserError, match=rf"age_encryption_recipients\.1: {text!r} is no age1\.\.\. key and no SSH public key"):
+    with pytest.raises(
+        UserError, match=rf"age_encryption_recipients\.1: {text!r} is no age1\.\.\. key and no SSH public key"
+    ):
         parse_recipients([good, text])
     with pytest.raises(UserError) as refused:
         parse_recipients([secret])
@@ -60,7 +64,8 @@ def test_what_is_no_key_is_refused_by_name_and_a_secret_key_is_not_repeated(text
 
 
 def test_other_threads_run_while_a_large_file_is_encrypted(tmp_path: Path) -> None:
-    """As the one that sends heartbeats must: Python runs between the blocks that are read, and there it lets others have their turn."""
+    """As the one that sends heartbeats must: Python runs between the blocks that are read, and there it lets others
+    have their turn."""
     key, plain, sizes = pyrage.x25519.Identity.generate(), bytes(4 * 2**20), list[int]()
 
     class Read(BytesIO):

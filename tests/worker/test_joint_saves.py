@@ -1,4 +1,5 @@
-"""Checkpoints that several workers write together: what one alone would write, on a disk and on the way to an object store; or nothing."""
+"""Checkpoints that several workers write together: what one alone would write, on a disk and on the way to an object
+store; or nothing."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -56,7 +57,9 @@ def part_of(state: SavedState, rank: int) -> CheckpointShard:
     def cut(entry: str) -> dict[str, torch.Tensor]:
         found = {}
         for name, row in rows.items():
-            tensors = state.tensors if not entry else {each: (state.moments or {})[f"{each}.{entry}"] for each in row.shapes}
+            tensors = (
+                state.tensors if not entry else {each: (state.moments or {})[f"{each}.{entry}"] for each in row.shapes}
+            )
             found[name] = torch.empty(row.part)
             row.fill(found[name], rank * row.part, [tensors[each] for each in row.shapes])
         return found
@@ -76,12 +79,17 @@ class Workers:
         self.files = CheckpointFiles(data_dir, root)
         self.place = self.files.new_place()
         self.disk = Background("disk", 4, lambda: None)
-        self.saves = [JointSaves(self.files, self.disk, self.said.append, Place(rank, COUNT), self.answer) for rank in range(COUNT)]
+        self.saves = [
+            JointSaves(self.files, self.disk, self.said.append, Place(rank, COUNT), self.answer)
+            for rank in range(COUNT)
+        ]
 
     def answer(self, save: Save, work: Callable[[], dict[str, Any]]) -> None:
         self.disk.run(work, lambda ended: self.answers.append(ended.exception() or ended.result()))
 
-    def written(self, save: Save, state: SavedState, ranks: Sequence[int] = range(COUNT)) -> list[tuple[str, int, int, int]]:
+    def written(
+        self, save: Save, state: SavedState, ranks: Sequence[int] = range(COUNT)
+    ) -> list[tuple[str, int, int, int]]:
         """What some of them tell of their parts."""
         for rank in ranks:
             self.saves[rank].write(save, part_of(state, rank))
@@ -124,11 +132,15 @@ def exported_to(place: str) -> ExportModel:
 
 def contents(directory: Path) -> dict[str, bytes]:
     """The files below a directory but for the manifest."""
-    return {file.name: file.read_bytes() for file in directory.rglob("*") if file.is_file() and file.name != "manifest.json"}
+    return {
+        file.name: file.read_bytes() for file in directory.rglob("*") if file.is_file() and file.name != "manifest.json"
+    }
 
 
 @pytest.mark.parametrize("is_export", [False, True])
-def test_the_files_are_those_of_one_worker(workers: Workers, backend: LocalBackend, tmp_path: Path, is_export: bool) -> None:
+def test_the_files_are_those_of_one_worker(
+    workers: Workers, backend: LocalBackend, tmp_path: Path, is_export: bool
+) -> None:
     state = backend.copy_state(MODEL, optimizer=not is_export)
     if is_export:
         write_external(state, backend.base.layout, tmp_path / "alone", [])
@@ -175,7 +187,9 @@ def test_a_file_whose_end_nobody_wrote_makes_no_checkpoint(tmp_path: Path) -> No
             _require_whole(directory, told)
 
 
-def test_an_export_leaves_nothing_unencrypted_or_fails(workers: Workers, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_leaves_nothing_unencrypted_or_fails(
+    workers: Workers, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is not there before what it was made of is gone."""
     told = workers.written(exported_to(workers.place), backend.copy_state(MODEL, optimizer=False))
 

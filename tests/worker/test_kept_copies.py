@@ -18,7 +18,10 @@ MODELS = [f"s:train:{number}" for number in range(8)]
 
 
 def test_models_that_come_back_take_the_room_of_the_worker_that_writes_their_copies_alone(tmp_path: Path) -> None:
-    """All workers load them. If each counted all copies, what had room before would be lost with the workers the next time."""
+    """All workers load them.
+
+    If each counted all copies, what had room before would be lost with the workers the next time.
+    """
     threads = Background("copies", 1, lambda: None)
     workers = [KeptCopies(tmp_path, 1e9, 1.0, threads, Place(rank, 2)) for rank in range(2)]
     for model_id in MODELS:
@@ -36,7 +39,10 @@ def test_models_that_come_back_take_the_room_of_the_worker_that_writes_their_cop
 def test_one_model_may_take_all_the_room_of_several_workers_and_others_none_beyond_it(
     text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The limit is the server's. A share of it for each worker would have no room for a large model, however empty the disk is."""
+    """The limit is the server's.
+
+    A share of it for each worker would have no room for a large model, however empty the disk is.
+    """
     threads = Background("copies", 1, lambda: None)
     backend = LocalBackend(text_base, TrainingConfig())
     for model_id in MODELS[:2]:

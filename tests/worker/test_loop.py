@@ -22,8 +22,10 @@ from tinsmith.training.backend import DatumWork, PassResult
 from tinsmith.worker.loop import DISK_THREADS, disk_for_snapshots
 
 
-def test_a_worker_that_breaks_down_begins_nothing_more(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise its process would live until all saves that had queued were written, and the engine would wait for it."""
+def test_a_worker_that_breaks_down_begins_nothing_more(
+    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its process would live until all queued saves were written, and the engine would wait for it."""
     worker = Here({"tiny": text_base}, tmp_path).process.worker
     over, begun = threading.Event(), list[int]()
 
@@ -103,8 +105,10 @@ def test_a_step_whose_copy_is_kept_is_answered_in_the_middle_of_a_pass(
     assert here.error("b", 2) is None
 
 
-@pytest.mark.parametrize(("sampler", "workers", "gib"), [("local", 1, 32), ("local", 8, 4), ("vllm", 8, 32), ("none", 8, 32)])
+@pytest.mark.parametrize(
+    ("sampler", "workers", "gib"), [("local", 1, 32), ("local", 8, 4), ("vllm", 8, 32), ("none", 8, 32)]
+)
 def test_workers_that_sample_divide_the_disk_for_snapshots(sampler: str, workers: int, gib: int) -> None:
-    """Each writes those that its memory has no room for, so that the server would take the limit as many times. vLLM has one that does."""
+    """Each writes those that its memory has no room for; together they keep to the limit. With vLLM only one does."""
     config = Config(sampling=SamplingConfig(sampler=sampler, snapshot_disk_gib=32))
     assert disk_for_snapshots(config, Place(0, workers)) == gib * 2**30

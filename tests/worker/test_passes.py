@@ -1,14 +1,14 @@
-"""Forward work on a worker: checked and measured here or in a thread, computed pass by pass; what is wrong harms its operation alone.
+"""Forward work on a worker: checked and measured here or in a thread, computed pass by pass; what is wrong harms its
+operation alone.
 
 Invariant: Steps and sequences of all workers have the same order on every worker, however long images take to decode.
 Also: `tests/engine/test_worker_group.py`.
 
-Invariant: A pass that no client waits for ends between layers, and no step counts what it added; long passes are cut, and none is queued
-ahead of other sessions.
-Also: `tests/worker/test_loop.py`, `tests/engine/test_passes.py`.
+Invariant: A pass that no client waits for ends between layers, and no step counts what it added; long passes are cut,
+and none is queued ahead of other sessions. Also: `tests/worker/test_loop.py`, `tests/engine/test_passes.py`.
 
-Invariant: A model's passes are computed in their order, however long their images take to decode, and no other model's texts wait for
-these.
+Invariant: A model's passes are computed in their order, however long their images take to decode, and no other model's
+texts wait for these.
 """
 
 import hashlib
@@ -60,7 +60,9 @@ class Bench:
 
     def prepare(self, operation: str, stored: StoredRequest) -> None:
         self.blobs.update(stored.images)
-        self.passes.prepare(Prepare(1, operation, "m", "tiny", [digest.hex() for digest in stored.image_digests], stored.payload))
+        self.passes.prepare(
+            Prepare(1, operation, "m", "tiny", [digest.hex() for digest in stored.image_digests], stored.payload)
+        )
 
     def run(self, number: int, *pieces: tuple[str, int], backward: bool = True) -> None:
         self.passes.run(RunPass(number, "tiny", backward, list(pieces), [1] * len(pieces)))
@@ -171,7 +173,9 @@ def test_small_requests_are_measured_at_once_and_others_in_a_thread_which_decode
     ],
     ids=["empty", "long", "forward", "unreadable"],
 )
-def test_what_is_wrong_with_a_request_is_answered(bench: Bench, stored: StoredRequest, backward: bool, error: str) -> None:
+def test_what_is_wrong_with_a_request_is_answered(
+    bench: Bench, stored: StoredRequest, backward: bool, error: str
+) -> None:
     bench.prepare("m/1", stored)
     answer = bench.answer()
     assert (answer.operation, answer.backward) == ("m/1", backward)
@@ -180,8 +184,11 @@ def test_what_is_wrong_with_a_request_is_answered(bench: Bench, stored: StoredRe
     assert (bench.passes.datums, bench.passes.preparing) == ({}, {})
 
 
-def test_an_operation_that_is_dropped_while_it_is_prepared_is_answered_only_if_it_is_asked_for_again(bench: Bench) -> None:
-    """Once: the engine does so when an operation before it cannot be read, and threads may still be at work on the first request."""
+def test_an_operation_that_is_dropped_while_it_is_prepared_is_answered_only_if_it_is_asked_for_again(
+    bench: Bench,
+) -> None:
+    """Once: the engine does so when an operation before it cannot be read, and threads may still be at work on the
+    first request."""
     with occupied(bench.passes.rendering):
         for number in range(3):
             bench.prepare(f"m/{number}", forward_request([500] * 20))
@@ -199,7 +206,10 @@ def test_an_operation_that_is_dropped_while_it_is_prepared_is_answered_only_if_i
 
 
 def test_passes_of_other_models_go_ahead_of_images_and_those_of_the_same_keep_their_order(gallery: Bench) -> None:
-    """So does what is in one pass with it. Another order of a model's passes would round the sums of its gradients otherwise."""
+    """So does what is in one pass with it.
+
+    Another order of a model's passes would round the sums of its gradients otherwise.
+    """
     gallery.prepare("a/1", forward_request(images=[WHOLE]))
     for operation in ("a/2", "b/1", "b/2", "c/1"):
         gallery.prepare(operation, forward_request([4]))
@@ -285,8 +295,13 @@ def test_a_stopwatch_counts_what_a_gpu_still_computes() -> None:
 
 
 @pytest.mark.parametrize("needs_all", [False, True])
-def test_steps_keep_their_place_behind_passes_that_all_workers_compute_together(gallery: Bench, needs_all: bool) -> None:
-    """Others may have decoded their images sooner: what exchanges must have one order on all. Where weights are divided, all does."""
+def test_steps_keep_their_place_behind_passes_that_all_workers_compute_together(
+    gallery: Bench, needs_all: bool
+) -> None:
+    """Others may have decoded their images sooner: what exchanges must have one order on all.
+
+    Where weights are divided, all does.
+    """
     order: list[object] = []
     gallery.passes.send = lambda message: order.append(message.number if isinstance(message, PassDone) else message)
     gallery.prepare("images", forward_request(images=[WHOLE, png(3)]))
@@ -315,17 +330,25 @@ def test_steps_keep_their_place_behind_passes_that_all_workers_compute_together(
 
 
 @pytest.mark.parametrize("backward", [True, False])
-def test_sequences_that_are_too_long_for_one_worker_are_named_and_those_for_all_refused(bench: Bench, backward: bool) -> None:
+def test_sequences_that_are_too_long_for_one_worker_are_named_and_those_for_all_refused(
+    bench: Bench, backward: bool
+) -> None:
     trained = bench.passes.bases["tiny"]
     bench.passes.bases = {"tiny": replace(trained, longest_alone=4, longest=8, workers=3)}
     bench.prepare("m/1", forward_request([3, 5, 4, 8], forward_only=not backward))
     assert bench.answer() == Prepared(1, "m/1", backward, [3, 5, 4, 8], [{}] * 4, [1, 3])
     bench.prepare("m/2", forward_request([3, 9]))
-    refused = "datum 1: the model input holds 9 tokens, and the memory of the devices of this server's 3 workers trains together up to 8; "
+    refused = (
+        "datum 1: the model input holds 9 tokens, and the memory of the devices of this server's 3 workers trains "
+        "together up to 8; "
+    )
     assert bench.answer().error.startswith(refused)
     bench.passes.bases = {"tiny": replace(trained, longest=6)}
     bench.prepare("m/3", forward_request([6, 7]))
-    assert "datum 1: the model input holds 7 tokens, and the memory of this server's device trains up to 6" in bench.answer().error
+    assert (
+        "datum 1: the model input holds 7 tokens, and the memory of this server's device trains up to 6"
+        in bench.answer().error
+    )
     bench.prepare("m/4", forward_request([9], forward_only=True))  # nothing is kept of it
     assert isinstance(bench.answer(), Prepared)
 

@@ -104,16 +104,22 @@ class Bench:
 
 
 def tokens_of(done: SampleDone) -> list[list[int]]:
-    return [list(np.frombuffer(s.tokens, dtype="<i4")) for s in tinker_pb2.SampleResponse.FromString(done.payload).sequences]
+    return [
+        list(np.frombuffer(s.tokens, dtype="<i4")) for s in tinker_pb2.SampleResponse.FromString(done.payload).sequences
+    ]
 
 
 def bench_of(base: BaseModel, directory: Path, **settings: Any) -> Bench:
     sampler = LocalSampler(base, SamplingConfig(kv_cache_gib=0.01, **settings), logits_chunk=16)
     sent: list[Any] = []
-    snapshots = Snapshots({"tiny": base}, Store.open(directory), CheckpointFiles(directory), directory / "snapshots", 2**30)
+    snapshots = Snapshots(
+        {"tiny": base}, Store.open(directory), CheckpointFiles(directory), directory / "snapshots", 2**30
+    )
     rendering, images, disk = (Background(name, 1, lambda: None) for name in ("rendering", "images", "disk"))
     recorded = RecordedSequences(directory, 2**20)
-    made = Samples({"tiny": SamplingBase(sampler, renderer(base))}, snapshots, rendering, images, disk, recorded, sent.append)
+    made = Samples(
+        {"tiny": SamplingBase(sampler, renderer(base))}, snapshots, rendering, images, disk, recorded, sent.append
+    )
     return Bench(made, sampler, sent, recorded)
 
 
@@ -124,7 +130,9 @@ def bench(text_base: BaseModel, tmp_path: Path) -> Bench:
 
 def test_samples_go_on_with_newer_inflight_weights_and_say_so(bench: Bench, text_base: BaseModel) -> None:
     snapshots = bench.samples.admission.snapshots
-    first, second = (random_adapter(text_base, seed=seed, ref=new_ref(f"s:train:0/{seed}", "s:train:0")) for seed in (1, 3))
+    first, second = (
+        random_adapter(text_base, seed=seed, ref=new_ref(f"s:train:0/{seed}", "s:train:0")) for seed in (1, 3)
+    )
     snapshots.publish("tiny", "s:train:0/inflight", first)
     snapshots.publish("tiny", "s:train:0/1", first.snapshot(new_ref("s:train:0/1")))
     for asked in ("s:train:0/inflight", "s:train:0/1", None):
@@ -143,7 +151,9 @@ def test_samples_go_on_with_newer_inflight_weights_and_say_so(bench: Bench, text
     }
 
 
-def test_a_sample_that_fails_harms_no_other(bench: Bench, text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_fails_harms_no_other(
+    bench: Bench, text_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(sequences: list[SampledSequence], *more: Any) -> bytes:
         if len(sequences) == 2:
             raise ValueError("too large")
@@ -178,10 +188,18 @@ def test_a_sample_that_fails_harms_no_other(bench: Bench, text_base: BaseModel, 
 
 @pytest.mark.parametrize(
     "asked",
-    [{}, {"num_samples": 2, "topk_sample_logprobs": 3}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 2}, {"prompt_alt_tokens_k": 2}],
+    [
+        {},
+        {"num_samples": 2, "topk_sample_logprobs": 3},
+        {"prompt_logprobs": True},
+        {"topk_prompt_logprobs": 2},
+        {"prompt_alt_tokens_k": 2},
+    ],
     ids=lambda asked: next(iter(asked), "plain"),
 )
-def test_what_is_not_finite_is_an_error_of_its_request(bench: Bench, text_base: BaseModel, asked: dict[str, Any]) -> None:
+def test_what_is_not_finite_is_an_error_of_its_request(
+    bench: Bench, text_base: BaseModel, asked: dict[str, Any]
+) -> None:
     """Weights of NaN give tokens of log-probability NaN. Who samples others beside them gets theirs."""
     sick = random_adapter(text_base, b_scale=np.nan)
     bench.samples.admission.snapshots.publish("tiny", "s:train:0/1", sick)
@@ -200,10 +218,14 @@ def test_what_another_sampler_answers_is_looked_at_too(where: str, wrong: float 
     """VLLM writes NaN as null. Only a token that was drawn cannot be impossible."""
     number = np.array([-1.0, wrong], dtype=np.float32)
     top = TopLogprobs(np.zeros((2, 1), dtype=np.int32), number[:, None])
-    sequence = SampledSequence([5, 6], [-1.0, wrong if where == "sample" else -2.0], "length", top if where == "top" else None)  # type: ignore[list-item]
+    sequence = SampledSequence(
+        [5, 6], [-1.0, wrong if where == "sample" else -2.0], "length", top if where == "top" else None
+    )  # type: ignore[list-item]
     scores = np.array([np.nan, 0.0, *number], dtype=np.float32)
     targets = TargetLogprobs(TargetIds((1, 2), np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)), number)
-    answers = PromptAnswers(logprobs=scores if where == "prompt" else None, targets=targets if where == "targets" else None)
+    answers = PromptAnswers(
+        logprobs=scores if where == "prompt" else None, targets=targets if where == "targets" else None
+    )
     result = SampleResult("x", [sequence], answers, prompt_tokens=4, cached_tokens=0)
     is_possible = wrong == float("-inf") and where != "sample"
     with nullcontext() if is_possible else pytest.raises(UserError, match="a log-probability is NaN or infinite"):
@@ -234,7 +256,8 @@ def test_what_was_sampled_is_recorded_before_its_client_is_answered(bench: Bench
 
 
 def test_a_request_id_that_is_sent_again_is_another_run(bench: Bench) -> None:
-    """Given up while it runs, and sent again with another prompt: nothing fails, and the answer is to the second prompt."""
+    """Given up while it runs, and sent again with another prompt: nothing fails, and the answer is to the second
+    prompt."""
     seeded: dict[str, Any] = {"sampling_params": {"max_tokens": 9, "seed": 1, "stop": []}}
     other: dict[str, Any] = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [7, 8, 9, 10]}]}} | seeded
     bench.samples.add(sample("alone", **other))
@@ -279,7 +302,10 @@ def test_sessions_share_the_room_for_prompts_that_are_decoded(vision_base: BaseM
 
 
 def test_no_text_waits_for_images_large_or_small(vision_base: BaseModel, tmp_path: Path) -> None:
-    """Whatever a session sends of images, and however many sequences it wants of them. Once an image is decoded, it takes no thread."""
+    """Whatever a session sends of images, and however many sequences it wants of them.
+
+    Once an image is decoded, it takes no thread.
+    """
     bench = bench_of(vision_base, tmp_path, max_running=4)
     small, blanks = image_sample("s:sample:0/0", 5, num_samples=3), b" " * STARTED_BYTES
     assert len(small.payload) < SMALL_BYTES
@@ -294,7 +320,8 @@ def test_no_text_waits_for_images_large_or_small(vision_base: BaseModel, tmp_pat
         bench.until(lambda: len(bench.sent) == 4 and bench.base.decoding["s"] >= 4)
         assert sum(bench.samples.admission.rendering_bytes.values()) > STARTED_BYTES
         assert bench.answers().keys() == {message.request_id for message in texts}
-        assert (bench.samples.load()[0], bench.base.decoding["s"]) == (0, 4)  # the others wait for their session's bytes
+        # The others wait for their session's bytes
+        assert (bench.samples.load()[0], bench.base.decoding["s"]) == (0, 4)
         assert not any(started.message.payload for started in bench.base.started.values())
     bench.settle()
     assert len(bench.answers()) == 4
@@ -416,5 +443,7 @@ def test_a_stream_is_told_its_tokens_in_one_message_a_step(bench: Bench) -> None
     for (request_id, index), (tokens, logprobs) in told.items():
         sequence = tinker_pb2.SampleResponse.FromString(done[request_id].payload).sequences[index]
         assert tokens == list(np.frombuffer(sequence.tokens, dtype="<i4"))
-        np.testing.assert_array_equal(np.array(logprobs, dtype=np.float32), np.frombuffer(sequence.logprobs, dtype="<f4"))
+        np.testing.assert_array_equal(
+            np.array(logprobs, dtype=np.float32), np.frombuffer(sequence.logprobs, dtype="<f4")
+        )
     assert sorted(done) == ["one:sample:0/0", "silent:sample:0/0", "two:sample:0/0"]

@@ -1,6 +1,7 @@
 """Frozen weights in memory and on disk.
 
-Invariant: Two hundred steps' snapshots stay under the cap; the newest, what is being sampled and what is sampled now and then stay.
+Invariant: Two hundred steps' snapshots stay under the cap; the newest, what is being sampled and what is sampled now
+and then stay.
 
 Invariant: Snapshots that do not fit into memory come back from disk unchanged.
 
@@ -33,7 +34,9 @@ from tinsmith.worker.spill import Key, Spill, Written
 
 
 def make(base: BaseModel, data_dir: Path, limit_bytes: float = 0) -> Snapshots:
-    return Snapshots({"tiny": base}, Store.open(data_dir), CheckpointFiles(data_dir), data_dir / "snapshots", limit_bytes)
+    return Snapshots(
+        {"tiny": base}, Store.open(data_dir), CheckpointFiles(data_dir), data_dir / "snapshots", limit_bytes
+    )
 
 
 @pytest.fixture
@@ -103,7 +106,9 @@ def on_disk(data_dir: Path, snapshots: Snapshots) -> int:
     return sum(file.stat().st_size for file in (data_dir / "snapshots").rglob("*") if file.is_file())
 
 
-def test_two_hundred_steps_stay_under_the_cap_and_keep_what_is_sampled(snapshots: Snapshots, text_base: BaseModel, tmp_path: Path) -> None:
+def test_two_hundred_steps_stay_under_the_cap_and_keep_what_is_sampled(
+    snapshots: Snapshots, text_base: BaseModel, tmp_path: Path
+) -> None:
     first = random_adapter(text_base, seed=1)
     snapshots.publish("tiny", "reference/0", first)
     snapshots.publish("tiny", "m/0", random_adapter(text_base, seed=2))
@@ -119,7 +124,10 @@ def test_two_hundred_steps_stay_under_the_cap_and_keep_what_is_sampled(snapshots
     kept = {key[1] for key in snapshots.sampled_at}
     assert {"reference/0", "m/0", f"m/{steps}"} <= kept
     assert len(kept) <= 8
-    why = r"m/5 are gone: they were sampled least recently of snapshots that take more disk than .* GiB \(--snapshot-disk-gib\); weights"
+    why = (
+        r"m/5 are gone: they were sampled least recently of snapshots that take more disk than .* GiB "
+        r"\(--snapshot-disk-gib\); weights"
+    )
     with pytest.raises(NotFoundError, match=why):
         find(snapshots, "m/5")
     for snapshot_id in kept:
@@ -154,7 +162,10 @@ def test_what_nobody_samples_is_dropped_after_a_while(
     passed += 3601
     snapshots.drop_idle()
     assert list(snapshots.dropped) == [("tiny", "m/2")]  # 0 was sampled, 1 is being sampled, 3 is the newest
-    why = r"m/2 are gone: nobody had sampled them for 2 hours \(--snapshot-idle-h\); weights that are saved under a name are kept"
+    why = (
+        r"m/2 are gone: nobody had sampled them for 2 hours \(--snapshot-idle-h\); "
+        r"weights that are saved under a name are kept"
+    )
     with pytest.raises(NotFoundError, match=why):
         find(snapshots, "m/2")
     assert sorted(key[1] for key in snapshots.sampled_at) == ["m/0", "m/1", "m/3"]
@@ -162,10 +173,13 @@ def test_what_nobody_samples_is_dropped_after_a_while(
     snapshots.in_use = tuple
     passed += 3601
     snapshots.drop_idle()
-    assert list(snapshots.dropped) == [("tiny", "m/2"), ("tiny", "m/0")]  # the time of 1 counts from the end of its sample
+    # The time of 1 counts from the end of its sample
+    assert list(snapshots.dropped) == [("tiny", "m/2"), ("tiny", "m/0")]
 
 
-def test_files_that_were_deleted_from_outside_are_named_and_end_nothing(snapshots: Snapshots, text_base: BaseModel, tmp_path: Path) -> None:
+def test_files_that_were_deleted_from_outside_are_named_and_end_nothing(
+    snapshots: Snapshots, text_base: BaseModel, tmp_path: Path
+) -> None:
     for number in range(2):
         snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
     assert files(tmp_path, snapshots) == 1
@@ -179,7 +193,11 @@ def saved(base: BaseModel, data_dir: Path, seed: int = 1) -> str:
     """The path of a checkpoint for sampling whose files and row are there."""
     adapter = random_adapter(base, seed=seed)
     state = SavedState(About.of(base, adapter.shape), adapter.named_tensors())
-    return Checkpoints(data_dir).add(CheckpointPath("s:train:0", "sampler", "a"), partial(write_state, state), {}).tinker_path
+    return (
+        Checkpoints(data_dir)
+        .add(CheckpointPath("s:train:0", "sampler", "a"), partial(write_state, state), {})
+        .tinker_path
+    )
 
 
 @pytest.mark.parametrize("is_read", [True, False])
@@ -236,7 +254,9 @@ def test_what_is_dropped_on_its_way_leaves_nothing(text_base: BaseModel, tmp_pat
     assert (spill.find(ONE), spill.keys(), list((tmp_path / "spill").iterdir())) == (None, [], [])
 
 
-def test_what_the_disk_does_not_take_stays_in_memory_and_is_tried_again_or_dropped(text_base: BaseModel, tmp_path: Path) -> None:
+def test_what_the_disk_does_not_take_stays_in_memory_and_is_tried_again_or_dropped(
+    text_base: BaseModel, tmp_path: Path
+) -> None:
     spill = Spill(tmp_path / "spill")
     (tmp_path / "spill").rmdir()
     (tmp_path / "spill").touch()  # no directory: nothing can be written
@@ -257,7 +277,9 @@ def test_what_the_disk_does_not_take_stays_in_memory_and_is_tried_again_or_dropp
     assert isinstance(spill.find(ONE), Written)
 
 
-def test_what_failed_for_another_reason_is_tried_again_too(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_failed_for_another_reason_is_tried_again_too(
+    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise no snapshot could be taken any more: each would fail with the error of this one."""
 
     def run_out(*_: object) -> None:

@@ -1,1 +1,4 @@
-"""The commands that a person types, related ones in one file. `cli.py` declares their options and imports one when it runs."""
+"""The commands that a person types, related ones in one file.
+
+`cli.py` declares their options and imports one when it runs.
+"""

@@ -1,8 +1,8 @@
 """`tinsmith backup`: copies a data directory, also while a server uses it.
 
-The database comes first, in the state of one moment, then images whose operations have not ended. Checkpoints never change and come last;
-for one that a client replaces meanwhile, the new one is copied. Those elsewhere (`--checkpoint-root`) are copied into the copy's data
-directory.
+The database comes first, in the state of one moment, then images whose operations have not ended. Checkpoints never
+change and come last; for one that a client replaces meanwhile, the new one is copied. Those elsewhere
+(`--checkpoint-root`) are copied into the copy's data directory.
 """
 
 import shlex
@@ -38,8 +38,8 @@ class _Side:
 def back_up(data_dir: Path, target: Path) -> Iterator[str]:
     """Copy a data directory to `target`, empty or new; yield a line for each checkpoint.
 
-    Raises ConfigError for unusable directories. Raises TinsmithError if the copy cannot be written, and then leaves nothing, or, at the
-    end, if checkpoints are damaged or have no files.
+    Raises ConfigError for unusable directories. Raises TinsmithError if the copy cannot be written, and then leaves
+    nothing, or, at the end, if checkpoints are damaged or have no files.
     """
     require_data(data_dir)
     require_empty(target)
@@ -57,10 +57,14 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
             _copy_files(data_dir, copy)
             with opened(data_dir) as source, opened(copy) as store:
                 store.copy_blobs_from(source)
-                yield from _copy_checkpoints(_Side(source, CheckpointFiles(data_dir)), _Side(store, CheckpointFiles(copy)), problems)
+                yield from _copy_checkpoints(
+                    _Side(source, CheckpointFiles(data_dir)), _Side(store, CheckpointFiles(copy)), problems
+                )
     yield f"{target} is a copy of {data_dir}: tinsmith serve --data-dir {shlex.quote(str(target))}"
     if problems:
-        raise TinsmithError(f"{len(problems)} checkpoints in {data_dir} are damaged or have no files: {'; '.join(problems)}")
+        raise TinsmithError(
+            f"{len(problems)} checkpoints in {data_dir} are damaged or have no files: {'; '.join(problems)}"
+        )
 
 
 def _copy_database(source: Path, target: Path) -> None:
@@ -75,7 +79,11 @@ def _copy_files(data_dir: Path, target: Path) -> None:
     Recorded sequences are left out: they last a day, and change while they are copied.
     """
     for file in data_dir.iterdir():
-        left_out = file.name.startswith((FILE_NAME, recorded_sequences.FILE_NAME)) or file.name == disk.LOCK_NAME or file.suffix == _BEGUN
+        left_out = (
+            file.name.startswith((FILE_NAME, recorded_sequences.FILE_NAME))
+            or file.name == disk.LOCK_NAME
+            or file.suffix == _BEGUN
+        )
         if file.is_file() and not left_out:
             shutil.copy2(file, target)
 

@@ -19,7 +19,15 @@ from tinsmith.commands.tables import table
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError, reported
 from tinsmith.models.files import problems
-from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
+from tinsmith.models.machine import (
+    INSTALLED,
+    SUPPORTED,
+    VARLEN_CAPABILITY,
+    Machine,
+    is_supported,
+    look_around,
+    size_text,
+)
 from tinsmith.protocol.devices import visible_gpus, worker_count
 from tinsmith.server.main import listening
 from tinsmith.store.database import FILE_NAME, look_into
@@ -62,9 +70,17 @@ def run_doctor(config: Config, console: Console) -> int:
         sections["what fits"] = list(_models(config, machine))
     sections["features"] = list(_features(machine))
     for title, findings in sections.items():
-        console.print(table(((each.subject, Text(each.state, _STYLES[each.state]), each.detail) for each in findings), title=title))
-    missing = dict.fromkeys(finding.subject for findings in sections.values() for finding in findings if finding.state == "missing")
-    console.print(Text(f"missing: {', '.join(missing)}", "bold red") if missing else Text("nothing is missing", "bold green"))
+        console.print(
+            table(
+                ((each.subject, Text(each.state, _STYLES[each.state]), each.detail) for each in findings), title=title
+            )
+        )
+    missing = dict.fromkeys(
+        finding.subject for findings in sections.values() for finding in findings if finding.state == "missing"
+    )
+    console.print(
+        Text(f"missing: {', '.join(missing)}", "bold red") if missing else Text("nothing is missing", "bold green")
+    )
     return 1 if missing else 0
 
 
@@ -80,7 +96,10 @@ def _machine(machine: Machine) -> Iterator[Finding]:
     yield Finding("CPU", "ok", f"{machine.cpus} cores")
     yield Finding("memory", "ok", f"{_gib(machine.memory_available)} of {_gib(machine.memory_total)} available")
     for gpu in machine.gpus:
-        detail = f"{gpu.name}, {_gib(gpu.free)} of {_gib(gpu.total)} free, capability {gpu.capability[0]}.{gpu.capability[1]}"
+        detail = (
+            f"{gpu.name}, {_gib(gpu.free)} of {_gib(gpu.total)} free, capability "
+            f"{gpu.capability[0]}.{gpu.capability[1]}"
+        )
         yield Finding(f"cuda:{gpu.index}", "ok", detail)
     if not machine.gpus:
         yield Finding("CUDA", "note", f"{machine.no_gpu_because}; models run on the CPU")
@@ -96,9 +115,13 @@ def _workers(config: Config, machine: Machine) -> Iterator[Finding]:
         fewer = f"PyTorch can use {usable} of the {visible} visible GPUs{why}"
     if not config.distributed.workers:
         own = f"{count} of the {usable} GPUs, each with a worker of its own" if count > 1 else "one"
-        yield Finding("workers", "note" if fewer else "ok", f"{own} (--workers 0, the default){f'; {fewer}' if fewer else ''}")
+        yield Finding(
+            "workers", "note" if fewer else "ok", f"{own} (--workers 0, the default){f'; {fewer}' if fewer else ''}"
+        )
     elif fewer and count > max(1, usable):
-        yield Finding("workers", "missing", f"--workers {count}: {fewer}; ask for {max(1, usable)}, or add --device cpu")
+        yield Finding(
+            "workers", "missing", f"--workers {count}: {fewer}; ask for {max(1, usable)}, or add --device cpu"
+        )
     else:
         yield Finding("workers", "ok", f"{count} (--workers)")
 
@@ -115,7 +138,9 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
     if there.is_dir() and os.access(there, os.W_OK):
         yield Finding("data directory", "ok", f"{data_dir}: {_gib(shutil.disk_usage(there).free)} free on its disk")
     else:
-        yield Finding("data directory", "missing", f"{data_dir}: cannot write to {there}; choose another with --data-dir")
+        yield Finding(
+            "data directory", "missing", f"{data_dir}: cannot write to {there}; choose another with --data-dir"
+        )
     yield from _or_missing("data directory", _use(data_dir))
     yield from _or_missing("database", _database(data_dir))
     shared = Path("/dev/shm")
@@ -125,7 +150,11 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
 
 def _use(data_dir: Path) -> Iterator[Finding]:
     if is_used(data_dir):
-        yield Finding("data directory", "missing", f"{data_dir} is used by another server; stop it, or choose another with --data-dir")
+        yield Finding(
+            "data directory",
+            "missing",
+            f"{data_dir} is used by another server; stop it, or choose another with --data-dir",
+        )
 
 
 def _database(data_dir: Path) -> Iterator[Finding]:
@@ -152,7 +181,9 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
         unreadable: list[Exception] = []  # by transformers, or it cannot be fetched
         with reported((ConfigError, OSError, ValueError), unreadable.append):
             if not wrong:
-                known[name] = replace(size_of(source, loading_of(config)), parts=workers if config.shards_weights else 1)
+                known[name] = replace(
+                    size_of(source, loading_of(config)), parts=workers if config.shards_weights else 1
+                )
                 _load_all_but_weights(source)
         yield from (Finding(name, "missing", str(error).splitlines()[0]) for error in unreadable)
     if not known:
@@ -170,14 +201,22 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
             parts["key/value cache (--kv-cache-gib)"] = planned.budget.cache
         parts |= _to_train(planned)
         needed += sum(parts.values())
-        yield Finding(name, "ok", f"{sizes.parameters:,} parameters, {str(sizes.dtype).removeprefix('torch.')} on {sizes.device.type}")
+        yield Finding(
+            name,
+            "ok",
+            f"{sizes.parameters:,} parameters, {str(sizes.dtype).removeprefix('torch.')} on {sizes.device.type}",
+        )
         yield from (Finding(f"  {part}", "ok", size_text(size)) for part, size in parts.items())
         yield from cached
         if config.training.trains:
             model = planned.model
-            yield Finding("  one more trained model", "ok", f"{size_text(model.training)}; a snapshot {size_text(model.snapshot)}")
+            yield Finding(
+                "  one more trained model", "ok", f"{size_text(model.training)}; a snapshot {size_text(model.snapshot)}"
+            )
         else:
-            yield Finding("  a sampled adapter", "ok", f"{size_text(sizes.model(RANK).snapshot)} at rank {RANK} (--snapshot-gib)")
+            yield Finding(
+                "  a sampled adapter", "ok", f"{size_text(sizes.model(RANK).snapshot)} at rank {RANK} (--snapshot-gib)"
+            )
     fits: State = "ok" if needed <= place.free else "missing"
     where = place.name.partition(",")[0] if place.on_gpu else "memory"
     yield Finding(f"{where} for all of it", fits, f"about {_gib(needed)} needed, {_gib(place.free)} free")
@@ -209,12 +248,20 @@ def _cache(planned: "BasePlan") -> Iterator[Finding]:
     cache, shape = planned.cache, planned.cache_shape
     if cache is None:
         return
-    yield Finding("  a cached token", "ok", f"{size_text(shape.block_bytes // BLOCK)}; the cache holds {cache.blocks * BLOCK:,} tokens")
+    yield Finding(
+        "  a cached token",
+        "ok",
+        f"{size_text(shape.block_bytes // BLOCK)}; the cache holds {cache.blocks * BLOCK:,} tokens",
+    )
     if cache.slots:
         running = min(cache.places, planned.config.sampling.max_running)
         holds = f"the cache holds {cache.slots:,} states, {running:,} of them for sequences that run at once"
         detail = f"{size_text(shape.state_bytes)}; {holds}"
-        yield Finding("  a sequence's state", "ok", f"{detail}, which take {size_text(running * shape.state_bytes)} more during a pass")
+        yield Finding(
+            "  a sequence's state",
+            "ok",
+            f"{detail}, which take {size_text(running * shape.state_bytes)} more during a pass",
+        )
 
 
 def _to_train(planned: "BasePlan") -> dict[str, int]:
@@ -234,19 +281,28 @@ def _full_training(known: "dict[str, Sizes]", left: int, config: Config) -> Iter
     from tinsmith.memory.budget import full_state  # here, because it imports transformers
 
     if not config.training.trains:
-        yield Finding("training", "note", "none (--train none): no memory is planned for it, and training operations are refused")
+        yield Finding(
+            "training", "note", "none (--train none): no memory is planned for it, and training operations are refused"
+        )
         return
     for name, sizes in known.items():
         full = sizes.model(0, full_state(config.training))
         room: State = "ok" if full.training <= left else "note"
-        detail = f"{size_text(full.training)} a model, a snapshot {size_text(full.snapshot)}; {_gib(max(left, 0))} left for it"
+        detail = (
+            f"{size_text(full.training)} a model, a snapshot {size_text(full.snapshot)}; "
+            f"{_gib(max(left, 0))} left for it"
+        )
         yield Finding(f"{name}, all parameters (rank 0)", room, detail if room == "ok" else f"does not fit: {detail}")
 
 
 def _features(machine: Machine) -> Iterator[Finding]:
     fast = [gpu for gpu in machine.gpus if gpu.capability >= VARLEN_CAPABILITY]
     needs = f"a CUDA device of capability {VARLEN_CAPABILITY[0]}.{VARLEN_CAPABILITY[1]} or newer"
-    yield Finding("training and sampling on a GPU", "ok" if fast else "note", f"cuda:{fast[0].index}" if fast else f"needs {needs}")
+    yield Finding(
+        "training and sampling on a GPU",
+        "ok" if fast else "note",
+        f"cuda:{fast[0].index}" if fast else f"needs {needs}",
+    )
     yield Finding("images", "ok", "PNG and JPEG, with the model's own processor")
     for extra, modules in EXTRAS.items():
         absent = [module for module in modules if importlib.util.find_spec(module) is None]

@@ -1,4 +1,4 @@
-"""`tinsmith export` and `tinsmith import`: checkpoints to and from the formats of PEFT and transformers, beside a server too."""
+"""`tinsmith export` and `tinsmith import`: checkpoints to and from PEFT and transformers, beside a server too."""
 
 import contextlib
 import logging
@@ -33,13 +33,15 @@ log = logging.getLogger(__name__)
 def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, base_source: str | None) -> None:
     """Write a checkpoint as a PEFT adapter, or, with `merge`, as a transformers model; full weights need it.
 
-    `base_source` is where the base model is now, if it has moved; the adapter then names it. Raises TinsmithError: no such checkpoint,
-    `directory` in use, another base model or none, full weights without `merge`.
+    `base_source` is where the base model is now, if it has moved; the adapter then names it. Raises TinsmithError: no
+    such checkpoint, `directory` in use, another base model or none, full weights without `merge`.
     """
     require_empty(directory)
     kind = parse_path(path).kind
     if kind == "external":
-        raise UserError(f"{path} holds files to download: tinker checkpoint download; export a path of weights or sampler_weights")
+        raise UserError(
+            f"{path} holds files to download: tinker checkpoint download; export a path of weights or sampler_weights"
+        )
     with opened(data_dir) as store:
         checkpoints = CheckpointRows(store, CheckpointFiles(data_dir))
         found = store.require_checkpoint(path, kind)
@@ -49,14 +51,20 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
     source = base_source or about.base_source
     base = read_layout(source)
     if base.family.model_type != about.architecture:
-        raise UserError(f"{source} is of architecture {base.family.model_type}; {path} was saved for {about.architecture}")
+        raise UserError(
+            f"{source} is of architecture {base.family.model_type}; {path} was saved for {about.architecture}"
+        )
     fingerprint = _fingerprint(source, fetch=merge)
     if fingerprint is None:
-        log.warning("the weights of %s are not on this machine: whether %s was trained on them is not checked", source, path)
+        log.warning(
+            "the weights of %s are not on this machine: whether %s was trained on them is not checked", source, path
+        )
     else:
         check_fingerprint(about.base_fingerprint, fingerprint, source, path)
     if not merge and isinstance(weights, FullWeights):
-        raise UserError(f"{path} is of rank 0: all parameters were trained, and there is no adapter to write; add --merge")
+        raise UserError(
+            f"{path} is of rank 0: all parameters were trained, and there is no adapter to write; add --merge"
+        )
     with _whole(directory) as files:
         if isinstance(weights, FullWeights) or merge:
             write_merged(weights, base, source, files)
@@ -70,14 +78,16 @@ def _whole(directory: Path) -> Iterator[Path]:
 
     Raises TinsmithError for a full disk, ConfigError if another export fills `directory`.
     """
-    home = directory if directory.is_dir() else directory.parent  # what is there may be a mount or the working directory: keep it
+    # What is there may be a mount or the working directory: keep it
+    home = directory if directory.is_dir() else directory.parent
     try:
         home.mkdir(parents=True, exist_ok=True)
         with contextlib.closing(OwnDirectory(WRITTEN_BESIDE, home)) as own:
             other = next((path for path in home.iterdir() if path != own.path), None) if home == directory else None
             if other is not None:
                 raise ConfigError(
-                    f"{directory} holds {other.name}: another export writes there, or was killed; wait for it, or delete that"
+                    f"{directory} holds {other.name}: another export writes there, or was killed; "
+                    "wait for it, or delete that"
                 )
             files = own.path / "files"  # whose mode, unlike that of its own directory, is the usual one
             files.mkdir()
@@ -90,7 +100,9 @@ def _whole(directory: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is None:  # of the Hub
             raise
-        raise TinsmithError(f"{directory} cannot be written: {error}; make room, or name a directory on another disk") from error
+        raise TinsmithError(
+            f"{directory} cannot be written: {error}; make room, or name a directory on another disk"
+        ) from error
 
 
 def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str) -> list[str]:
@@ -106,11 +118,16 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     if adapter.shape.rank > usual:
         rank = adapter.shape.rank
         log.warning(
-            "the adapter is of rank %d: only a server with --max-lora-rank %d or more trains it further (usual is %d)", *(rank, rank, usual)
+            "the adapter is of rank %d: only a server with --max-lora-rank %d or more trains it further (usual is %d)",
+            *(rank, rank, usual),
         )
     fingerprint = _fingerprint(source, fetch=False)
     if fingerprint is None:
-        log.warning("the weights of %s are not on this machine: no server can check that it serves the same as %s", source, base_name)
+        log.warning(
+            "the weights of %s are not on this machine: no server can check that it serves the same as %s",
+            source,
+            base_name,
+        )
     about = About(base_name, source, base.family.model_type, adapter.shape, fingerprint)
     write = partial(write_state, SavedState(about, adapter.named_tensors()))
     with opened(data_dir) as store:
@@ -128,7 +145,9 @@ def _fingerprint(source: str, fetch: bool) -> str | None:
     if fetch and not Path(source).is_dir():
         remedy = "give --base-model a directory that has them"
         with translated(
-            OSError, ConfigError, lambda error: f"{source}: cannot download the weights: {str(error).splitlines()[0]}; {remedy}"
+            OSError,
+            ConfigError,
+            lambda error: f"{source}: cannot download the weights: {str(error).splitlines()[0]}; {remedy}",
         ):
             snapshot_download(source, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json"])
     directory = local_directory(source)

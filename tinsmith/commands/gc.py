@@ -1,7 +1,7 @@
 """`tinsmith gc`: deletes expired checkpoints and unused files, beside a server too.
 
-If none runs, also snapshots and kept copies of an earlier engine. Complete checkpoints without a row are kept, because `tinsmith recover`
-adds them; `unknown` deletes them.
+If none runs, also snapshots and kept copies of an earlier engine. Complete checkpoints without a row are kept, because
+`tinsmith recover` adds them; `unknown` deletes them.
 """
 
 import shlex
@@ -31,7 +31,8 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
             total = sum(stray.size_bytes for stray in strays)
             yield (
                 f"{total:>15,}  bytes are kept in {len(strays)} complete checkpoints that are not in the database: "
-                f"`tinsmith recover --data-dir {shlex.quote(str(data_dir))}` adds them, `tinsmith gc --unknown` deletes them"
+                f"`tinsmith recover --data-dir {shlex.quote(str(data_dir))}` adds them, `tinsmith gc --unknown` "
+                "deletes them"
             )
 
 

@@ -33,11 +33,19 @@ def ping(url: str, key: str, base_model: str) -> str:
         _connect(host, port, secure=parts.scheme == "https")
     _require_ready(url, full, parts)
     if proxy := misled_by(url):
-        raise ConfigError(f"a proxy is set ({without_user(proxy)}), to which the SDK would send what is for {host}: export NO_PROXY={host}")
+        raise ConfigError(
+            f"a proxy is set ({without_user(proxy)}), to which the SDK would send what is for {host}: "
+            f"export NO_PROXY={host}"
+        )
     if key and not key.startswith(("tml-", "eyJ")):
-        raise ConfigError("the API key must begin with tml-, or the SDK refuses it; Tinsmith takes any that does, such as tml-anything")
+        raise ConfigError(
+            "the API key must begin with tml-, or the SDK refuses it; Tinsmith takes any that does, "
+            "such as tml-anything"
+        )
     if not (key.isascii() and key.isprintable()):
-        raise ConfigError("the API key holds a character that no header can carry, a line end? Set TINKER_API_KEY to the key alone")
+        raise ConfigError(
+            "the API key holds a character that no header can carry, a line end? Set TINKER_API_KEY to the key alone"
+        )
     names = _base_models(url, full, key)
     if base_model and base_model.partition(":")[0] not in {name.partition(":")[0] for name in names}:
         raise ConfigError(f"base model {base_model!r} is not served at {url}; there are: {', '.join(names)}")
@@ -45,7 +53,9 @@ def ping(url: str, key: str, base_model: str) -> str:
     if os.environ.get("TINKER_BASE_URL", "").rstrip("/") != full:
         notes.append(f"TINKER_BASE_URL does not name it, so scripts must: base_url={url!r}")
     if not key:
-        notes.append("TINKER_API_KEY is not set, so scripts must give a key: any that begins with tml-, such as tml-anything")
+        notes.append(
+            "TINKER_API_KEY is not set, so scripts must give a key: any that begins with tml-, such as tml-anything"
+        )
     return "; ".join(notes)
 
 
@@ -73,17 +83,20 @@ def _connect(host: str, port: int, secure: bool) -> None:
     def why_unreachable(error: OSError) -> str:
         if isinstance(error, ConnectionRefusedError):
             return (
-                f"nothing listens on port {port} of {host}: start the server (tinsmith serve --port {port}), or correct the port; for "
-                "clients of other machines start it with --host 0.0.0.0"
+                f"nothing listens on port {port} of {host}: start the server (tinsmith serve --port {port}), "
+                "or correct the port; for clients of other machines start it with --host 0.0.0.0"
             )
         why = f"within {_PATIENCE_S:g} s" if isinstance(error, TimeoutError) else f"({error.strerror or error})"
-        return f"{host} cannot be reached on port {port} {why}: it is off or elsewhere, or a firewall is between; correct the host"
+        return (
+            f"{host} cannot be reached on port {port} {why}: it is off or elsewhere, or a firewall is between; "
+            "correct the host"
+        )
 
     def why_insecure(error: OSError) -> str:
         if isinstance(error, ssl.SSLCertVerificationError):
             return (
-                f"the TLS certificate of {host} is not trusted ({error.verify_message}): use the name that it is for, or give its "
-                "authority in SSL_CERT_FILE"
+                f"the TLS certificate of {host} is not trusted ({error.verify_message}): "
+                "use the name that it is for, or give its authority in SSL_CERT_FILE"
             )
         return f"{host}:{port} speaks no TLS: write http://{host}:{port}"
 
@@ -126,14 +139,19 @@ def _require_ready(url: str, full: str, parts: SplitResult) -> None:
     except (OSError, ValueError, HTTPException) as error:  # no answer, or none that is HTTP
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, TimeoutError):
-            raise ConfigError(f"{url} does not answer within {_PATIENCE_S:g} s: it is very busy or hangs, see its log") from error
+            raise ConfigError(
+                f"{url} does not answer within {_PATIENCE_S:g} s: it is very busy or hangs, see its log"
+            ) from error
         if proxy := "" if is_local(url) else proxy_of(parts):
             raise ConfigError(
-                f"{url} cannot be reached through the proxy {without_user(proxy)} ({why_unanswered(error)}); correct it, or set NO_PROXY"
+                f"{url} cannot be reached through the proxy {without_user(proxy)} ({why_unanswered(error)}); "
+                "correct it, or set NO_PROXY"
             ) from error
         raise ConfigError(_https_instead(parts) or other) from error
     if came_from != url + HEALTH:
-        raise ConfigError(f"{url} sends clients on to {one_line(without_user(came_from.removesuffix(HEALTH)))}: give that URL")
+        raise ConfigError(
+            f"{url} sends clients on to {one_line(without_user(came_from.removesuffix(HEALTH)))}: give that URL"
+        )
     detail = _field(body, "detail")
     if status == 200 and _field(body, "status"):
         return

@@ -14,7 +14,12 @@ _LIMITS = {"memory": "the memory", "context": "the model's context"}
 
 def print_plan(plan: Plan, console: Console) -> None:
     """Print the plan."""
-    console.print(Text(f"{plan.model} ({plan.architecture}, {plan.parameters:,} parameters in {plan.dtype}) on {plan.device}", "bold"))
+    console.print(
+        Text(
+            f"{plan.model} ({plan.architecture}, {plan.parameters:,} parameters in {plan.dtype}) on {plan.device}",
+            "bold",
+        )
+    )
     console.print(table(_lines(plan)))
     if plan.workers > 1:
         console.print()
@@ -75,7 +80,10 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield from _full_lines(plan.full_parameters)
     yield "longest sequence", f"{longest.tokens:,} tokens train, then {_LIMITS[longest.limit]} ends"
     if longest.together > longest.tokens:
-        yield "", f"{longest.together:,} tokens train on {plan.workers} workers together, each of which computes a slice"
+        yield (
+            "",
+            f"{longest.together:,} tokens train on {plan.workers} workers together, each of which computes a slice",
+        )
     if plan.advertised_context is not None:
         why = ""
         if longest.together == 0:
@@ -87,7 +95,10 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _full_lines(full: FullPlan) -> Iterator[tuple[str, str]]:
     fits = "fits" if full.fits else "does not fit"
-    yield "all parameters (rank 0)", f"{fits}: {size_text(full.needed_bytes)} needed, {size_text(full.free_bytes)} left beside all of that"
+    yield (
+        "all parameters (rank 0)",
+        f"{fits}: {size_text(full.needed_bytes)} needed, {size_text(full.free_bytes)} left beside all of that",
+    )
     named = {
         "weights": full.parts.weights,
         "masters" if full.state == "float32" else "rests of masters": full.parts.masters,
@@ -96,4 +107,9 @@ def _full_lines(full: FullPlan) -> Iterator[tuple[str, str]]:
         "those of a pass": full.parts.pass_gradients,
     }
     total = " + ".join(f"{part} {size_text(size)}" for part, size in named.items() if size)
-    yield "", total + (f"; in host memory {size_text(full.parts.host)}" if full.parts.host else "") + f" (--full-state {full.state})"
+    yield (
+        "",
+        total
+        + (f"; in host memory {size_text(full.parts.host)}" if full.parts.host else "")
+        + f" (--full-state {full.state})",
+    )

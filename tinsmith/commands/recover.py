@@ -1,7 +1,7 @@
 """`tinsmith recover`: adds complete checkpoints that the database lacks, beside a server too.
 
-It lacks some if it was replaced by an older copy, or a new one. Each `manifest.json` holds a row. Where an older copy names files that no
-longer exist, because the checkpoint was replaced, the newer one takes its place.
+It lacks some if it was replaced by an older copy, or a new one. Each `manifest.json` holds a row. Where an older copy
+names files that no longer exist, because the checkpoint was replaced, the newer one takes its place.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ from tinsmith.store.store import Store, unknown_places
 def recover(data_dir: Path, root: str) -> Iterator[str]:
     """Add missing checkpoints; yield for each unknown directory what was added, or why nothing was.
 
-    `root` is looked into too, as with `--checkpoint-root`. Raises ConfigError: neither checkpoints nor a database, or it is damaged.
+    `root` is looked into too, as with `--checkpoint-root`. Raises ConfigError: neither checkpoints nor a database, or
+    it is damaged.
     """
     if not (data_dir / FILE_NAME).is_file() and not (data_dir / CHECKPOINTS_DIR).is_dir():
         raise ConfigError(f"data_dir={data_dir} holds no data of a server (neither {FILE_NAME} nor {CHECKPOINTS_DIR})")
@@ -58,6 +59,9 @@ def _refusal(store: Store, files: CheckpointFiles, found: Checkpoint) -> str | N
     if found.expires_at is not None and found.expires_at <= time.time():
         return f"{found.tinker_path} has expired"
     known = store.checkpoint(found.tinker_path)
-    if known is not None and files.at(known.directory).sizes():  # one without files was replaced after the copy of the database was made
-        return f"the database already has a checkpoint {found.tinker_path}, with files in {files.shown(known.directory)}"
+    # One without files was replaced after the copy of the database was made
+    if known is not None and files.at(known.directory).sizes():
+        return (
+            f"the database already has a checkpoint {found.tinker_path}, with files in {files.shown(known.directory)}"
+        )
     return None

@@ -25,7 +25,9 @@ def warm(config: Config) -> float:
     Raises ConfigError as `serve`, and with vLLM servers, which are not ready when the engine is.
     """
     if config.sampling.sampler == "vllm":
-        raise ConfigError("warm is not possible with sampler=vllm, whose servers compile at their own first start; use --sampler none")
+        raise ConfigError(
+            "warm is not possible with sampler=vllm, whose servers compile at their own first start; use --sampler none"
+        )
     _require_servable(config)
     from tinsmith.server.main import warm_up
 
@@ -63,7 +65,11 @@ def _contradictions(config: Config, given: Collection[str]) -> Iterator[str]:
     unused = [each.option for each in settings() if each.path[0] == "vllm" and each.name in given]
     if sampler != "vllm" and unused:
         yield f"{', '.join(unused)} has no effect with sampler={sampler}; add --sampler vllm, or leave it out"
-    idle = [each.option for each in settings() if each.path[0] == "training" and each.name in set(given) - {"train", "logits_chunk"}]
+    idle = [
+        each.option
+        for each in settings()
+        if each.path[0] == "training" and each.name in set(given) - {"train", "logits_chunk"}
+    ]
     if not trains and idle:
         yield f"{', '.join(idle)} has no effect with train=none; leave it out, or let the server train"
     if not trains and sampler == "none":
@@ -74,9 +80,14 @@ def _contradictions(config: Config, given: Collection[str]) -> Iterator[str]:
     if config.training.sequence_parallel_from and config.shards_weights:
         yield f"sequence_parallel_from is not possible with shard={config.distributed.shard}; leave one of them out"
     if config.training.sequence_parallel_from and config.models.deterministic:
-        yield "sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker"
+        yield (
+            "sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker"
+        )
     if sampler == "vllm" and config.models.deterministic:
-        yield "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local"
+        yield (
+            "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; "
+            "use --sampler local"
+        )
     if config.vllm.vllm_turn_s:
         yield from _contradict_turns(config)
     if config.distributed.ray_address:
@@ -91,7 +102,10 @@ def _contradict_turns(config: Config) -> Iterator[str]:
         yield f"{turns} is possible only with vLLM servers that Tinsmith starts; leave it or vllm_urls out"
     if config.vllm.vllm_tensor_parallel > 1:
         several = f"vllm_tensor_parallel={config.vllm.vllm_tensor_parallel}"
-        yield f"{turns} puts each vLLM server on the trainer's GPU, and {several} divides it over several; leave one of them out"
+        yield (
+            f"{turns} puts each vLLM server on the trainer's GPU, and {several} divides it over several; "
+            "leave one of them out"
+        )
     if config.distributed.workers > 1:
         yield f"{turns} is possible with one worker, not with workers={config.distributed.workers}"
 

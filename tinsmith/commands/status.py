@@ -53,16 +53,27 @@ def print_status(status: dict[str, Any], console: Console) -> None:
     state = engine["reason"] if engine["state"] == "starting" else f"engine {engine['state']}{reason}{busy}"
     console.print(Text(f"Tinsmith {status['version']}, {state}"))
     if workers := status.get("workers"):  # an engine that has not reported yet names none
-        processes = [(str(worker["pid"]), worker["device"], worker["state"], f"{worker.get('pass_tokens', 0):,}") for worker in workers]
+        processes = [
+            (str(worker["pid"]), worker["device"], worker["state"], f"{worker.get('pass_tokens', 0):,}")
+            for worker in workers
+        ]
         console.print(_table("workers", ("process", "device", "state", "tokens of passes"), processes))
-    console.print(_table("base models", ("name", "architecture", "context", "images"), [_base(base) for base in status["base_models"]]))
+    console.print(
+        _table(
+            "base models",
+            ("name", "architecture", "context", "images"),
+            [_base(base) for base in status["base_models"]],
+        )
+    )
     rows = [(m["model_id"], m["base_model"], f"{m['queued']:,}", f"{m['trained_tokens']:,}") for m in status["models"]]
     if status.get("trains", True):
         console.print(_table("loaded models", ("model", "base model", "queued", "tokens trained"), rows))
     else:
         console.print("it samples only (--train none)")
     console.print(f"samples: {samples['running']:,} running, {samples['waiting']:,} waiting")
-    console.print(f"tokens per second, last minute: {rates['training']:,.1f} training, {rates['sampling']:,.1f} sampling")
+    console.print(
+        f"tokens per second, last minute: {rates['training']:,.1f} training, {rates['sampling']:,.1f} sampling"
+    )
     memory = ", ".join(f"{size / 2**20:,.0f} MiB {place}" for place, size in status["memory_bytes"].items())
     console.print(Text(f"engine memory: {memory or 'not reported yet'}"))
     graphs = ", ".join(f"{count:,} {kind}" for kind, count in status["graphs"].items())

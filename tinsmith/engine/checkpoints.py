@@ -1,7 +1,7 @@
 """Rows of checkpoints, and the operations that write and read them.
 
-A worker writes the files of a checkpoint once, to a directory of their own, and the row points to them. So a checkpoint is replaced by
-new files and a new row. A save is acknowledged when first the files and then the row are on the disk.
+A worker writes the files of a checkpoint once, to a directory of their own, and the row points to them. So a checkpoint
+is replaced by new files and a new row. A save is acknowledged when first the files and then the row are on the disk.
 """
 
 import logging
@@ -44,7 +44,9 @@ class CheckpointRows:
     def check_free(self, path: CheckpointPath) -> None:
         """Raise UserError if there is a checkpoint of this path."""
         if self.store.checkpoint(str(path)) is not None:
-            raise UserError(f"{path} exists already; use another name" + (", or overwrite=True" if path.kind == "training" else ""))
+            raise UserError(
+                f"{path} exists already; use another name" + (", or overwrite=True" if path.kind == "training" else "")
+            )
 
     def announce(
         self,
@@ -55,7 +57,10 @@ class CheckpointRows:
         ttl_seconds: float | None = None,
         user_metadata: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Return the row of a checkpoint that is going to be written, without what only its files tell. Its directory is new and known."""
+        """Return the row of a checkpoint that is going to be written, without what only its files tell.
+
+        Its directory is new and known.
+        """
         directory = self.files.new_place()
         self.store.announce_checkpoint(directory)
         now = time.time()
@@ -74,7 +79,7 @@ class CheckpointRows:
         }
 
     def written(self, call: SaveModel | ExportModel) -> Steps[Checkpoint]:
-        """Let a worker write the files of an announced checkpoint, then put its row on the disk; one of the same path is replaced.
+        """Let a worker write an announced checkpoint's files, then store its row; one of the same path is replaced.
 
         Raises TinsmithError if the disk or the object store does not take it; then there is none.
         """
@@ -110,7 +115,8 @@ class CheckpointOperations:
             self.rows.check_free(path)
         copied_state = model.state
         saved = yield from self._written(model, path, request.ttl_seconds, request.user_metadata)
-        # A step may have been taken while the files were written: its state is not in them, and a model never goes further back.
+        # A step may have been taken while the files were written: its state is not in them, and a model never goes
+        # further back.
         if model.state == copied_state and (model.origin is None or not model.origin.lasts):
             model.origin = Saved(saved.tinker_path, saved.directory, optimizer=True)
         return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory})
@@ -143,7 +149,11 @@ class CheckpointOperations:
         architecture = self.facts()[model.base_model].architecture
         row = self.rows.announce(path, model.base_model, architecture, asdict(model.shape), ttl_seconds, user_metadata)
         about = self.next_number(), model.base_model, model.model_id
-        call = ExportModel(*about, list(recipients), row) if path.kind == "external" else SaveModel(*about, path.kind == "training", row)
+        call = (
+            ExportModel(*about, list(recipients), row)
+            if path.kind == "external"
+            else SaveModel(*about, path.kind == "training", row)
+        )
         return (yield from self.rows.written(call))
 
     def keep(self, model_id: str) -> Steps[Ended]:
@@ -187,7 +197,9 @@ class CheckpointOperations:
         saved = LoraShape(**checkpoint.lora_config)
         if replace(saved, seed=model.shape.seed) != model.shape:
             there, here = saved.differences(model.shape), model.shape.differences(saved)
-            raise UserError(f"{request.path} was saved with {there}, the model was created with {here}; create one with {there}")
+            raise UserError(
+                f"{request.path} was saved with {there}, the model was created with {here}; create one with {there}"
+            )
         yield from self._restored(model.base_model, model.model_id, checkpoint, request.optimizer)
         model.origin = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
         model.state += 1

@@ -1,6 +1,7 @@
 """The queue of a model's commands: strictly by seq_id, whatever order they arrive in.
 
-A command whose predecessor is missing is held; after a time it fails, naming what is missing, and the sequence goes on behind it.
+A command whose predecessor is missing is held; after a time it fails, naming what is missing, and the sequence goes on
+behind it.
 """
 
 import time
@@ -71,7 +72,7 @@ class CommandQueue:
         return self.filed_at[min(self.held)] if self.held and self.head() is None else None
 
     def overdue(self, before: float) -> list[tuple[Command, int]]:
-        """Remove commands held behind a gap since `before` (monotonic time); returns them, each with the first missing seq_id."""
+        """Remove and return commands held behind a gap since monotonic `before`, each with the first missing seq_id."""
         found = []
         while (since := self.waiting_since()) is not None and since < before:
             seq = min(self.held)

@@ -4,8 +4,9 @@
                                           a checkpoint, a kept copy, its seed: it waits
     new workers -> one model after the other is made from that; then its operations go on
 
-Gradients that finished operations had added are gone, so the next step of such a model is refused. A model whose recovery ends
-the workers for a second time is lost: it may be what ends them. One after the other, so that it is known which.
+Gradients that finished operations had added are gone, so the next step of such a model is refused. A model whose
+recovery ends the workers for a second time is lost: it may be what ends them. One after the other, so that it is known
+which.
 """
 
 import logging
@@ -51,10 +52,10 @@ class CrashRecovery:
     """Base model and id of lost models, of which kept copies are to be deleted."""
 
     def workers_ended(self, reason: str) -> None:
-        """Take in that the workers are gone, and all models with them: these come back, or `take_lost` says that they do not.
+        """Take in that the workers have ended: each model waits to come back, or `take_lost` says that it does not.
 
-        What had begun and was not recorded is run again. What was under way for the second time fails with `reason`: it may be what ends
-        workers, and would do so again and again.
+        What had begun and was not recorded is run again. What was under way for the second time fails with `reason`: it
+        may be what ends workers, and would do so again and again.
         """
         self._take_back_complete()
         self.outcomes.computed(self.forward.take_complete())
@@ -76,10 +77,16 @@ class CrashRecovery:
     def _cut_short(self, state: ModelState, reason: str) -> list[tuple[Command, bool]]:
         """The workers have ended: returns operations of a model that can begin anew, and whether each was under way.
 
-        A model comes back as its last step has left it. If that is the state that a save has copied, the same is saved again; if not,
-        nothing is left of what was to be saved. A save that only waits for its row goes on.
+        A model comes back as its last step has left it. If that is the state that a save has copied, the same is saved
+        again; if not, nothing is left of what was to be saved. A save that only waits for its row goes on.
         """
-        running, state.running, state.save_again_at, state.is_put_off, state.next_is_save = state.running, None, None, False, False
+        running, state.running, state.save_again_at, state.is_put_off, state.next_is_save = (
+            state.running,
+            None,
+            None,
+            False,
+            False,
+        )
         begun = [] if running is None or running.command is None else [(running.command, running.in_call is not None)]
         saving, model = state.saving, state.loaded
         if saving is None or saving.in_call is None:
@@ -89,12 +96,17 @@ class CrashRecovery:
         if model is not None and model.state == saving.copied_state:
             begun.append((saving.command, True))
         elif model is not None:
-            what = "while the save was written; its model has gone on since, and what was to be saved is gone: save again"
+            what = (
+                "while the save was written; its model has gone on since, and what was to be saved is gone: save again"
+            )
             self.outcomes.fail(saving.command, TinsmithError(f"{reason} {what}"))
         return begun
 
     def _take_back_complete(self) -> None:
-        """Run again what is computed and not recorded, where that keeps the model's open step whole. Recorded, it would lose gradients."""
+        """Run again what is computed and not recorded, where that keeps the model's open step whole.
+
+        Recorded, it would lose gradients.
+        """
         for operation in reversed(self.forward.take_complete()):
             model = self.models.find(operation.command.model_id)
             if model is None or model.origin is None or model.has_gradients or model.spoiled:
@@ -112,7 +124,11 @@ class CrashRecovery:
                 self._lose(model_id, f"{reason} while the model was brought back, for the second time")
         for model_id, model in self.models.loaded.items():
             if model.origin is None:
-                where = "--kept-copies-gib, --kept-copies-share" if model.shape.rank else "of all weights only save_state makes one"
+                where = (
+                    "--kept-copies-gib, --kept-copies-share"
+                    if model.shape.rank
+                    else "of all weights only save_state makes one"
+                )
                 self._lose(model_id, f"{reason}, and there is no copy of what the last step left ({where})")
                 continue
             self.waiting.setdefault(model_id, 0)
@@ -123,7 +139,10 @@ class CrashRecovery:
                 )
 
     def turn(self) -> None:
-        """Let the workers, which are ready, bring the next model back. Those during whose recovery workers have ended come last."""
+        """Let the workers, which are ready, bring the next model back.
+
+        Those during whose recovery workers have ended come last.
+        """
         for base_model, model_id in self._to_delete:
             self.send(DeleteModel(base_model, model_id))
         self._to_delete.clear()

@@ -1,4 +1,4 @@
-"""Forward and forward_backward operations under way: prepared, composed into passes, and completed from the results of passes."""
+"""Forward and forward_backward operations under way: prepared, composed into passes, and completed."""
 
 import time
 from collections import deque
@@ -74,11 +74,14 @@ class PassOrder:
         self.served |= dict.fromkeys((piece.operation.command.model_id for piece in pieces), number)
         self.served_bases[pieces[0].operation.base_model] = number
 
-    def next(self, queues: ForwardQueues, put_off: Collection[str], of_images: bool, decoding: Collection[str]) -> list[Piece]:
-        """Compose a pass on the base model that was served longest ago; among those that never were, on that of the oldest operation.
+    def next(
+        self, queues: ForwardQueues, put_off: Collection[str], of_images: bool, decoding: Collection[str]
+    ) -> list[Piece]:
+        """Compose a pass on the base model served longest ago; of those never served, that of the oldest operation.
 
-        Models in `put_off` have none. With `of_images` it is one of models with images to decode, or that are `decoding` some: a model
-        stays with the passes of images until these are computed, so that its own passes keep their order.
+        Models in `put_off` have none. With `of_images` it is one of models with images to decode, or that are
+        `decoding` some: a model stays with the passes of images until these are computed, so that its own passes keep
+        their order.
         """
         able = {
             model_id: queue
@@ -90,20 +93,32 @@ class PassOrder:
             bases.setdefault(queue[0].base_model, []).append(queue)
         in_turn = sorted(bases, key=lambda name: self.served_bases.get(name, 0))
         workers = self.paces.workers
-        passes = (next_pass(bases[name], self.paces.most_tokens(name), self.max_pixels, self.served, workers) for name in in_turn)
+        passes = (
+            next_pass(bases[name], self.paces.most_tokens(name), self.max_pixels, self.served, workers)
+            for name in in_turn
+        )
         return next((pieces for pieces in passes if pieces and not self._is_others_turn(pieces, queues, put_off)), [])
 
     def is_worth_waiting(self, pieces: list[Piece], ahead: Collection[list[Piece]]) -> bool:
-        """Whether a pass is to wait at the worker for those `ahead`: half full it gains little from what may still come."""
+        """Whether a pass is to wait at the worker behind those `ahead`, rather than for more datums to join it.
+
+        It is if all are quick and it is over half full, or if it has images to decode.
+        """
         full = self.paces.full[pieces[0].operation.base_model]
         is_quick = all(self._is_quick(pass_) for pass_ in (*ahead, pieces))
         return (is_quick and 2 * sum(piece.tokens for piece in pieces) > full) or any(piece.pixels for piece in pieces)
 
     def _is_others_turn(self, pieces: list[Piece], queues: ForwardQueues, put_off: Collection[str]) -> bool:
-        """Whether work that may take long has to let another model go first, whose operation has just begun to be prepared."""
+        """Whether a slow pass has to let another model go first, whose operation has just begun to be prepared."""
         turn, since = self.served.get(pieces[0].operation.command.model_id, 0), time.monotonic() - PASS_S
-        others = (queue[0] for model_id, queue in queues.items() if self.served.get(model_id, 0) < turn and model_id not in put_off)
-        return not self._is_quick(pieces) and any(other.prepared is None and other.started_at > since for other in others)
+        others = (
+            queue[0]
+            for model_id, queue in queues.items()
+            if self.served.get(model_id, 0) < turn and model_id not in put_off
+        )
+        return not self._is_quick(pieces) and any(
+            other.prepared is None and other.started_at > since for other in others
+        )
 
     def _is_quick(self, pieces: list[Piece]) -> bool:
         first = pieces[0].operation
@@ -122,15 +137,16 @@ PREPARED_BYTES = 2**20
 """Bytes of a model's operations that are prepared at a time; the last one may go beyond."""
 
 PASSES_AHEAD = 2
-"""Most passes that a worker has: the one that it computes, and the next. As many besides of models with images to decode."""
+"""Most passes that a worker has: the one it computes, and the next. As many besides of models with images to decode."""
 
 
 @dataclass(eq=False)
 class ForwardWork:
     """The forward work of all models that was taken from their queues.
 
-    `send` tells the worker. `fail` is told of an operation that has failed, and whether that touches the open step; `put_back` of
-    operations that cannot be prepared before the database can be read; `put_off` of a model whose images cannot be read now.
+    `send` tells the worker. `fail` is told of an operation that has failed, and whether that touches the open step;
+    `put_back` of operations that cannot be prepared before the database can be read; `put_off` of a model whose images
+    cannot be read now.
     """
 
     order: PassOrder
@@ -158,7 +174,9 @@ class ForwardWork:
         waiting = self.operations.get(model_id, ())
         preparing = sum(operation.command.payload_bytes for operation in waiting if operation.prepared is None)
         tokens = sum(operation.tokens for operation in waiting)
-        return preparing >= PREPARED_BYTES or any(tokens >= self.order.paces.full[operation.base_model] for operation in waiting)
+        return preparing >= PREPARED_BYTES or any(
+            tokens >= self.order.paces.full[operation.base_model] for operation in waiting
+        )
 
     def cancel(self, model_id: str, error: TinsmithError) -> list[Command]:
         """Give up the operations of a model; returns those of which nothing is in a pass, in order.
@@ -190,12 +208,14 @@ class ForwardWork:
     def send_passes(self, put_off: set[str]) -> None:
         """Give the worker passes: one to compute, and another ahead if that one is half full or has images to decode.
 
-        Models with images to decode have passes of their own, beside which the worker computes those of others. None is ahead of others
-        that may take long (`Pace`). Models in `put_off` wait for the database.
+        Models with images to decode have passes of their own, beside which the worker computes those of others. None is
+        ahead of others that may take long (`Pace`). Models in `put_off` wait for the database.
         """
         for of_images in (False, True):
             while (ahead := sum((number in self.of_images) is of_images for number in self.passes)) < PASSES_AHEAD:
-                decoding = {piece.operation.command.model_id for number in self.of_images for piece in self.passes[number]}
+                decoding = {
+                    piece.operation.command.model_id for number in self.of_images for piece in self.passes[number]
+                }
                 pieces = self.order.next(self.operations, put_off, of_images, decoding)
                 if not pieces or (ahead and not self.order.is_worth_waiting(pieces, self.passes.values())):
                     break
@@ -286,7 +306,9 @@ class ForwardWork:
 
 def _outputs(message: PassDone) -> Iterator[tuple[str, int, DatumOutput]]:
     """Yield the results of a pass: operation, index of the datum, and what was computed."""
-    numbers = np.frombuffer(message.payload, dtype=np.float64, count=len(message.results) + sum(map(len, message.metrics)))
+    numbers = np.frombuffer(
+        message.payload, dtype=np.float64, count=len(message.results) + sum(map(len, message.metrics))
+    )
     offset = numbers.nbytes
     losses, values = numbers[: len(message.results)].tolist(), iter(numbers[len(message.results) :].tolist())
     for (request_id, index, shape), loss, names in zip(message.results, losses, message.metrics, strict=True):

@@ -40,7 +40,14 @@ class WorkerStart:
 
     def command(self, parent_pid: str) -> list[str]:
         """The program and its arguments, to be started by the process `parent_pid`."""
-        return [*self.program, self.address, parent_pid, str(self.place.rank), str(self.place.count), self.place.meeting]
+        return [
+            *self.program,
+            self.address,
+            parent_pid,
+            str(self.place.rank),
+            str(self.place.count),
+            self.place.meeting,
+        ]
 
     @property
     def standard_input(self) -> bytes:
@@ -50,8 +57,8 @@ class WorkerStart:
 class WorkerProgram(ABC):
     """The program of a worker, wherever it runs.
 
-    One that is killed and does not end is held by the kernel, perhaps for a driver or a disk, or its host is gone. It computes nothing any
-    more, and is taken to have ended after a time: nobody waits for ever.
+    One that is killed and does not end is held by the kernel, perhaps for a driver or a disk, or its host is gone. It
+    computes nothing any more, and is taken to have ended after a time: nobody waits for ever.
     """
 
     fault = ""
@@ -85,8 +92,8 @@ class WorkerProgram(ABC):
         if not self._was_given_up:
             self._was_given_up = True
             log.error(
-                "process %s does not end %.0f s after it was killed, because the kernel holds it or its host is gone: it is left behind, "
-                "with what it has of GPUs and memory",
+                "process %s does not end %.0f s after it was killed, because the kernel holds it or its host is gone: "
+                "it is left behind, with what it has of GPUs and memory",
                 *(self.pid, self.kill_s),
             )
         return -int(signal.SIGKILL)
@@ -130,7 +137,10 @@ class Launcher:
     """Whether a worker sees the GPUs of others too, so that it is told the number of its own."""
 
     def hosts(self) -> Sequence[str] | None:
-        """Address of each worker's host, by rank; empty if all start on this one. None if that is not decided: ask again later."""
+        """Address of each worker's host, by rank; empty if all start on this one.
+
+        None if that is not decided: ask again later.
+        """
         return ()
 
     def launch(self, launch: WorkerStart) -> WorkerProgram:

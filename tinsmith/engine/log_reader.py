@@ -34,7 +34,10 @@ class LogReader:
         self.reads_all |= not message.models
 
     def read(self) -> None:
-        """File everything that is new, then end the sessions that have ended. Raises StoreUnavailableError; the rest is read next time."""
+        """File everything that is new, then end the sessions that have ended.
+
+        Raises StoreUnavailableError; the rest is read next time.
+        """
         if self.reads_all or self.ended_sessions:  # there may be commands in the log whose wake-up is still to come
             self.unread.update(self.store.queued_models())
             self.reads_all = False

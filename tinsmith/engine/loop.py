@@ -1,7 +1,7 @@
 """The engine process: orders the operations of all models, gives them to its workers, and records the outcomes.
 
-It knows models, operations, lengths and versions, never a tensor, and outlives its workers. It never waits for a device or a file: it
-sleeps on its sockets, and handles at once whatever arrives.
+It knows models, operations, lengths and versions, never a tensor, and outlives its workers. It never waits for a device
+or a file: it sleeps on its sockets, and handles at once whatever arrives.
 """
 
 import logging
@@ -93,7 +93,10 @@ class StatusReporter:
 
 
 class Stopping:
-    """Takes the place of the scheduler's `turn`: nothing else is begun or tried again. Models of ended sessions are not saved."""
+    """Takes the place of the scheduler's `turn`: nothing else is begun or tried again.
+
+    Models of ended sessions are not saved.
+    """
 
     def __init__(self, scheduler: OperationScheduler) -> None:
         self.scheduler = scheduler
@@ -171,7 +174,8 @@ class Engine:
         self.workers = workers
         heartbeat.worker_busy_s = 0.0
         self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
-        shutil.rmtree(Path(config.data_dir) / KEPT_DIR, ignore_errors=True)  # of models that ended with the engine before
+        # Of models that ended with the engine before
+        shutil.rmtree(Path(config.data_dir) / KEPT_DIR, ignore_errors=True)
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         models = ModelStates(workers.send)
         operations = Operations(config, CheckpointRows(self.store, files), lambda: self.workers.models, models)
@@ -229,7 +233,8 @@ class Engine:
             case Sample() | CancelSample() | ForgetCheckpoint():
                 if isinstance(message, Sample):
                     self.scheduler.sessions.sampled(message.session_id)
-                self.workers.send(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
+                # One that has ended gets nothing: `Recovering` tells the server that these samples are lost
+                self.workers.send(message)
             case EndSession():
                 self.workers.send(message)
                 self.log_reader.ended_sessions.append(message)
@@ -276,7 +281,9 @@ class Engine:
         """Seconds to wait for a message: not past the time of what is to be done by then."""
         waits = [IDLE_S, self.workers.wait_s]
         waits += [self.recorder.backoff.wait_s] if self.recorder.waiting else []
-        waits += [self.reading.wait_s] if self.reading.is_failing and not (self.has_lost and self.recorder.waiting) else []
+        waits += (
+            [self.reading.wait_s] if self.reading.is_failing and not (self.has_lost and self.recorder.waiting) else []
+        )
         waits += [self.scheduler.wait_s] if self._may_train else []
         deadline = self.scheduler.overdue_at
         waits += [] if deadline is None else [max(0.0, deadline - time.monotonic())]
@@ -310,7 +317,7 @@ class Engine:
         self.link.send(Recovering(reason))
 
     def _record_lost(self) -> None:
-        """Write down what ended with a worker, after the outcomes that it had brought about; later, if the database takes nothing."""
+        """Record what ended with a worker, after the outcomes it caused; later, if the database takes nothing."""
         self.lost |= self.scheduler.crash_recovery.take_lost()
         if not self.has_lost or self.recorder.waiting or self.reading.wait_s > 0:
             return
@@ -322,15 +329,17 @@ class Engine:
             self._tell_ready()
 
     def _end(self) -> None:
-        """Finish the passes that run, save all models as those of idle sessions are, and record the outcomes that are left.
+        """Finish the running passes, save all models as those of idle sessions, and record the outcomes that are left.
 
-        A step that was applied and saved must not be called failed by the next server: its client would repeat it. So a locked database
-        is waited for, as long as SQLite waits itself.
+        A step that was applied and saved must not be called failed by the next server: its client would repeat it. So a
+        locked database is waited for, as long as SQLite waits itself.
         """
         deadline = time.monotonic() + BUSY_S
         told = None
         stopping = Stopping(self.scheduler)
-        while (self.workers.is_ready and not self.scheduler.is_stopped) or (self.recorder.waiting and time.monotonic() < deadline):
+        while (self.workers.is_ready and not self.scheduler.is_stopped) or (
+            self.recorder.waiting and time.monotonic() < deadline
+        ):
             if self.workers.is_ready:
                 stopping.turn(give_up=time.monotonic() >= deadline)
             saving = self.scheduler.models.saving

@@ -1,4 +1,4 @@
-"""The state of one model: its commands that wait, what its workers hold, and what is under way for it but for `ForwardWork`."""
+"""The state of one model: commands that wait, what its workers hold, and what is under way but for `ForwardWork`."""
 
 import time
 from collections.abc import Callable, Generator
@@ -35,7 +35,7 @@ class Saved:
     """The checkpoint's path, or what messages call the copy."""
     directory: str
     optimizer: bool
-    """Whether the optimizer's state is part of it. Without it the optimizer starts anew, as it did when the model was loaded from there."""
+    """Whether it has the optimizer's state; if not, the optimizer starts anew, as it did when the model was loaded."""
     lasts: bool = False
     """Whether no client can delete or replace it, as with a kept copy."""
 
@@ -54,7 +54,7 @@ class LoadedModel:
     spoiled: str | None = None
     """The reason why the gradients since the last optim_step are not what the client asked for."""
     origin: Fresh | Saved | None = None
-    """Place of the state that the last finished step left; None if there is none, and the model ends with its workers."""
+    """Where the state that the last finished step left is kept; None if nowhere: the model ends with its workers."""
     added_seq: int = -1
     """seq_id of the newest operation that is finished and has added gradients."""
     stepped_seq: int = -1
@@ -77,8 +77,8 @@ class LoadedModel:
 #     steps.send({"metrics": ...})            # the answer; or steps.throw(error)
 #     StopIteration(Ended(...))               # what the operation came to
 #
-# Where the database takes nothing, a step yields the reason, and is sent None when it is time to try again. So an operation that needs
-# its worker twice and the database in between is one function, and no thread waits.
+# Where the database takes nothing, a step yields the reason, and is sent None when it is time to try again. So an
+# operation that needs its worker twice and the database in between is one function, and no thread waits.
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ Steps = Generator[Call | StoreUnavailableError, Any, T]
 
 
 def until_stored(write: Callable[[], T]) -> Steps[T]:
-    """The result of a write that must not fail for want of the database: what it belongs to has had its effect already."""
+    """Try a write again until the database takes it, since what it belongs to has already had its effect."""
     while True:
         try:
             return write()
@@ -122,7 +122,10 @@ class Running:
     """State of the model (`LoadedModel.state`) that a save has copied. The model goes on meanwhile."""
 
     def step(self, answer: dict[str, Any] | TinsmithError | None) -> Call | StoreUnavailableError | Ended:
-        """Go on with the answer to the last call, to the next call, to a wait for the database, or to the end. Raises TinsmithError."""
+        """Go on with the answer to the last call, to the next call, to a wait for the database, or to the end.
+
+        Raises TinsmithError.
+        """
         try:
             return self.steps.throw(answer) if isinstance(answer, TinsmithError) else self.steps.send(answer)
         except StopIteration as end:
@@ -152,14 +155,15 @@ class ModelState:
 
     Copied -> the worker writes the files -> Answer -> the row, once the database takes it -> the save has ended
 
-    There is one at most, because a copy takes as much memory as the model. So two saves of one path come one after the other too.
+    There is one at most, because a copy takes as much memory as the model. So two saves of one path come one after the
+    other too.
     """
     next_is_save: bool = False
     """Whether the next command is a save too, and waits for the end of this one."""
     is_put_off: bool = False
     """Whether its next command, or its saving at the end, waits for the database."""
     ending: Literal["save", "drop"] | None = None
-    """What is to be done with the model as soon as what it has begun has ended: it is saved and unloaded, or unloaded as it is."""
+    """What happens to the model when what it has begun has ended: it is saved and unloaded, or unloaded as it is."""
     cancelled: list[Command] = field(default_factory=list)
     """Operations that are not run any more, and fail when the model has been unloaded or cannot be saved."""
     save_again_at: float | None = None
@@ -195,9 +199,12 @@ class ModelStates(dict[str, ModelState]):
         return self[model_id].loaded if model_id in self else None
 
     def require(self, model_id: str) -> LoadedModel:
+        """Return the loaded model; raises `NotFoundError` if there is none."""
         model = self.find(model_id)
         if model is None:
-            raise NotFoundError(f"model {model_id} is not loaded: its create_model failed, or its session is over; create a model")
+            raise NotFoundError(
+                f"model {model_id} is not loaded: its create_model failed, or its session is over; create a model"
+            )
         return model
 
     def spoil_step(self, model_id: str, reason: str) -> None:
@@ -206,7 +213,10 @@ class ModelStates(dict[str, ModelState]):
             model.spoiled = reason
 
     def after_failure(self, command: Command, reason: str) -> None:
-        """Leave the model in a known state: a failed optim_step ends its step and drops the gradients, a failed contribution spoils it."""
+        """Leave the model in a known state.
+
+        A failed optim_step ends its step and drops the gradients; a failed contribution spoils the step.
+        """
         model = self.find(command.model_id)
         if model is None:
             return
@@ -240,7 +250,9 @@ class ModelStates(dict[str, ModelState]):
     @property
     def saving(self) -> str | None:
         """A model that is being saved by itself, or else one whose save is being written for its client."""
-        own = [model_id for model_id, state in self.items() if state.running is not None and state.running.command is None]
+        own = [
+            model_id for model_id, state in self.items() if state.running is not None and state.running.command is None
+        ]
         asked = [model_id for model_id, state in self.items() if state.saving is not None and not state.waits_for_row]
         return next(iter(own + asked), None)
 

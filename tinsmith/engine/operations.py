@@ -1,4 +1,4 @@
-"""Operations other than forward work, each a generator of steps (`model_state.py`): create, step, snapshot, and those on checkpoints."""
+"""Operations except forward work, as generators of steps (`model_state.py`): create, step, snapshot, checkpoints."""
 
 import hashlib
 import itertools
@@ -44,7 +44,9 @@ log = logging.getLogger(__name__)
 class Operations:
     """Starts operations. `facts` are those of the base models that the workers serve."""
 
-    def __init__(self, config: Config, rows: CheckpointRows, facts: Callable[[], Mapping[str, ModelFacts]], models: ModelStates) -> None:
+    def __init__(
+        self, config: Config, rows: CheckpointRows, facts: Callable[[], Mapping[str, ModelFacts]], models: ModelStates
+    ) -> None:
         self.config = config
         self.store = rows.store
         self.facts = facts
@@ -94,22 +96,31 @@ class Operations:
         model = self.models.require(command.model_id)
         if model.spoiled:
             reason, model.spoiled = model.spoiled, None
-            raise UserError(f"the step was refused and the gradients are cleared, because an operation before it failed: {reason}")
-        settings = AdamSettings(adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.grad_clip_norm)
+            raise UserError(
+                f"the step was refused and the gradients are cleared, because an operation before it failed: {reason}"
+            )
+        settings = AdamSettings(
+            adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.grad_clip_norm
+        )
         copy, before = self._copy_after(model, command.seq_id)
         answer = yield OptimStep(self.next_number(), model.base_model, model.model_id, asdict(settings), copy, before)
-        model.origin = Saved(f"the kept copy of model {model.model_id}", copy, optimizer=True, lasts=True) if answer["kept"] else None
+        model.origin = (
+            Saved(f"the kept copy of model {model.model_id}", copy, optimizer=True, lasts=True)
+            if answer["kept"]
+            else None
+        )
         model.state += 1
         metrics = answer["metrics"] | ({} if model.has_gradients else self._without_gradients(model, command))
         model.stepped_seq = command.seq_id
         return Ended({"metrics": metrics})
 
     def _without_gradients(self, model: LoadedModel, command: Command) -> dict[str, float]:
-        """Return the metrics of a step without gradients, which moved nothing: the client may have forgotten its forward_backward."""
+        """Return the metrics of a step without gradients: the client may have forgotten its forward_backward."""
         if not model.told_of_empty_step:
             model.told_of_empty_step = True
             log.warning(
-                "%s is an optim_step without gradients, which changes nothing: no forward_backward has finished since the step before it, "
+                "%s is an optim_step without gradients, which changes nothing: "
+                "no forward_backward has finished since the step before it, "
                 "or since the model was made; it is obeyed, and no other one of this model is told here",
                 command.request_id,
             )
@@ -203,7 +214,10 @@ class StepwiseOperations:
             self._go_on(running, answer)
 
     def copied(self, number: int) -> None:
-        """Let a model go on whose save has its copy. One that the server is going to unload has nothing to go on with."""
+        """Let a model go on whose save has its copy.
+
+        One that the server is going to unload has nothing to go on with.
+        """
         running = self.models.in_call(number)
         if running is not None and running.command is not None:
             running.copied_state = self.models.require(running.model_id).state
@@ -258,7 +272,9 @@ class StepwiseOperations:
         if running.command is not None:
             self.outcomes.fail(running.command, error)
             return
-        self.unloading.fail_cancelled(state, TinsmithError(f"it was cancelled, and its model could not be saved: {error}"))
+        self.unloading.fail_cancelled(
+            state, TinsmithError(f"it was cancelled, and its model could not be saved: {error}")
+        )
         state.save_again_at = time.monotonic() + SAVE_AGAIN_S
         then = "and the server stops" if self.stops else f"stays loaded, and is tried again in {SAVE_AGAIN_S:.0f} s"
         log.error("model %s cannot be saved, %s: %s", running.model_id, then, error)

@@ -54,7 +54,10 @@ class Outcomes:
         _log_finished(command, running.started_at, tokens=0, detail=metrics)
 
     def fail(self, command: Command, error: TinsmithError, touches_step: bool = True) -> None:
-        """Record a failure. `touches_step` is False for what leaves the open step as it is: a forward, or part of an earlier step."""
+        """Record a failure.
+
+        `touches_step` is False for what leaves the open step as it is: a forward, or part of an earlier step.
+        """
         state = self.models.get(command.model_id)
         if isinstance(error, GivenUpError) and state is not None and state.ending:
             state.cancelled.append(command)
@@ -76,21 +79,29 @@ def _outcome(operation: ForwardOperation) -> Outcome:
 
 
 def _log_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:
-    """Log how much an operation was, what came out, how long it took (since monotonic `started_at`), and how long it had waited.
+    """Log an operation's tokens, outcome, duration since monotonic `started_at`, and how long it had waited.
 
     The wait is counted by the clock, which two processes share and somebody may have set.
     """
     seconds = time.monotonic() - started_at
     log.info(
         "model=%s seq_id=%d kind=%s tokens=%d %s seconds=%.3f queued=%.3f",
-        *(command.model_id, command.seq_id, command.kind, tokens, detail, seconds, max(0.0, time.time() - seconds - command.created_at)),
+        *(
+            command.model_id,
+            command.seq_id,
+            command.kind,
+            tokens,
+            detail,
+            seconds,
+            max(0.0, time.time() - seconds - command.created_at),
+        ),
     )
 
 
 # Records the outcomes of operations in the log, then tells the server.
 #
-# An outcome that the database does not take is kept in memory and tried again until it does. It is never replaced by a failure: the
-# operation has had its effect, and a client that repeats a step applies it twice.
+# An outcome that the database does not take is kept in memory and tried again until it does. It is never replaced by a
+# failure: the operation has had its effect, and a client that repeats a step applies it twice.
 
 FIRST_S = 0.1
 LONGEST_S = 5.0
@@ -146,7 +157,10 @@ class Recorder:
         self.waiting += outcomes
         self.flush()
         if self.is_full and not was_full:
-            log.error("training waits until the database takes results: it is to take %d (--max-unrecorded-mib)", len(self.waiting))
+            log.error(
+                "training waits until the database takes results: it is to take %d (--max-unrecorded-mib)",
+                len(self.waiting),
+            )
 
     def flush(self) -> None:
         """Record what waits, if the next attempt is due."""
@@ -165,7 +179,7 @@ class Recorder:
             self.tell(outcome)
 
     def _left_over(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """Record outcomes in one transaction, or each alone if one of them cannot be; returns those that are not in the log."""
+        """Record outcomes in one transaction, or each alone if one cannot be; returns those that are not in the log."""
         try:
             self.store.record(outcomes)
         except StoreUnavailableError as error:

@@ -1,8 +1,8 @@
-"""Composes forward and forward_backward operations of many models into passes under a token budget, and learns how long passes take.
+"""Composes forward work of many models into passes under a token budget, and learns how long passes take.
 
-An operation may need several passes and a pass may serve several operations. Models take turns of half a pass, and those go first that
-were served longest ago, so a long operation does not hold up a short one of another model. A turn is not a single datum: each adapter of
-a pass costs multiplications of its own, which are fast only over many tokens.
+An operation may need several passes and a pass may serve several operations. Models take turns of half a pass, and
+those go first that were served longest ago, so a long operation does not hold up a short one of another model. A turn
+is not a single datum: each adapter of a pass costs multiplications of its own, which are fast only over many tokens.
 """
 
 import logging
@@ -68,7 +68,11 @@ class ForwardOperation:
         """Indices of the datums that are in no pass and still to be computed."""
         if self.prepared is None or self.failures:
             return []
-        return [index for index in range(len(self.prepared.lengths)) if index not in self.results and index not in self.in_pass]
+        return [
+            index
+            for index in range(len(self.prepared.lengths))
+            if index not in self.results and index not in self.in_pass
+        ]
 
     @property
     def is_at_worker(self) -> bool:
@@ -92,7 +96,10 @@ class ForwardOperation:
     def metrics(self) -> dict[str, float]:
         """Metrics of the reply, once it is complete: the loss, and means over its datums."""
         results = self.in_order
-        means = {f"{name}:mean": sum(result.metrics[name] for result in results) / len(results) for name in results[0].metrics}
+        means = {
+            f"{name}:mean": sum(result.metrics[name] for result in results) / len(results)
+            for name in results[0].metrics
+        }
         return {"loss:sum": self.loss} | means
 
 
@@ -122,13 +129,17 @@ class Piece:
 
 
 def next_pass(
-    queues: Sequence[deque[ForwardOperation]], most_tokens: Mapping[bool, int], max_pixels: int, served: Mapping[str, int], workers: int = 1
+    queues: Sequence[deque[ForwardOperation]],
+    most_tokens: Mapping[bool, int],
+    max_pixels: int,
+    served: Mapping[str, int],
+    workers: int = 1,
 ) -> list[Piece]:
-    """Choose the datums of the next pass: of the model that was served longest ago, and others that fit beside, in one direction.
+    """Choose the next pass: datums of the model served longest ago, and others that fit beside, in one direction.
 
-    `queues` hold the operations of one model each, in order, all on one base model; none is empty. `served` says in which pass a model
-    was last served; among those that never were, the oldest operation goes first. `most_tokens` are those of a pass, forward and (True)
-    with backward, of all `workers`. Nothing is returned if none can be computed now.
+    `queues` hold the operations of one model each, in order, all on one base model; none is empty. `served` says in
+    which pass a model was last served; among those that never were, the oldest operation goes first. `most_tokens` are
+    those of a pass of all `workers`, forward and (True) with backward. Nothing is returned if none can be computed now.
     """
     ready = [(queue, operation) for queue in queues if (operation := _first_open(queue)) is not None]
     ready.sort(key=lambda pair: (served.get(pair[1].command.model_id, 0), pair[1].command.id))
@@ -139,7 +150,7 @@ def next_pass(
 
 
 def _first_open(queue: deque[ForwardOperation]) -> ForwardOperation | None:
-    """Return a model's first operation with a datum that is in no pass; None if one before it is not prepared, or there is none."""
+    """Return a model's first operation with an open datum; None if there is none, or one before it is not prepared."""
     for operation in queue:
         if operation.prepared is None:
             return None
@@ -160,9 +171,10 @@ def _pieces(queue: deque[ForwardOperation], backward: bool) -> Iterator[Piece]:
 def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: int, workers: int) -> Iterator[Piece]:
     """Yield half a pass of each source in turn; a source ends when its next datum no longer fits.
 
-    The first datum always fits. So do others that are no longer than it, while there are `workers` that would have nothing to do beside
-    it. A pass decodes no more pixels than one image may have: pixel values take a hundred times the memory of an encoded image, and a
-    client cannot choose how many datums the SDK puts into a request. A datum that all workers compute together has a pass of its own.
+    The first datum always fits. So do others that are no longer than it, while there are `workers` that would have
+    nothing to do beside it. A pass decodes no more pixels than one image may have: pixel values take a hundred times
+    the memory of an encoded image, and a client cannot choose how many datums the SDK puts into a request. A datum that
+    all workers compute together has a pass of its own.
     """
     tokens, pixels, first, count = 0, dict[str, int](), 0, 0
     waiting = deque((next(source, None), source) for source in sources)
@@ -229,7 +241,8 @@ class Paces:
     def __init__(self, tokens_per_pass: int, workers: int, is_shared: Callable[[], bool]) -> None:
         """A pass has at most `tokens_per_pass` tokens, of all `workers`.
 
-        `is_shared` says whether sessions may wait for each other. One that is alone is divided into passes in the same way each time.
+        `is_shared` says whether sessions may wait for each other. One that is alone is divided into passes in the same
+        way each time.
         """
         self.full: defaultdict[str, int] = defaultdict(lambda: tokens_per_pass)
         """Most tokens of a pass on each base model: fewer than configured after its worker ran out of memory."""
@@ -249,7 +262,10 @@ class Paces:
         if len(lengths) == 1 and seconds > PASS_S and lengths[0] > pace.slow:
             pace.slow = lengths[0]
             log.warning(
-                "a sequence of %d tokens has kept the device for %.3g s (%s): none is cut, so all others wait for one as long",
+                (
+                    "a sequence of %d tokens has kept the device for %.3g s (%s): "
+                    "none is cut, so all others wait for one as long"
+                ),
                 *(*lengths, seconds, base_model),
             )
 

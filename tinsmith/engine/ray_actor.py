@@ -31,13 +31,20 @@ class WorkerActor:
     """Runs one worker's program in an actor of Ray."""
 
     def run(
-        self, command: list[str], standard_input: bytes, environment: dict[str, str], directory: str, node: str, shared: dict[str, str]
+        self,
+        command: list[str],
+        standard_input: bytes,
+        environment: dict[str, str],
+        directory: str,
+        node: str,
+        shared: dict[str, str],
     ) -> Iterator[tuple[str, Any]]:
         """Start a program in a `directory`; PARENT in its arguments is replaced by this process's id.
 
-        Yields ("pid", its id), ("output", bytes) as it writes them, and at last ("ended", its exit code). If this is not the `node` of
-        Ray that was meant, or what the program needs is not here, it yields only ("refused", why). `shared` are files that the engine
-        has written, one in each directory that it shares with workers, by the name of the directory's setting.
+        Yields ("pid", its id), ("output", bytes) as it writes them, and at last ("ended", its exit code). If this is
+        not the `node` of Ray that was meant, or what the program needs is not here, it yields only ("refused", why).
+        `shared` are files that the engine has written, one in each directory that it shares with workers, by the name
+        of the directory's setting.
         """
         why = why_not(command[0], directory, node, shared)
         if why:
@@ -46,7 +53,12 @@ class WorkerActor:
         given = {name: os.environ[name] for name in GIVEN_BY_RAY if name in os.environ}
         command = [str(os.getpid()) if each == PARENT else each for each in command]
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment | given, cwd=directory
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment | given,
+            cwd=directory,
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -72,13 +84,21 @@ def why_not(program: str, directory: str, node: str, shared: dict[str, str]) -> 
         return "Ray has moved it to another host meanwhile"
     here = socket.gethostname()
     if not Path(directory).is_dir():
-        return f"{here} has no directory {directory}, in which the server was started; start it in one that all hosts see"
+        return (
+            f"{here} has no directory {directory}, in which the server was started; start it in one that all hosts see"
+        )
     if not os.access(program, os.X_OK):
         return f"{here} has no program {program}; install Tinsmith and Python at the same path on all hosts"
     for name, file in shared.items():
         home = Path(file).parent
         if not Path(file).is_file():
-            return f"{here} does not see the server's {name}={home}; mount the same file system at the same path on all hosts of Ray"
+            return (
+                f"{here} does not see the server's {name}={home}; mount the same file system at the same path on all "
+                "hosts of Ray"
+            )
         if not os.access(home, os.W_OK | os.X_OK):
-            return f"the user of Ray on {here} may not write to {name}={home}; start Ray as the user of the server on all hosts"
+            return (
+                f"the user of Ray on {here} may not write to {name}={home}; "
+                "start Ray as the user of the server on all hosts"
+            )
     return ""

@@ -1,11 +1,11 @@
 """Runs workers as actors of Ray, each with the GPU (or core) that Ray reserves for it, on one host or several.
 
-The engine is a client of a Ray that runs already. It reserves what all workers need in one placement group, for as long as it lives, and
-starts every worker in an actor of its own (`ray_actor.py`), which ends with the engine. A thread for each worker waits for Ray, and
-passes on what the worker writes.
+The engine is a client of a Ray that runs already. It reserves what all workers need in one placement group, for as long
+as it lives, and starts every worker in an actor of its own (`ray_actor.py`), which ends with the engine. A thread for
+each worker waits for Ray, and passes on what the worker writes.
 
-Ray takes more than a minute to find out that a host has vanished. The engine does not wait for that before it ends the other workers,
-but before it starts new ones: a place that is reserved may not be there.
+Ray takes more than a minute to find out that a host has vanished. The engine does not wait for that before it ends the
+other workers, but before it starts new ones: a place that is reserved may not be there.
 """
 
 import contextlib
@@ -55,7 +55,9 @@ class RayActors(Launcher):
     gpus_by_number = False
 
     def __init__(self, config: Config, wake: Callable[[], None]) -> None:
-        """Connect to Ray and reserve what the workers need. `wake` is called, by any thread, when one of them has ended.
+        """Connect to Ray and reserve what the workers need.
+
+        `wake` is called, by any thread, when one of them has ended.
 
         Raises ConfigError if Ray does not answer or has too little.
         """
@@ -82,20 +84,28 @@ class RayActors(Launcher):
         here, there = _has(nodes[self._own_node], kind), sum(_has(node, kind) for node in nodes.values())
         if count > there:
             raise ConfigError(
-                f"--workers {count}: Ray has {there} {kind}s, {here} of them on this host ({self.host}), and each worker needs its own; "
+                f"--workers {count}: Ray has {there} {kind}s, {here} of them on this host ({self.host}), "
+                "and each worker needs its own; "
                 f"ask for fewer, or start Ray with --num-{kind.lower()}s, here or on other hosts"
             )
         self._needs: dict[str, float] = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1}
-        on_this_host = {f"node:{self.host}": 0.001}  # a resource of which every host has one, by which Ray's programs ask for it
+        # A resource of which every host has one, by which Ray's programs ask for it
+        on_this_host = {f"node:{self.host}": 0.001}
         elsewhere = there > here
-        reserved = count <= here and self._get({kind: 1} | on_this_host, count, RESERVE_HERE_S if elsewhere else RESERVE_S)
+        reserved = count <= here and self._get(
+            {kind: 1} | on_this_host, count, RESERVE_HERE_S if elsewhere else RESERVE_S
+        )
         if not reserved and not (elsewhere and self._get({kind: 1}, count, RESERVE_S)):
             raise ConfigError(
-                f"--workers {count}: other programs use Ray's {there} {kind}s, {here} of them on this host ({self.host}); end them, or ask "
-                "for fewer"
+                f"--workers {count}: other programs use Ray's {there} {kind}s, {here} of them on this host "
+                f"({self.host}); end them, or ask for fewer"
             )
         hosts = Counter(self.hosts() or [self.host] * count)
-        log.info("Ray has reserved %ss for the workers: %s", kind, ", ".join(f"{number} on {host}" for host, number in hosts.items()))
+        log.info(
+            "Ray has reserved %ss for the workers: %s",
+            kind,
+            ", ".join(f"{number} on {host}" for host, number in hosts.items()),
+        )
 
     def _get(self, bundle: dict[str, float], count: int, patience_s: float) -> bool:
         """Reserve so many bundles, on as few hosts as possible. False if others have them."""
@@ -125,8 +135,16 @@ class RayActors(Launcher):
     def launch(self, launch: WorkerStart) -> "RayProgram":
         """Start a program in a new actor, where `hosts` has said last."""
         place = PlacementGroupSchedulingStrategy(self._reserved, launch.place.rank)
-        actor: Any = ray.remote(WorkerActor).options(scheduling_strategy=place, max_restarts=0, max_task_retries=0, **self._needs).remote()
-        left = {name: value for name, value in os.environ.items() if name not in GIVEN_BY_RAY and not name.startswith("RAY_")}
+        actor: Any = (
+            ray.remote(WorkerActor)
+            .options(scheduling_strategy=place, max_restarts=0, max_task_retries=0, **self._needs)
+            .remote()
+        )
+        left = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in GIVEN_BY_RAY and not name.startswith("RAY_")
+        }
         said = actor.run.remote(
             launch.command(PARENT),
             launch.standard_input,
@@ -196,17 +214,20 @@ def _connect(address: str) -> None:
         try:
             socket.create_connection((host, int(port)), ANSWER_S).close()
         except OSError as error:
-            raise ConfigError(f"--ray-address {address}: nobody answers there ({error}); start Ray with: ray start --head") from error
+            raise ConfigError(
+                f"--ray-address {address}: nobody answers there ({error}); start Ray with: ray start --head"
+            ) from error
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        with contextlib.chdir(Path(tinsmith.__file__).parent.parent):  # Ray lets actors import first what lies in the working directory
+        # Ray lets actors import first what lies in the working directory
+        with contextlib.chdir(Path(tinsmith.__file__).parent.parent):
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"--ray-address {address}: {reason}; Ray must run on this host too (ray start), in version {ray.__version__}, "
-            "and with the same token, if it asks for one"
+            f"--ray-address {address}: {reason}; Ray must run on this host too (ray start), in version "
+            f"{ray.__version__}, and with the same token, if it asks for one"
         ) from error
     finally:
         signal.signal(signal.SIGTERM, handler)  # Ray has one of its own, and the server says when the engine ends
@@ -217,7 +238,7 @@ def _has(node: dict[str, Any], kind: str) -> int:
 
 
 def _mark(config: Config) -> dict[str, Path]:
-    """Write a new file to each directory that all workers must see, which shows that they do; by the name of the directory's setting."""
+    """Write a new file to each directory that all workers must see, to check it; returns them by setting name."""
     shared = {"data_dir": config.data_dir}
     if config.checkpoint_root and "://" not in config.checkpoint_root and config.training.trains:
         shared["checkpoint_root"] = config.checkpoint_root

@@ -84,7 +84,7 @@ class Routing:
         return rank
 
     def elsewhere(self, request_id: str, run: int) -> tuple[int, Sample] | None:
-        """Give a sample whose weights its worker has dropped, unused for long, to another; None if all have been asked."""
+        """Move a sample to another worker, as its own has dropped the unused weights; None if all have been asked."""
         running = self.running.get((request_id, run))
         left = [] if running is None else [rank for rank in range(len(self.workers)) if rank not in running.asked]
         if running is None or not left:
@@ -114,7 +114,7 @@ class Routing:
 
 
 def _beginnings(body: dict[str, Any], weights_id: str | None) -> tuple[list[int], int]:
-    """Hash the prompt's beginnings, each a piece longer than the one before; returns them, and about how many tokens the prompt has."""
+    """Hash the prompt's beginnings, each a piece longer than the last; returns them, and its rough token count."""
     pieces: list[Any] = []
     tokens = 0
     for chunk in body["prompt"]["chunks"]:

@@ -1,7 +1,7 @@
 """The training half of the engine: operations in order, forward work merged into passes, results into the log.
 
-Nothing here computes or waits. What is due is sent to the workers, whose answers come back with `take`, and meanwhile other models go
-on.
+Nothing here computes or waits. What is due is sent to the workers, whose answers come back with `take`, and meanwhile
+other models go on.
 """
 
 import time
@@ -24,7 +24,10 @@ from tinsmith.store.records import Command, Outcome
 
 
 class OperationScheduler:
-    """Runs the commands of all models. `record` takes their outcomes and does not fail (`Recorder.record`). `send` tells the workers."""
+    """Runs the commands of all models.
+
+    `record` takes their outcomes and does not fail (`Recorder.record`). `send` tells the workers.
+    """
 
     def __init__(
         self,
@@ -41,11 +44,16 @@ class OperationScheduler:
         self.sessions = ActiveSessions(lambda: self.models.loaded)
         self.outcomes = Outcomes(self.models, record)
         self.waits = DatabaseWaits(self.models)
-        cuts_passes = not config.shards_weights  # every pass gathers the layers: in small ones that would take most of the time
-        paces = Paces(config.training.tokens_per_pass * workers, workers, lambda: self.sessions.are_several() and cuts_passes)
+        # Every pass gathers the layers: in small ones that would take most of the time
+        cuts_passes = not config.shards_weights
+        paces = Paces(
+            config.training.tokens_per_pass * workers, workers, lambda: self.sessions.are_several() and cuts_passes
+        )
         order = PassOrder(paces, config.images.max_image_pixels)
         waits = self.waits
-        self.forward = ForwardWork(order, operations.next_number, send, self.outcomes.fail, waits.put_back, waits.put_off)
+        self.forward = ForwardWork(
+            order, operations.next_number, send, self.outcomes.fail, waits.put_back, waits.put_off
+        )
         self.unloading = Unloading(self.models, self.sessions, operations.store, self.forward, self.outcomes)
         self.stepwise = StepwiseOperations(self.models, operations, self.outcomes, self.unloading, self.waits, send)
         self.crash_recovery = CrashRecovery(
@@ -64,7 +72,11 @@ class OperationScheduler:
         waits = [self.waits.backoff.wait_s] if self.models.wait_for_database else []
         later = [state for state in self.models.values() if state.save_again_at is not None]
         busy = self._busy if later else set()
-        waits += [max(0.0, state.save_again_at - time.monotonic()) for state in later if state.save_again_at and state.model_id not in busy]
+        waits += [
+            max(0.0, state.save_again_at - time.monotonic())
+            for state in later
+            if state.save_again_at and state.model_id not in busy
+        ]
         return min(waits, default=float("inf"))
 
     @property
@@ -87,12 +99,19 @@ class OperationScheduler:
     @property
     def _busy(self) -> set[str]:
         """Models that cannot be unloaded, because something has begun or waits for the database."""
-        return self._begun.union(model_id for model_id, state in self.models.items() if state.is_put_off or state.saving is not None)
+        return self._begun.union(
+            model_id for model_id, state in self.models.items() if state.is_put_off or state.saving is not None
+        )
 
     def to_unload(self) -> list[ModelState]:
+        """List the ended models that are idle, and whose last save need not wait."""
         ending = [state for state in self.models.values() if state.ending is not None]
         now, busy = time.monotonic(), self._busy if ending else set()
-        return [state for state in ending if state.model_id not in busy and (state.save_again_at is None or state.save_again_at <= now)]
+        return [
+            state
+            for state in ending
+            if state.model_id not in busy and (state.save_again_at is None or state.save_again_at <= now)
+        ]
 
     def add(self, command: Command) -> None:
         if not self.models.setdefault(command.model_id, ModelState(command.model_id)).queue.add(command):
@@ -125,7 +144,7 @@ class OperationScheduler:
         return not (begun or self.forward.passes or self.forward.complete or self.models.loaded)
 
     def _advance(self, state: ModelState) -> None:
-        """Take this model's commands in order: forward work until a pass is full, others only when nothing is before them."""
+        """Take a model's commands in order: forward work until a pass is full, others only with nothing before them."""
         queue, model_id = state.queue, state.model_id
         while (command := queue.head()) is not None and state.running is None and not state.next_is_save:
             is_forward = command.kind == "forward_backward"
@@ -140,7 +159,10 @@ class OperationScheduler:
                 return
 
     def _prepare(self, command: Command) -> None:
-        """Let the workers check and measure a forward command. Raises StoreUnavailableError if it cannot be read now."""
+        """Let the workers check and measure a forward command.
+
+        Raises StoreUnavailableError if it cannot be read now.
+        """
         with failing_into(partial(self.outcomes.fail, command), StoreUnavailableError):
             payload = self.operations.store.payload(command)
             model = self.models.require(command.model_id)
@@ -165,7 +187,10 @@ class OperationScheduler:
         """
         before = time.monotonic() - self.held_s
         for command, missing in [overdue for state in self._not_begun for overdue in state.queue.overdue(before)]:
-            waited = f"seq_id {missing} never came; this operation, seq_id {command.seq_id}, waited {self.held_s:g} s for it"
+            waited = (
+                f"seq_id {missing} never came; this operation, seq_id {command.seq_id}, waited {self.held_s:g} s for it"
+            )
             self.outcomes.fail(command, UserError(waited))
-            if command.kind != "optim_step":  # what is missing may belong to the step that is open now; an optim_step has ended it
+            # What is missing may belong to the step that is open now; an optim_step has ended it
+            if command.kind != "optim_step":
                 self.models.spoil_step(command.model_id, waited)

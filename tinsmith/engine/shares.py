@@ -1,8 +1,9 @@
-"""Shares work among a group of workers, and joins what they answer: each answer is told once, when all that were asked have answered.
+"""Shares work among a group of workers, and joins their answers into one when all that were asked have answered.
 
-Every worker has every base model, every model and its optimizer. A pass is divided by what its datums cost, so that each worker accumulates
-gradients of its share. A step adds these up over all workers (`training/parallel/all_reduce.py`), and each takes it for itself, with the
-same numbers to the last bit. A sample runs on one worker.
+Every worker has every base model, every model and its optimizer. A pass is divided by what its datums cost, so that
+each worker accumulates gradients of its share. A step adds these up over all workers
+(`training/parallel/all_reduce.py`), and each takes it for itself, with the same numbers to the last bit. A sample runs
+on one worker.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ from tinsmith.protocol.work import (
 from tinsmith.store import ids
 
 QUADRATIC_TOKENS = 2**15
-"""Length of a sequence at which attention costs as much as all that grows with the length, for models of 1 to 8 billion parameters."""
+"""Sequence length at which attention costs as much as all that grows linearly, for 1 to 8 billion parameters."""
 
 PIXELS_OF_A_TOKEN = 32 * 32
 """Pixels of an image that become one token: 4 patches of 16x16. Qwen2.5-VL's 28x28 are near enough."""
@@ -49,13 +50,13 @@ PIXELS_OF_A_TOKEN = 32 * 32
 TOWER_COST = 0.2
 """Cost of the vision tower for a token's pixels, in tokens that the language model trains on.
 
-Of Qwen3-VL: a tower of 24 layers 1,024 wide (27 of 1,152 for the 8B) takes each of a token's 4 patches through 0.3 (0.4) billion weights,
-and the mergers, forward alone: 2.6 (3.6) GFLOP. LoRA takes a token through the weights of the language model, and back to its inputs:
-7, 16 and 30 GFLOP for 2B, 4B and 8B. That is 0.4, 0.16 and 0.12 of it.
+Of Qwen3-VL: a tower of 24 layers 1,024 wide (27 of 1,152 for the 8B) takes each of a token's 4 patches through
+0.3 (0.4) billion weights, and the mergers, forward alone: 2.6 (3.6) GFLOP. LoRA takes a token through the weights of
+the language model, and back to its inputs: 7, 16 and 30 GFLOP for 2B, 4B and 8B. That is 0.4, 0.16 and 0.12 of it.
 """
 
 QUADRATIC_PIXELS = 1_600_000
-"""Pixels of an image (6,250 patches) at which attention in such a tower costs as much as all that grows with the pixels."""
+"""Pixels of an image (6,250 patches) at which attention in such a tower costs as much as all that grows linearly."""
 
 Asked = Prepare | RunPass | Call | FinishSave
 Reply = Prepared | PrepareFailed | PassDone | PartWritten | Answer | CallFailed
@@ -117,7 +118,10 @@ class SharedWork:
             case TakeSnapshot():
                 self._ask(message, self._everyone if self.config.compares_with_copy else self.samplers)
             case SaveModel() | ExportModel():  # one where all have the same; of sharded weights each gives its part
-                self._ask(message, self._everyone if self.config.shards_weights else [writer_of(message.model_id, len(self.workers))])
+                self._ask(
+                    message,
+                    self._everyone if self.config.shards_weights else [writer_of(message.model_id, len(self.workers))],
+                )
             case Sample():
                 self.workers[self.routing.choose(message)].send(message)
             case CancelSample():
@@ -170,12 +174,15 @@ class SharedWork:
     def take(self, rank: int, message: Message) -> list[Message]:
         """Take in what a worker says; returns what the engine is to hear."""
         match message:
-            case SampleFailed(gone=True) if (other := self.routing.elsewhere(message.request_id, message.run)) is not None:
+            case SampleFailed(gone=True) if (
+                other := self.routing.elsewhere(message.request_id, message.run)
+            ) is not None:
                 self.workers[other[0]].send(other[1])
                 return []
             case SampleDone() | SampleFailed():
                 self.routing.ended(message.request_id, message.run)
-            case Copied():  # the model can go on when all have copied their parts; where one fails to, it waits for the failure
+            # The model can go on when all have copied their parts; where one fails to, it waits for the failure
+            case Copied():
                 awaited = self.awaited[message.number]
                 awaited.copied.add(rank)
                 return [message] if len(awaited.copied) == len(awaited.ranks) else []
@@ -198,28 +205,37 @@ class SharedWork:
                 return [self._prepared(asked, awaited)]
             case FinishSave() as asked:
                 if awaited.of(Answer):
-                    self._tell_all(ForgetCheckpoint(asked.tinker_path))  # an earlier one of this path may have been sampled
+                    # An earlier one of this path may have been sampled
+                    self._tell_all(ForgetCheckpoint(asked.tinker_path))
                 return list(awaited.replies.values())
-            case SaveModel() | ExportModel() as asked if self.config.shards_weights and len(awaited.of(Answer)) < len(self.workers):
+            case SaveModel() | ExportModel() as asked if self.config.shards_weights and len(awaited.of(Answer)) < len(
+                self.workers
+            ):
                 self._finish(asked, awaited)
                 return []
             case asked:
                 return self._called(asked, awaited)
 
     def _pass_done(self, asked: RunPass, parts: dict[int, PassDone]) -> list[Message]:
-        """Join the results of shares; of a sequence that all have computed together each has all of it, and the first one's is taken."""
+        """Join the results of shares; of a sequence computed together each worker has all: take the first one's."""
         self._passes_of |= {(asked.base_model, rank): part.tokens_per_pass for rank, part in parts.items()}
         most = self._tokens_per_pass(asked.base_model)
         if not asked.together:
             return [join(list(parts.values()), most)]
         other = next((rank for rank, part in parts.items() if not same_outcome(part, parts[0])), None)
         if other is not None:
-            self._break(other, f"the gradients of {asked.pieces[0][0]} are not those of one sequence: not all workers have computed it")
+            self._break(
+                other,
+                (
+                    f"the gradients of {asked.pieces[0][0]} are not those of one sequence: "
+                    "not all workers have computed it"
+                ),
+            )
             return []  # the end of the group comes next
         return [replace(parts[0], tokens_per_pass=most)]
 
     def _tokens_per_pass(self, base_model: str) -> int:
-        """Most tokens of a pass of all workers on a base model: as many for each as the one with least memory left takes."""
+        """Most tokens of a pass of all workers: each takes no more than the one with least memory left."""
         most = self.config.training.tokens_per_pass
         return len(self.workers) * min(self._passes_of.get((base_model, rank), most) for rank in self._everyone)
 
@@ -232,16 +248,21 @@ class SharedWork:
             return next(iter(failed.values()))
         # What one has decoded another may not have.
         of_datums = zip(*(each.pixels for each in prepared.values()), strict=True)
-        pixels = [{digest: size for of_worker in of_datum for digest, size in of_worker.items()} for of_datum in of_datums]
-        together = sorted({index for each in prepared.values() for index in each.together})  # too long for one of them is enough
+        pixels = [
+            {digest: size for of_worker in of_datum for digest, size in of_worker.items()} for of_datum in of_datums
+        ]
+        # Too long for one of them is enough
+        together = sorted({index for each in prepared.values() for index in each.together})
         return replace(next(iter(prepared.values())), pixels=pixels, together=together)
 
     def _finish(self, asked: SaveModel | ExportModel, awaited: Awaited) -> None:
-        """All have written their parts, or failed to: let one of them make a checkpoint of the parts, or delete them."""
+        """Let one worker make a checkpoint of the parts of all, or delete them if one has failed."""
         failure = next(iter(awaited.of(CallFailed).values()), CallFailed(asked.number, "", ""))
         pieces = [piece for part in awaited.of(PartWritten).values() for piece in part.pieces]
         row = asked.checkpoint
-        finish = FinishSave(asked.number, row["directory"], pieces, failure.error_type, failure.error, row["tinker_path"])
+        finish = FinishSave(
+            asked.number, row["directory"], pieces, failure.error_type, failure.error, row["tinker_path"]
+        )
         self._ask(finish, [writer_of(asked.model_id, len(self.workers))])
 
     def _called(self, asked: Call, awaited: Awaited) -> list[Message]:
@@ -254,14 +275,19 @@ class SharedWork:
                 case CreateModel() | LoadModel() if asked.model_id not in self.loaded:
                     self._tell_all(DeleteModel(asked.base_model, asked.model_id))
                 case TakeSnapshot() if asked.inflight and len(self.samplers) > 1:
-                    self._break(rank, f"samples of model {asked.model_id} would follow different weights: {failure.error}")
+                    self._break(
+                        rank, f"samples of model {asked.model_id} would follow different weights: {failure.error}"
+                    )
                     return []
                 case OptimStep() | LoadModel():
-                    self._break(rank, f"model {asked.model_id} is not the same on all workers any more: {failure.error}")
+                    self._break(
+                        rank, f"model {asked.model_id} is not the same on all workers any more: {failure.error}"
+                    )
                     return []
         if isinstance(asked, CreateModel | LoadModel) and not failed:
             self.loaded.add(asked.model_id)
-        if isinstance(asked, OptimStep | SaveModel | ExportModel) and not failed:  # the one that writes says more than the others
+        # The one that writes says more than the others
+        if isinstance(asked, OptimStep | SaveModel | ExportModel) and not failed:
             return [answered[writer_of(asked.model_id, len(self.workers))]]
         return [next(iter((failed or answered).values()))]
 
@@ -279,17 +305,19 @@ def cost(tokens: int) -> float:
 def image_cost(pixels: int, tokens: int) -> float:
     """Return the cost of an image that the vision tower has not computed, in tokens of a short sequence.
 
-    It stands in a sequence of so many `tokens`, and models shrink images that are larger than they take: it has no more tokens.
+    It stands in a sequence of so many `tokens`, and models shrink images that are larger than they take: it has no more
+    tokens.
     """
     computed = min(pixels, tokens * PIXELS_OF_A_TOKEN)
     return TOWER_COST * computed / PIXELS_OF_A_TOKEN * (1 + computed / QUADRATIC_PIXELS)
 
 
 def divide(message: RunPass, count: int, most: int, everyone: bool = False) -> list[RunPass | None]:
-    """Return the share of each of `count` workers; None for one that gets nothing, or an empty one if `everyone` takes part.
+    """Divide a pass among `count` workers; None for one that gets nothing, or an empty share if `everyone` takes part.
 
-    The most expensive datum goes first, each to the worker that has then least to do among those whose share stays within `most` tokens,
-    or else to the one with fewest. An image of several datums costs a worker once. Datums keep their order within a share.
+    The most expensive datum goes first, each to the worker that has then least to do among those whose share stays
+    within `most` tokens, or else to the one with fewest tokens. An image of several datums costs a worker once. Datums
+    keep their order within a share.
     """
     if count == 1:
         return [message]
@@ -302,7 +330,11 @@ def divide(message: RunPass, count: int, most: int, everyone: bool = False) -> l
         length, images = message.lengths[place], of_images[place]
         known = [sum(images[digest] for digest in images.keys() & there) for there in computed]
         roomy = [rank for rank in range(count) if tokens[rank] + length <= most]
-        rank = min(roomy, key=lambda rank: costs[rank] - known[rank]) if roomy else min(range(count), key=tokens.__getitem__)
+        rank = (
+            min(roomy, key=lambda rank: costs[rank] - known[rank])
+            if roomy
+            else min(range(count), key=tokens.__getitem__)
+        )
         shares[rank].append(place)
         costs[rank] += alone[place] - known[rank]
         tokens[rank] += length
@@ -327,7 +359,8 @@ def _part(message: RunPass, places: Sequence[int]) -> RunPass:
 def same_outcome(one: PassDone, other: PassDone) -> bool:
     """Whether two workers that have computed the same datums agree which have a result and which have none."""
     return all(
-        [(operation, index) for operation, index, *_ in of_one] == [(operation, index) for operation, index, *_ in of_other]
+        [(operation, index) for operation, index, *_ in of_one]
+        == [(operation, index) for operation, index, *_ in of_other]
         for of_one, of_other in ((one.results, other.results), (one.failures, other.failures))
     )
 

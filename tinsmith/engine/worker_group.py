@@ -1,7 +1,7 @@
 """The workers as one: they hold the same models, share the work (`shares.py`), and end together.
 
-A worker that ends takes the others with it: they may wait for it in a sum that it will never come to, and none has all gradients. All are
-started again.
+A worker that ends takes the others with it: they may wait for it in a sum that it will never come to, and none has all
+gradients. All are started again.
 """
 
 import shutil
@@ -36,9 +36,17 @@ class WorkerGroup:
     """All workers of an engine."""
 
     def __init__(
-        self, config: Config, engine: ChildLink, count: int, program: Sequence[str] = WORKER, launcher: Launcher | None = None
+        self,
+        config: Config,
+        engine: ChildLink,
+        count: int,
+        program: Sequence[str] = WORKER,
+        launcher: Launcher | None = None,
     ) -> None:
-        """Nothing runs yet. `engine` is woken up by what the workers say. Without a `launcher` they are children of this process."""
+        """Nothing runs yet.
+
+        `engine` is woken up by what the workers say. Without a `launcher` they are children of this process.
+        """
         self.config = config
         self.launcher = launcher or Launcher()
         configs = [_config_of(config, rank, count, self.launcher.gpus_by_number) for rank in range(count)]
@@ -108,7 +116,8 @@ class WorkerGroup:
             self._look_at = time.monotonic() + LOOK_FOR_HOSTS_S
             return
         self._meeting.close()
-        shutil.rmtree(Path(self.config.data_dir) / SNAPSHOTS_DIR, ignore_errors=True)  # they ended with the workers before
+        # They ended with the workers before
+        shutil.rmtree(Path(self.config.data_dir) / SNAPSHOTS_DIR, ignore_errors=True)
         self._told = False
         meeting = ""
         if self.count > 1 and not hosts:
@@ -123,7 +132,7 @@ class WorkerGroup:
             worker.start_if_due()
 
     def watch(self) -> None:
-        """Kill a worker that hangs, and all if each waits for the others in an exchange: then nothing can come of it any more."""
+        """Kill a worker that hangs, and all if each waits for the others in an exchange, as then nothing can come."""
         for worker in self.workers:
             worker.watch()
         found = hanging([worker.liveness for worker in self.workers])
@@ -137,7 +146,8 @@ class WorkerGroup:
         if not reasons:
             return None
         deadline = time.monotonic() + LAST_WORDS_S
-        while all(worker.follows for worker, _ in reasons) and time.monotonic() < deadline:  # the one whose end they noticed ends just now
+        # The one whose end they noticed ends just now
+        while all(worker.follows for worker, _ in reasons) and time.monotonic() < deadline:
             time.sleep(0.01)
             reasons += self._ends()
         for worker in self.workers:
@@ -146,7 +156,10 @@ class WorkerGroup:
             worker.kill()
             worker.ended()
         self.last_messages = [
-            kept for rank, worker in enumerate(self.workers) for message in worker.last_messages for kept in self._take(rank, message)
+            kept
+            for rank, worker in enumerate(self.workers)
+            for message in worker.last_messages
+            for kept in self._take(rank, message)
         ]
         self._left += self.work.written
         self.work = SharedWork(self.config, self.workers, self._pass_tokens)
@@ -203,7 +216,7 @@ class WorkerGroup:
 
 
 def _config_of(config: Config, rank: int, count: int, gpus_by_number: bool) -> Config:
-    """The configuration of one of so many workers: a GPU of its own if there are several, and vLLM is the first one's."""
+    """The configuration of one of `count` workers: if there are several, a GPU each, and vLLM is the first one's."""
     config = replace(config, distributed=replace(config.distributed, workers=count))
     if count == 1:
         return config
@@ -211,7 +224,9 @@ def _config_of(config: Config, rank: int, count: int, gpus_by_number: bool) -> C
     if gpus_by_number:
         device = f"cuda:{rank}" if device != "cpu" and visible_gpus() else "cpu"
     sampler = config.sampling.sampler if rank == 0 or config.sampling.sampler == "local" else "none"
-    return replace(config, models=replace(config.models, device=device), sampling=replace(config.sampling, sampler=sampler))
+    return replace(
+        config, models=replace(config.models, device=device), sampling=replace(config.sampling, sampler=sampler)
+    )
 
 
 def _device_of(worker: WorkerProcess) -> str:

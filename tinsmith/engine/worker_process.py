@@ -43,12 +43,12 @@ class Liveness:
         self.last = Alive(0.0)
         self._silent_s = 0.0
         self.is_ready = False
-        """Whether it was ready for work. One that is starting loads libraries and models, and may be silent and still for longer."""
+        """Whether it was ready. While it loads libraries and models, it may be silent and still for longer."""
         self.beaten = True
         self.is_stopped = False
         """Whether the system says that it does not run: then it loads nothing either."""
         self.beats = 0
-        """Heartbeats since another worker of its group has become ready, and so has come out of what this one may have waited in."""
+        """Heartbeats since another worker of its group became ready, and so left what this one may have waited in."""
 
     def beat(self, alive: Alive) -> None:
         self.last, self.beaten = alive, True
@@ -71,22 +71,26 @@ class Liveness:
 
     @property
     def stillness(self) -> str:
-        """Return that it beats and has made no progress for too long, even if it waits for others; else an empty text."""
+        """Return that it beats but has made no progress for too long, even waiting for others; else an empty text."""
         limit_s, name = self._patience
-        return f"made no progress in its work for {self.last.still_s:.0f} s ({name})" if self.last.still_s >= limit_s else ""
+        return (
+            f"made no progress in its work for {self.last.still_s:.0f} s ({name})"
+            if self.last.still_s >= limit_s
+            else ""
+        )
 
     @property
     def standstill(self) -> str:
-        """Return that it has been in one call for so long that it will not come back, though it beats; else an empty text."""
+        """Return that it beats but has been in one call too long to come back; else an empty text."""
         too_long = self.last.stuck_s >= self._config.worker_stuck_s
         return f"been in one and the same call for {self.last.stuck_s:.0f} s (worker_stuck_s)" if too_long else ""
 
     @property
     def fault(self) -> str:
-        """Return the reason why it hangs by itself; empty if it does not. While it waits for others, only its silence is one.
+        """Return the reason why it hangs by itself; empty if it does not.
 
-        One that is starting may take hours in one call, to download a model for example. That is too long only when others wait for it
-        (`hanging`).
+        While it waits for others, only its silence is one. One that is starting may take hours in one call, to download
+        a model for example. That is too long only when others wait for it (`hanging`).
         """
         if self.last.waits or not self.is_ready:
             return self.silence
@@ -105,8 +109,8 @@ class Liveness:
 def hanging(workers: Sequence[Liveness]) -> Sequence[Liveness]:
     """Return those of a group that keep the others from going on, or all if each waits for the others in an exchange.
 
-    There are none if one of them moves, or may be given work. Those that are ready wait for those that are starting, and are not what
-    keeps them.
+    There are none if one of them moves, or may be given work. Those that are ready wait for those that are starting,
+    and are not what keeps them.
     """
     starting = [liveness for liveness in workers if not liveness.is_ready]
     concerned = starting or workers
@@ -127,7 +131,10 @@ class WorkerProcess:
         program: Sequence[str] = WORKER,
         launcher: Launcher | None = None,
     ) -> None:
-        """Nothing runs yet. `engine` is woken up by what the worker says. Without a `launcher` it is a child of this process."""
+        """Nothing runs yet.
+
+        `engine` is woken up by what the worker says. Without a `launcher` it is a child of this process.
+        """
         self.config = config
         self.answers: Answers | None = None
         """Answers the next worker's questions, in a thread. None leaves them without an answer."""
@@ -233,13 +240,17 @@ class WorkerProcess:
         self.liveness = Liveness(self.config.server)
 
     def ended(self) -> str | None:
-        """Return why the worker has ended, once; None while it runs, or if none does. Its last messages are in `last_messages`."""
+        """Return why the worker has ended, once; None while it runs, or if none does.
+
+        Its last messages are in `last_messages`.
+        """
         if self.process is None or (exit_code := self.process.poll()) is None:
             return None
         assert self.link is not None
         self.last_messages = self.receive()
         deadline = time.monotonic() + LAST_WORDS_S
-        while not self.fault and exit_code > 0 and time.monotonic() < deadline:  # of one that was killed there are no last words
+        # Of one that was killed there are no last words
+        while not self.fault and exit_code > 0 and time.monotonic() < deadline:
             time.sleep(0.01)
             self.last_messages += self.receive()
         reason = f"the worker process ended unexpectedly ({self.fault or self.process.fault or exit_text(exit_code)})"

@@ -1,7 +1,7 @@
 """AdamW's step of one tensor of full weights in one Triton kernel, which also writes the copy that passes read.
 
-PyTorch's fused AdamW takes gradients in float32 only, and leaves the working copy to another kernel. Here each number is read and written
-once, as it lies in memory.
+PyTorch's fused AdamW takes gradients in float32 only, and leaves the working copy to another kernel. Here each number
+is read and written once, as it lies in memory.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ BLOCK = 2048
 
 @torch.no_grad()
 def step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, working: Tensor, factors: Factors) -> None:
-    """Update a master, both of its moments (all float32) and its working copy in place; all five tensors have one shape.
+    """Update a master, its moments (all float32) and its working copy in place; all tensors have one shape.
 
     `gradient` and `working` may be of any precision. Tensors that are not contiguous are computed by `step_as_written`.
     """

@@ -18,8 +18,8 @@ class Factors:
         v = beta2 · v + (1 - beta2) · g · g
         w = decay · w - rate · m / (sqrt(v) / root + eps)
 
-    This is torch's AdamW (Loshchilov and Hutter, 2019) with `decay` = 1 - lr · weight_decay, `rate` = lr / (1 - beta1^t) and
-    `root` = sqrt(1 - beta2^t), t being the number of the step, from 1.
+    This is torch's AdamW (Loshchilov and Hutter, 2019) with `decay` = 1 - lr · weight_decay, `rate` = lr / (1 -
+    beta1^t) and `root` = sqrt(1 - beta2^t), t being the number of the step, from 1.
     """
 
     scale: float

@@ -1,7 +1,8 @@
 """Triton kernels of `choose_next` and of the search of `truncate`.
 
-Choosing takes three launches instead of a hundred, and reads the logits twice. A row is cut into chunks of 16³ tokens, each a branch of the
-tree by which tokens are drawn (`choose.draw`). Sums within a row are added in an order that depends on the vocabulary alone.
+Choosing takes three launches instead of a hundred, and reads the logits twice. A row is cut into chunks of 16³ tokens,
+each a branch of the tree by which tokens are drawn (`choose.draw`). Sums within a row are added in an order that
+depends on the vocabulary alone.
 """
 
 from typing import Any
@@ -29,8 +30,9 @@ def choose_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Choose tokens [n] and their log-probabilities [n] from logits [n, vocabulary] of at most `LARGEST` tokens.
 
-    `left` [n, vocabulary] is -inf where a token is truncated; None draws from all. It is not drawn from, so that a row draws by the same
-    numbers whether another row truncates or not. `draws` comes from `draws_needed`; no temperature is lower than `coldest`.
+    `left` [n, vocabulary] is -inf where a token is truncated; None draws from all. It is not drawn from, so that a row
+    draws by the same numbers whether another row truncates or not. `draws` comes from `draws_needed`; no temperature is
+    lower than `coldest`.
     """
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -38,9 +40,11 @@ def choose_kernel(
     temperature, seed, sample, position = (numbers.contiguous() for numbers in (temperature, seed, sample, position))
     chunks = triton.cdiv(vocabulary, CHUNK)
     device = logits.device
-    parts = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)  # the highest logit of a chunk, and the sum of exponentials
+    # The highest logit of a chunk, and the sum of exponentials
+    parts = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=device)  # where the highest is
-    nodes = torch.empty(rows, chunks * (256 + 16 + 1), dtype=torch.float64, device=device)  # levels 1, 2 and 3 of the tree
+    # Levels 1, 2 and 3 of the tree
+    nodes = torch.empty(rows, chunks * (256 + 16 + 1), dtype=torch.float64, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=device)
     sizes = (rows, logits.stride(0), vocabulary, coldest)
@@ -51,7 +55,9 @@ def choose_kernel(
     grow[(chunks, rows)](logits, left, temperature, parts, nodes, *sizes, CHUNK=CHUNK, **tree, num_warps=8)
     walk: Any = _walk
     choice = (temperature, seed, sample, position)
-    walk[(rows,)](logits, left, *choice, parts, places, nodes, tokens, logprobs, *sizes, DRAWS=draws, **tree, num_warps=1)
+    walk[(rows,)](
+        logits, left, *choice, parts, places, nodes, tokens, logprobs, *sizes, DRAWS=draws, **tree, num_warps=1
+    )
     return tokens, logprobs
 
 
@@ -93,7 +99,9 @@ def _scan(
 
 
 @triton.jit
-def _normalizer(parts: tl.tensor, row: tl.tensor, rows: tl.tensor, heat: tl.tensor, CHUNKS: tl.constexpr, PADDED: tl.constexpr) -> tl.tuple:
+def _normalizer(
+    parts: tl.tensor, row: tl.tensor, rows: tl.tensor, heat: tl.tensor, CHUNKS: tl.constexpr, PADDED: tl.constexpr
+) -> tl.tuple:
     """Return the highest logit of a row, and the logarithm of the sum of all exponentials."""
     chunk = tl.arange(0, PADDED)
     place = row * CHUNKS + chunk
@@ -179,7 +187,7 @@ def _walk(
     DRAWS: tl.constexpr,
     TRUNCATES: tl.constexpr,
 ) -> None:
-    """The token of one row: from the root of its tree to a leaf, with one random number for each level (`randomness.uniforms`)."""
+    """Choose a row's token: from its tree's root to a leaf, one random number a level (`randomness.uniforms`)."""
     row = tl.program_id(0)
     heat, greedy = _temperature_of(temperature, row, coldest)
     top, normalizer = _normalizer(parts, row, rows, heat, CHUNKS, PADDED)
@@ -231,7 +239,7 @@ BITS = 4
 
 
 def last_kept_kernel(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
-    """Compute `choose.last_kept_reference` for keys [n, vocabulary], sixteen parts at a time where the reference halves."""
+    """Compute `choose.last_kept_reference` for keys [n, vocabulary]: each pass splits by sixteen, not by two."""
     rows, vocabulary = keys.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     found = torch.full((rows,), -(2**31), dtype=torch.int64, device=keys.device)
@@ -243,7 +251,17 @@ def last_kept_kernel(keys: Tensor, weights: Tensor | None, least: Tensor) -> Ten
     for shift in range(32 - BITS, -1, -BITS):
         inputs = (keys, weighed[0], found, parts, vocabulary, keys.stride(0), weighed[1])
         count[(chunks, rows)](*inputs, SHIFT=shift, BITS=BITS, CHUNK=CHUNK, WEIGHTED=weights is not None, num_warps=8)
-        descend[(rows,)](parts, found, above, least, chunks, SHIFT=shift, BITS=BITS, PADDED=triton.next_power_of_2(chunks), num_warps=1)
+        descend[(rows,)](
+            parts,
+            found,
+            above,
+            least,
+            chunks,
+            SHIFT=shift,
+            BITS=BITS,
+            PADDED=triton.next_power_of_2(chunks),
+            num_warps=1,
+        )
     return found.to(torch.int32)
 
 

@@ -1,7 +1,7 @@
 """Compiles our Triton kernels in threads before they are needed, keeps the results on disk and counts them.
 
-One behind the other, kernels would take a minute at the first start. So the code that will launch them runs once as a rehearsal, in which
-nothing is launched: it only says which variants of kernels it needs.
+One behind the other, kernels would take a minute at the first start. So the code that will launch them runs once as a
+rehearsal, in which nothing is launched: it only says which variants of kernels it needs.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ THREADS = 16
 UNWRITTEN = ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
 """Functions whose tensors hold zeros in a rehearsal, as no kernel writes them: indices and tokens that exist."""
 UNFIT = (RuntimeError, TypeError, ValueError, AttributeError, ImportError, TinsmithError)
-"""Errors that a rehearsal may raise, because it computes on zeros or Triton cannot compile in threads. A real launch raises its own."""
+"""Errors of a rehearsal: it computes on zeros, and Triton may not compile in threads. A real launch raises its own."""
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,13 @@ def compile_ahead(what: str, rehearse: Callable[[], object]) -> None:
 def _marker(what: str) -> Path | None:
     """The file that says that kernels for `what` lie in the cache beside it; None if there is no cache of ours."""
     kept = os.environ.get("TRITON_CACHE_DIR")
-    known = [what, torch.__version__, import_module("triton").__version__, torch.cuda.get_device_name(), digest_of_sources()]
+    known = [
+        what,
+        torch.__version__,
+        import_module("triton").__version__,
+        torch.cuda.get_device_name(),
+        digest_of_sources(),
+    ]
     return Path(kept) / "rehearsed" / hashlib.sha256("\n".join(known).encode()).hexdigest()[:16] if kept else None
 
 
@@ -82,7 +88,9 @@ def _rehearsal() -> Iterator[list[Future[Any]]]:
     kernel, contexts = import_module("triton.runtime.jit").JITFunction, import_module("triton.runtime._async_compile")
     launch = kernel.run
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-        compiler = import_module("triton").AsyncCompileMode(_Loading(threads, torch.cuda.current_device()), ignore_errors=True)
+        compiler = import_module("triton").AsyncCompileMode(
+            _Loading(threads, torch.cuda.current_device()), ignore_errors=True
+        )
 
         def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             token = contexts.active_mode.set(compiler)  # of this thread: backwards run in threads of their own
@@ -134,7 +142,10 @@ def _zeroed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def keep_kernels(directory: str) -> None:
-    """Keep compiled kernels in a directory for the next process; "" is one in the user's cache. A set variable stays."""
+    """Keep compiled kernels in a directory for the next process; "" is one in the user's cache.
+
+    A set variable stays.
+    """
     kept = Path(directory or "~/.cache/tinsmith/compiled").expanduser()
     os.environ.setdefault("TRITON_CACHE_DIR", str(kept / "triton"))
 
@@ -159,5 +170,8 @@ def _count_kernel(*, fn: Any, **others: Any) -> None:
 
 
 def compilations() -> int:
-    """Return the number of kernel variants of this process. If it keeps growing, kernels are compiled again and again."""
+    """Return the number of kernel variants of this process.
+
+    If it keeps growing, kernels are compiled again and again.
+    """
     return _variants.total()

@@ -1,6 +1,7 @@
 """Triton kernels of the short causal convolution of a gated delta net, with its SiLU, over packed sequences.
 
-They compute what `convolve` of `models/delta_rule.py` does. Each program loads what its tokens see of their own sequence and nothing else.
+They compute what `convolve` of `models/delta_rule.py` does. Each program loads what its tokens see of their own
+sequence and nothing else.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,15 @@ class _ConvolutionOnKernels(torch.autograd.Function):
         weight, before = weight.contiguous(), None if before is None else before.contiguous()
         launch: Any = _forward
         launch[_grid(x)](
-            x, x.stride(0), weight, x if before is None else before, seats.sequence, seats.behind, out, *x.shape, **_shape(weight, before)
+            x,
+            x.stride(0),
+            weight,
+            x if before is None else before,
+            seats.sequence,
+            seats.behind,
+            out,
+            *x.shape,
+            **_shape(weight, before),
         )
         ctx.seats = seats
         ctx.save_for_backward(x, weight, before)
@@ -82,7 +91,9 @@ class _ConvolutionOnKernels(torch.autograd.Function):
             blocks = triton.cdiv(x.shape[0], GRADIENT_TOKENS)
             parts = x.new_empty(blocks, weight.shape[1], x.shape[1], dtype=torch.float32)
             launch = _of_weight
-            launch[(blocks, triton.cdiv(x.shape[1], CHANNELS))](*inputs, parts, *x.shape, **shape | {"TOKENS": GRADIENT_TOKENS})
+            launch[(blocks, triton.cdiv(x.shape[1], CHANNELS))](
+                *inputs, parts, *x.shape, **shape | {"TOKENS": GRADIENT_TOKENS}
+            )
             d_weight = parts.sum(0).t().to(weight.dtype)
         return d_x, d_weight, None, None
 
@@ -111,12 +122,15 @@ def _input(
     TAPS: tl.constexpr,
     CONTINUES: tl.constexpr,
 ) -> tl.tensor:
-    """Load the inputs `shift` tokens after each token of its sequence, perhaps before its first: float32 [tokens, channels].
+    """Load the inputs `shift` tokens after each token of its sequence, perhaps before its first.
 
-    `behind` is how many tokens of the sequence stand before `token`, and `used` [tokens, channels] says what is read.
+    The result is float32 [tokens, channels]. `behind` is how many tokens of the sequence stand before `token`, and
+    `used` [tokens, channels] says what is read.
     """
     own = used & (behind + shift >= 0)[:, None]
-    found = tl.load(x + (token + shift).to(tl.int64)[:, None] * x_token + channel[None, :], mask=own, other=0.0).to(tl.float32)
+    found = tl.load(x + (token + shift).to(tl.int64)[:, None] * x_token + channel[None, :], mask=own, other=0.0).to(
+        tl.float32
+    )
     if CONTINUES:
         earlier = used & (behind + shift < 0)[:, None]
         place = (sequence * (TAPS - 1) + TAPS - 1 + behind + shift).to(tl.int64)[:, None] * channels + channel[None, :]
@@ -145,7 +159,18 @@ def _sum(
     for tap in tl.static_range(TAPS):
         factor = tl.load(weight + channel * TAPS + tap, mask=channel < channels, other=0.0).to(tl.float32)
         total += factor[None, :] * _input(
-            x, x_token, before, sequence, behind, token, channel, used, channels, shift + tap - TAPS + 1, TAPS, CONTINUES
+            x,
+            x_token,
+            before,
+            sequence,
+            behind,
+            token,
+            channel,
+            used,
+            channels,
+            shift + tap - TAPS + 1,
+            TAPS,
+            CONTINUES,
         )
     return total
 
@@ -212,7 +237,9 @@ def _backward(
     found = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for shift in tl.static_range(TAPS):
         used = (ahead >= shift)[:, None] & inside
-        total = _sum(x, x_token, weight, before, sequence, behind, token, channel, used, channels, shift, TAPS, CONTINUES)
+        total = _sum(
+            x, x_token, weight, before, sequence, behind, token, channel, used, channels, shift, TAPS, CONTINUES
+        )
         place = (token + shift).to(tl.int64)[:, None] * channels + channel[None, :]
         d = tl.load(d_out + place, mask=used, other=0.0).to(tl.float32)
         factor = tl.load(weight + channel * TAPS + TAPS - 1 - shift, mask=channel < channels, other=0.0).to(tl.float32)
@@ -248,6 +275,8 @@ def _of_weight(
     place = token.to(tl.int64)[:, None] * channels + channel[None, :]
     d_sum = tl.load(d_out + place, mask=used, other=0.0).to(tl.float32) * _slope(total)
     for tap in tl.static_range(TAPS):
-        seen = _input(x, x_token, before, sequence, behind, token, channel, used, channels, tap - TAPS + 1, TAPS, CONTINUES)
+        seen = _input(
+            x, x_token, before, sequence, behind, token, channel, used, channels, tap - TAPS + 1, TAPS, CONTINUES
+        )
         mine = parts + (tl.program_id(0) * TAPS + tap).to(tl.int64) * channels + channel
         tl.store(mine, tl.sum(d_sum * seen, 0), mask=channel < channels)

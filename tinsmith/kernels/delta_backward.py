@@ -1,4 +1,4 @@
-"""The backward kernels of the gated delta rule, and what launches them; `kernels/delta_rule.py` says what they compute."""
+"""Backward kernels of the gated delta rule, and their launches; `kernels/delta_rule.py` says what they compute."""
 
 import torch
 import triton
@@ -31,7 +31,10 @@ def retreated(
     d_value: Tensor,
     d_before: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the states after each chunk [chunks, heads, 2, K, V], and X [chunks, heads, 2, C, V]; those of v are written."""
+    """The gradients of the states after each chunk, and X; those of v go to `d_value`.
+
+    They are [chunks, heads, 2, K, V] and [chunks, heads, 2, C, V].
+    """
     key_dim, value_dim = heads.key.shape[2], heads.value.shape[2]
     local = heads.exact(CHUNK, value_dim)
     inputs = (*heads.queries_and_keys, *placed(d_out))
@@ -43,7 +46,13 @@ def retreated(
     columns = min(RETREAT_COLUMNS, value_dim)
     grid = (value_dim // columns, heads.heads, len(sequences))
     found = (d_states, solved, *placed(d_value), starts)
-    options = {"ENDS": d_after is None, "KEEPS": d_before is not None, "COLUMNS": columns, "num_warps": 4, "num_stages": 3}
+    options = {
+        "ENDS": d_after is None,
+        "KEEPS": d_before is not None,
+        "COLUMNS": columns,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
     heads.launch(_retreat, grid, *inputs, inverses, factors, local, ends, sequences, *found, *sizes, **options)
     return d_states, solved
 
@@ -72,7 +81,19 @@ def write_gradients(
     outer = (*outs, chunks, factors, states, updates, d_states, solved, matrices, sums, ends, rows)
     heads.launch(_across, (parts, key_heads, len(chunks)), *inputs, *outer, *sizes, COLUMNS=columns, **ALONE)
     gradients = (d_query, *placed(d_key), d_decay, d_beta, *d_decay.stride())
-    heads.launch(_finish, (key_heads, len(chunks)), *inputs, chunks, sums, ends, rows, *gradients, heads.heads, PARTS=parts, **ALONE)
+    heads.launch(
+        _finish,
+        (key_heads, len(chunks)),
+        *inputs,
+        chunks,
+        sums,
+        ends,
+        rows,
+        *gradients,
+        heads.heads,
+        PARTS=parts,
+        **ALONE,
+    )
 
 
 @triton.jit

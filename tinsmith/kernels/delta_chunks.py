@@ -1,8 +1,8 @@
-"""The gated delta rule over packed sequences, in chunks of tokens whose work is a few large multiplications of matrices.
+"""The gated delta rule over packed sequences, in chunks of tokens that take a few large matrix products.
 
-Each sequence is cut into chunks of its own; the last is filled up with zeros, which change neither outputs nor states. Notation for one
-chunk of one head (Yang et al., arXiv 2412.06464), with q, k, v [chunk, dim] as rows, S the state before it, t the running sum of the
-decays (logarithms), and D_ij = exp(t_i - t_j) for j <= i, 0 elsewhere:
+Each sequence is cut into chunks of its own; the last is filled up with zeros, which change neither outputs nor states.
+Notation for one chunk of one head (Yang et al., arXiv 2412.06464), with q, k, v [chunk, dim] as rows, S the state
+before it, t the running sum of the decays (logarithms), and D_ij = exp(t_i - t_j) for j <= i, 0 elsewhere:
 
     L = strict lower triangle of β_i (k kᵀ)_ij D_ij       how the update of each token sees the updates before it
     [W | V'] = (I + L)⁻¹ [β exp(t) k | β v]
@@ -10,8 +10,9 @@ decays (logarithms), and D_ij = exp(t_i - t_j) for j <= i, 0 elsewhere:
     out = exp(t) q S + P U,                               P = (q kᵀ) ∘ D
     S' = exp(t_end) S + Rᵀ U,                             R = exp(t_end - t) k
 
-Everything but U and S' is computed for all chunks of all sequences at once. These two take a multiplication each for each chunk index, for
-all sequences that are that long. (S' = M S + Rᵀ V' with M = exp(t_end) I - Rᵀ W would take one, but M is larger than all else.)
+Everything but U and S' is computed for all chunks of all sequences at once. These two take a multiplication each for
+each chunk index, for all sequences that are that long. (S' = M S + Rᵀ V' with M = exp(t_end) I - Rᵀ W would take one,
+but M is larger than all else.)
 
 The backward keeps the inputs alone and computes the rest again, which saves most of the memory of a layer.
 """
@@ -31,7 +32,7 @@ from tinsmith.kernels.device import upload
 from tinsmith.kernels.dispatch import half_on_gpu
 
 SMALLEST, LARGEST = 16, 64
-"""Tokens of a chunk: about the width of a head, which balances the work, and no more than the longest sequence fills."""
+"""Tokens of a chunk: about a head's width, which balances the work, but no more than the longest sequence fills."""
 SLICE_NUMBERS = 2**25
 """Queries, keys or values of the heads that are computed together, at most, which bounds the memory of a long row."""
 
@@ -40,7 +41,7 @@ SLICE_NUMBERS = 2**25
 class Chunks:
     """The chunks of a packed row, ordered by their number inside their sequence.
 
-    Among those of one number the longest sequences come first, so that the first ones are those that go on to the next number.
+    Among those of one number the longest sequences come first, so that the first ones go on to the next number.
     """
 
     size: int
@@ -65,7 +66,10 @@ class Chunks:
         return self.slabs[number + 1][1] - self.slabs[number + 1][0] if number + 1 < len(self.slabs) else 0
 
     def spread(self, x: Tensor, groups: int = 1) -> Tensor:
-        """[tokens, heads, dim] -> [chunks · heads · groups, size, dim], each head `groups` times, zeros where a chunk has no token."""
+        """[tokens, heads, dim] -> [chunks · heads · groups, size, dim]; zeros where a chunk has no token.
+
+        Each head comes `groups` times.
+        """
         heads, dim = x.shape[1:]
         spread = x.new_zeros(self.count, heads, groups, self.size, dim)
         spread[self.chunk, :, :, self.place] = x.unsqueeze(2)
@@ -95,7 +99,14 @@ def chunks_of(lengths: tuple[int, ...], width: int, device: torch.device) -> Chu
 
 
 def delta_rule_in_chunks(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks, before: Tensor | None, keeps: bool = True
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    chunks: Chunks,
+    before: Tensor | None,
+    keeps: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule` of `models/delta_rule.py`, in chunks. Unless `keeps`, the states are an empty tensor."""
     compute: Callable[..., tuple[Tensor, Tensor]] = _DeltaRule.apply
@@ -117,14 +128,21 @@ class _Inputs(NamedTuple):
         found = []
         most = SLICE_NUMBERS // (chunks.count * chunks.size * max(self.key.shape[2], self.value.shape[2]))
         for keys, values in slices_of_heads(self.key, self.value, most):
-            before = None if self.before is None else self.before[:, values].to(torch.promote_types(self.value.dtype, torch.float32))
+            before = (
+                None
+                if self.before is None
+                else self.before[:, values].to(torch.promote_types(self.value.dtype, torch.float32))
+            )
             value, decay, beta = (x[:, values] for x in (self.value, self.decay, self.beta))
             found.append((values, _Inputs(self.query[:, keys], self.key[:, keys], value, decay, beta, before)))
         return found
 
 
 def slices_of_heads(key: Tensor, value: Tensor, most: int) -> list[tuple[slice, slice]]:
-    """Slices of the key heads, and of the value heads that share them: at most `most` value heads, but those of one key head at least."""
+    """Slices of the key heads, and of at most `most` value heads that share them.
+
+    Each slice has the value heads of one key head at least.
+    """
     key_heads, groups = key.shape[1], value.shape[1] // key.shape[1]
     many = max(1, min(key_heads, most // groups))
     firsts = range(0, key_heads, many)
@@ -149,7 +167,9 @@ class _Spread(NamedTuple):
 def _spread(inputs: _Inputs, chunks: Chunks) -> _Spread:
     groups = inputs.value.shape[1] // inputs.key.shape[1]
     query, key = chunks.spread(inputs.query, groups), chunks.spread(inputs.key, groups)
-    return _Spread(chunks.spread(inputs.value), query, key, *(chunks.spread(x.unsqueeze(-1)) for x in (inputs.decay, inputs.beta)))
+    return _Spread(
+        chunks.spread(inputs.value), query, key, *(chunks.spread(x.unsqueeze(-1)) for x in (inputs.decay, inputs.beta))
+    )
 
 
 class _Local(NamedTuple):
@@ -214,11 +234,13 @@ def _inverse_length(x: Tensor) -> Tensor:
 def _unit_lower_inverse(lower: Tensor) -> Tensor:
     """(I + L)⁻¹ of strictly lower triangular L [B, size, size], as stable as forward substitution.
 
-    Inverses of blocks on the diagonal are joined to those of blocks twice as large: with A, B on the diagonal and C below A, what is below
-    A⁻¹ becomes -B⁻¹ C A⁻¹. All blocks of one size are joined at once, up to `SMALLEST` in blocks that are cut out for that.
+    Inverses of blocks on the diagonal are joined to those of blocks twice as large: with A, B on the diagonal and C
+    below A, what is below A⁻¹ becomes -B⁻¹ C A⁻¹. All blocks of one size are joined at once, up to `SMALLEST` in blocks
+    that are cut out for that.
     """
     size = lower.shape[-1]
-    small = lower.unflatten(1, (-1, SMALLEST)).unflatten(3, (-1, SMALLEST)).diagonal(dim1=1, dim2=3)  # [B, 16, 16, size / 16]
+    # [B, 16, 16, size / 16]
+    small = lower.unflatten(1, (-1, SMALLEST)).unflatten(3, (-1, SMALLEST)).diagonal(dim1=1, dim2=3)
     inverses = _join_blocks(small.movedim(-1, 1).flatten(0, 1), None, 1)
     if size == SMALLEST:
         return inverses
@@ -273,7 +295,9 @@ def _course(local: _Local, chunks: Chunks, heads: int, before: Tensor | None, ke
     ended: list[Tensor] = []
     for number, (first, end) in enumerate((start * heads, end * heads) for start, end in chunks.slabs):
         last = first + chunks.goes_on(number) * heads  # of those that go on
-        torch.baddbmm(local.solved[first:end], local.seen[first:end], states[first:end], alpha=-1, out=updates[first:end])
+        torch.baddbmm(
+            local.solved[first:end], local.seen[first:end], states[first:end], alpha=-1, out=updates[first:end]
+        )
         if last > first:
             advance(slice(first, last), states[end : end + last - first])
         if keeps and end > last:
@@ -294,12 +318,16 @@ class _Return(NamedTuple):
     """The gradients of the states before each sequence."""
 
 
-def _return(local: _Local, chunks: Chunks, heads: int, d_out: Tensor, d_after: Tensor | None, wants_before: bool) -> _Return:
+def _return(
+    local: _Local, chunks: Chunks, heads: int, d_out: Tensor, d_after: Tensor | None, wants_before: bool
+) -> _Return:
     """`d_out` [B, size, value_dim] are the gradients of the outputs."""
     updates = torch.bmm(local.attended.mT, d_out)
-    direct = torch.bmm((local.query * local.total).mT, d_out)  # of the state before each chunk, by what the chunk reads of it
+    # Of the state before each chunk, by what the chunk reads of it
+    direct = torch.bmm((local.query * local.total).mT, d_out)
     gradients = torch.zeros_like(direct)
-    by_rank = None if d_after is None else d_after.index_select(0, chunks.order).flatten(0, 1)  # [sequences · heads, ...]
+    # [sequences · heads, ...]
+    by_rank = None if d_after is None else d_after.index_select(0, chunks.order).flatten(0, 1)
     at_start: Tensor | None = None
     for number in range(len(chunks.slabs) - 1, -1, -1):
         start, end = (chunk * heads for chunk in chunks.slabs[number])
@@ -358,7 +386,10 @@ class _DeltaRule(torch.autograd.Function):
             for values, mine in inputs.slices(ctx.chunks):
                 after = None if d_after is None else d_after[:, values]
                 found.append(_backward(mine, after, d_out[:, values], ctx.chunks, wants_before))
-        joined = [parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 1) for parts in zip(*found, strict=True)]
+        joined = [
+            parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 1)
+            for parts in zip(*found, strict=True)
+        ]
         return *joined, None, None
 
 
@@ -381,7 +412,9 @@ def _backward(
     dtype = local.solved.dtype
     states, updates, _ = _course(local, chunks, heads, before, keeps=False)
     d_o = chunks.spread(d_out).to(dtype)  # [B, size, value_dim]
-    d_states, d_updates, d_before = _return(local, chunks, heads, d_o, None if d_after is None else d_after.to(dtype), wants_before)
+    d_states, d_updates, d_before = _return(
+        local, chunks, heads, d_o, None if d_after is None else d_after.to(dtype), wants_before
+    )
     d_q, d_k, d_v, d_decay, d_beta = _gradients(spread, d_o, d_states, d_updates, states, updates, local)
     return (
         _through_unit(query, _sum_groups(chunks.collect(d_q, heads), query.shape[1]) * key.shape[2] ** -0.5),
@@ -400,7 +433,8 @@ def _gradients(
     q, k, dtype = local.query, local.key, local.key.dtype
     v, b = spread.value.to(dtype), spread.beta.to(dtype)
     d_seen = torch.bmm(d_updates, states.mT).neg()  # of W
-    d_right_key, d_right_value = torch.bmm(local.inverse.mT, d_seen), torch.bmm(local.inverse.mT, d_updates)  # of β exp(t) k and of β v
+    # Of β exp(t) k and of β v
+    d_right_key, d_right_value = torch.bmm(local.inverse.mT, d_seen), torch.bmm(local.inverse.mT, d_updates)
     d_lower = (torch.bmm(d_right_key, local.seen.mT) + torch.bmm(d_right_value, local.solved.mT)).neg().tril(-1)
     d_read = torch.bmm(d_out, states.mT)  # of exp(t) q
     d_left = torch.bmm(updates, d_states.mT)  # of R

@@ -1,4 +1,4 @@
-"""The forward kernels of the gated delta rule, and what launches them; `kernels/delta_rule.py` says what they compute."""
+"""Forward kernels of the gated delta rule, and their launches; `kernels/delta_rule.py` says what they compute."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +11,14 @@ from torch import Tensor
 from tinsmith.kernels.delta_nets import CHUNK
 
 PROGRAMS = 120
-"""About as many as an H100 has multiprocessors (132): from so many programs on one of them has more columns to compute, not fewer."""
+"""About an H100's number of multiprocessors (132): from so many programs on, each takes more columns, not fewer."""
 ALONE = {"num_warps": 4, "num_stages": 1}
-"""Options of a kernel that computes every chunk at once. All options are what was fastest on an H100 with keys and values of 128."""
+"""Options of kernels that compute all chunks at once. All options are the fastest on an H100 at widths of 128."""
 OUTPUT_COLUMNS = 64
 """Columns of values that a program of `_output` takes."""
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Whether Triton's interpreter runs the kernels: it takes the bits of bfloat16 for integers when it multiplies matrices."""
+"""Whether Triton's interpreter runs the kernels: its matrix products take bfloat16's bits for integers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +85,25 @@ def prepared(heads: SomeHeads) -> tuple[Tensor, Tensor]:
     """T in two parts [chunks, heads, 2, C, C], and t, β, 1 / |k| and 1 / |q| [chunks, heads, 4, C]."""
     inverses, factors, chunks = heads.pairs(CHUNK, CHUNK), heads.exact(4, CHUNK), heads.cuts.chunks
     gates = (*placed(heads.decay), *placed(heads.beta))
-    heads.launch(_prepare, (len(chunks), heads.heads), *heads.queries_and_keys, *gates, chunks, inverses, factors, heads.heads, **ALONE)
+    heads.launch(
+        _prepare,
+        (len(chunks), heads.heads),
+        *heads.queries_and_keys,
+        *gates,
+        chunks,
+        inverses,
+        factors,
+        heads.heads,
+        **ALONE,
+    )
     return inverses, factors
 
 
 def advanced(heads: SomeHeads, inverses: Tensor, factors: Tensor, after: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The states before each chunk [chunks, heads, 2, K, V] and U [chunks, heads, 2, C, V]; the last states are written to `after`."""
+    """The states before each chunk, and U; the last states are written to `after`.
+
+    They are [chunks, heads, 2, K, V] and [chunks, heads, 2, C, V].
+    """
     key_dim, value_dim = heads.key.shape[2], heads.value.shape[2]
     states, updates = heads.pairs(key_dim, value_dim), heads.pairs(CHUNK, value_dim)
     before, ends = (states if given is None else given for given in (heads.before, after))
@@ -111,7 +124,7 @@ def put_out(heads: SomeHeads, factors: Tensor, states: Tensor, updates: Tensor, 
 
 
 def _along(heads: SomeHeads) -> dict[str, int]:
-    """Choose the columns of each program of `_advance`: the fewer programs there are, the fewer columns, so that they fill the GPU."""
+    """Choose the columns of each program of `_advance`: the fewer programs, the fewer columns, to fill the GPU."""
     value_dim = heads.value.shape[2]
     columns = heads.heads * heads.cuts.sequences.shape[0] * value_dim  # of all states
     wide = 64 if columns >= 2 * PROGRAMS * 64 else 32 if columns >= PROGRAMS * 32 else 16
@@ -189,8 +202,12 @@ def _prepare(
     inside = row < tl.load(chunks + 2 * chunk + 1)
     column = tl.arange(0, K)
     token = first + row
-    q = tl.load(query + token[:, None] * q_token + (head // GROUPS) * q_head + column[None, :], mask=inside[:, None], other=0.0)
-    k = tl.load(key + token[:, None] * k_token + (head // GROUPS) * k_head + column[None, :], mask=inside[:, None], other=0.0)
+    q = tl.load(
+        query + token[:, None] * q_token + (head // GROUPS) * q_head + column[None, :], mask=inside[:, None], other=0.0
+    )
+    k = tl.load(
+        key + token[:, None] * k_token + (head // GROUPS) * k_head + column[None, :], mask=inside[:, None], other=0.0
+    )
     wide = q.to(tl.float32)
     by_query = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
     wide = k.to(tl.float32)
@@ -207,7 +224,8 @@ def _prepare(
     i, j = row[:, None], row[None, :]
     between = tl.exp(tl.where(i > j, t[:, None] - t[None, :], 0.0))
     lower = tl.where(i > j, product(k, tl.trans(k), None) * (by_key * b)[:, None] * by_key[None, :] * between, 0.0)
-    # The inverses of blocks on the diagonal are joined to those of blocks twice as large, as in `kernels/delta_chunks.py`.
+    # The inverses of blocks on the diagonal are joined to those of blocks twice as large, as in
+    # `kernels/delta_chunks.py`.
     inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -lower, 0.0))
     for level in tl.static_range(1, 6):
         below = tl.where(((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level)), lower, 0.0)

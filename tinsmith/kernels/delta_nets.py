@@ -1,6 +1,7 @@
 """Decides whether gated delta nets run on our own Triton kernels, which serve bfloat16 on CUDA.
 
-First they compute a small row, forward and backward. Where they fail or differ from our PyTorch code, that code takes their place.
+First they compute a small row, forward and backward. Where they fail or differ from our PyTorch code, that code takes
+their place.
 """
 
 import logging
@@ -25,11 +26,11 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, ...], Tensor
 CHUNK = 64
 """Tokens of a chunk of the delta rule."""
 STATE_BYTES = 2**30
-"""Bytes of the states before all chunks of the heads that are computed together, at most, which bounds the memory of a long row."""
+"""Most bytes of the states before all chunks of heads computed together, which bounds the memory of a long row."""
 MOST_APART = 0.05
 """Maximum distance of the kernels' results from float32, as a share of their norm. bfloat16 keeps numbers to 0.4 %."""
 TRIED_LENGTHS, TRIED_HEADS, TRIED_WIDTH, TRIED_TAPS = (70, 130), 2, 128, 4
-"""Tokens of each sequence of the row that is tried, heads of queries and keys, the width of all heads, and taps of the convolution."""
+"""The row tried: tokens of each sequence, heads of queries and keys, width of each head, convolution taps."""
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +68,18 @@ def announce(device: torch.device, dtype: torch.dtype) -> None:
 def convolution_disagreement(convolution: Convolution, device: torch.device, dtype: torch.dtype) -> str:
     """Describe where `convolution` differs from PyTorch, forward or backward; empty if nowhere."""
     generator, tokens, channels = torch.Generator().manual_seed(0), sum(TRIED_LENGTHS), TRIED_HEADS * TRIED_WIDTH
-    x, weight, d_out = (torch.randn(n, channels, generator=generator).to(device, dtype) for n in (tokens, TRIED_TAPS, tokens))
+    x, weight, d_out = (
+        torch.randn(n, channels, generator=generator).to(device, dtype) for n in (tokens, TRIED_TAPS, tokens)
+    )
     theirs = [x.requires_grad_(), weight.t().contiguous().requires_grad_()]
     ours = [tensor.detach().float().requires_grad_() for tensor in theirs]
     found = convolution(theirs[0], theirs[1], TRIED_LENGTHS, None)
     padded = (torch.nn.functional.pad(row.t(), (TRIED_TAPS - 1, 0)) for row in ours[0].split(TRIED_LENGTHS))
     expected = torch.cat([silu(conv1d(row, ours[1].unsqueeze(1), groups=channels)).t() for row in padded])
     gradients = torch.autograd.grad(found, theirs, d_out), torch.autograd.grad(expected, ours, d_out.float())
-    return _first_apart(["outputs", "gradients of x", "gradients of weight"], [found, *gradients[0]], [expected, *gradients[1]])
+    return _first_apart(
+        ["outputs", "gradients of x", "gradients of weight"], [found, *gradients[0]], [expected, *gradients[1]]
+    )
 
 
 @torch.enable_grad()
@@ -127,6 +132,7 @@ def _load(device: torch.device) -> tuple[DeltaKernels | None, str]:
     try:
         compile_ahead("delta rule", try_both)
         wrong = next((wrong for wrong in try_both() if wrong), "")
-    except (RuntimeError, OSError, SubprocessError, import_module("triton.errors").TritonError) as error:  # they are compiled here
+    # They are compiled here
+    except (RuntimeError, OSError, SubprocessError, import_module("triton.errors").TritonError) as error:
         wrong = f"they fail here: {error!r}"
     return (None, wrong) if wrong else (DeltaKernels(convolution, rules.delta_rule, rules.serves), "")

@@ -1,8 +1,9 @@
 """Triton kernels of the gated delta rule for bfloat16 on CUDA, forward and backward, over packed sequences.
 
-They compute what `kernels/delta_chunks.py` computes, in its notation, in chunks of `CHUNK` tokens. Two kernels walk along the chunks of a
-sequence, one forward and one backward, each program with the state of one head and some of its value columns in registers; all others
-compute every chunk of every sequence at once. With T = (I + L)⁻¹ and X the gradient of β v:
+They compute what `kernels/delta_chunks.py` computes, in its notation, in chunks of `CHUNK` tokens. Two kernels walk
+along the chunks of a sequence, one forward and one backward, each program with the state of one head and some of its
+value columns in registers; all others compute every chunk of every sequence at once. With T = (I + L)⁻¹ and X the
+gradient of β v:
 
     prepare      t, β, 1 / |k|, 1 / |q| and T of each chunk
     advance      U = T (β (v - exp(t) k S)), then S' = exp(t_end) S + Rᵀ U
@@ -10,12 +11,14 @@ compute every chunk of every sequence at once. With T = (I + L)⁻¹ and X the g
     return       Pᵀ d_out, what the gradient of U gets from the outputs of its own chunk
     retreat      X = Tᵀ (Pᵀ d_out + R dS'), then dS = exp(t_end) dS' + (exp(t) q)ᵀ d_out - (β exp(t) k)ᵀ X
     inside       what L and P give to the gradients: that of P is d_out Uᵀ, and that of L is -X Uᵀ
-    across       what the states before and after a chunk give to them: d_out Sᵀ, -X Sᵀ, which is that of β exp(t) k, and U dS'ᵀ
+    across       what the states before and after a chunk give to them: d_out Sᵀ, -X Sᵀ, which is that of β exp(t) k,
+                 and U dS'ᵀ
     finish       the gradients of queries and keys through their length, of decays and of β
 
-Results in bfloat16 are as exact as if all was computed in float32 and rounded at the end. Matrices are multiplied in bfloat16, which keeps
-8 bits, so numbers are kept as a pair of bfloat16, a high and a low part, which keep 16. Inputs are bfloat16 as they come: lengths of keys
-and queries, β and decays are multiplied in before or after, in float32, so that products of inputs need one pair or none.
+Results in bfloat16 are as exact as if all was computed in float32 and rounded at the end. Matrices are multiplied in
+bfloat16, which keeps 8 bits, so numbers are kept as a pair of bfloat16, a high and a low part, which keep 16. Inputs
+are bfloat16 as they come: lengths of keys and queries, β and decays are multiplied in before or after, in float32, so
+that products of inputs need one pair or none.
 """
 
 from collections.abc import Callable
@@ -50,7 +53,10 @@ def cuts_of(lengths: tuple[int, ...], device: torch.device) -> Cuts:
 
 
 def serves(key: Tensor, value: Tensor) -> bool:
-    """Whether the kernels compute heads of this kind: key [tokens, key_heads, key_dim], value [tokens, value_heads, value_dim]."""
+    """Whether the kernels compute heads like these.
+
+    The key is [tokens, key_heads, key_dim], the value [tokens, value_heads, value_dim].
+    """
     return value.dtype == key.dtype == torch.bfloat16 and key.shape[2] in WIDTHS and value.shape[2] in WIDTHS
 
 
@@ -73,7 +79,9 @@ def _slices(inputs: tuple[Any, ...], cuts: Cuts) -> list[tuple[slice, slice, Som
     """The inputs in slices of key heads and of value heads that `STATE_BYTES` allows."""
     query, key, value, decay, beta, before = inputs
     found = []
-    for keys, values in slices_of_heads(key, value, STATE_BYTES // (len(cuts.chunks) * key.shape[2] * value.shape[2] * 4)):
+    for keys, values in slices_of_heads(
+        key, value, STATE_BYTES // (len(cuts.chunks) * key.shape[2] * value.shape[2] * 4)
+    ):
         mine = None if before is None else before[:, values].float().contiguous()
         heads = SomeHeads(query[:, keys], key[:, keys], value[:, values], decay[:, values], beta[:, values], mine, cuts)
         found.append((keys, values, heads))
@@ -95,7 +103,11 @@ class _DeltaRuleOnKernels(torch.autograd.Function):
         for _, values, mine in slices:
             inverses, factors = prepared(mine)
             ends = after[:, values] if keeps else None
-            ends = ends if ends is None or ends.is_contiguous() else torch.empty_like(ends, memory_format=torch.contiguous_format)
+            ends = (
+                ends
+                if ends is None or ends.is_contiguous()
+                else torch.empty_like(ends, memory_format=torch.contiguous_format)
+            )
             states, updates = advanced(mine, inverses, factors, ends)
             if ends is not None and len(slices) > 1:
                 after[:, values] = ends
@@ -112,7 +124,9 @@ class _DeltaRuleOnKernels(torch.autograd.Function):
         value, before = inputs[2], inputs[5]
         d_out = torch.zeros_like(value) if d_out is None else with_plain_rows(d_out.to(value.dtype))
         d_after = d_after if ctx.keeps else None
-        d_query, d_key, d_value, d_decay, d_beta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:5])
+        d_query, d_key, d_value, d_decay, d_beta = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:5]
+        )
         wants_before = before is not None and ctx.needs_input_grad[5]
         d_before: Tensor | None = None
         slices = _slices(inputs, ctx.cuts)

@@ -1,7 +1,7 @@
 """The Triton kernels of a decoding step of gated delta nets (`sampling/local/states.py`).
 
-They compute in float32, element by element, so that float32 loses nothing. A step is bound by the memory of the states. Each
-program holds a part of one state in registers while it reads it, steps it and writes it.
+They compute in float32, element by element, so that float32 loses nothing. A step is bound by the memory of the states.
+Each program holds a part of one state in registers while it reads it, steps it and writes it.
 """
 
 from typing import Any
@@ -29,7 +29,9 @@ def convolve_kernel(x: Tensor, weight: Tensor, inputs: Tensor, slots: Tensor) ->
     return out
 
 
-def delta_kernel(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor) -> Tensor:
+def delta_kernel(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor
+) -> Tensor:
     """Compute `delta_step` in a kernel. `memory` is contiguous."""
     rows, key_heads, key_dim = key.shape
     value_heads, value_dim = value.shape[1:]
@@ -125,7 +127,9 @@ def _delta(
     key_place = head // GROUPS * KEY_DIM + channel
     q = tl.load(query + row * query_stride + key_place, mask=channel < KEY_DIM, other=0.0).to(tl.float32)
     k = tl.load(key + row * key_stride + key_place, mask=channel < KEY_DIM, other=0.0).to(tl.float32)
-    v = tl.load(value + row * value_stride + head * VALUE_DIM + column, mask=column < VALUE_DIM, other=0.0).to(tl.float32)
+    v = tl.load(value + row * value_stride + head * VALUE_DIM + column, mask=column < VALUE_DIM, other=0.0).to(
+        tl.float32
+    )
     q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     state = state * tl.exp(tl.load(decay + row * decay_stride + head).to(tl.float32))
@@ -133,4 +137,6 @@ def _delta(
     state = state + k[:, None] * update[None, :]
     tl.store(own, state, mask=inside)
     found = tl.sum(state * q[:, None], 0)
-    tl.store(out + (row * VALUE_HEADS + head) * VALUE_DIM + column, found.to(out.dtype.element_ty), mask=column < VALUE_DIM)
+    tl.store(
+        out + (row * VALUE_HEADS + head) * VALUE_DIM + column, found.to(out.dtype.element_ty), mask=column < VALUE_DIM
+    )

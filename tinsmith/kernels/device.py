@@ -25,8 +25,8 @@ STAGE_BYTES = 32 * 2**20
 def require_device(device: torch.device) -> None:
     """Raise DeviceLostError if `device` does not compute any more.
 
-    After an assertion in a kernel or an illegal access every later operation of the process on that GPU fails. No list of messages tells
-    this from an error of one operation, so one is tried that cannot fail by itself, but for want of memory.
+    After an assertion in a kernel or an illegal access every later operation of the process on that GPU fails. No list
+    of messages tells this from an error of one operation, so one is tried that fails by itself only for want of memory.
     """
     try:
         torch.ones(1, device=device).add_(1).item()  # `item` waits for the result: errors of a GPU come late
@@ -34,7 +34,9 @@ def require_device(device: torch.device) -> None:
         return
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
-        raise DeviceLostError(f"{device} computes nothing any more, and only a new process can use it: {first_line}") from error
+        raise DeviceLostError(
+            f"{device} computes nothing any more, and only a new process can use it: {first_line}"
+        ) from error
 
 
 def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
@@ -44,7 +46,10 @@ def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def on_device(tensor: Tensor, where: torch.device) -> Tensor:
-    """The tensor on that device; in host memory where a GPU can read and write it beside its work, which takes one transfer."""
+    """The tensor on that device; from a GPU to the CPU it comes into pinned memory, in one transfer.
+
+    There a GPU can read and write it beside its work.
+    """
     if where == tensor.device or where.type != "cpu":
         return tensor.to(where)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -66,7 +71,8 @@ def move_weights(network: Any, device: torch.device) -> None:
 def _copy_staged(parameter: Tensor, device: torch.device, stages: SimpleQueue[Tensor]) -> None:
     source = parameter.data.contiguous()
     copied = torch.empty_like(source, device=device)
-    torch.cuda.current_stream(device).synchronize()  # nothing that was given to the device before writes into that memory
+    # Nothing that was given to the device before writes into that memory
+    torch.cuda.current_stream(device).synchronize()
     stage, stream = stages.get(), torch.cuda.Stream(device)
     try:
         with torch.cuda.stream(stream):
@@ -84,7 +90,8 @@ def reserve_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device)
     count = math.prod(size)
     if device.type != "cpu" or not count:
         return torch.zeros(*size, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # lives as long as the tensor
+    # Lives as long as the tensor
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(*size)
 
 

@@ -1,4 +1,7 @@
-"""The table of what our Triton kernels serve, and the only place that asks whether they do. Elsewhere PyTorch computes the same."""
+"""The table of what our Triton kernels serve, and the only place that asks whether they do.
+
+Elsewhere PyTorch computes the same.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,31 +18,45 @@ R = TypeVar("R")
 HALF = (torch.bfloat16, torch.float16)
 
 Kernels = Literal[
-    "adamw", "choose", "convolution", "delta_rule", "delta_step", "gates", "logits", "lora", "one_row", "paged_attention", "rows"
+    "adamw",
+    "choose",
+    "convolution",
+    "delta_rule",
+    "delta_step",
+    "gates",
+    "logits",
+    "lora",
+    "one_row",
+    "paged_attention",
+    "rows",
 ]
 SERVED: dict[Kernels, tuple[torch.dtype, ...]] = {
     # Training and sampling
     "rows": HALF,  # norms, rotary positions, SwiGLU; in PyTorch: models/fused.py
     "gates": HALF,  # gates of attention and of gated delta nets; models/fused.py
     "convolution": (torch.bfloat16,),  # of gated delta nets; models/delta_rule.py
-    "delta_rule": (torch.bfloat16,),  # kernels/delta_chunks.py; kernels/delta_nets.py first tries both kernels of delta nets
+    # kernels/delta_chunks.py; kernels/delta_nets.py first tries both kernels of delta nets
+    "delta_rule": (torch.bfloat16,),
     # Training
     "logits": HALF,  # softmax over the vocabulary; training/logprobs.py
     "adamw": HALF,  # a step of full weights in this precision; kernels/adamw_formula.py
     # Sampling
-    "paged_attention": HALF,  # attention to blocks of a cache, see `on_paged_kernel`; sampling/local/cached_attention.py
+    # attention to blocks of a cache, see `on_paged_kernel`; sampling/local/cached_attention.py
+    "paged_attention": HALF,
     "lora": HALF,  # each row with its own adapter; models/batched_lora.py
     "one_row": HALF,  # multiplication of a single row; models/joined_linear.py
     "delta_step": (*HALF, torch.float32),  # one token of each row through a delta net; sampling/local/states.py
     "choose": (torch.float32, torch.int32),  # the next token, from its logits or their order; sampling/choose.py
 }
-"""The modules of kernels, and the numbers that they compute on CUDA. Attention over packed rows is PyTorch's own: `half_on_gpu`."""
+"""The modules of kernels, and their dtypes on CUDA. PyTorch itself attends over packed rows: `half_on_gpu`."""
 
 OLDEST_CUDA = 13
-"""Oldest CUDA version of PyTorch's build whose drivers can capture overlapping kernels in graphs; before CUDA 12.3 they cannot."""
+"""Oldest CUDA of PyTorch's build whose drivers capture overlapping kernels in graphs; before 12.3 they cannot."""
 MOST_ROWS = 512
-"""Rows of a decoding step, at most. Kernels of more rows take so long that an early start gains nothing: passes of training and of prompts
-are computed in the plain order of the stream."""
+"""Most rows of a decoding step. Kernels of more rows take so long that an early start gains nothing.
+
+Passes of training and of prompts are computed in the plain order of the stream.
+"""
 
 
 @cache
@@ -88,17 +105,18 @@ class WithKernel(Generic[P, R]):
 
 
 def with_kernel(kernels: Kernels) -> Callable[[Callable[P, R]], WithKernel[P, R]]:
-    """Decorator: where these kernels serve, run their function of this name; their module is imported when it is first needed."""
+    """Decorator: where these kernels serve, run their function of this name; their module is imported on first use."""
     return lambda function: WithKernel(function, kernels)
 
 
 def overlapping(device: torch.device, rows: int) -> dict[str, Any]:
     """Options of a kernel that computes so many rows, and may start while the one before still runs (Hopper and later).
 
-    Launching a kernel and filling the GPU takes a microsecond or two: much, where hundreds of kernels take a few each. A kernel that
-    overlaps ("programmatic dependent launch") has the constant `OVERLAPS`, and calls `gdc_wait` until all that was launched before is done
-    and can be seen. Each of its programs waits before it writes, and before it reads what other kernels write. Before that it may read only
-    what nothing has written since the last kernel that began in the stream's order: the weights of a base model, but nothing computed now.
+    Launching a kernel and filling the GPU takes a microsecond or two: much, where hundreds of kernels take a few each.
+    A kernel that overlaps ("programmatic dependent launch") has the constant `OVERLAPS`, and calls `gdc_wait` until all
+    that was launched before is done and can be seen. Each of its programs waits before it writes, and before it reads
+    what other kernels write. Before that it may read only what nothing has written since the last kernel that began in
+    the stream's order: the weights of a base model, but nothing computed now.
     """
     overlaps = rows <= MOST_ROWS and device.type == "cuda" and _can_overlap(device)
     return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
@@ -107,4 +125,8 @@ def overlapping(device: torch.device, rows: int) -> dict[str, Any]:
 @cache
 def _can_overlap(device: torch.device) -> bool:
     version = torch.version.cuda  # None for AMD's GPUs, for which Triton has no such kernels
-    return version is not None and int(version.split(".")[0]) >= OLDEST_CUDA and torch.cuda.get_device_capability(device) >= (9, 0)
+    return (
+        version is not None
+        and int(version.split(".")[0]) >= OLDEST_CUDA
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )

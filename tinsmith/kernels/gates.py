@@ -39,7 +39,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return out
 
 
-def gated_rms_norm_backward(x: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def gated_rms_norm_backward(
+    x: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and gate [tokens, heads, width], and `gated_rms_norm` of them again."""
     d_x, d_gate, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(3))
     _launch(_gated_backward, x, gate, weight, eps, d_out.contiguous(), d_x, d_gate, out)
@@ -88,10 +90,12 @@ def memory_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[
 def memory_gates_backward(
     a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, d_decay: Tensor, d_beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a and b [tokens, heads]; and that of a_log [tokens, heads], in float32, to be summed over the tokens."""
+    """The gradients of a, b and a_log [tokens, heads]; that of a_log in float32, to be summed over the tokens."""
     d_a, d_b = (torch.empty(a.shape, dtype=x.dtype, device=a.device) for x in (a, b))
     d_a_log = torch.empty(a.shape, dtype=torch.float32, device=a.device)
-    _launch_memory(_memory_gates_backward, a, b, (a_log, dt_bias, d_decay.contiguous(), d_beta.contiguous(), d_a, d_b, d_a_log))
+    _launch_memory(
+        _memory_gates_backward, a, b, (a_log, dt_bias, d_decay.contiguous(), d_beta.contiguous(), d_a, d_b, d_a_log)
+    )
     return d_a, d_b, d_a_log
 
 
@@ -105,7 +109,13 @@ def _launch_memory(kernel: Any, a: Tensor, b: Tensor, others: tuple[Tensor, ...]
 
 @triton.jit
 def _wide(
-    x: tl.tensor, x_token: tl.tensor, x_head: tl.tensor, token: tl.tensor, head: tl.tensor, column: tl.tensor, inside: tl.tensor
+    x: tl.tensor,
+    x_token: tl.tensor,
+    x_head: tl.tensor,
+    token: tl.tensor,
+    head: tl.tensor,
+    column: tl.tensor,
+    inside: tl.tensor,
 ) -> tl.tensor:
     """Some heads of a token [HEADS, PADDED] in float32."""
     return tl.load(x + token * x_token + head * x_head + column, mask=inside, other=0.0).to(tl.float32)
@@ -139,7 +149,9 @@ def _gated(
     if NORMS:
         factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         found = found / tl.sqrt(tl.sum(found * found, 1) / WIDTH + eps)[:, None] * factor * g
-    tl.store(out + (token * heads + head) * WIDTH + column, (found * tl.sigmoid(g)).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + (token * heads + head) * WIDTH + column, (found * tl.sigmoid(g)).to(out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -247,7 +259,9 @@ def _memory_gates(
         gdc_wait()
     number = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
     token, head, inside = (number // heads).to(tl.int64), number % heads, number < tokens * heads
-    shifted = tl.load(a + token * a_token + head, mask=inside, other=0.0).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+    shifted = tl.load(a + token * a_token + head, mask=inside, other=0.0).to(tl.float32) + tl.load(dt_bias + head).to(
+        tl.float32
+    )
     scale = -tl.exp(tl.load(a_log + head).to(tl.float32))
     tl.store(decay + number, scale * _softplus(shifted), mask=inside)
     strength = tl.sigmoid(tl.load(b + token * b_token + head, mask=inside, other=0.0).to(tl.float32))
@@ -278,7 +292,9 @@ def _memory_gates_backward(
         gdc_wait()
     number = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
     token, head, inside = (number // heads).to(tl.int64), number % heads, number < tokens * heads
-    shifted = tl.load(a + token * a_token + head, mask=inside, other=0.0).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+    shifted = tl.load(a + token * a_token + head, mask=inside, other=0.0).to(tl.float32) + tl.load(dt_bias + head).to(
+        tl.float32
+    )
     scale = -tl.exp(tl.load(a_log + head).to(tl.float32))
     strength = tl.sigmoid(tl.load(b + token * b_token + head, mask=inside, other=0.0).to(tl.float32))
     d = tl.load(d_decay + number, mask=inside, other=0.0).to(tl.float32)

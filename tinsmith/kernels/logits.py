@@ -25,7 +25,10 @@ def logit_norms(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def become_gradient(logits: Tensor, peak: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> None:
-    """Replace logits [rows, vocabulary] by grad · (onehot(target) - softmax), and by 0 where grad is 0; all else is [rows, 1]."""
+    """Replace logits [rows, vocabulary] by grad · (onehot(target) - softmax), and by 0 where grad is 0.
+
+    All else is [rows, 1].
+    """
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1
     target, grad = target.contiguous(), grad.contiguous()
@@ -37,14 +40,21 @@ def become_gradient(logits: Tensor, peak: Tensor, total: Tensor, target: Tensor,
 
 @triton.jit
 def _logit_norms(
-    logits: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, peaks: tl.tensor, totals: tl.tensor, BLOCK: tl.constexpr
+    logits: tl.tensor,
+    stride: tl.tensor,
+    vocabulary: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     """One row: the sum is scaled anew whenever a larger logit comes (Milakov and Gimelshein, arXiv 1805.02867)."""
     row = tl.program_id(0)
     peak, total = -3.4028234663852886e38, 0.0  # the lowest, and finite: the difference of two infinities is no number
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        wide = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+        wide = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocabulary, other=float("-inf")).to(
+            tl.float32
+        )
         largest = tl.maximum(peak, tl.max(wide, 0))
         total = total * tl.exp(peak - largest) + tl.sum(tl.exp(wide - largest), 0)
         peak = largest

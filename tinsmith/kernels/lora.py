@@ -1,7 +1,8 @@
-"""Triton kernels for LoRA in a decode batch (`models/batched_lora.py`): two launches for a projection, whatever adapters its rows have.
+"""Triton kernels for LoRA in a decode batch (`models/batched_lora.py`): two launches for a projection.
 
-A row's columns are read on the device, and matrices that no row of a tile needs are not read: buffers for many adapters cost no more than
-small ones. The sizes of a projection are arguments, not constants, so that all projections share what is compiled.
+Rows may have any adapters. A row's columns are read on the device, and matrices that no row of a tile needs are not
+read: buffers for many adapters cost no more than small ones. The sizes of a projection are arguments, not constants, so
+that all projections share what is compiled.
 """
 
 from typing import Any
@@ -30,11 +31,14 @@ PARTS = 2
 ENOUGH = 128
 
 
-def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, tiles: Tensor, widest: int, alpha: float) -> None:
+def add_adapters(
+    y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, tiles: Tensor, widest: int, alpha: float
+) -> None:
     """Add to y [rows, out] what the adapters of the rows make of x [rows, in].
 
-    `columns` [rows, 2] are those of each row, a [targets, columns, in], b [out, columns]; `tiles` come from `output_tiles`, and have at
-    most `widest` outputs. The scale is `alpha` by the rank, the number of a row's columns. Nothing is read on the host.
+    `columns` [rows, 2] are those of each row, a [targets, columns, in], b [out, columns]; `tiles` come from
+    `output_tiles`, and have at most `widest` outputs. The scale is `alpha` by the rank, the number of a row's columns.
+    Nothing is read on the host.
     """
     rows, inputs = x.shape
     width = a.shape[1]
@@ -55,7 +59,14 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
     row_tiles = triton.cdiv(rows, row_tile)
     # Programs for whole tiles read less of what is reduced, but only many rows and outputs make enough of them.
     parts = 1 if len(tiles) * row_tiles >= ENOUGH else PARTS
-    sizes = {"ALPHA": alpha, "SPLITS": splits, "ROWS": row_tile, "CHUNK": CHUNK, "OUTPUTS": widest // parts, "PARTS": parts}
+    sizes = {
+        "ALPHA": alpha,
+        "SPLITS": splits,
+        "ROWS": row_tile,
+        "CHUNK": CHUNK,
+        "OUTPUTS": widest // parts,
+        "PARTS": parts,
+    }
     expand[(len(tiles) * parts, row_tiles)](
         *(y, b, columns, reduced, tiles, rows, y.stride(0), columns.stride(0), width, len(a)),
         **sizes,
@@ -109,8 +120,14 @@ def _reduce(
         sums = tl.zeros([ROWS, CHUNK], tl.float32)
         for first in range(split * share, tl.minimum(split * share + share, inputs), STEP):
             place = first + tl.arange(0, STEP)
-            own_x = tl.load(x + row[:, None] * x_stride + place[None, :], mask=(row < rows)[:, None] & (place < inputs)[None, :], other=0.0)
-            own_a = tl.load(a + matrix_row[:, None] * inputs + place[None, :], mask=(place < inputs)[None, :], other=0.0)
+            own_x = tl.load(
+                x + row[:, None] * x_stride + place[None, :],
+                mask=(row < rows)[:, None] & (place < inputs)[None, :],
+                other=0.0,
+            )
+            own_a = tl.load(
+                a + matrix_row[:, None] * inputs + place[None, :], mask=(place < inputs)[None, :], other=0.0
+            )
             sums = tl.dot(own_x, tl.trans(own_a), acc=sums)
         place = (split * rows + row[:, None]) * (targets * width) + matrix_row[None, :]
         tl.store(reduced + place, sums, mask=(row < rows)[:, None])
@@ -136,7 +153,7 @@ def _expand(
     PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Y += scale · u B^T of a tile of rows and part of a tile of outputs; u are the sums of what the first kernel left."""
+    """Y += scale · u B^T of a tile of rows and part of a tile of outputs; u sums what the first kernel left."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -159,7 +176,11 @@ def _expand(
                 place = (split * rows + row[:, None]) * (targets * width) + target * width + column[None, :]
                 u += tl.load(reduced + place, mask=(row < rows)[:, None], other=0.0)
             u = tl.where(own, u, 0.0)  # elsewhere the first kernel may have left anything
-            matrix = tl.load(b + output[:, None].to(tl.int64) * width + column[None, :], mask=(output < last_output)[:, None], other=0.0)
+            matrix = tl.load(
+                b + output[:, None].to(tl.int64) * width + column[None, :],
+                mask=(output < last_output)[:, None],
+                other=0.0,
+            )
             sums = tl.dot(u.to(b.dtype.element_ty), tl.trans(matrix), acc=sums)
         scale = ALPHA / tl.maximum(end - start, 1).to(tl.float32)
         tl.store(own_y, (before.to(tl.float32) + sums * scale[:, None]).to(y.dtype.element_ty), mask=inside)

@@ -1,8 +1,8 @@
-"""The Triton kernel of a decode batch of one row (`models/batched_lora.py`): a matrix times the row, or times the norm of one.
+"""The Triton kernel of a decode batch of one row (`models/batched_lora.py`): a matrix times the row or its norm.
 
-All the time goes into reading the matrix once. So each program has many bytes of it under way: it asks for the next tile before it
-computes with the last, and for the first before the kernels ahead have computed the row. Therefore nothing may have written the matrix just
-before: see `overlapping` in `kernels/dispatch.py`.
+All the time goes into reading the matrix once. So each program has many bytes of it under way: it asks for the next
+tile before it computes with the last, and for the first before the kernels ahead have computed the row. Therefore
+nothing may have written the matrix just before: see `overlapping` in `kernels/dispatch.py`.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from tinsmith.kernels.dispatch import overlapping
 OUTPUTS = 4
 """Outputs of a program."""
 STEP = 1024
-"""Numbers of each of its rows of the matrix that a program has at a time; half of it where that divides a wide matrix better."""
+"""Numbers of each matrix row that a program has at a time; half where that divides a wide matrix better."""
 NUMBERS = 32
 """Numbers of such a tile that each thread holds."""
 WIDE = 2**14
@@ -26,7 +26,10 @@ WIDE = 2**14
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product [1, out] of x [1, in] and weight [out, in], and bias [out]. The weight is a base model's, which does not change."""
+    """The product [1, out] of x [1, in] and weight [out, in], and bias [out].
+
+    The weight is a base model's, which does not change.
+    """
     x = x.contiguous()
     return _launched(x, x, x, x, weight, bias, 0.0, zero_centred=False, norms=False, adds=False)
 
@@ -34,12 +37,14 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def multiply_norm(
     x: Tensor, delta: Tensor | None, factor: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centred: bool
 ) -> tuple[Tensor, Tensor]:
-    """The RMS norm of the sum of x and delta [1, in], with the norm's weight `factor` [in], multiplied as by `multiply`; and the sum."""
+    """The RMS norm of x + delta [1, in] with weight `factor` [in], multiplied as by `multiply`; and the sum."""
     x = x.contiguous()
     if delta is None:
         return _launched(x, x, factor, x, weight, bias, eps, zero_centred, norms=True, adds=False), x
     total = torch.empty_like(x)
-    return _launched(x, delta.contiguous(), factor, total, weight, bias, eps, zero_centred, norms=True, adds=True), total
+    return _launched(
+        x, delta.contiguous(), factor, total, weight, bias, eps, zero_centred, norms=True, adds=True
+    ), total
 
 
 def _launched(
@@ -76,20 +81,30 @@ def _launched(
 
 
 @triton.jit
-def _tile(row: tl.tensor, column: tl.tensor, own: tl.tensor, INPUTS: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
+def _tile(
+    row: tl.tensor, column: tl.tensor, own: tl.tensor, INPUTS: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr
+) -> tl.tensor:
     """Numbers of a matrix, which nobody reads again; zeros beyond its edges."""
     if EVEN and WHOLE:
         return tl.load(row + column[None, :], eviction_policy="evict_first")
-    return tl.load(row + column[None, :], mask=own[:, None] & (column < INPUTS)[None, :], other=0.0, eviction_policy="evict_first")
+    return tl.load(
+        row + column[None, :], mask=own[:, None] & (column < INPUTS)[None, :], other=0.0, eviction_policy="evict_first"
+    )
 
 
 @triton.jit
-def _row(x: tl.tensor, delta: tl.tensor, column: tl.tensor, out: tl.tensor, INPUTS: tl.constexpr, ADDS: tl.constexpr) -> tl.tensor:
-    """Some numbers of x, or of its sum with delta, rounded before it is normed: the next layer adds to what is stored."""
+def _row(
+    x: tl.tensor, delta: tl.tensor, column: tl.tensor, out: tl.tensor, INPUTS: tl.constexpr, ADDS: tl.constexpr
+) -> tl.tensor:
+    """Some numbers of x, or of its sum with delta, rounded before the norm: the next layer adds to what is stored."""
     inside = column < INPUTS
     wide = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        wide = (wide + tl.load(delta + column, mask=inside, other=0.0).to(tl.float32)).to(out.dtype.element_ty).to(tl.float32)
+        wide = (
+            (wide + tl.load(delta + column, mask=inside, other=0.0).to(tl.float32))
+            .to(out.dtype.element_ty)
+            .to(tl.float32)
+        )
     return wide
 
 
@@ -115,7 +130,10 @@ def _multiply(
     EVEN: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Some outputs. The first program stores the sum of x and delta. What `_norm` in `kernels/rows.py` rounds is rounded here too."""
+    """Some outputs.
+
+    The first program stores the sum of x and delta. What `_norm` in `kernels/rows.py` rounds is rounded here too.
+    """
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = output < outputs
     row = weight + output[:, None].to(tl.int64) * INPUTS

@@ -1,8 +1,8 @@
-"""The Triton kernels of `paged_attention`: many programs share a row's tokens, and a second kernel merges what they found.
+"""Triton kernels of `paged_attention`: many programs share a row's tokens, a second kernel merges their results.
 
-A decode step reads every key and value once and computes little, so all that counts is how much memory is being read at a time. A program
-serves all query heads of one key/value head, for a share of one row's tokens (a split). There are so many splits that the programs fill
-the multiprocessors; a short row leaves most of its splits empty, and these end at once.
+A decode step reads every key and value once and computes little, so all that counts is how much memory is read at a
+time. A program serves all query heads of one key/value head, for a share of one row's tokens (a split). There are so
+many splits that the programs fill the multiprocessors; a short row leaves most of its splits empty: they end at once.
 """
 
 import math
@@ -17,7 +17,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tinsmith.kernels.dispatch import overlapping
 
-TILES: dict[int, tuple[int, int, int]] = {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 4), 128: (64, 4, 4), 256: (64, 8, 3)}
+TILES: dict[int, tuple[int, int, int]] = {
+    16: (128, 4, 3),
+    32: (128, 4, 3),
+    64: (128, 4, 4),
+    128: (64, 4, 4),
+    256: (64, 8, 3),
+}
 """Tokens that a program loads at a time, its warps and loads under way, by head_dim rounded up to a power of two."""
 PROGRAMS = 4
 """Programs for each multiprocessor, if the rows have tokens for as many."""
@@ -40,11 +46,10 @@ def paged_kernel(
     most_splits: int = MOST_SPLITS,
     newest: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute `paged_attention` for head_dim up to 256 and blocks whose size divides the tile. Reads nothing on the host.
+    """Compute `paged_attention` for head_dim up to 256 and blocks whose size divides the tile.
 
-    `newest` are key and value [rows, kv_heads, head_dim] of each row's last token, which are not stored yet: then they are stored here.
-
-    With one split at most, the result of a row depends on nothing but the row.
+    Reads nothing on the host. `newest` are key and value [rows, kv_heads, head_dim] of each row's last token, which are
+    not stored yet: then they are stored here. With one split at most, a row's result depends on nothing but the row.
     """
     rows, heads, head_dim = query.shape
     block, kv_heads = keys.shape[1:3]
@@ -74,12 +79,14 @@ def paged_kernel(
     if merged:
         merge: Any = _merge
         padded_splits = FEW_SPLITS if splits <= FEW_SPLITS else MOST_SPLITS
-        merge[(heads, rows)](lengths, out, parts, weights, splits, HEADS=heads, SPLITS_PADDED=padded_splits, num_warps=4, **shape)
+        merge[(heads, rows)](
+            lengths, out, parts, weights, splits, HEADS=heads, SPLITS_PADDED=padded_splits, num_warps=4, **shape
+        )
     return out
 
 
 def _splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Return the number of splits that fill the device, given the programs of one split and the tiles of the longest row."""
+    """Return how many splits fill the device, given the programs of one split and the tiles of the longest row."""
     return max(1, min(-(-PROGRAMS * _multiprocessors(device) // programs), tiles, MOST_SPLITS))
 
 
@@ -90,7 +97,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def _shares(length: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr) -> tl.tuple:
+def _shares(
+    length: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr
+) -> tl.tuple:
     """Return the first tile of a row, the tokens of each of its splits, and the number of splits that have any."""
     begin = 0
     if WINDOW > 0:
@@ -117,9 +126,12 @@ def _newest(
     HEAD_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tuple:
-    """If the split ends with the row's newest token, store that. Returns what attention to it alone gives, or to nothing in other splits.
+    """If the split ends with the row's newest token, store that.
 
-    That is the highest score [GROUP_PADDED], the sum of weights [GROUP_PADDED] and that of weighted values [GROUP_PADDED, HEAD_PADDED].
+    Returns what attention to it alone gives, or to nothing in other splits.
+
+    That is the highest score [GROUP_PADDED], the sum of weights [GROUP_PADDED] and that of weighted values
+    [GROUP_PADDED, HEAD_PADDED].
     """
     channel = tl.arange(0, HEAD_PADDED)
     inside = channel < HEAD_DIM
@@ -181,7 +193,9 @@ def _attend(
     if split < used:
         first = begin + split * share
         last = tl.minimum(first + share, length)
-        q = tl.load(query + row.to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM + channel[None, :], mask=held, other=0.0)
+        q = tl.load(
+            query + row.to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM + channel[None, :], mask=held, other=0.0
+        )
         token = tl.arange(0, TILE)
         highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PADDED], tl.float32)
@@ -191,7 +205,20 @@ def _attend(
             own_key = key + row.to(tl.int64) * key_stride + kv_head * HEAD_DIM
             own_value = value + row.to(tl.int64) * value_stride + kv_head * HEAD_DIM
             highest, total, sums = _newest(
-                q, own_key, own_value, keys, values, own, length, last, scale, kv_head, KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK
+                q,
+                own_key,
+                own_value,
+                keys,
+                values,
+                own,
+                length,
+                last,
+                scale,
+                kv_head,
+                KV_HEADS,
+                HEAD_DIM,
+                HEAD_PADDED,
+                BLOCK,
             )
             last = tl.minimum(last, length - 1)  # the others follow
         for start in range(first, last, TILE):

@@ -1,7 +1,7 @@
-"""Triton kernels of the elementwise pieces of a decoder layer that every model has; `models/fused.py` says what each computes.
+"""Triton kernels of the elementwise pieces of any decoder layer; `models/fused.py` says what each computes.
 
-Each program computes one token, or one token's heads, in float32. Gradients of weights are sums over tokens: each program adds up a stripe
-of them, every so many tokens, and PyTorch the stripes.
+Each program computes one token, or one token's heads, in float32. Gradients of weights are sums over tokens: each
+program adds up a stripe of them, every so many tokens, and PyTorch the stripes.
 """
 
 from typing import Any
@@ -69,7 +69,17 @@ def rms_norm_backward(
     gradient, normed = torch.empty_like(x), torch.empty_like(x)
     launch: Any = _norm_backward
     options = {"ZERO_CENTRED": zero_centred, "ADDS": d_x is not None}
-    launch[(len(x),)](x, weight, d_normed, x if d_x is None else d_x.contiguous(), gradient, normed, eps, **_whole(x.shape[1]), **options)
+    launch[(len(x),)](
+        x,
+        weight,
+        d_normed,
+        x if d_x is None else d_x.contiguous(),
+        gradient,
+        normed,
+        eps,
+        **_whole(x.shape[1]),
+        **options,
+    )
     return gradient, normed
 
 
@@ -105,7 +115,9 @@ def swiglu_backward(gate_up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = d_out.shape
     gradient, out = torch.empty_like(gate_up), torch.empty_like(d_out)
     launch: Any = _swiglu_backward
-    launch[(rows, triton.cdiv(width, COLUMNS))](gate_up, d_out, gradient, out, WIDTH=width, COLUMNS=COLUMNS, num_warps=4)
+    launch[(rows, triton.cdiv(width, COLUMNS))](
+        gate_up, d_out, gradient, out, WIDTH=width, COLUMNS=COLUMNS, num_warps=4
+    )
     return gradient, out
 
 
@@ -117,20 +129,42 @@ def rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: floa
 
 
 def rotate_backward(
-    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float, zero_centred: bool, gradient: Tensor
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    d_out: Tensor,
+    eps: float,
+    zero_centred: bool,
+    gradient: Tensor,
 ) -> None:
     """Write the gradient of x [tokens, heads, width] to `gradient`."""
     _launch_rotation(x, weight, cos, sin, d_out, gradient, eps, zero_centred, backward=True)
 
 
 def _launch_rotation(
-    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, d_out: Tensor, out: Tensor, eps: float, zero_centred: bool, backward: bool
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    eps: float,
+    zero_centred: bool,
+    backward: bool,
 ) -> None:
     tokens, heads, width = x.shape
     x, d_out = with_plain_rows(x), with_plain_rows(d_out)
     cos, sin = cos.contiguous(), sin.contiguous()
     launch: Any = _rotate_backward if backward else _rotate
-    arguments = (x, *x.stride()[:2], x if weight is None else weight, cos, sin, *((d_out, *d_out.stride()[:2]) if backward else ()))
+    arguments = (
+        x,
+        *x.stride()[:2],
+        x if weight is None else weight,
+        cos,
+        sin,
+        *((d_out, *d_out.stride()[:2]) if backward else ()),
+    )
     launch[(tokens, triton.cdiv(heads, HEADS))](
         *(*arguments, out, *out.stride()[:2], heads, eps),
         **_heads_of(width, cos),
@@ -142,7 +176,13 @@ def _launch_rotation(
 
 def _heads_of(width: int, cos: Tensor) -> dict[str, int]:
     """The options of a kernel that rotates heads."""
-    return {"WIDTH": width, "PADDED": triton.next_power_of_2(width), "PAIRS": cos.shape[-1], "HEADS": HEADS, "num_warps": 4}
+    return {
+        "WIDTH": width,
+        "PADDED": triton.next_power_of_2(width),
+        "PAIRS": cos.shape[-1],
+        "HEADS": HEADS,
+        "num_warps": 4,
+    }
 
 
 def rotate_weight_gradient(x: Tensor, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float) -> Tensor:
@@ -217,7 +257,9 @@ def _layer_norm(
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
     dtype = total.dtype.element_ty
-    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) + tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) + tl.load(
+        delta + place, mask=inside, other=0.0
+    ).to(tl.float32)
     summed = wide.to(dtype)
     tl.store(total + place, summed, mask=inside)
     wide = summed.to(tl.float32)
@@ -261,7 +303,13 @@ def _norm_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_weight_gradient(
-    x: tl.tensor, d_normed: tl.tensor, sums: tl.tensor, rows: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, PADDED: tl.constexpr
+    x: tl.tensor,
+    d_normed: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
 ) -> None:
     """The rows of one stripe."""
     column = tl.arange(0, PADDED)
@@ -277,7 +325,9 @@ def _norm_weight_gradient(
 
 
 @triton.jit
-def _swiglu(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
+def _swiglu(
+    gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
+) -> None:
     """Some columns of one row."""
     if OVERLAPS:
         gdc_launch_dependents()
@@ -292,7 +342,12 @@ def _swiglu(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 def _swiglu_backward(
-    gate_up: tl.tensor, d_out: tl.tensor, gradient: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+    gate_up: tl.tensor,
+    d_out: tl.tensor,
+    gradient: tl.tensor,
+    out: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
     """Some columns of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -336,7 +391,8 @@ def _rotate(
         gdc_wait()
     token, head, column, inside = own_heads(heads, WIDTH, PADDED, HEADS)
     turns = column < 2 * PAIRS
-    other = tl.where(turns, tl.where(column < PAIRS, column + PAIRS, column - PAIRS), column)  # what a number turns with
+    # What a number turns with
+    other = tl.where(turns, tl.where(column < PAIRS, column + PAIRS, column - PAIRS), column)
     row = x + token * x_token + head * x_head
     wide = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
     partner = tl.load(row + other, mask=inside & turns, other=0.0).to(tl.float32)
@@ -357,8 +413,13 @@ def _rotate(
 
 
 @triton.jit
-def _turned_back(row: tl.tensor, cos: tl.tensor, sin: tl.tensor, column: tl.tensor, inside: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
-    """The gradient in float32 [HEADS, PADDED] of what was rotated to heads of a token, whose gradients begin at `row` [HEADS, 1]."""
+def _turned_back(
+    row: tl.tensor, cos: tl.tensor, sin: tl.tensor, column: tl.tensor, inside: tl.tensor, PAIRS: tl.constexpr
+) -> tl.tensor:
+    """The gradient in float32 [HEADS, PADDED] of a token's heads before they were rotated.
+
+    `row` [HEADS, 1] is where the gradients of the rotated heads begin.
+    """
     turns = column < 2 * PAIRS
     other = tl.where(turns, tl.where(column < PAIRS, column + PAIRS, column - PAIRS), column)
     d = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
@@ -398,7 +459,9 @@ def _rotate_backward(
         gdc_launch_dependents()
         gdc_wait()
     token, head, column, inside = own_heads(heads, WIDTH, PADDED, HEADS)
-    found = _turned_back(d_out + token * d_out_token + head * d_out_head, cos + token * PAIRS, sin + token * PAIRS, column, inside, PAIRS)
+    found = _turned_back(
+        d_out + token * d_out_token + head * d_out_head, cos + token * PAIRS, sin + token * PAIRS, column, inside, PAIRS
+    )
     if HAS_NORM:
         wide = tl.load(x + token * x_token + head * x_head + column, mask=inside, other=0.0).to(tl.float32)
         factor = tl.load(weight + head * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
@@ -408,7 +471,11 @@ def _rotate_backward(
         found = found * factor
         mean = (tl.sum(tl.where(inside, found * wide, 0.0), 1) / WIDTH)[:, None]
         found = inverse * found - wide * (inverse * inverse * inverse * mean)
-    tl.store(gradient + token * gradient_token + head * gradient_head + column, found.to(gradient.dtype.element_ty), mask=inside)
+    tl.store(
+        gradient + token * gradient_token + head * gradient_head + column,
+        found.to(gradient.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -435,7 +502,14 @@ def _rotate_weight_gradient(
     total = tl.zeros([HEADS, PADDED], tl.float32)
     for _ in range(tl.cdiv(tokens - tl.program_id(0), tl.num_programs(0))):
         wide = tl.load(x + token * x_token + head * x_head + column, mask=inside, other=0.0).to(tl.float32)
-        d = _turned_back(d_out + token * d_out_token + head * d_out_head, cos + token * PAIRS, sin + token * PAIRS, column, inside, PAIRS)
+        d = _turned_back(
+            d_out + token * d_out_token + head * d_out_head,
+            cos + token * PAIRS,
+            sin + token * PAIRS,
+            column,
+            inside,
+            PAIRS,
+        )
         total += wide / tl.sqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None] * d
         token += tl.num_programs(0)
     tl.store(sums + (tl.program_id(0) * heads + head) * WIDTH + column, total, mask=inside)

@@ -14,7 +14,7 @@ from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 
 GIB = 2**30
 CPU_CACHE = 2 * GIB
-"""The cache of each base model on a CPU, unless a size is set: programs share that memory, so what is left is not ours."""
+"""Cache of each base model on a CPU, unless a size is set: programs share memory, so what is free is not ours."""
 SMALLEST_CACHE = GIB // 4
 """The cache of a GPU on which training leaves nothing, unless a size is set."""
 PLANNED_ADAPTERS = 4
@@ -53,7 +53,9 @@ def full_bytes(parameters: int, dtype: torch.dtype, state: FullState) -> FullByt
     """Return the bytes that training so many parameters on a base in `dtype` takes at most."""
     size = dtype.itemsize
     if state == "float32":
-        return FullBytes(parameters * size, 0 if size == 4 else parameters * 4, parameters * 8, parameters * 4, parameters * size, 0)
+        return FullBytes(
+            parameters * size, 0 if size == 4 else parameters * 4, parameters * 8, parameters * 4, parameters * size, 0
+        )
     masters, moments = (0 if size == 4 else parameters * 2), 2 * parameters + 2 * 4 * parameters // MOMENT_BLOCK
     if state == "compact":
         return FullBytes(parameters * size, masters, moments, parameters * size, parameters * size, 0)
@@ -63,7 +65,8 @@ def full_bytes(parameters: int, dtype: torch.dtype, state: FullState) -> FullByt
 def sharded_full_bytes(layers: Sequence[int], around: int, dtype: torch.dtype, workers: int) -> FullBytes:
     """Return the bytes of each worker for sharded parameters: of each layer, and `around` the layers.
 
-    The latter, and their gradients of a pass, are whole on each worker, as are those of the layer whose backward is computed.
+    The latter, and their gradients of a pass, are whole on each worker, as are those of the layer whose backward is
+    computed.
     """
     size = dtype.itemsize
     part = -(-(sum(layers) + around) // workers)
@@ -96,7 +99,7 @@ class Budget:
     cache: int
     """Bytes of the local sampler's cache; 0 without that sampler."""
     passes: int
-    """Bytes left to a pass while one model is trained; negative without room for that model, 0 if nothing is trained."""
+    """Bytes left to a pass beside one trained model: negative if that model does not fit, 0 if nothing is trained."""
     host: int = 0
     """Bytes of host memory that the model takes."""
 
@@ -115,8 +118,9 @@ def reserve_of(on_gpu: bool, total: int) -> int:
 def divide_memory(free: int, bases: int, model: ModelBytes, passes: PassMemory, config: Config, on_gpu: bool) -> Budget:
     """Divide `free` bytes of a device that are left beside the weights of `bases` base models and the reserve.
 
-    A cache of automatic size leaves room for `planned_models` models and for a pass of `tokens_per_pass` tokens. The pass gets what it
-    takes without recomputation, but no more than half of what it shares with the cache, if it fits into that by recomputing.
+    A cache of automatic size leaves room for `planned_models` models and for a pass of `tokens_per_pass` tokens. The
+    pass gets what it takes without recomputation, but no more than half of what it shares with the cache, if it fits
+    into that by recomputing.
     """
     sampling = config.sampling
     if config.only_compares:
@@ -126,7 +130,9 @@ def divide_memory(free: int, bases: int, model: ModelBytes, passes: PassMemory, 
         return Budget(int(sampling.kv_cache_gib * GIB) or left, 0)
     cache = 0
     if sampling.sampler == "local":
-        cache = int(sampling.kv_cache_gib * GIB) or (_what_is_left(free, model, passes, config) // bases if on_gpu else CPU_CACHE)
+        cache = int(sampling.kv_cache_gib * GIB) or (
+            _what_is_left(free, model, passes, config) // bases if on_gpu else CPU_CACHE
+        )
     return Budget(cache, int(FREE_SHARE * (free - bases * cache)) - model.training, model.host)
 
 
@@ -135,14 +141,15 @@ def _what_is_left(free: int, model: ModelBytes, passes: PassMemory, config: Conf
     training = config.training
     tokens, chunk = training.tokens_per_pass, training.logits_chunk
     count = training.planned_models or (PLANNED_ADAPTERS if training.planned_rank else 1)
-    snapshots = min(2 * count * model.snapshot, int(config.sampling.snapshot_gib * GIB))  # one is sampled while the next is made
+    # One is sampled while the next is made
+    snapshots = min(2 * count * model.snapshot, int(config.sampling.snapshot_gib * GIB))
     shared = free - count * model.training - snapshots
     whole, least = (passes.bytes(tokens, chunk, recomputation) for recomputation in (KEEP_ALL, passes.smallest))
     return max(int(shared - max(least, min(whole, shared // 2)) / FREE_SHARE), free // 16, SMALLEST_CACHE)
 
 
 def _what_is_left_to_sampling(free: int, passes: PassMemory, config: Config) -> int:
-    """Bytes for all caches of a device on which nothing is trained: beside the weights that are sampled, and chunks of prompts.
+    """Bytes for all caches of a device on which nothing is trained, beside sampled weights and chunks of prompts.
 
     A chunk takes less than a pass of as many tokens that keeps next to nothing for a backward pass.
     """
@@ -180,8 +187,8 @@ class CacheSizes:
     def places(self) -> int:
         """Number of sequences of a model with gated delta nets that run at once.
 
-        Some slots are left to saved states. Otherwise every prompt that begins like an earlier one would be computed whole while all places
-        are taken, as they always are in reinforcement learning.
+        Some slots are left to saved states. Otherwise every prompt that begins like an earlier one would be computed
+        whole while all places are taken, as they always are in reinforcement learning.
         """
         return self.slots - max(self.slots // SAVED, int(self.slots >= 4))
 
@@ -227,8 +234,8 @@ class CacheShape:
     def divide(self, budget: int, max_running: int) -> CacheSizes:
         """Compute the blocks and slots that `budget` bytes hold, for at most `max_running` sequences at once.
 
-        Slots get up to half of the budget: a state of Qwen3.5 takes as much as keys and values of about 1,600 tokens, the length of a
-        prompt with its answer. Raises ConfigError if the budget does not hold one sequence.
+        Slots get up to half of the budget: a state of Qwen3.5 takes as much as keys and values of about 1,600 tokens,
+        the length of a prompt with its answer. Raises ConfigError if the budget does not hold one sequence.
         """
         slots = 0
         if self.state_bytes:
@@ -239,15 +246,18 @@ class CacheShape:
         if slots and (left < 0 or blocks < 1):
             state = self.state_bytes / 2**30
             raise ConfigError(
-                f"sampling.kv_cache_gib={budget / 2**30:.3g} does not hold one sequence, whose state takes {state:.3g} GiB beside keys and "
-                f"values; start with --kv-cache-gib {8 * state:.3g}, which holds four states, or more"
+                f"sampling.kv_cache_gib={budget / 2**30:.3g} does not hold one sequence, whose state takes "
+                f"{state:.3g} GiB beside keys and values; start with --kv-cache-gib {8 * state:.3g}, "
+                "which holds four states, or more"
             )
         return CacheSizes(max(1, blocks), slots)
 
     def _only(self, wanted: type[Kind]) -> Kind | None:
         kinds = {kind for kind in self.layers if isinstance(kind, wanted)}
         if len(kinds) > 1:
-            raise ConfigError(f"the local sampler needs layers of equal sizes, and these differ: {', '.join(sorted(map(str, kinds)))}")
+            raise ConfigError(
+                f"the local sampler needs layers of equal sizes, and these differ: {', '.join(sorted(map(str, kinds)))}"
+            )
         return kinds.pop() if kinds else None
 
 

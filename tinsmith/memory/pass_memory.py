@@ -1,7 +1,8 @@
-"""Estimates the memory of a pass from a model's sizes, and how many layers must be recomputed to fit: for passes and for plans.
+"""Estimates from a model's sizes the memory of a pass, and how many layers must be recomputed to fit.
 
-The memory is largest at one of two moments: when the forward has ended and the LM head is computed, and while the last of the recomputed
-layers is computed again, when the others wait with their inputs alone. A test holds the estimate to the bytes that passes really take.
+Passes and plans use it. The memory is largest at one of two moments: when the forward has ended and the LM head is
+computed, and while the last of the recomputed layers is computed again, when the others wait with their inputs alone. A
+test holds the estimate to the bytes that passes really take.
 """
 
 from bisect import bisect_left
@@ -18,7 +19,7 @@ from tinsmith.models.read_decoder import KNOWN_TYPES
 FLOAT = 4
 """Bytes of a float32 number."""
 EACH_TOKEN = 64
-"""Bytes that every worker holds of each token of a shared sequence: id, positions, target, inputs of the loss, log-probability, loss."""
+"""Bytes of each token of a shared sequence on every worker: id, positions, target, loss inputs, logprob, loss."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,11 @@ class PassMemory:
         return Recomputation(len(self.kept), offload=True)
 
     def bytes(self, tokens: int, logits_chunk: int, recomputation: Recomputation) -> int:
-        """Return the bytes of a forward_backward pass beyond weights and accumulators, with so many rows of logits in a chunk."""
+        """Return the bytes of a forward_backward pass beyond weights and accumulators; `logits_chunk` counts rows."""
         recompute = len(self.kept) if self.sharded else recomputation.recompute
         again = self.kept[:recompute]
-        # Copies to the host are part of the stream of the device: the input of one layer is there, and that of the next on its way.
+        # Copies to the host are part of the stream of the device: the input of one layer is there, and that of the next
+        # on its way.
         inputs = min(2, len(again)) if recomputation.offload else len(again)
         kept = inputs * self.input + sum(self.kept[recompute:])
         head = min(self.logits_chunks * logits_chunk, tokens) * self.logits
@@ -89,16 +91,20 @@ class PassMemory:
 
     def recomputation_for(self, tokens: int, logits_chunk: int, free: int) -> Recomputation | None:
         """The least recomputation with which a pass fits into `free` bytes; None if it never fits."""
-        choices = [Recomputation(layers) for layers in range(self.smallest.recompute + 1)]  # more layers never take more
+        # More layers never take more
+        choices = [Recomputation(layers) for layers in range(self.smallest.recompute + 1)]
         first = bisect_left(choices, True, key=lambda choice: self.bytes(tokens, logits_chunk, choice) <= free)
         return choices[first] if first < len(choices) else None
 
     def longest(self, logits_chunk: int, free: int, host_free: int, limit: int) -> int:
         """The most tokens, up to `limit`, of which a pass fits somehow.
 
-        Inputs of recomputed layers may take `host_free` bytes of host memory: 0 where the device computes in host memory itself.
+        Inputs of recomputed layers may take `host_free` bytes of host memory: 0 where the device computes in host
+        memory itself.
         """
-        return bisect_left(range(1, limit + 1), True, key=lambda tokens: not self._fits(tokens, logits_chunk, free, host_free))
+        return bisect_left(
+            range(1, limit + 1), True, key=lambda tokens: not self._fits(tokens, logits_chunk, free, host_free)
+        )
 
     def _fits(self, tokens: int, logits_chunk: int, free: int, host_free: int) -> bool:
         if self.bytes(tokens, logits_chunk, self.smallest) <= free:
@@ -122,23 +128,25 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, sharded
         gate_up = sum(target.out_features for target in targets if target.group == "mlp") - hidden
         widest = max(widest, gate_up)
         mixing = _attention(kind, text_config, around) if isinstance(kind, Attention) else _delta_net(kind, around, own)
-        # The row before both norms, and what goes into the activation. The modules of transformers keep the row behind the norms too, and
-        # of the MLP the gate before and behind the activation, what it multiplies, and the product.
+        # The row before both norms, and what goes into the activation. The modules of transformers keep the row behind
+        # the norms too, and of the MLP the gate before and behind the activation, what it multiplies, and the product.
         numbers = mixing + (2 * hidden + gate_up if own else 4 * hidden + 2 * gate_up)
         kept.append(numbers * dtype.itemsize)
-    # In half precision logits become their gradient in place, and some of them are float32 for a while; in float32 there are two of each.
+    # In half precision logits become their gradient in place, and some of them are float32 for a while; in float32
+    # there are two of each.
     wide = dtype.itemsize >= FLOAT
     logits: int = text_config.vocab_size * (2 * FLOAT if wide else dtype.itemsize + 1)
     row, between = hidden * dtype.itemsize, widest * dtype.itemsize
-    # The backward of our own layers has in memory at once the gradients of the MLP's inside, and what it computes again; where its formulas
-    # run as written, also what lies between them.
+    # The backward of our own layers has in memory at once the gradients of the MLP's inside, and what it computes
+    # again; where its formulas run as written, also what lies between them.
     transient = 2 * row + ((4 if wide else 2) * between if own else between)
     memory = PassMemory(tuple(kept), row, transient, 2 * row, logits, logits_chunks=1 if wide else 4, sharded=sharded)
     delta_nets = [kind for kind in layout.layers if isinstance(kind, DeltaNet)]
     if dtype != torch.bfloat16 or not delta_nets:
         return memory
     (rule, most), kind = _rule_kernels(delta_nets[0]), delta_nets[0]
-    gradients = 2 * kind.channels + kind.value_heads * kind.value_dim  # of the convolution's inputs and outputs, and of the rule's outputs
+    # Of the convolution's inputs and outputs, and of the rule's outputs
+    gradients = 2 * kind.channels + kind.value_heads * kind.value_dim
     mlp = 2 * hidden + widest  # what lies before its norm, and what goes into its activation
     return replace(memory, rule=rule, rule_most=most, around_rule=(gradients - mlp) * dtype.itemsize)
 
@@ -146,16 +154,23 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, sharded
 def sliced_pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, count: int) -> PassMemory:
     """Return the memory of each of `count` workers that compute a sequence together, for each token of its slice.
 
-    Exchanging tokens of all heads for all tokens of some heads takes more than a worker alone does: inputs of attention or of a delta rule,
-    and its output in both orders. Heads of keys and values that are fewer than the workers are on several.
+    Exchanging tokens of all heads for all tokens of some heads takes more than a worker alone does: inputs of attention
+    or of a delta rule, and its output in both orders. Heads of keys and values that are fewer than the workers are on
+    several.
     """
     alone = pass_memory_of(layout, text_config, dtype)
     kept, exchanged = [], 0
     for of_layer, kind in zip(alone.kept, layout.layers, strict=True):
         if isinstance(kind, Attention):
-            queries, others = text_config.num_attention_heads * kind.head_dim, 2 * kind.head_dim * _spread(kind.kv_heads, count)
+            queries, others = (
+                text_config.num_attention_heads * kind.head_dim,
+                2 * kind.head_dim * _spread(kind.kv_heads, count),
+            )
         else:
-            queries, others = kind.value_heads * kind.value_dim, 2 * kind.key_dim * _spread(kind.key_heads, count) + kind.channels
+            queries, others = (
+                kind.value_heads * kind.value_dim,
+                2 * kind.key_dim * _spread(kind.key_heads, count) + kind.channels,
+            )
         exchanged = max(exchanged, 2 * queries + others)
         kept.append(of_layer + (queries + others) * dtype.itemsize)
     # Gradients of what was exchanged, before and behind the exchange.
@@ -169,7 +184,7 @@ def _spread(heads: int, count: int) -> int:
 
 
 def _attention(kind: Attention, text_config: Any, projected: int) -> int:
-    """Numbers kept of a token: what is projected, queries and keys with their positions, the output and its normalisers."""
+    """Numbers kept of a token: projections, queries and keys with their positions, the output and its normalisers."""
     heads: int = text_config.num_attention_heads
     queries, keys = heads * kind.head_dim, kind.kv_heads * kind.head_dim
     return projected + (queries + keys) + queries + heads
@@ -186,8 +201,8 @@ def _delta_net(kind: DeltaNet, projected: int, own: bool) -> int:
 def _rule_kernels(kind: DeltaNet) -> tuple[int, int]:
     """Bytes that `kernels/delta_rule.py` takes for a token in the backward, and the most that it takes at once.
 
-    For each chunk and head two matrices of its tokens, U and X, the states before it and their gradient, each in two parts of bfloat16; and
-    in float32 the factors of its tokens, and gradients of queries and keys.
+    For each chunk and head two matrices of its tokens, U and X, the states before it and their gradient, each in two
+    parts of bfloat16; and in float32 the factors of its tokens, and gradients of queries and keys.
     """
     pairs = 2 * CHUNK * CHUNK + 2 * CHUNK * kind.value_dim + 2 * kind.key_dim * kind.value_dim
     of_chunk = kind.value_heads * (pairs + 4 * CHUNK) * FLOAT + kind.key_heads * 2 * CHUNK * kind.key_dim * FLOAT

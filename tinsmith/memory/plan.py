@@ -1,7 +1,8 @@
 """The memory that base models, training and sampling take of a device, before any weight is read.
 
-`plan_base` is the budget of one base model on a worker, `plan_modes` the ways in which several GPUs may train it, and `make_plan` all that
-`tinsmith plan` prints. A worker makes the same plan with `plan_beside` once it has loaded the weights.
+`plan_base` is the budget of one base model on a worker, `plan_modes` the ways in which several GPUs may train it, and
+`make_plan` all that `tinsmith plan` prints. A worker makes the same plan with `plan_beside` once it has loaded the
+weights.
 """
 
 import dataclasses
@@ -62,7 +63,13 @@ def place_here(sizes: Sizes, machine: Machine, config: Config, workers: int) -> 
         return DevicePlace("the CPU of this machine", False, host, machine.memory_total, host)
     first = sizes.device.index or 0
     gpu = min(machine.gpus[first : first + workers], key=lambda gpu: gpu.free)
-    return DevicePlace(f"cuda:{gpu.index}, {gpu.name}", True, min(gpu.free, int(config.models.memory_share * gpu.total)), gpu.total, host)
+    return DevicePlace(
+        f"cuda:{gpu.index}, {gpu.name}",
+        True,
+        min(gpu.free, int(config.models.memory_share * gpu.total)),
+        gpu.total,
+        host,
+    )
 
 
 @dataclass(frozen=True)
@@ -94,12 +101,17 @@ class BasePlan:
     def recomputation(self) -> Recomputation:
         """Recomputation with which a full pass (--tokens-per-pass) fits; the most there is if none suffices."""
         training = self.config.training
-        return self.passes.recomputation_for(training.tokens_per_pass, training.logits_chunk, self.budget.passes) or self.passes.smallest
+        return (
+            self.passes.recomputation_for(training.tokens_per_pass, training.logits_chunk, self.budget.passes)
+            or self.passes.smallest
+        )
 
     @property
     def pass_bytes(self) -> int:
         """Bytes of a full pass with that recomputation."""
-        return self.passes.bytes(self.config.training.tokens_per_pass, self.config.training.logits_chunk, self.recomputation)
+        return self.passes.bytes(
+            self.config.training.tokens_per_pass, self.config.training.logits_chunk, self.recomputation
+        )
 
     @property
     def longest(self) -> int:
@@ -119,7 +131,7 @@ class BasePlan:
         return max(self.longest, min(self.workers * of_each, most))
 
     def _longest(self, passes: PassMemory, most: int) -> int:
-        """The longest sequence of at most `most` tokens, of which half of the free host memory may hold inputs of layers."""
+        """The longest sequence, up to `most` tokens; half of the free host memory may hold inputs of its layers."""
         waiting = max(0, self.place.host_free - self.budget.host) // 2 if self.place.on_gpu else 0
         return passes.longest(self.config.training.logits_chunk, self.budget.passes, waiting, most)
 
@@ -131,9 +143,11 @@ def plan_base(sizes: Sizes, others: Sequence[Sizes], place: DevicePlace, config:
 
 
 def plan_beside(left: int, sizes: Sizes, bases: int, place: DevicePlace, config: Config, workers: int) -> BasePlan:
-    """The plan of one of `bases` base models, whose weights leave `left` bytes of a device, for the planned rank and kind of state."""
+    """The plan of one of `bases` base models, whose weights leave `left` bytes, for `config`'s rank and state."""
     model, passes = sizes.model(config.training.planned_rank, full_state(config.training)), sizes.passes
-    return BasePlan(sizes, place, config, workers, model, passes, divide_memory(left, bases, model, passes, config, place.on_gpu))
+    return BasePlan(
+        sizes, place, config, workers, model, passes, divide_memory(left, bases, model, passes, config, place.on_gpu)
+    )
 
 
 # ---- Ways to train on several GPUs
@@ -162,19 +176,27 @@ class ModePlan:
     """Whether a full pass of one sequence fits, and the host's share of the state."""
 
 
-def plan_modes(sizes: Sizes, place: DevicePlace, config: Config, rank: int, workers: int, others: Sequence[Sizes] = ()) -> list[ModePlan]:
+def plan_modes(
+    sizes: Sizes, place: DevicePlace, config: Config, rank: int, workers: int, others: Sequence[Sizes] = ()
+) -> list[ModePlan]:
     """The ways to train an adapter of this rank, and all weights, on so many workers.
 
     `others` are the base models that the same workers hold beside this one, each with a cache of its own.
     """
     whole: Mode = "replicas" if workers > 1 else "one GPU"
     replicated = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, shard="none"))
-    modes = [_plan_mode(sizes, others, place, replicated, whole, workers, *training) for training in _trainings(rank, place.on_gpu)]
-    if workers > 1 and all(can_be_sharded(each) for each in (sizes, *others)):  # --shard is one setting for all base models
+    modes = [
+        _plan_mode(sizes, others, place, replicated, whole, workers, *training)
+        for training in _trainings(rank, place.on_gpu)
+    ]
+    # --shard is one setting for all base models
+    if workers > 1 and all(can_be_sharded(each) for each in (sizes, *others)):
         sampler = "vllm" if config.sampling.sampler == "vllm" else "none"  # no local one has all weights
         parts, *beside = (dataclasses.replace(each, parts=workers) for each in (sizes, *others))
         sampling = dataclasses.replace(config.sampling, sampler=sampler)
-        settings = dataclasses.replace(config, sampling=sampling, distributed=dataclasses.replace(config.distributed, shard="weights"))
+        settings = dataclasses.replace(
+            config, sampling=sampling, distributed=dataclasses.replace(config.distributed, shard="weights")
+        )
         ranks = (rank, 0) if rank else (0,)
         modes += [_plan_mode(parts, beside, place, settings, "sharded", workers, each, "float32") for each in ranks]
     return modes
@@ -195,7 +217,14 @@ def _trainings(rank: int, on_gpu: bool) -> Iterator[tuple[int, FullState]]:
 
 
 def _plan_mode(
-    sizes: Sizes, others: Sequence[Sizes], place: DevicePlace, config: Config, mode: Mode, workers: int, rank: int, state: FullState
+    sizes: Sizes,
+    others: Sequence[Sizes],
+    place: DevicePlace,
+    config: Config,
+    mode: Mode,
+    workers: int,
+    rank: int,
+    state: FullState,
 ) -> ModePlan:
     training = dataclasses.replace(config.training, planned_rank=rank, full_state=state)
     planned = plan_base(sizes, others, place, dataclasses.replace(config, training=training), workers)
@@ -305,7 +334,8 @@ class Plan:
 def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     """The plan for the one base model of `config`, on GPUs of this memory, or for None on this machine's devices.
 
-    GPUs that need not be here have a host with as much memory as all of them. Raises ConfigError for a model that cannot be read or served.
+    GPUs that need not be here have a host with as much memory as all of them. Raises ConfigError for a model that
+    cannot be read or served.
     """
     ((name, source),) = base_model_sources(config).items()
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, planned_rank=rank))
@@ -317,13 +347,19 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     else:
         workers = worker_count(config, gpus_needed(config))
         dtype = "bfloat16" if config.models.dtype == "auto" else config.models.dtype
-        sizes = size_of(source, dataclasses.replace(config.models, device="cpu", dtype=dtype))  # of a GPU that need not be here
+        # Of a GPU that need not be here
+        sizes = size_of(source, dataclasses.replace(config.models, device="cpu", dtype=dtype))
         memory = int(memory_gib * GIB)
-        place = DevicePlace("a GPU (--memory-gib)", True, int(config.models.memory_share * memory), memory, host_free=memory)
+        place = DevicePlace(
+            "a GPU (--memory-gib)", True, int(config.models.memory_share * memory), memory, host_free=memory
+        )
     modes = plan_modes(sizes, place, config, rank, workers)
     if config.shards_weights:
         if not can_be_sharded(sizes):
-            raise ConfigError(f"--shard weights: Tinsmith does not divide the layers of {sizes.layout.family.model_type}; leave it out")
+            raise ConfigError(
+                f"--shard weights: Tinsmith does not divide the layers of {sizes.layout.family.model_type}; "
+                "leave it out"
+            )
         sizes = dataclasses.replace(sizes, parts=workers)
     planned = plan_base(sizes, (), place, config, workers)
     state, passes = full_state(config.training), planned.passes
@@ -363,7 +399,9 @@ def _cache_of(planned: BasePlan) -> CachePlan | None:
     sizes = planned.cache
     if sizes is None:
         return None
-    return CachePlan(planned.budget.cache, sizes.blocks, sizes.blocks * BLOCK, sizes.slots, planned.cache_shape.state_bytes)
+    return CachePlan(
+        planned.budget.cache, sizes.blocks, sizes.blocks * BLOCK, sizes.slots, planned.cache_shape.state_bytes
+    )
 
 
 def _advertised(config: Config, max_context: int, cache: CachePlan | None, trained: int) -> int | None:

@@ -1,7 +1,8 @@
 """Decides how many layers of a pass are recomputed, from the free memory and from what earlier passes took.
 
-A pass that runs out of memory all the same is tried again with as much recomputation as there is. What does not help a row of several
-sequences is halved (`training/pass_runner.py`); a single one lets the inputs of its layers wait in host memory before it is refused.
+A pass that runs out of memory all the same is tried again with as much recomputation as there is. What does not help a
+row of several sequences is halved (`training/pass_runner.py`); a single one lets the inputs of its layers wait in host
+memory before it is refused.
 """
 
 import logging
@@ -41,7 +42,10 @@ class PassFailure:
 
 
 def attempted(compute: Callable[[], T], *raised: type[Exception], traceback: bool = True) -> T | PassFailure:
-    """Return what `compute` does, or why it failed. Errors of the kinds `raised`, which no other attempt can help, are raised."""
+    """Return what `compute` does, or why it failed.
+
+    Errors of the kinds `raised`, which no other attempt can help, are raised.
+    """
     try:
         return compute()
     except raised:
@@ -69,7 +73,7 @@ class MemoryRetries:
         give_back: Callable[[], bool] = lambda: False,
         agree: Callable[[Choice], Recomputation | None] = lambda choose: choose(),
     ) -> None:
-        """`give_back` frees memory for a pass, and returns whether there was any; with `agree` several workers choose the same."""
+        """`give_back` frees memory and returns whether there was any; `agree` lets several workers choose the same."""
         self.memory = memory
         self.device = device
         self.logits_chunk = logits_chunk
@@ -81,8 +85,13 @@ class MemoryRetries:
         self.undisturbed = 0
         """Passes since the last out-of-memory."""
 
-    def run(self, attempt: Callable[[Recomputation], T | PassFailure], tokens: int, backward: bool, alone: bool) -> T | PassFailure:
-        """Attempt a pass, with more recomputation whenever it runs out of memory, until nothing more can help. `alone` as of `more`."""
+    def run(
+        self, attempt: Callable[[Recomputation], T | PassFailure], tokens: int, backward: bool, alone: bool
+    ) -> T | PassFailure:
+        """Attempt a pass, with more recomputation whenever it runs out of memory, until nothing more can help.
+
+        Only a sequence that is `alone` in its row may let inputs of layers wait in host memory.
+        """
         recomputation = self.agree(partial(self.first, tokens, backward)) or KEEP_ALL
         if recomputation != KEEP_ALL and self.give_back():
             recomputation = self.first(tokens, backward)
@@ -100,7 +109,9 @@ class MemoryRetries:
                 return outcome
             recomputation = more
             where = ", with their inputs in host memory" if more.offload else ""
-            log.warning("out of memory in a pass of %d tokens: it recomputes %d layers%s", tokens, more.recompute, where)
+            log.warning(
+                "out of memory in a pass of %d tokens: it recomputes %d layers%s", tokens, more.recompute, where
+            )
 
     def estimate(self, tokens: int, recomputation: Recomputation) -> int:
         """Bytes that a forward_backward pass of so many tokens will take, as far as known."""
@@ -114,7 +125,7 @@ class MemoryRetries:
         return self.memory.recomputation_for(tokens, self.logits_chunk, free) or self.memory.smallest
 
     def more(self, recomputation: Recomputation, tokens: int, alone: bool) -> Recomputation | None:
-        """Correct the estimate after an out-of-memory; returns what to try next, None if only fewer sequences can help."""
+        """Correct the estimate after an out-of-memory; returns what to try next, None if recomputing cannot help."""
         self.undisturbed = 0
         if self.device.type != "cpu":  # where nothing is measured that could correct the factor again
             self.factor *= 1.1
@@ -142,8 +153,8 @@ class MemoryRetries:
     def learn(self, expected: int, before: int, former: int, peak: int) -> None:
         """Note what a pass took, of which `expected` bytes were expected and which began with `before` bytes in use.
 
-        `peak` is the most ever in use until its end, `former` until its beginning. If both are equal, the pass took at most what lies
-        between, which can only lower the estimate.
+        `peak` is the most ever in use until its end, `former` until its beginning. If both are equal, the pass took at
+        most what lies between, which can only lower the estimate.
         """
         ratio = (peak - before) / expected
         if peak > former and ratio > self.factor:
@@ -162,4 +173,8 @@ class MemoryRetries:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error of torch or numpy means that an allocation failed, on any device."""
     text = str(error).lower()  # memory of the host that the device can read has no class of its own
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text or "out of memory" in text
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "can't allocate memory" in text
+        or "out of memory" in text
+    )

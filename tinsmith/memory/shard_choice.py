@@ -1,7 +1,8 @@
 """Resolves `--shard auto`: whether workers shard the layers of the base models.
 
-The estimate is that of `tinsmith plan --workers N` with all base models on each worker. It needs PyTorch, which the server does not load,
-so `python -m tinsmith.memory.shard_choice` makes it in a process of its own, from the configuration as JSON on standard input.
+The estimate is that of `tinsmith plan --workers N` with all base models on each worker. It needs PyTorch, which the
+server does not load, so `python -m tinsmith.memory.shard_choice` makes it in a process of its own, from the
+configuration as JSON on standard input.
 """
 
 import dataclasses
@@ -47,11 +48,16 @@ def chosen_shard(config: Config, workers: int) -> str:
         return "none"
     program = [sys.executable, "-P", "-m", "tinsmith.memory.shard_choice"]
     try:
-        done = subprocess.run(program, input=json.dumps(to_tree(config)), capture_output=True, text=True, check=True, timeout=ESTIMATE_S)
+        done = subprocess.run(
+            program, input=json.dumps(to_tree(config)), capture_output=True, text=True, check=True, timeout=ESTIMATE_S
+        )
         fits = [Fit(**each) for each in json.loads(done.stdout.splitlines()[-1])]
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        log.warning("what fits into the GPUs could not be estimated, so nothing is sharded (--shard none): %s", said[-1] if said else error)
+        log.warning(
+            "what fits into the GPUs could not be estimated, so nothing is sharded (--shard none): %s",
+            said[-1] if said else error,
+        )
         return "none"
     return choose(fits, config)
 
@@ -73,10 +79,12 @@ def choose(fits: Sequence[Fit], config: Config) -> str:
         if larger:
             are, them = ("is", "it") if len(larger) == 1 else ("together are", "them")
             raise ConfigError(
-                f"{' and '.join(larger)} {are} too large for the GPU of a worker, and the local sampler takes no layers that are sharded "
-                f"over the workers: {remedy}, and --shard none loads {them} nevertheless"
+                f"{' and '.join(larger)} {are} too large for the GPU of a worker, and the local sampler takes no "
+                f"layers that are sharded over the workers: {remedy}, and --shard none loads {them} nevertheless"
             )
-        log.warning("%s has little room to train as a whole on each GPU. To divide its layers, %s", lacking[0].name, remedy)
+        log.warning(
+            "%s has little room to train as a whole on each GPU. To divide its layers, %s", lacking[0].name, remedy
+        )
         return "none"
     return "weights"
 
@@ -95,7 +103,11 @@ def estimated(config: Config) -> list[Fit]:
     trains = f"LoRA of rank {rank}" if rank else "all weights, float32"
     for name, sizes in bases.items():
         others = [other for each, other in bases.items() if each != name]
-        modes = {each.mode: each.fits for each in plan_modes(sizes, place, config, rank, workers, others) if each.trains == trains}
+        modes = {
+            each.mode: each.fits
+            for each in plan_modes(sizes, place, config, rank, workers, others)
+            if each.trains == trains
+        }
         found.append(Fit(name, loads, whole=modes.get("replicas", True), sharded=modes.get("sharded", False)))
     return found
 

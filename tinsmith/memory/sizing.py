@@ -45,12 +45,13 @@ class Sizes:
         return held * self.dtype.itemsize
 
     def model(self, rank: int, state: FullState = "float32") -> ModelBytes:
-        """Return the bytes of one trained model of that LoRA rank, or, for rank 0, with such a state of all parameters."""
+        """Return the bytes of one trained model of this LoRA rank; rank 0 trains all parameters and keeps `state`."""
         if rank == 0:
             full = self.full(state)
             return ModelBytes(full.device, snapshot_bytes(self.language_parameters, self.dtype), full.host)
         numbers = self.layout.lora_parameters(LoraShape(rank, seed=0))
-        frozen = numbers * (4 if self.dtype == torch.float32 else 4 + self.dtype.itemsize)  # float32 masters, and copies that passes read
+        # float32 masters, and copies that passes read
+        frozen = numbers * (4 if self.dtype == torch.float32 else 4 + self.dtype.itemsize)
         return ModelBytes(frozen + numbers * 3 * 4, frozen)
 
     def full(self, state: FullState) -> FullBytes:
@@ -87,7 +88,9 @@ def loaded_sizes(base: BaseModel, parts: int) -> Sizes:
         language_parameters=sum(trained.values()),
         max_context=base.max_context,
         layout=base.layout,
-        layer_parameters=tuple(sum(count for name, count in trained.items() if name.startswith(layer)) for layer in layers),
+        layer_parameters=tuple(
+            sum(count for name, count in trained.items() if name.startswith(layer)) for layer in layers
+        ),
         parts=parts,
     )
 
@@ -98,7 +101,8 @@ def size_of(source: str, config: ModelsConfig) -> Sizes:
     model_config = read_config(source)
     family = family_of(source, model_config)
     network = empty_network(source, family, model_config)
-    trained = {*family.language_model(network).parameters(), *network.get_output_embeddings().parameters()}  # a tied head is there already
+    # A tied head is there already
+    trained = {*family.language_model(network).parameters(), *network.get_output_embeddings().parameters()}
     text_config = model_config.get_text_config()
     _, layers = layer_modules(family.language_model(network))
     return Sizes(

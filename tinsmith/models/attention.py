@@ -1,4 +1,4 @@
-"""Attention over packed rows: PyTorch's kernels, and on top of them the plan of a pass, which says what attends to what."""
+"""Attention over packed rows: PyTorch's kernels, and the plan of a pass, which says what attends to what."""
 
 import itertools
 import logging
@@ -19,9 +19,14 @@ from tinsmith.models.delta_rule import convolve_anew, gated_delta_rule_anew
 
 log = logging.getLogger(__name__)
 
-FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 LONG = 512
-"""Tokens from which sequences of one length are attended to by cuDNN, which prepares a kernel for each number and length of them."""
+"""Length from which training sequences of equal length use cuDNN, which builds a kernel for each count and length."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,13 @@ def flash_attention(
 ) -> Tensor:
     """Attention of sequences that lie one behind the other, with PyTorch's variable-length CUDA kernel.
 
-    query [queries, heads, head_dim], key and value [keys, kv_heads, head_dim]. `cu_query` and `cu_key` [sequences + 1] int32 say where each
-    begins, and `longest` is the most queries and keys of one of them. The last query of a sequence sees all of its keys, or the last
-    `window` of them; the query before it one less, and so on; if not `causal`, every query sees every key.
+    query [queries, heads, head_dim], key and value [keys, kv_heads, head_dim]. `cu_query` and `cu_key` [sequences + 1]
+    int32 say where each begins, and `longest` is the most queries and keys of one of them. The last query of a sequence
+    sees all of its keys, or the last `window` of them; the query before it one less, and so on; if not `causal`, every
+    query sees every key.
 
-    `varlen_attn` does the same. It does not say that it takes fewer heads of keys and values in torch 2.11, and its wrappers in Python take
-    longer than the kernel does for an image.
+    `varlen_attn` does the same. It does not say that it takes fewer heads of keys and values in torch 2.11, and its
+    wrappers in Python take longer than the kernel does for an image.
     """
     sees: dict[str, Any] = {"is_causal": causal}
     if window is not None:
@@ -79,13 +85,18 @@ def varlen_attention(
 @cache
 @torch.enable_grad()
 def _groups_heads(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Whether the operator computes groups of query heads that share keys and values, forward and backward. It is tried out."""
+    """Whether the operator computes groups of query heads that share keys and values, forward and backward.
+
+    It is tried out.
+    """
     query, key = (torch.zeros(8, heads, head_dim, dtype=dtype, device=device, requires_grad=True) for heads in (2, 1))
     bounds = torch.tensor([0, 8], dtype=torch.int32, device=device)
     try:
         torch.autograd.grad(flash_attention(query, key, key, bounds, bounds, (8, 8), 1.0).sum(), (query, key))
     except RuntimeError as error:
-        log.warning("heads of keys and values are repeated for their groups, which costs memory: %s", str(error).splitlines()[0])
+        log.warning(
+            "heads of keys and values are repeated for their groups, which costs memory: %s", str(error).splitlines()[0]
+        )
         return False
     return True
 
@@ -97,7 +108,7 @@ def dense_attention(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: 
 
 
 def attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-    """Causal attention of the sequences of one run: query, key, value [run tokens, heads, head_dim] -> the shape of query."""
+    """Causal attention within each sequence of a run: query, key, value [run tokens, heads, head_dim] -> as query."""
 
     def batched(x: Tensor) -> Tensor:  # [run tokens, heads, head_dim] -> [sequences, heads, length, head_dim]
         return x.reshape(run.count, run.length, *x.shape[1:]).transpose(1, 2)
@@ -107,15 +118,21 @@ def attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float
         ones = torch.ones(run.length, run.length, dtype=torch.bool, device=query.device)
         mask = ones.tril() & ones.triu(1 - window)
     out = scaled_dot_product_attention(
-        batched(query), batched(key), batched(value), attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        batched(query),
+        batched(key),
+        batched(value),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=True,
     )
     return out.transpose(1, 2).flatten(0, 1)
 
 
-# Attention whose result for a token depends on the tokens that it sees and on nothing else: not on how many others are computed with it.
+# Attention whose result for a token depends on what it sees alone, not on how many others are computed with it.
 #
-# Every token is a row of its own and reads keys and values from blocks, in chunks of one size that begin with its sequence. That takes
-# more time than attention that shares what it reads between tokens.
+# Every token is a row of its own and reads keys and values from blocks, in chunks of one size that begin with its
+# sequence. That takes more time than attention that shares what it reads between tokens.
 
 BLOCK = 16
 """Tokens of a block of a packed row."""
@@ -131,14 +148,16 @@ def stable_attention(
 ) -> Tensor:
     """Attention output [rows, heads, head_dim] of query [rows, heads, head_dim] to what each row sees.
 
-    keys and values [blocks, block size, kv_heads, head_dim]; `table` [rows, most blocks] names the blocks of each row, which sees `lengths`
-    [rows] tokens, or the last `window` of them. Places behind them may hold anything.
+    keys and values [blocks, block size, kv_heads, head_dim]; `table` [rows, most blocks] names the blocks of each row,
+    which sees `lengths` [rows] tokens, or the last `window` of them. Places behind them may hold anything.
     """
     if on_paged_kernel(query):
         from tinsmith.kernels.paged_attention import paged_kernel
 
         return paged_kernel(query, keys, values, table.int(), lengths.int(), scale, window, most_splits=1)
-    return torch.cat([_tile(*tile, keys, values, scale, window) for tile in _tiles(query, table, lengths, keys.shape[1])])[: len(query)]
+    return torch.cat(
+        [_tile(*tile, keys, values, scale, window) for tile in _tiles(query, table, lengths, keys.shape[1])]
+    )[: len(query)]
 
 
 class PackedBlocks:
@@ -150,20 +169,25 @@ class PackedBlocks:
         firsts = np.cumsum(blocks) - blocks  # the first block of each sequence
         within = np.concatenate([np.arange(length) for length in lengths])
         owner = np.repeat(np.arange(len(counts)), counts)
-        table = firsts[:, np.newaxis] + np.minimum(np.arange(blocks.max()), blocks[:, np.newaxis] - 1)  # [sequences, most blocks]
+        # [sequences, most blocks]
+        table = firsts[:, np.newaxis] + np.minimum(np.arange(blocks.max()), blocks[:, np.newaxis] - 1)
         self.blocks = int(blocks.sum())
         self.places = upload(firsts[owner] * BLOCK + within, device)
         """[tokens]: where each lies, as block · BLOCK + offset."""
         table_on_device = upload(table.astype(np.int32), device)
-        # [tokens, most blocks]. For one long sequence this is a view: written out, it would grow with the square of the length.
+        # [tokens, most blocks]. For one long sequence this is a view: a copy would grow with the square of the length.
         whole = len(counts) == 1
-        self.table = table_on_device.expand(len(owner), -1) if whole else table_on_device.index_select(0, upload(owner, device))
+        self.table = (
+            table_on_device.expand(len(owner), -1) if whole else table_on_device.index_select(0, upload(owner, device))
+        )
         self.lengths = upload(within + 1, device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Causal attention; shapes as in `PassPlan.attend`."""
         keys, values = (
-            x.new_zeros(self.blocks * BLOCK, *x.shape[1:]).index_copy_(0, self.places, x).unflatten(0, (self.blocks, BLOCK))
+            x.new_zeros(self.blocks * BLOCK, *x.shape[1:])
+            .index_copy_(0, self.places, x)
+            .unflatten(0, (self.blocks, BLOCK))
             for x in (key, value)
         )
         return stable_attention(query, keys, values, self.table, self.lengths, scale, window)
@@ -180,7 +204,9 @@ def _tiles(query: Tensor, table: Tensor, lengths: Tensor, block: int) -> list[tu
     return tiles
 
 
-def _tile(query: Tensor, table: Tensor, lengths: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+def _tile(
+    query: Tensor, table: Tensor, lengths: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+) -> Tensor:
     """One tile, chunk by chunk. Chunks that a row does not see change nothing of it, to the last bit."""
     rows, heads, head_dim = query.shape
     block, kv_heads = keys.shape[1:3]
@@ -195,7 +221,11 @@ def _tile(query: Tensor, table: Tensor, lengths: Tensor, keys: Tensor, values: T
         seen = seen.expand(-1, kv_heads, -1).reshape(rows * kv_heads, 1, CHUNK)
         index = table[:, start // block : (start + CHUNK) // block].flatten()
         k, v = (
-            memory.index_select(0, index).view(rows, CHUNK, kv_heads, head_dim).transpose(1, 2).reshape(-1, CHUNK, head_dim).to(exact)
+            memory.index_select(0, index)
+            .view(rows, CHUNK, kv_heads, head_dim)
+            .transpose(1, 2)
+            .reshape(-1, CHUNK, head_dim)
+            .to(exact)
             for memory in (keys, values)
         )  # [rows · kv_heads, CHUNK, head_dim]
         scores = torch.where(seen, torch.bmm(q, k.mT), -torch.inf)
@@ -210,22 +240,26 @@ def _tile(query: Tensor, table: Tensor, lengths: Tensor, keys: Tensor, values: T
 
 # Connects the layers of a forward pass to the sequences of its row: who attends to whom, and which states continue.
 #
-# `PackedPlan` serves training and prompts without a cache; the sampler's plan keeps keys, values and states (`sampling/local/`).
+# `PackedPlan` serves training and prompts without a cache; the sampler's plan (`sampling/local/`) keeps keys,
+# values and states.
 
 
 class PassPlan(Protocol):
-    """Attention, convolution and delta rule of one forward pass, for layers that know nothing of sequences and caches."""
+    """Attention, convolution and delta rule of a forward pass, for layers that know nothing of sequences and caches."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Attention output [tokens, heads, head_dim] of layer number `layer`.
 
-        query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim], rotary positions already applied. `window` is the
-        number of last positions a token sees, itself included; None means all.
+        query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim], rotary positions already applied.
+        `window` is the number of last positions a token sees, itself included; None means all.
         """
         ...
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """SiLU of the causal convolution of a gated delta net: x [tokens, channels], weight [channels, taps] -> [tokens, channels]."""
+        """The causal convolution of a gated delta net, then SiLU: [tokens, channels].
+
+        x [tokens, channels], weight [channels, taps].
+        """
         ...
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -240,8 +274,9 @@ class PassPlan(Protocol):
 class PackedPlan:
     """Each sequence of a packed row begins anew, and reaches no other.
 
-    On CUDA in half precision attention is PyTorch's variable-length kernel, or a faster one if all sequences that train have one length.
-    Elsewhere neighbours of equal length are one batch. A `stable` plan, which gives no gradients, computes by `stable_attention`.
+    On CUDA in half precision attention is PyTorch's variable-length kernel, or a faster one if all sequences that train
+    have one length. Elsewhere neighbours of equal length are one batch. A `stable` plan, which gives no gradients,
+    computes by `stable_attention`.
     """
 
     def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype, stable: bool = False) -> None:
@@ -261,7 +296,8 @@ class PackedPlan:
                 return dense_attention(self.runs[0], query, key, value, scale)
             return varlen_attention(query, key, value, self.cu_seqlens, self.max_length, scale, window)
         sizes = [run.count * run.length for run in self.runs]
-        # Split, not sliced: backward then joins the gradients of the pieces once, instead of adding up rows of zeros with one piece each.
+        # Split, not sliced: backward then joins the gradients of the pieces once, instead of adding up rows of zeros
+        # with one piece each.
         pieces = zip(self.runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
         parts = [attend_run(run, q, k, v, scale, window) for run, q, k, v in pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -269,7 +305,12 @@ class PackedPlan:
     def is_dense(self, window: int | None) -> bool:
         """Whether all sequences are of one length that is worth preparing a kernel for: not a prompt's."""
         longest = self.max_length
-        return torch.is_grad_enabled() and len(self.runs) == 1 and longest >= LONG and (window is None or window >= longest)
+        return (
+            torch.is_grad_enabled()
+            and len(self.runs) == 1
+            and longest >= LONG
+            and (window is None or window >= longest)
+        )
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         return convolve_anew(x, weight, self.lengths)

@@ -1,7 +1,7 @@
 """A base model: frozen weights, tokenizer, and one forward pass over a packed row that trainer and sampler share.
 
-Image features are written into the embeddings at the indices that rendering computed. The outer `forward` of transformers, which looks for
-placeholder ids, is never used.
+Image features are written into the embeddings at the indices that rendering computed. The outer `forward` of
+transformers, which looks for placeholder ids, is never used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,15 @@ from tinsmith.models.layers import DeltaNet
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
 from tinsmith.models.lora import Segment
 from tinsmith.models.machine import limit_memory, why_no_gpu
-from tinsmith.models.network import ATTENTION, ActivePass, attach_lora, follow_plans, fuse_norms, recompute_layers, use_attention
+from tinsmith.models.network import (
+    ATTENTION,
+    ActivePass,
+    attach_lora,
+    follow_plans,
+    fuse_norms,
+    recompute_layers,
+    use_attention,
+)
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.models.read_decoder import KNOWN_TYPES, read_decoder
 from tinsmith.models.streamed_decoder import move_all_but_layers, read_host_decoder
@@ -89,7 +97,10 @@ class BaseModel:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint (`models/fingerprint.py`), awaited. Raises ConfigError if the files cannot be read any more."""
+        """The fingerprint (`models/fingerprint.py`), awaited.
+
+        Raises ConfigError if the files cannot be read any more.
+        """
         return self.computed_fingerprint.result()
 
     @property
@@ -121,8 +132,8 @@ class BaseModel:
     def full_targets(self, shape: LoraShape) -> dict[str, Tensor]:
         """The parameters that full-parameter training of this shape copies, by their names inside the language model.
 
-        A switch that is off leaves out all attention blocks or MLPs, or the output projection, which is the embedding too where they are
-        tied. The rest is always trained.
+        A switch that is off leaves out all attention blocks or MLPs, or the output projection, which is the embedding
+        too where they are tied. The rest is always trained.
         """
         frozen = (*(() if shape.train_unembed else (self.head_name,)), *self.layout.frozen_blocks(shape))
         parameters = dict(self.language_model.named_parameters()) | {self.head_name: self.lm_head}
@@ -164,9 +175,13 @@ class BaseModel:
         decoder = self.decoder if row.full is None else row.full.decoder_of(self.decoder)
         if self.deterministic and not torch.is_grad_enabled():
             return stable_hidden_states(decoder, embeddings, row.positions, plan, row.segments, deepstack)
-        return decoder.forward(embeddings, row.positions, plan, SegmentAdapters(row.segments), deepstack, recompute, before_layer)
+        return decoder.forward(
+            embeddings, row.positions, plan, SegmentAdapters(row.segments), deepstack, recompute, before_layer
+        )
 
-    def _through_modules(self, row: PackedRow, plan: PassPlan, embeddings: Tensor, deepstack: Deepstack | None, recompute: int) -> Tensor:
+    def _through_modules(
+        self, row: PackedRow, plan: PassPlan, embeddings: Tensor, deepstack: Deepstack | None, recompute: int
+    ) -> Tensor:
         positions = row.positions if not self.family.mrope else row.positions.unsqueeze(1)
         inputs: dict[str, Any] = {"inputs_embeds": embeddings.unsqueeze(0), "position_ids": positions, "plan": plan}
         if deepstack:
@@ -188,11 +203,19 @@ class BaseModel:
         return VisionTower(self.network.model.visual, self.device, self.dtype)
 
     def image_features(self, images: Sequence[ImageInput]) -> list[ImageFeatures]:
-        """Features of the rows of each image; each distinct image goes through the tower once and is kept by its hash."""
+        """Features of the rows of each image; each distinct image goes through the tower once and is cached by hash."""
         missing = {p.sha256: p for p in images if p.sha256 not in self.features}
         # Images that are computed together may change each other's last bits.
-        groups = [[image] for image in missing.values()] if self.deterministic else [list(missing.values())] if missing else []
-        fresh = dict(zip(missing, [features for group in groups for features in self.tower.features(group)], strict=True))
+        groups = (
+            [[image] for image in missing.values()]
+            if self.deterministic
+            else [list(missing.values())]
+            if missing
+            else []
+        )
+        fresh = dict(
+            zip(missing, [features for group in groups for features in self.tower.features(group)], strict=True)
+        )
         known = [fresh.get(p.sha256) or self.features[p.sha256] for p in images]
         for digest, features in fresh.items():
             if features.nbytes <= self.features.maxsize:
@@ -208,15 +231,21 @@ def _deepstack(row: PackedRow, features: list[ImageFeatures]) -> Deepstack | Non
 
 
 def load_base_model(
-    name: str, source: str, config: ModelsConfig, feature_cache_bytes: int, layers_on_host: bool = False, network: Any = None
+    name: str,
+    source: str,
+    config: ModelsConfig,
+    feature_cache_bytes: int,
+    layers_on_host: bool = False,
+    network: Any = None,
 ) -> BaseModel:
     """Load the model in a local directory or of a Hub id, to be served under `name`.
 
-    With `layers_on_host` those layers that our own decoder computes stay in the host's memory, and come to the device one at a time. A
-    `network` that is in memory already, in the precision of `config`, takes the place of the weights in the files, and is changed.
+    With `layers_on_host` those layers that our own decoder computes stay in the host's memory, and come to the device
+    one at a time. A `network` that is in memory already, in the precision of `config`, takes the place of the weights
+    in the files, and is changed.
 
-    Raises ConfigError for an unsupported architecture or a device that is not there. Whether the model computes what transformers
-    computes is for `sampling/self_check.py` to say.
+    Raises ConfigError for an unsupported architecture or a device that is not there. Whether the model computes what
+    transformers computes is for `sampling/self_check.py` to say.
     """
     transformers_logging.disable_progress_bar()  # bars have no place in a server's log
     device, dtype = _prepared_device(config)
@@ -284,14 +313,22 @@ def _prepared_device(config: ModelsConfig) -> tuple[torch.device, torch.dtype]:
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a model. Raises ConfigError if it cannot be loaded, or has no tokens: transformers makes one without files."""
+    """The tokenizer of a model.
+
+    Raises ConfigError if it cannot be loaded, or has no tokens: transformers makes one without files.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of any kind: that is what the tokenizers library raises for a file that it cannot use
         reason = str(error).splitlines() or [repr(error)]
-        raise ConfigError(f"{source}: its tokenizer cannot be loaded: {reason[0]}; copy that of the model, or download it again") from error
+        raise ConfigError(
+            f"{source}: its tokenizer cannot be loaded: {reason[0]}; copy that of the model, or download it again"
+        ) from error
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
-        raise ConfigError(f"{source} has no tokenizer; name a model that has one, or a directory to which that of the model was copied")
+        raise ConfigError(
+            f"{source} has no tokenizer; name a model that has one, or a directory to which that "
+            "of the model was copied"
+        )
     return tokenizer
 
 
@@ -306,19 +343,21 @@ def pick_device(wanted: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={wanted!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)  # before 2.12 PyTorch tells no memory of a device without a number
+        # Before 2.12 PyTorch tells no memory of a device without a number
+        device = torch.device("cuda", device.index or 0)
         count = torch.cuda.device_count()
         if not count:
             raise ConfigError(f"device={wanted!r}: {why_no_gpu()}; leave --device out, or use --device cpu")
         if device.index >= count:
             raise ConfigError(
-                f"device={wanted!r}: PyTorch can use {count} CUDA devices; name one of cuda:0 to cuda:{count - 1}, or start fewer --workers"
+                f"device={wanted!r}: PyTorch can use {count} CUDA devices; "
+                f"name one of cuda:0 to cuda:{count - 1}, or start fewer --workers"
             )
     return device
 
 
 def loading_of(config: Config) -> ModelsConfig:
-    """Return the settings to load base models with: as configured, or for the host's memory if they are only compared with vLLM."""
+    """Return the settings to load base models with: as configured, or `loading_to_compare` if it only compares."""
     return loading_to_compare(config) if config.only_compares else config.models
 
 
@@ -337,24 +376,24 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 # Chooses the number of CPU threads for a pass or an optimizer step.
 #
-# The operations of a small pass are each over before a second thread has woken up. Where other processes need the cores too, threads that
-# wait for each other make it several times slower, and take the cores from the others.
+# The operations of a small pass are each over before a second thread has woken up. Where other processes need the cores
+# too, threads that wait for each other make it several times slower, and take the cores from the others.
 
 SMALL_PASS = 2**27
-"""Multiply-adds of a forward pass below which one thread is enough: 500 tokens of the tiny model, less than one of a real one."""
+"""Multiply-adds below which a pass uses one thread: 500 tokens of the tiny model, less than one of a real model."""
 
 SMALL_STEP = 2**22
-"""Parameters below which one thread is enough for an optimizer step: torch's fused AdamW lets all threads meet at every tensor."""
+"""Parameters below which an optimizer step uses one thread: fused AdamW synchronizes all threads at every tensor."""
 
 
 def threads_for(base: BaseModel, tokens: int) -> AbstractContextManager[None]:
-    """Run a pass over that many tokens with one thread if it is small; afterwards the number of threads is as it was."""
+    """Run a pass over that many tokens with one thread if it is small; then restore the number of threads."""
     weights = sum(target.in_features * target.out_features for target in base.layout.targets.values())
     return _one_thread() if base.device.type == "cpu" and tokens * weights < SMALL_PASS else nullcontext()
 
 
 def threads_for_step(parameters: int) -> AbstractContextManager[None]:
-    """Run an optimizer step over that many parameters with one thread if it is small; afterwards as `threads_for`."""
+    """Run an optimizer step over that many parameters with one thread if it is small; then restore the number."""
     return _one_thread() if parameters < SMALL_STEP else nullcontext()
 
 

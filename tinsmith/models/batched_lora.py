@@ -1,16 +1,17 @@
-"""Linear layers of a decode batch: each row is one token with an adapter of its own, or none, and one multiplication serves them all.
+"""Linear layers of a decode batch: rows of one token with an adapter each, or none, served by one multiplication.
 
-The A's of all adapters of a batch lie in one buffer for each projection, and so do their B's: an adapter of rank r has r neighbouring
-columns, the same in all projections. All rows are multiplied by what lies there, and each row keeps the products of its own columns:
+Each projection has one buffer for the A's of all adapters of a batch, and one for their B's: an adapter of rank r has r
+neighbouring columns, the same in all projections. All rows are multiplied by the whole buffer, and each row keeps the
+products of its own columns:
 
     u = x A^T,     u[row, column] = 0 where the column is not the row's,     y += 32 / rank · u B^T
 
-They are selected, not multiplied by 0, and adapters whose numbers are not finite get no columns: so no NaN reaches the row of another.
-Which columns are a row's is read on the device, so that a captured CUDA graph computes with what has been written into the buffers since,
-until they grow, and lie elsewhere.
+They are selected, not multiplied by 0, and adapters whose numbers are not finite get no columns: so no NaN reaches the
+row of another. The columns of a row are read on the device, so that a captured CUDA graph computes with what the
+buffers hold at replay. Once they grow, they move, and the graph is stale.
 
-A batch of one row takes the time of reading the weights. Libraries multiply matrices by matrices; on a GPU in half precision a kernel of
-ours (`kernels/one_row.py`) reads the weights faster, and computes the norm before a layer too.
+A batch of one row takes the time of reading the weights. On a GPU in half precision our kernel (`kernels/one_row.py`)
+reads them faster than a library's matrix product, and computes the norm before a layer too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ class Matrices:
     """[tiles, 3] of `output_tiles`."""
 
     def places(self, start: int, end: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield views of these columns: each target's name, A [end - start, in] and B [out of the target, end - start]."""
+        """Yield each target's name, and views of these columns: A [end - start, in], B [out, end - start]."""
         for (name, (first, last)), a in zip(self.rows.items(), self.a, strict=True):
             yield name, a[start:end], self.b[first:last, start:end]
 
@@ -71,14 +72,16 @@ class BatchedAdapters:
     def place(self, adapter: Adapter) -> tuple[int, int] | None:
         """The columns [start, end) of an adapter, which gets some if it has none; None if there is no room for it.
 
-        The buffers may be replaced by larger ones; columns stay where they are. Raises UserError for an adapter with a number that is not
-        finite, which would reach other rows; to find out, this waits for the device.
+        The buffers may be replaced by larger ones; columns stay where they are. Raises UserError for an adapter with a
+        number that is not finite, which would reach other rows; to find out, this waits for the device.
         """
         if id(adapter) in self._placed:
             return self._placed[id(adapter)][1:]
         if not torch.isfinite(adapter.flat_working).all():
             name = "an adapter" if adapter.ref is None else adapter.ref.label
-            raise UserError(f"{name} cannot be sampled from: some of its weights are NaN or infinite; load an earlier checkpoint")
+            raise UserError(
+                f"{name} cannot be sampled from: some of its weights are NaN or infinite; load an earlier checkpoint"
+            )
         rank = adapter.shape.rank
         free = self._gap(rank)
         if free is None:
@@ -109,7 +112,7 @@ class BatchedAdapters:
         if columns <= self.columns:
             return
         wanted = max(FEWEST, 1 << (columns - 1).bit_length())
-        # All of them are made before one is replaced: where memory runs out, captured graphs go on reading what is there.
+        # All are made before one is replaced: where memory runs out, captured graphs go on reading what is there.
         grown = {projection.name: self._matrices(projection, wanted) for projection in self.projections}
         for name, old in self.matrices.items():
             grown[name].a[:, : self.columns].copy_(old.a)
@@ -175,9 +178,11 @@ class RowAdapters(Adapters):
 
 
 def output_tiles(targets: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """Cut all targets into tiles [tiles, 3] int32: the number of a target, and at most `OUTPUTS` outputs [start, end) of it."""
+    """Cut targets into tiles [tiles, 3] int32: index of the target, and at most `OUTPUTS` outputs [start, end)."""
     tiles = [
-        (number, first, min(first + OUTPUTS, end)) for number, (start, end) in enumerate(targets) for first in range(start, end, OUTPUTS)
+        (number, first, min(first + OUTPUTS, end))
+        for number, (start, end) in enumerate(targets)
+        for first in range(start, end, OUTPUTS)
     ]
     return torch.tensor(tiles, dtype=torch.int32, device=device)
 

@@ -1,9 +1,10 @@
 """Our own walk through the layers of a decoder, for the kinds of layers that we know (`models/read_decoder.py`).
 
-A transformers model computes each linear layer, norm and activation in a module of its own. Here linears that read the same input are one
-multiplication (`models/joined_linear.py`), what lies between them is fused (`models/fused.py`), and the backward is written by hand
-(`models/packed_lora.py`). Trainer, prompts and the local sampler all walk here. The transformers modules keep the parameters, of which the
-tensors here are the same memory; the self-check compares both ways of computing.
+A transformers model computes each linear layer, norm and activation in a module of its own. Here linears that read the
+same input are one multiplication (`models/joined_linear.py`), what lies between them is fused (`models/fused.py`), and
+the backward is written by hand (`models/packed_lora.py`). Trainer, prompts and the local sampler all walk here. The
+transformers modules keep the parameters, of which the tensors here are the same memory; the self-check compares both
+ways of computing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +23,11 @@ from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layers import DeltaNet
 from tinsmith.models.packed_lora import Adapters
 
-# Keeping less of a pass for its backward: layers that are computed again, and inputs of layers that wait in host memory.
+# Keeping less of a pass for its backward: layers that are computed again, and their inputs in host memory.
 #
-# A layer that is recomputed keeps its input alone. The backward computes the layer a second time, which costs about a quarter of the pass
-# when all layers do it, and gives the same bits. The first layers are chosen: the backward comes to them last, when what the others kept
-# is free again.
+# A layer that is recomputed keeps its input alone. The backward computes the layer a second time, which costs about a
+# quarter of the pass when all layers do it, and gives the same bits. The first layers are chosen: the backward comes to
+# them last, when what the others kept is free again.
 
 HOST_PIECE = 2**26
 """Bytes of host memory that an input of a layer takes at a time."""
@@ -54,7 +55,10 @@ class _InHostMemory:
         """A copy that the host does not wait for."""
         pinned = tensor.device.type == "cuda"
         there = tensor.reshape(-1).split(HOST_PIECE // tensor.dtype.itemsize)
-        here = [torch.empty(piece.shape, dtype=piece.dtype, pin_memory=pinned).copy_(piece, non_blocking=True) for piece in there]
+        here = [
+            torch.empty(piece.shape, dtype=piece.dtype, pin_memory=pinned).copy_(piece, non_blocking=True)
+            for piece in there
+        ]
         return cls(tensor.device, tensor.shape, here)
 
     def back(self) -> Tensor:
@@ -69,7 +73,8 @@ class _InHostMemory:
 def kept_in_host_memory(tokens: int) -> Iterator[None]:
     """Let what the body keeps of a row of `tokens` tokens wait in host memory until the backward needs it.
 
-    Meant for passes that recompute all layers and keep their inputs. The copies are part of the device's stream: nobody waits for them.
+    Meant for passes that recompute all layers and keep their inputs. The copies are part of the device's stream: nobody
+    waits for them.
     """
 
     def to_host(tensor: Tensor) -> Tensor | _InHostMemory:
@@ -184,7 +189,11 @@ class AttentionBlock:
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "AttentionBlock":
         """Use these parameters, by name, in the place of its own."""
-        norms = None if self.norms is None else (self.norms[0].with_weights(parameters), self.norms[1].with_weights(parameters))
+        norms = (
+            None
+            if self.norms is None
+            else (self.norms[0].with_weights(parameters), self.norms[1].with_weights(parameters))
+        )
         return replace(
             self,
             qkv=self.qkv.with_weights(parameters),
@@ -295,12 +304,13 @@ class Decoder:
         recompute: int = 0,
         before_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Hidden states [tokens, hidden] after the last norm, of embeddings [tokens, hidden] and positions [1 or 3, tokens].
+        """Hidden states after the last norm, of shape [tokens, hidden] like embeddings; positions [1 or 3, tokens].
 
-        The first `recompute` layers keep only their input for the backward, which computes them again. `before_layer` is called with the
-        number of each layer, in the backward too: it may raise to end the pass, or give the device other work.
+        The first `recompute` layers keep only their input for the backward, which computes them again. `before_layer`
+        is called with the number of each layer, in the backward too: it may raise to end the pass, or give the device
+        other work.
 
-        Without gradients nothing waits for the device or depends on what lies in the tensors: a pass can be captured as a CUDA graph.
+        Without gradients nothing waits for the device or depends on values in tensors: CUDA graphs can capture it.
         """
         shared = Pass(plan, adapters, *self.rope.angles(positions), deepstack)
         x, delta = embeddings, None

@@ -1,8 +1,9 @@
 """The two operations of a gated delta net over packed sequences: a short causal convolution, and the gated delta rule.
 
-Each sequence is computed from its own tokens and state only, and no multiplication by zero keeps sequences apart, so that a NaN in one
-cannot reach another, forward or backward. On CUDA in bfloat16 they run on Triton kernels
-(`kernels/delta_nets.py`), elsewhere on what is written here and in `kernels/delta_chunks.py`. `lengths` are the tokens of each sequence.
+Each sequence is computed from its own tokens and state only, and no multiplication by zero keeps sequences apart, so
+that a NaN in one cannot reach another, forward or backward. On CUDA in bfloat16 they run on Triton kernels
+(`kernels/delta_nets.py`), elsewhere on what is written here and in `kernels/delta_chunks.py`. `lengths` are the tokens
+of each sequence.
 """
 
 from collections.abc import Callable
@@ -21,15 +22,18 @@ from tinsmith.kernels.device import upload
 
 
 def convolve(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A causal convolution of each channel, then SiLU: x [tokens, channels], weight [channels, taps] -> [tokens, channels].
+    """A causal convolution of each channel of x [tokens, channels], then SiLU: weight [channels, taps].
 
-    `before` [sequences, taps - 1, channels] comes before each sequence; None means zeros. Also returns what comes before the next token.
+    `before` [sequences, taps - 1, channels] comes before each sequence; None means zeros. Also returns what comes
+    before the next token.
     """
     if max(lengths) == 1:
         earlier = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[1]) if before is None else before
         window = torch.cat([earlier, x.unsqueeze(1)], 1)  # [sequences, taps, channels]
         return silu((window.to(_exact(x)) * weight.t()).sum(1)).to(x.dtype), window[:, 1:]
-    return _convolve(x, weight, lengths, before), _places_of(lengths, weight.shape[1] - 1, x.device).last_inputs(x, before)
+    return _convolve(x, weight, lengths, before), _places_of(lengths, weight.shape[1] - 1, x.device).last_inputs(
+        x, before
+    )
 
 
 def convolve_anew(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -38,30 +42,46 @@ def convolve_anew(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> Tensor
 
 
 def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...], before: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    lengths: tuple[int, ...],
+    before: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over each sequence (Yang et al., arXiv 2412.06464), in float32 or float64.
 
-    With S the state of a head [key_dim, value_dim], and for each token t query q and key k of length one, value v, α = exp(decay) and β:
+    With S the state of a head [key_dim, value_dim], and for each token t query q and key k of length one, value v, α =
+    exp(decay) and β:
 
         S_t = α_t (I - β_t k_t k_tᵀ) S_{t-1} + β_t k_t v_tᵀ,     out_t = S_tᵀ q_t / sqrt(key_dim)
 
-    query and key [tokens, key_heads, key_dim] are brought to length one here; value [tokens, value_heads, value_dim]; decay and beta
-    [tokens, value_heads]. `before` [sequences, value_heads, key_dim, value_dim] continues sequences; None means zeros. Returns
-    [tokens, value_heads, value_dim] in the dtype of `value`, and the states after the last tokens.
+    query and key [tokens, key_heads, key_dim] are brought to length one here; value [tokens, value_heads, value_dim];
+    decay and beta [tokens, value_heads]. `before` [sequences, value_heads, key_dim, value_dim] continues sequences;
+    None means zeros. Returns [tokens, value_heads, value_dim] in the dtype of `value`, and the last states.
     """
     if max(lengths) == 1 and before is not None:
         return _step(query, key, value, decay, beta, before)
     return _delta_rule(query, key, value, decay, beta, lengths, before, keeps=True)
 
 
-def gated_delta_rule_anew(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def gated_delta_rule_anew(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...]
+) -> Tensor:
     """The outputs of `gated_delta_rule` for sequences that begin here and are not continued."""
     return _delta_rule(query, key, value, decay, beta, lengths, None, keeps=False)[0]
 
 
 def _delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...], before: Tensor | None, keeps: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    lengths: tuple[int, ...],
+    before: Tensor | None,
+    keeps: bool,
 ) -> tuple[Tensor, Tensor]:
     kernels = kernels_for(value)
     if kernels is not None and kernels.serves(key, value):
@@ -83,12 +103,16 @@ def _exact(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+def _step(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, before: Tensor
+) -> tuple[Tensor, Tensor]:
     """One token of each sequence, as the formula has it."""
     dtype, groups = _exact(value), value.shape[1] // key.shape[1]
-    q, k = (unit(x.to(dtype)).repeat_interleave(groups, 1).unsqueeze(2) for x in (query, key))  # [sequences, value_heads, 1, key_dim]
+    # [sequences, value_heads, 1, key_dim]
+    q, k = (unit(x.to(dtype)).repeat_interleave(groups, 1).unsqueeze(2) for x in (query, key))
     state = before.to(dtype) * decay.to(dtype).exp()[:, :, None, None]
-    update = (value.to(dtype).unsqueeze(2) - k @ state) * beta.to(dtype)[:, :, None, None]  # [sequences, value_heads, 1, value_dim]
+    # [sequences, value_heads, 1, value_dim]
+    update = (value.to(dtype).unsqueeze(2) - k @ state) * beta.to(dtype)[:, :, None, None]
     state = state + k.mT * update
     out = (q @ state).squeeze(2) * key.shape[2] ** -0.5
     return out.to(value.dtype), state
@@ -96,7 +120,7 @@ def _step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Positions of tokens in a row that also holds the inputs before each sequence, so that no window reaches a neighbour."""
+    """Positions in a longer row with the inputs before each sequence, so that no window reaches a neighbour."""
 
     own: Tensor
     """[tokens] int64: the tokens in that longer row."""
@@ -149,8 +173,10 @@ class _Convolution(torch.autograd.Function):
         d_sums = torch.ops.aten.silu_backward(d_out.to(sums.dtype), sums)  # [tokens, channels]
         d_weight = None
         if ctx.needs_input_grad[1]:
-            d_weight = torch.stack([(d_sums * row[places.own - (taps - 1 - tap)]).sum(0) for tap in range(taps)], 1).to(weight.dtype)
-        # Each input reaches the sums of the next tokens: zeros stand where the longer row has none, also behind its end.
+            d_weight = torch.stack([(d_sums * row[places.own - (taps - 1 - tap)]).sum(0) for tap in range(taps)], 1).to(
+                weight.dtype
+            )
+        # Each input reaches the sums of the next tokens: zeros stand where the longer row has none, and behind it.
         spread = d_sums.new_zeros(row.shape[0] + taps - 1, row.shape[1])
         spread[places.own] = d_sums
         d_row = spread[: row.shape[0]] * weight[:, taps - 1]

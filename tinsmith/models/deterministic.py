@@ -1,10 +1,11 @@
-"""Numbers of a token that depend on what it sees alone, to the last bit: not on the requests or the tokens that are computed with it.
+"""Batch-invariant passes: the results of a token depend on what it sees alone, to the last bit.
 
-Libraries multiply matrices of different sizes in different orders, on which sums of floating-point numbers depend. So the tokens of a pass
-are computed in tiles of one size, each of one model, the last ones filled up: where in a tile a token lies changes nothing. Attention has
-an order of its own (`models/attention.py`). Sampling and the log-probabilities of training are computed so; gradients are not.
+Libraries sum matrix products of different sizes in different orders, and so round differently. So the tokens of a pass
+are computed in tiles of one size, each of one model, the last ones filled up: where in a tile a token lies changes
+nothing. Attention has an order of its own (`models/attention.py`). Sampling and the logprobs of training are computed
+so; gradients are not.
 
-It costs time: a tile takes as long with one token as with all, and training computes its log-probabilities apart from the gradients.
+It costs time: a tile takes as long with one token as with all, and training computes logprobs apart from gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +55,12 @@ class TokenTiles:
 
 @torch.no_grad()
 def stable_hidden_states(
-    decoder: Decoder, embeddings: Tensor, positions: Tensor, plan: PassPlan, segments: Sequence[Segment], deepstack: Deepstack | None
+    decoder: Decoder,
+    embeddings: Tensor,
+    positions: Tensor,
+    plan: PassPlan,
+    segments: Sequence[Segment],
+    deepstack: Deepstack | None,
 ) -> Tensor:
     """Compute `Decoder.forward` tile by tile, with attention in a fixed order. For decoders whose layers all attend."""
     tiles = TokenTiles(segments, embeddings.device)
@@ -67,10 +73,15 @@ def stable_hidden_states(
     for layer in decoder.layers:
         block = layer.block
         assert isinstance(block, AttentionBlock), "require_attention_only"
-        entered = [block.enter(x, delta, layer.first_norm, own) for x, delta, own in zip(xs, deltas, shared, strict=True)]
+        entered = [
+            block.enter(x, delta, layer.first_norm, own) for x, delta, own in zip(xs, deltas, shared, strict=True)
+        ]
         query, key, value = (tiles.join([parts[number] for parts in entered]) for number in (1, 2, 3))
         outs = tiles.cut(block.attend(plan, query, key, value))
-        found = [layer.mlp(parts[0], block.leave(out, parts[4:], own), own) for parts, out, own in zip(entered, outs, shared, strict=True)]
+        found = [
+            layer.mlp(parts[0], block.leave(out, parts[4:], own), own)
+            for parts, out, own in zip(entered, outs, shared, strict=True)
+        ]
         xs = [x for x, _ in found]
         together = torch.cat([delta for _, delta in found])  # [rows of all tiles, hidden]
         if deepstack is not None and block.index < len(deepstack.features):
@@ -102,7 +113,8 @@ def require_attention_only(name: str, decoder: Decoder | None) -> None:
     others = [layer.block.index for layer in decoder.layers if not isinstance(layer.block, AttentionBlock)]
     if others:
         raise ConfigError(
-            f"deterministic: {name} has gated delta nets (layers {others[0]} and others), which are not computed so; {remedy}"
+            f"deterministic: {name} has gated delta nets (layers {others[0]} and others), "
+            f"which are not computed so; {remedy}"
         )
 
 

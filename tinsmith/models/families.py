@@ -1,6 +1,7 @@
 """The differences between model families, one place each. Everything else is read from a model's configuration.
 
-A text model needs no entry here: whatever `AutoModelForCausalLM` loads is taken, and the self-check (`sampling/self_check.py`) decides.
+A text model needs no entry here: whatever `AutoModelForCausalLM` loads is taken, and the self-check
+(`sampling/self_check.py`) decides.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class Family:
 
 
 IMAGE_FAMILIES = {
-    family.model_type: family for family in (Family(kind, takes_images=True, mrope=True) for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"))
+    family.model_type: family
+    for family in (Family(kind, takes_images=True, mrope=True) for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"))
 }
 
 
@@ -55,12 +57,17 @@ def read_config(source: str) -> Any:
     except _UNREADABLE as error:
         code = code_of_its_own(source) if "trust_remote_code" in str(error) else None
         if code is not None:
-            raise ConfigError(f"{source}: it needs code of its own ({code}), which is not run; name another model") from error
+            raise ConfigError(
+                f"{source}: it needs code of its own ({code}), which is not run; name another model"
+            ) from error
         if Path(source).is_dir():
-            raise ConfigError(f"{source}/config.json cannot be used: {_reason(error)}; download it again, or name another model") from error
+            raise ConfigError(
+                f"{source}/config.json cannot be used: {_reason(error)}; download it again, or name another model"
+            ) from error
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
         raise ConfigError(
-            f"{source}: the model's configuration cannot be read: {reason}; there is no directory of that name, and where the Hub "
+            f"{source}: the model's configuration cannot be read: {reason}; "
+            "there is no directory of that name, and where the Hub "
             "cannot be reached, give --base-model the directory of the model"
         ) from error
 
@@ -71,7 +78,9 @@ def empty_network(source: str, family: Family, config: Any) -> Any:
         with torch.device("meta"):
             return family.auto_class.from_config(config, trust_remote_code=False)
     except (RuntimeError, *_UNREADABLE) as error:
-        raise ConfigError(f"{source}: no network can be made of its config.json: {_reason(error)}; download it again") from error
+        raise ConfigError(
+            f"{source}: no network can be made of its config.json: {_reason(error)}; download it again"
+        ) from error
 
 
 def load_network(source: str, family: Family, dtype: Any) -> Any:
@@ -91,19 +100,25 @@ def load_network(source: str, family: Family, dtype: Any) -> Any:
         )
     except (*_UNREADABLE, RuntimeError, ImportError, EOFError, PickleError, SafetensorError) as error:
         require_usable([source], whole=False)
-        remedy = "download config.json and weights of the same model again" if local else "try again, or name a directory that has it"
+        remedy = (
+            "download config.json and weights of the same model again"
+            if local
+            else "try again, or name a directory that has it"
+        )
         raise ConfigError(f"{source}: transformers cannot load it as a decoder: {_reason(error)}; {remedy}") from error
     if not local:
         require_usable([source], whole=False)
     if loaded["mismatched_keys"]:
         name, theirs, ours = min(loaded["mismatched_keys"])
         raise ConfigError(
-            f"{source}: its weights hold {name} of shape {list(theirs)}, and a {family.model_type} of its config.json has {list(ours)}; "
+            f"{source}: its weights hold {name} of shape {list(theirs)}, and a {family.model_type} of its config.json "
+            f"has {list(ours)}; "
             "download both of the same model again"
         )
     if loaded["missing_keys"]:
         raise ConfigError(
-            f"{source}: its weights lack {min(loaded['missing_keys'])}, which a {family.model_type} of its config.json has; "
+            f"{source}: its weights lack {min(loaded['missing_keys'])}, which a {family.model_type} of its config.json "
+            "has; "
             "download both of the same model again"
         )
     return network
@@ -117,18 +132,23 @@ def _reason(error: Exception) -> str:
 def family_of(source: str, config: Any) -> Family:
     """The family of a model with this transformers configuration.
 
-    Raises ConfigError, naming `source`, for other image or audio models, encoders, mixtures of experts, unknown kinds of layers, and rotary
-    positions that depend on the length of a row.
+    Raises ConfigError, naming `source`, for other image or audio models, encoders, mixtures of experts, unknown kinds
+    of layers, and rotary positions that depend on the length of a row.
     """
     text = config.get_text_config()
     kind = config.model_type
     if kind not in IMAGE_FAMILIES and text is not config:
-        raise ConfigError(f"{source}: image models of type {kind!r} are not supported; supported are {', '.join(IMAGE_FAMILIES)}")
+        raise ConfigError(
+            f"{source}: image models of type {kind!r} are not supported; supported are {', '.join(IMAGE_FAMILIES)}"
+        )
     if config.is_encoder_decoder:
         raise ConfigError(f"{source}: {kind!r} has an encoder; Tinsmith trains decoders")
     for name in EXPERTS:
         if (getattr(text, name, None) or 0) > 1:
-            raise ConfigError(f"{source}: {kind!r} is a mixture of experts ({name}={getattr(text, name)}), which LoRA does not reach yet")
+            raise ConfigError(
+                f"{source}: {kind!r} is a mixture of experts ({name}={getattr(text, name)}), which LoRA "
+                "does not reach yet"
+            )
     layers_of(source, kind, text)
     _check_rope(source, getattr(text, "rope_parameters", None) or {})
     return IMAGE_FAMILIES.get(kind) or Family(kind)
@@ -138,11 +158,17 @@ def _check_rope(source: str, parameters: dict[str, Any]) -> None:
     for group in [parameters, *(group for group in parameters.values() if isinstance(group, dict))]:
         kind = group.get("rope_type", "default")
         if kind not in SUPPORTED_ROPE:
-            raise ConfigError(f"{source}: rotary type {kind!r} changes with the length of a row; supported are {', '.join(SUPPORTED_ROPE)}")
+            raise ConfigError(
+                f"{source}: rotary type {kind!r} changes with the length of a row; "
+                f"supported are {', '.join(SUPPORTED_ROPE)}"
+            )
 
 
 def context_length(name: str, text_config: Any, wanted: int) -> int:
-    """The longest sequence in tokens: `wanted` (max_context), or for 0 what the model was built for. Raises ConfigError beyond that."""
+    """The longest sequence in tokens: `wanted` (max_context), or for 0 what the model was built for.
+
+    Raises ConfigError beyond that.
+    """
     limit: int = text_config.max_position_embeddings
     if wanted > limit:
         raise ConfigError(f"max_context={wanted} is more than {name} was built for: {limit} tokens")
@@ -161,8 +187,8 @@ class ImageSpan:
 def positions(family: Family, length: int, spans: tuple[ImageSpan, ...], merge_size: int) -> Tensor:
     """Rotary positions of a sequence of `length` tokens: [1, length], or [3, length] for an M-RoPE family.
 
-    M-RoPE (Qwen2-VL, arXiv 2409.12191): text advances all three rows together; an image keeps time still and counts its merged
-    rows and columns; what follows starts after the larger of the two.
+    M-RoPE (Qwen2-VL, arXiv 2409.12191): text advances all three rows together; an image keeps time still and counts its
+    merged rows and columns; what follows starts after the larger of the two.
     """
     if not family.mrope:
         return torch.arange(length).unsqueeze(0)

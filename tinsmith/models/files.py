@@ -1,6 +1,7 @@
 """Checks the files of a base model before it is loaded: missing, damaged or unusable ones are reported.
 
-Only headers, sizes and small files are read, and neither torch nor transformers is imported: commands say it within their first second.
+Only headers, sizes and small files are read, and neither torch nor transformers is imported: commands say it within
+their first second.
 """
 
 import importlib.util
@@ -23,13 +24,42 @@ _POINTER = b"version https://git-lfs"
 """First bytes of a pointer that Git LFS left in place of a file."""
 _LONGEST_HEADER = 100_000_000
 """Bytes; safetensors itself reads no longer one."""
-_BYTES: dict[str, float] = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
-_BYTES |= {"F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}
+_BYTES: dict[str, float] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+}
+_BYTES |= {
+    "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
 """Bytes of a number, by the name of its precision in a header."""
 _BYTES |= {"F4": 0.5, "F6_E2M3": 0.75, "F6_E3M2": 0.75}
 _PACKED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax")
 """Endings of the names of tensors that hold quantized weights, or belong to them."""
-_SIZES = ["num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim", "vocab_size"]
+_SIZES = [
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "head_dim",
+    "vocab_size",
+]
 _SIZES += ["max_position_embeddings"]
 """Numbers of a configuration that are above 0, where they are one number."""
 _TOKENIZERS = (
@@ -52,7 +82,11 @@ _NARROWER = ("word_embed_proj_dim", "embedding_size")
 """Settings of models whose embedding is narrower than their layers."""
 _TEMPLATED = ("chat_template.json", "tokenizer_config.json")
 """Files of JSON that may hold a chat template."""
-_SAME_SIZES = {"patch_size": "patch_size", "merge_size": "spatial_merge_size", "temporal_patch_size": "temporal_patch_size"}
+_SAME_SIZES = {
+    "patch_size": "patch_size",
+    "merge_size": "spatial_merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+}
 """Sizes of an image processor that a vision tower has too, and what they are called there."""
 _AGAIN = "download it again"
 
@@ -65,7 +99,9 @@ def require_usable(sources: Iterable[str], whole: bool) -> None:
 
 
 def problems(source: str, whole: bool) -> Iterator[str]:
-    """List the faults in a model's files, a line each with file and remedy. Says nothing of a Hub id that is not on this machine.
+    """List the faults in a model's files, a line each with file and remedy.
+
+    Says nothing of a Hub id that is not on this machine.
 
     With `whole` a directory must hold all that a server needs; without, as of a Hub id, files of weights may be absent.
     """
@@ -86,7 +122,11 @@ def _problems(source: str, whole: bool) -> Iterator[str]:
         yield str(error)
         return
     yield from _unusable(directory / "config.json", config)
-    for part in (_weights(directory, config, whole), _tokenizer(directory, config, whole), _processor(directory, config, whole)):
+    for part in (
+        _weights(directory, config, whole),
+        _tokenizer(directory, config, whole),
+        _processor(directory, config, whole),
+    ):
         try:
             yield from part
         except ConfigError as error:
@@ -127,7 +167,11 @@ def safetensors_files(directory: Path) -> list[Path]:
     """The files that transformers loads: one, or those that an index names. Raises ConfigError for a damaged index."""
     if (directory / WHOLE).is_file():
         return [directory / WHOLE]
-    return [directory / name for name in sorted(set(_indexed(directory).values()))] if (directory / INDEX).is_file() else []
+    return (
+        [directory / name for name in sorted(set(_indexed(directory).values()))]
+        if (directory / INDEX).is_file()
+        else []
+    )
 
 
 def _indexed(directory: Path) -> dict[str, str]:
@@ -151,7 +195,9 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
             first = opened.read(8)
             length = int.from_bytes(first, "little")
             if len(first) < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise ConfigError(f"{file} is damaged or cut ({size:,} bytes, of which its header would be {length:,}); {_AGAIN}")
+                raise ConfigError(
+                    f"{file} is damaged or cut ({size:,} bytes, of which its header would be {length:,}); {_AGAIN}"
+                )
             header = json.loads(opened.read(length))
         header.pop("__metadata__", None)
         end = 0
@@ -176,7 +222,7 @@ def _end_of(name: str, entry: dict[str, Any], start: int) -> int:
 
 @contextmanager
 def _reading(file: Path, damage: str) -> Iterator[None]:
-    """Turn what reading a file raises into a ConfigError with the remedy; `damage` says what is wrong with a damaged one."""
+    """Turn what reading a file raises into a ConfigError with the remedy; `damage` says what is wrong with the file."""
     try:
         _require_content(file)
         yield
@@ -192,7 +238,9 @@ def _require_content(file: Path) -> None:
         raise ConfigError(f"{file} is no file; {_AGAIN}")
     with file.open("rb") as opened:
         if opened.read(len(_POINTER)) == _POINTER:
-            raise ConfigError(f"{file} is a pointer of Git LFS and not the file itself; run `git lfs pull` in {file.parent}")
+            raise ConfigError(
+                f"{file} is a pointer of Git LFS and not the file itself; run `git lfs pull` in {file.parent}"
+            )
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -217,10 +265,14 @@ def _unusable(file: Path, config: dict[str, Any]) -> Iterator[str]:
     quantized = config.get("quantization_config") or _text(config).get("quantization_config")
     if quantized:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else "unknown"
-        yield f"{file}: quantization_config: the weights are quantized ({method}) and cannot be trained; name the model they were made of"
+        yield (
+            f"{file}: quantization_config: the weights are quantized ({method}) and cannot be trained; "
+            "name the model they were made of"
+        )
     for name in _SIZES:
         size = _text(config).get(name)
-        if isinstance(size, int | float | str) and (not isinstance(size, int) or size < 1):  # some models have a list, one for each layer
+        # Some models have a list, one for each layer
+        if isinstance(size, int | float | str) and (not isinstance(size, int) or size < 1):
             yield f"{file}: {name}={quoted(size)} must be a whole number above 0; {_AGAIN}"
     rows = _text(config).get("vocab_size")
     placeholder = config.get("image_token_id")
@@ -230,8 +282,8 @@ def _unusable(file: Path, config: dict[str, Any]) -> Iterator[str]:
         for part in {id(each): each for each in (config, _text(config))}.values():
             if isinstance(part.get(name), int) and part[name] > 1:
                 yield (
-                    f"{file}: {config.get('model_type')!r} is a mixture of experts ({name}={part[name]}), which LoRA does not reach yet; "
-                    "name a dense model"
+                    f"{file}: {config.get('model_type')!r} is a mixture of experts ({name}={part[name]}), "
+                    "which LoRA does not reach yet; name a dense model"
                 )
 
 
@@ -256,7 +308,10 @@ def _weights(directory: Path, config: dict[str, Any], whole: bool) -> Iterator[s
     types = {name: entry["dtype"] for header in held.values() for name, entry in header.items()}
     packed = min((name for name, dtype in types.items() if name.endswith(_PACKED) or _BYTES[dtype] < 1), default=None)
     if packed is not None:
-        yield f"{directory} holds quantized weights ({packed}), which cannot be trained; name the model that they were made of"
+        yield (
+            f"{directory} holds quantized weights ({packed}), which cannot be trained; "
+            "name the model that they were made of"
+        )
     yield from _embedding(directory, config, held if packed is None else {})
     if files and files != [directory / WHOLE]:
         places = _indexed(directory)
@@ -279,26 +334,36 @@ def _embedding(directory: Path, config: dict[str, Any], held: dict[str, dict[str
         shape = next((entry["shape"] for name, entry in header.items() if name.endswith(_EMBEDDING)), sizes)
         if shape != sizes:
             told = " and ".join(f"{name}={size}" for name, size in zip(_EMBEDDED, sizes, strict=True))
-            yield f"{directory / file} is of another model (its embedding is {shape}, and config.json has {told}); {_AGAIN}"
+            yield (
+                f"{directory / file} is of another model (its embedding is {shape}, "
+                f"and config.json has {told}); {_AGAIN}"
+            )
 
 
 def _tokenizer(directory: Path, config: dict[str, Any], whole: bool) -> Iterator[str]:
     for name in (name for name in _READ if (directory / name).exists()):
-        if name != "generation_config.json" or (directory / name).stat().st_size:  # transformers takes an empty one for none
+        # Transformers takes an empty one for none
+        if name != "generation_config.json" or (directory / name).stat().st_size:
             read_object(directory / name)
     yield from _templates(directory)
     yield from _ends(directory / "generation_config.json")
     there = next((names for names in _TOKENIZERS if all((directory / name).exists() for name in names)), None)
     if there is None and not any(directory.glob("*.tiktoken")):
         if whole:
-            yield f"{directory} holds no tokenizer (no tokenizer.json, no tokenizer.model); copy that of the model into it"
+            yield (
+                f"{directory} holds no tokenizer (no tokenizer.json, no tokenizer.model); "
+                "copy that of the model into it"
+            )
     elif there == ("tokenizer.json",):
         yield from _vocabulary(directory / "tokenizer.json", _text(config).get("vocab_size"))
     elif there is not None:
         for name in there:
             _require_content(directory / name)
             if whole and name.endswith(".model") and importlib.util.find_spec("sentencepiece") is None:
-                yield f"{directory / name} needs the package sentencepiece to be read: pip install sentencepiece; or add tokenizer.json"
+                yield (
+                    f"{directory / name} needs the package sentencepiece to be read: pip install sentencepiece; "
+                    "or add tokenizer.json"
+                )
 
 
 def _ends(file: Path) -> Iterator[str]:
@@ -319,7 +384,9 @@ def _templates(directory: Path) -> Iterator[str]:
     for file in (directory / name for name in _TEMPLATED):
         named = read_object(file).get("chat_template") if file.exists() else None
         several = [*named.values()] if isinstance(named, dict) else named if isinstance(named, list) else [named]
-        found += [(file, each.get("template") if isinstance(each, dict) else each) for each in several if named is not None]
+        found += [
+            (file, each.get("template") if isinstance(each, dict) else each) for each in several if named is not None
+        ]
     for file, template in found:
         if wrong := wrong_template(template):
             yield f"{file} is damaged (its chat template is no Jinja: {wrong}); {_AGAIN}"
@@ -360,11 +427,16 @@ def _vocabulary(file: Path, rows: Any) -> Iterator[str]:
     if not isinstance(vocabulary, dict | list) or not vocabulary:
         yield f"{file} is damaged (it has no vocabulary); {_AGAIN}"
         return
-    unused = {str(token.get("content")) for token in added if isinstance(token, dict)} if isinstance(added, list) else set()
+    unused = (
+        {str(token.get("content")) for token in added if isinstance(token, dict)} if isinstance(added, list) else set()
+    )
     ids = vocabulary.items() if isinstance(vocabulary, dict) else [(None, len(vocabulary) - 1)]
     last = max((number for token, number in ids if isinstance(number, int) and token not in unused), default=0)
     if isinstance(rows, int) and last >= rows:
-        yield f"{file} is of another model (its tokens go up to {last}, and vocab_size in config.json is {rows}); copy that of the model"
+        yield (
+            f"{file} is of another model (its tokens go up to {last}, and vocab_size in config.json is {rows}); "
+            "copy that of the model"
+        )
 
 
 def _processor(directory: Path, config: dict[str, Any], whole: bool) -> Iterator[str]:
@@ -386,6 +458,7 @@ def _processor(directory: Path, config: dict[str, Any], whole: bool) -> Iterator
         processed, taken = settings.get(name), tower.get(theirs)
         if isinstance(processed, int) and isinstance(taken, int) and processed != taken:
             yield (
-                f"{file} is of another model ({name}={processed!r}, and config.json has {theirs}={taken!r} in vision_config); "
+                f"{file} is of another model ({name}={processed!r}, and config.json has {theirs}={taken!r} in "
+                "vision_config); "
                 "copy that of the model"
             )

@@ -1,7 +1,7 @@
 """The fingerprint of a base model: a LoRA adapter is right on the weights that it was trained on and on no others.
 
-It is a SHA-256 over every tensor's name, stored precision, shape and bytes, in the order of the names: whatever the model is called,
-however its files are cut, and in which precision it is served.
+It is a SHA-256 over every tensor's name, stored precision, shape and bytes, in the order of the names: whatever the
+model is called, however its files are cut, and in which precision it is served.
 """
 
 import hashlib
@@ -38,9 +38,10 @@ class _Tensor:
 
 
 def fingerprint_of(directory: Path) -> str:
-    """The fingerprint of the weights in a directory, or of the bytes of `pytorch_model*.bin` without safetensors: 64 hexadecimal digits.
+    """The fingerprint of the weights in a directory: 64 hexadecimal digits.
 
-    All of them are read, by several threads. Raises ConfigError naming a file that is missing or damaged.
+    Several threads read all safetensors files or, if there are none, the bytes of `pytorch_model*.bin`. Raises
+    ConfigError naming a file that is missing or damaged.
     """
     files = safetensors_files(directory)
     if files:
@@ -61,7 +62,10 @@ def fingerprint_of(directory: Path) -> str:
 
 
 def state_of_files(directory: Path) -> str:
-    """A digest by which changed files of a model are known at once: of small ones, and of time and ends of large ones. Raises OSError."""
+    """A digest by which changed files of a model are known at once: of small ones, and of time and ends of large ones.
+
+    Raises OSError.
+    """
     total = hashlib.sha256()
     for file in sorted(path for path in directory.iterdir() if path.is_file()):
         status = file.stat()
@@ -88,7 +92,12 @@ def compute_fingerprint(source: str) -> Future[str]:
             log.exception("the fingerprint of %s cannot be computed", source)
             result.set_exception(error)
         else:
-            log.info("%s has the fingerprint %s, computed in %.1f s", source, result.result()[:SHOWN], time.monotonic() - started)
+            log.info(
+                "%s has the fingerprint %s, computed in %.1f s",
+                source,
+                result.result()[:SHOWN],
+                time.monotonic() - started,
+            )
 
     threading.Thread(target=compute, name="fingerprint", daemon=True).start()
     return result
@@ -97,12 +106,17 @@ def compute_fingerprint(source: str) -> Future[str]:
 def _existing_directory(source: str) -> Path:
     directory = local_directory(source)
     if directory is None:
-        raise ConfigError(f"the files of {source} are not in the cache of the Hugging Face Hub any more; download the model again")
+        raise ConfigError(
+            f"the files of {source} are not in the cache of the Hugging Face Hub any more; download the model again"
+        )
     return directory
 
 
 def check_fingerprint(saved: str | None, served: str, base_model: str, what: str) -> None:
-    """Raise UserError if weights trained on a base of fingerprint `saved` were to be used on one of `served`. None passes."""
+    """Raise UserError if weights trained on a base of fingerprint `saved` were to be used on one of `served`.
+
+    None passes.
+    """
     if saved is not None and saved != served:
         raise UserError(
             f"{what} was trained on other weights of the base model than {base_model} has here: base fingerprint "

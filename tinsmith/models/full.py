@@ -1,9 +1,9 @@
-"""Full-parameter training ("rank 0"): a model with its own copy of the language model's weights; the vision tower stays shared.
+"""Full-parameter training ("rank 0"): each model copies the language model's weights; the vision tower stays shared.
 
-A pass computes with them in the place of the base's parameters of the same names. In a compact state float32 masters share their upper 16
-bits with the bfloat16 working weights, so that both together take 4 bytes a number and not 6. With w the bits of a float32 number and b
-those of the bfloat16 number next to it, w = b · 2^16 + r, with r from -32,768 to 32,767: r, the rest, fits into an int16. Of two that are
-equally near, b is the one away from zero. Nothing is lost.
+A pass computes with the copies in the place of the base's parameters of the same names. In a compact state float32
+masters share their upper 16 bits with the bfloat16 working weights, so that both together take 4 bytes a number and not
+6. With w the bits of a float32 number and b those of the nearest bfloat16 number, w = b · 2^16 + r, with r from -32,768
+to 32,767: r, the rest, fits into an int16. Of two that are equally near, b is the one away from zero. Nothing is lost.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def split(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 numbers -> the nearest bfloat16 ones, and what is left, in int16. The numbers must be finite, and below 3.38e38."""
+    """float32 numbers -> the nearest bfloat16 ones, and what is left, in int16.
+
+    The numbers must be finite, and below 3.38e38.
+    """
     bits = wide.contiguous().view(torch.int32)
     rest = ((bits + 0x8000) & 0xFFFF) - 0x8000
     return ((bits - rest) >> 16).to(torch.int16).view(torch.bfloat16), rest.to(torch.int16)
@@ -40,7 +43,10 @@ class SplitMasters(Mapping[str, Tensor]):
     """The masters of full weights by name. Each is put together when it is asked for, and is a copy then."""
 
     def __init__(self, working: Mapping[str, Tensor], rests: Mapping[str, Tensor]) -> None:
-        """`working` in bfloat16 and `rests` in int16, of the same shapes; both change with training. Rests may lie in host memory."""
+        """`working` in bfloat16 and `rests` in int16, of the same shapes; both change with training.
+
+        Rests may lie in host memory.
+        """
         self.working = working
         self.rests = rests
 
@@ -64,7 +70,7 @@ class SplitMasters(Mapping[str, Tensor]):
 
 
 def split_masters(masters: Mapping[str, Tensor], device: torch.device, rests_on: torch.device) -> SplitMasters:
-    """Masters of any precision and place, taken apart: working weights that can be trained on `device`, and rests on `rests_on`."""
+    """Split masters of any precision and place into trainable working weights on `device` and rests on `rests_on`."""
     working: dict[str, Tensor] = {}
     rests: dict[str, Tensor] = {}
     for name, master in masters.items():
@@ -76,16 +82,18 @@ def split_masters(masters: Mapping[str, Tensor], device: torch.device, rests_on:
 
 @dataclass
 class FullWeights:
-    """Parameters of a language model by their names inside of it, and an untied output projection. What is not here is not trained.
+    """Parameters of a language model by their names inside of it, and an untied output projection.
 
-    `working` are the copies in `dtype` that passes read, and the same tensors where the masters are of that dtype. After `masters` changed,
-    call `refresh`.
+    What is not here is not trained.
+
+    `working` are the copies in `dtype` that passes read, and the same tensors where the masters are of that dtype.
+    After `masters` changed, call `refresh`.
     """
 
     shape: LoraShape
     """Its rank is 0."""
     masters: Mapping[str, Tensor]
-    """float32, or of `dtype` where nothing is trained any more; `SplitMasters` share their upper bits with the working copies."""
+    """float32, or `dtype` in frozen copies; `SplitMasters` share their upper bits with the working copies."""
     dtype: torch.dtype
     working: dict[str, Tensor] = field(init=False)
     ref: WeightsRef | None = None
@@ -95,12 +103,16 @@ class FullWeights:
         if isinstance(self.masters, SplitMasters):
             self.working = dict(self.masters.working)
         else:
-            self.working = {name: master.detach().to(self.dtype).requires_grad_() for name, master in self.masters.items()}
+            self.working = {
+                name: master.detach().to(self.dtype).requires_grad_() for name, master in self.masters.items()
+            }
 
     def call(self, module: nn.Module, prefix: str, *arguments: Any, **keywords: Any) -> Any:
         """Call the language model, or its part below `prefix`, with these weights for its own."""
         inside = (name for name in self.working if name.startswith(prefix) and name != HEAD_WEIGHT)
-        return functional_call(module, {name.removeprefix(prefix): self.working[name] for name in inside}, arguments, keywords)
+        return functional_call(
+            module, {name.removeprefix(prefix): self.working[name] for name in inside}, arguments, keywords
+        )
 
     def decoder_of(self, own: "Decoder") -> "Decoder":
         """The decoder of a base model, with these weights for its own."""
@@ -114,7 +126,9 @@ class FullWeights:
 
     def snapshot(self, ref: WeightsRef) -> "FullWeights":
         """A frozen copy in `dtype` that later training does not change. `ref` becomes its identity."""
-        return FullWeights(self.shape, {name: tensor.detach().clone() for name, tensor in self.working.items()}, self.dtype, ref)
+        return FullWeights(
+            self.shape, {name: tensor.detach().clone() for name, tensor in self.working.items()}, self.dtype, ref
+        )
 
     def tensors(self) -> list[Tensor]:
         """All masters in a fixed order; copies, if they are split."""
@@ -150,7 +164,9 @@ class FullWeights:
         """Memory held, in bytes."""
         if isinstance(self.masters, SplitMasters):
             return sum(leaf.nbytes for leaf in self.leaves()) + self.masters.nbytes
-        copies = [leaf for leaf, master in zip(self.leaves(), self.tensors(), strict=True) if leaf.dtype != master.dtype]
+        copies = [
+            leaf for leaf, master in zip(self.leaves(), self.tensors(), strict=True) if leaf.dtype != master.dtype
+        ]
         return sum(tensor.nbytes for tensor in (*self.tensors(), *copies))
 
     @property
@@ -164,11 +180,14 @@ Weights = Adapter | FullWeights
 
 
 FullState = Literal["float32", "compact", "compact-host"]
-"""State of full-parameter training: all in float32; compact (`training/compact.py`); or compact with a part in host memory."""
+"""State of full-parameter training: float32, compact (`training/compact.py`), or compact with a part in host memory."""
 
 
 def new_full_weights(shape: LoraShape, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> FullWeights:
-    """A copy of the base's `parameters` to train. It is contiguous, as gradients are: AdamW on a GPU takes both laid out alike only."""
+    """A copy of the base's `parameters` to train.
+
+    It is contiguous, as gradients are: AdamW on a GPU takes both laid out alike only.
+    """
     masters = {name: _contiguous_copy(parameter, torch.float32) for name, parameter in parameters.items()}
     return FullWeights(shape, masters, dtype)
 
@@ -183,7 +202,9 @@ def new_compact_weights(
     """A copy of `parameters`, the base's or a checkpoint's masters, to train on `device` with a compact state."""
     if dtype == torch.bfloat16:
         return FullWeights(shape, split_masters(parameters, device, state_device(device, state)), dtype)
-    return FullWeights(shape, {name: _contiguous_copy(parameter, dtype, device) for name, parameter in parameters.items()}, dtype)
+    return FullWeights(
+        shape, {name: _contiguous_copy(parameter, dtype, device) for name, parameter in parameters.items()}, dtype
+    )
 
 
 def state_device(device: torch.device, state: FullState) -> torch.device:

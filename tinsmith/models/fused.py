@@ -1,10 +1,11 @@
-"""The elementwise pieces of a decoder layer, forward and backward, as formulas over tokens: norms, rotary positions, gates.
+"""The elementwise pieces of a decoder layer, forward and backward: norms, rotary positions, gates.
 
-Each is computed in float32 (float64 of float64) and rounded once. A backward takes the inputs of its forward and computes again what it
-needs in between, so that nothing else is kept. On a GPU each is a kernel of ours (`kernels/rows.py`, `kernels/gates.py`).
+Each is computed in float32 (float64 of float64) and rounded once. A backward takes the inputs of its forward and
+computes again what it needs in between, so that nothing else is kept. On a GPU each is a kernel of ours
+(`kernels/rows.py`, `kernels/gates.py`).
 
-`Normed`, `SwiGLU` and so on are a `Before`: what `models/packed_lora.py` computes in front of a linear layer. `Heads` stands in front of
-attention.
+`Normed`, `SwiGLU` and so on are a `Before`: what `models/packed_lora.py` computes before a linear layer. `Heads` comes
+before attention.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,9 @@ class Before(Protocol):
         """Compute h of the inputs, each a tensor or None."""
         ...
 
-    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
+    def backward(
+        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> Gradients:
         """Compute the gradients of the inputs that are `needed`, from those of h and of the other results."""
         ...
 
@@ -42,7 +45,9 @@ class Unchanged:
     def forward(self, x: Tensor) -> Computed:
         return x, (), (x,)
 
-    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
+    def backward(
+        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> Gradients:
         return [d_h], kept[0]
 
 
@@ -98,7 +103,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, zero_cent
 def rms_norm_backward(
     x: Tensor, weight: Tensor, d_normed: Tensor, d_x: Tensor | None, eps: float, zero_centred: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x [rows, width], to which `d_x` is added where x is used elsewhere too; and the norm of x again."""
+    """The gradient of x [rows, width] plus `d_x`, the gradient from other uses of x; and the norm of x again."""
     wide, factor = _exact(x), _factor(weight, zero_centred)
     inverse = _inverse(wide, eps)
     gradient = _through_inverse(wide, inverse, _exact(d_normed) * factor)
@@ -116,7 +121,7 @@ def rms_norm_weight_gradient(x: Tensor, d_normed: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Normed:
-    """Inputs x [tokens, width], what to add to it or None, and the norm's weight [width] -> the norm of the sum; and the sum."""
+    """RMSNorm of x [tokens, width] plus `delta` if given: weight [width] -> the norm of the sum, and the sum."""
 
     eps: float
     zero_centred: bool
@@ -134,7 +139,9 @@ class Normed:
         compute: Callable[..., Tensor] = _Alone.apply
         return compute(self, x, delta, weight)
 
-    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
+    def backward(
+        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> Gradients:
         total, weight = kept
         d_total, normed = rms_norm_backward(total, weight, d_h, d_others[0], self.eps, self.zero_centred)
         d_weight = rms_norm_weight_gradient(total, d_h, self.eps) if needed[2] else None
@@ -182,7 +189,9 @@ class SwiGLU:
     def forward(self, gate_up: Tensor) -> Computed:
         return swiglu(gate_up), (), (gate_up,)
 
-    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
+    def backward(
+        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> Gradients:
         d_gate_up, out = swiglu_backward(kept[0], d_h)
         return [d_gate_up], out
 
@@ -210,7 +219,9 @@ class SigmoidGated:
     def forward(self, x: Tensor, gate: Tensor) -> Computed:
         return sigmoid_gate(x, gate).flatten(1), (), (x, gate)
 
-    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
+    def backward(
+        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> Gradients:
         d_x, d_gate, out = sigmoid_gate_backward(kept[0], kept[1], d_h.view(kept[0].shape))
         return [d_x, d_gate], out.flatten(1)
 
@@ -227,7 +238,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 @with_kernel("gates")
-def gated_rms_norm_backward(x: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def gated_rms_norm_backward(
+    x: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and gate [tokens, heads, width], and what `gated_rms_norm` makes of them again."""
     wide, g, d, factor = _exact(x), _exact(gate), _exact(d_out), _exact(weight)
     inverse = _inverse(wide, eps)
@@ -254,7 +267,9 @@ class GatedNormed:
     def forward(self, x: Tensor, gate: Tensor, weight: Tensor) -> Computed:
         return gated_rms_norm(x, gate, weight, self.eps).flatten(1), (), (x, gate, weight)
 
-    def backward(self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]) -> Gradients:
+    def backward(
+        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> Gradients:
         x, gate, weight = kept
         d_out = d_h.view(x.shape)
         d_x, d_gate, out = gated_rms_norm_backward(x, gate, weight, d_out, self.eps)
@@ -290,7 +305,14 @@ def _turned_back(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @with_kernel("rows")
 def rotate_backward(
-    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float, zero_centred: bool, gradient: Tensor
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    d_out: Tensor,
+    eps: float,
+    zero_centred: bool,
+    gradient: Tensor,
 ) -> None:
     """Write the gradient of x [tokens, heads, width] to `gradient`."""
     d = _turned_back(d_out, cos, sin)
@@ -321,7 +343,10 @@ class Heads:
     zero_centred: bool
 
     def cut(self, qkv: Tensor) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        """Views of qkv [tokens, out]: what is rotated, in one piece or as queries and keys; values; gates. Each [tokens, heads, width]."""
+        """Views of qkv [tokens, out]: what is rotated, in one piece or as queries and keys; values; gates.
+
+        Each [tokens, heads, width].
+        """
         queries = self.heads * self.head_dim * (2 if self.gated else 1)
         keys = self.kv_heads * self.head_dim
         value = qkv.narrow(1, queries + keys, keys).view(-1, self.kv_heads, self.head_dim)
@@ -341,7 +366,9 @@ class Heads:
             return compute(self, qkv, weight, cos, sin)
         rotated, value, gate = self.cut(qkv)
         weights = self._weights(weight, len(rotated))
-        turned = [rotate(x, own, cos, sin, self.eps, self.zero_centred) for x, own in zip(rotated, weights, strict=True)]
+        turned = [
+            rotate(x, own, cos, sin, self.eps, self.zero_centred) for x, own in zip(rotated, weights, strict=True)
+        ]
         query, key = turned if len(turned) == 2 else (turned[0][:, : self.heads], turned[0][:, self.heads :])
         return (query, key, value) if gate is None else (query, key, value, gate)
 
@@ -355,7 +382,9 @@ class _Heads(torch.autograd.Function):
     """`Heads.forward`: keeps qkv alone, and writes the gradients of all parts of it next to each other."""
 
     @staticmethod
-    def forward(ctx: Any, heads: Heads, qkv: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, heads: Heads, qkv: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.heads = heads
         ctx.save_for_backward(qkv, weight, cos, sin)
@@ -391,7 +420,7 @@ class _Heads(torch.autograd.Function):
 
 @with_kernel("gates")
 def memory_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The decay, a logarithm, in float32, and beta in the dtype of b: a and b [tokens, heads], a_log and dt_bias [heads]."""
+    """The log decay in float32, and beta in the dtype of b: a and b [tokens, heads], a_log and dt_bias [heads]."""
     return -_exact(a_log).exp() * softplus(_exact(a) + _exact(dt_bias)), torch.sigmoid(_exact(b)).to(b.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers that read the same input, as one: their weights lie in one tensor, so that one multiplication computes them all.
+"""Joins linear layers that read the same input: one tensor holds their weights, and one multiplication serves all.
 
 The parameters of the transformers modules become views of that tensor: nothing lies in memory twice.
 """
@@ -70,12 +70,17 @@ class JoinedLinear:
         for module, (start, end) in zip(self.projection.modules, self.rows, strict=True):
             bias = None if own.bias is None else own.bias[start:end]
             weight = parameters.get(f"{module}.weight", own.weight[start:end])
-            pieces.append(WeightPiece((start, end), weight, bias if bias is None else parameters.get(f"{module}.bias", bias)))
+            pieces.append(
+                WeightPiece((start, end), weight, bias if bias is None else parameters.get(f"{module}.bias", bias))
+            )
         return replace(self, pieces=tuple(pieces))
 
 
 def join_linears(language_model: nn.Module, layout: Layout) -> dict[str, JoinedLinear]:
-    """All projections of the language model, by name. The parameters of its linears become views of the joined weights one by one."""
+    """All projections of the language model, by name.
+
+    The parameters of its linears become views of the joined weights one by one.
+    """
     return {name: _join(language_model, own) for name, own in layout.projections.items() if name != LM_HEAD}
 
 
@@ -95,7 +100,10 @@ def _join(language_model: nn.Module, projection: Projection) -> JoinedLinear:
 
 @torch.no_grad()
 def join_on(device: torch.device, linears: Sequence[Any], projection: Projection) -> JoinedLinear:
-    """The linears of a projection as one, on a device. One that is alone there is not copied; the others are, and stay as they are."""
+    """The linears of a projection as one, on a device.
+
+    One that is alone there is not copied; the others are, and stay as they are.
+    """
     rows = []
     start = 0
     for one in linears:
@@ -103,12 +111,16 @@ def join_on(device: torch.device, linears: Sequence[Any], projection: Projection
         start += len(one.weight)
     if len(linears) == 1:
         (one,) = linears
-        return JoinedLinear(projection, tuple(rows), (WeightPiece(rows[0], one.weight.to(device), _bias_on(device, one)),))
+        return JoinedLinear(
+            projection, tuple(rows), (WeightPiece(rows[0], one.weight.to(device), _bias_on(device, one)),)
+        )
     weight = torch.cat([one.weight.to(device) for one in linears])  # [out, in]
     bias = None
     if any(one.bias is not None for one in linears):  # rows without one add 0
         of_each = [_bias_on(device, one) for one in linears]
-        bias = torch.cat([weight.new_zeros(len(one.weight)) if b is None else b for one, b in zip(linears, of_each, strict=True)])
+        bias = torch.cat(
+            [weight.new_zeros(len(one.weight)) if b is None else b for one, b in zip(linears, of_each, strict=True)]
+        )
     return JoinedLinear(projection, tuple(rows), (WeightPiece((0, start), weight, bias),))
 
 

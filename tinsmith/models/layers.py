@@ -28,7 +28,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta net (Yang et al., arXiv 2412.06464) behind a short convolution: its state does not grow with the sequence."""
+    """A gated delta net (Yang et al., arXiv 2412.06464) behind a short convolution, with a state of constant size."""
 
     key_heads: int
     """Heads of queries and of keys."""
@@ -79,7 +79,8 @@ def _read_kinds(source: str, model_type: str, text_config: Any) -> tuple[LayerKi
     unknown = sorted(set(types) - set(known))
     if unknown:
         raise ConfigError(
-            f"{source}: layers of type {', '.join(unknown)} are not supported for {model_type!r}; supported are {', '.join(known)}"
+            f"{source}: layers of type {', '.join(unknown)} are not supported for {model_type!r}; "
+            f"supported are {', '.join(known)}"
         )
     return tuple(known[kind](text_config) for kind in types)
 

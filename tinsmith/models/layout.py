@@ -14,10 +14,34 @@ from tinsmith.models.families import Family, empty_network, family_of, read_conf
 from tinsmith.models.layers import DeltaNet, LayerKind, layers_of
 from tinsmith.protocol.shapes import LoraShape
 
-ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "query_key_value", "dense", "in_proj_qkv", "in_proj_z")
-"""Linears around attention. A fused one is trained as one matrix, as PEFT does, but for `in_proj_qkv` of a gated delta net, whose queries,
-keys and values have an adapter each."""
-MLP_LINEARS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "c_fc", "c_proj", "fc1", "fc2", "dense_h_to_4h", "dense_4h_to_h")
+ATTENTION_LINEARS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "out_proj",
+    "qkv_proj",
+    "query_key_value",
+    "dense",
+    "in_proj_qkv",
+    "in_proj_z",
+)
+"""Linears around attention. A fused one is trained as one matrix, as PEFT does.
+
+Only in `in_proj_qkv` of a gated delta net do queries, keys and values have matrices of their own.
+"""
+MLP_LINEARS = (
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "gate_up_proj",
+    "c_fc",
+    "c_proj",
+    "fc1",
+    "fc2",
+    "dense_h_to_4h",
+    "dense_4h_to_h",
+)
 """Linears of a dense MLP."""
 
 SAME_INPUT: dict[str, tuple[str, ...]] = {
@@ -33,7 +57,7 @@ _SECTIONS = tuple(f"in_proj_qkv.{section}" for section in "qkv")
 LM_HEAD = "lm_head"
 """Name of the output projection among an adapter's modules."""
 HEAD_WEIGHT = "lm_head.weight"
-"""Name of the output projection among full weights, where it is not the embedding. It lies outside of the language model."""
+"""Name of an untied output projection among full weights. It lies outside of the language model."""
 
 Group = Literal["attn", "mlp", "unembed"]
 GROUPS: tuple[Group, ...] = ("attn", "mlp", "unembed")
@@ -42,7 +66,7 @@ GROUPS: tuple[Group, ...] = ("attn", "mlp", "unembed")
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """A linear layer that LoRA can train, or a part of its outputs: x [tokens, in_features] -> [tokens, out_features]."""
+    """A linear layer that LoRA can train, or a part of its outputs: [tokens, in_features] -> [tokens, out_features]."""
 
     group: Group
     module: str
@@ -60,14 +84,14 @@ class LoraTarget:
 
 @dataclass(frozen=True)
 class Projection:
-    """Linear layers that read the same input, so that one multiplication by their weights, one below the other, computes them all."""
+    """Linear layers that read the same input, computed by one multiplication with their stacked weights."""
 
     name: str
     """`layers.0.self_attn.qkv` for several linears; one that is alone keeps its own name."""
     modules: tuple[str, ...]
-    """Names of the linears inside the language model, in the order of their rows; `LM_HEAD` for the output projection."""
+    """Names of the linears in the language model, in the order of their rows; `LM_HEAD` for the output projection."""
     targets: dict[str, tuple[int, int]]
-    """Rows [start, end) of the joint output that LoRA can train, by the name in `Layout.targets`, in order; perhaps not all, or none."""
+    """Rows [start, end) of the joint output that LoRA can train, if any, in order, by the name in `Layout.targets`."""
     in_features: int
     out_features: int
 
@@ -83,7 +107,7 @@ class Layout:
     """Name of the output projection inside the transformers model."""
     layers: tuple[LayerKind, ...]
     targets: dict[str, LoraTarget]
-    """All that LoRA can train, in the order of its modules, by the module's name inside the language model; last `LM_HEAD`.
+    """All that LoRA can train, by the module's name in the language model and in the order of modules; last `LM_HEAD`.
 
     A part of a module is named behind it: `layers.0.linear_attn.in_proj_qkv.q`.
     """
@@ -101,10 +125,16 @@ class Layout:
 
     def group_parameters(self, rank: int) -> dict[Group, int]:
         """Count the parameters of an adapter of this rank in each group."""
-        return {group: rank * sum(target.width for target in self.targets.values() if target.group == group) for group in GROUPS}
+        return {
+            group: rank * sum(target.width for target in self.targets.values() if target.group == group)
+            for group in GROUPS
+        }
 
     def frozen_blocks(self, shape: LoraShape) -> tuple[str, ...]:
-        """Return the prefixes of parameters whose group is switched off in full-parameter training: whole blocks, with norms and biases."""
+        """Return the prefixes of parameters that full-parameter training leaves out.
+
+        They are the whole blocks, with norms and biases, of groups that are switched off.
+        """
         groups = {*switched_on(shape), "unembed"}
         left = dict.fromkeys(target.module for target in self.targets.values() if target.group not in groups)
         return tuple(f"{module.rpartition('.')[0]}." for module in left)
@@ -157,7 +187,8 @@ def read_layout(source: str) -> Layout:
 def layout_of(source: str, family: Family, network: Any) -> Layout:
     """The layout of a network, before LoRA is attached to it.
 
-    Raises ConfigError, naming `source`, without linears around attention and in the MLP, or if the output projection is more than a matrix.
+    Raises ConfigError, naming `source`, without linears around attention and in the MLP, or if the output projection is
+    more than a matrix.
     """
     language_model, head = family.language_model(network), network.get_output_embeddings()
     linears = {name: module for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
@@ -171,12 +202,16 @@ def layout_of(source: str, family: Family, network: Any) -> Layout:
     for group, what, known in (("attn", "attention", ATTENTION_LINEARS), ("mlp", "MLP", MLP_LINEARS)):
         if not any(target.group == group for target in targets.values()):
             found = ", ".join(sorted({_last_part(name) for name in linears})) or "no linear layer at all"
-            raise ConfigError(f"{source}: no {what} linear that LoRA can train; known are {', '.join(known)}, found {found}")
+            raise ConfigError(
+                f"{source}: no {what} linear that LoRA can train; known are {', '.join(known)}, found {found}"
+            )
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ConfigError(f"{source}: its output projection is {head}; Tinsmith needs a linear layer without a bias")
     targets[LM_HEAD] = LoraTarget("unembed", LM_HEAD, head.in_features, head.out_features)
     names = {module: name for name, module in network.named_modules()}
-    return Layout(family, names[language_model], names[head], layers, targets, _projections(linears | {LM_HEAD: head}, targets))
+    return Layout(
+        family, names[language_model], names[head], layers, targets, _projections(linears | {LM_HEAD: head}, targets)
+    )
 
 
 def _targets(name: str, linear: nn.Linear, group: Group, layers: tuple[LayerKind, ...]) -> dict[str, LoraTarget]:

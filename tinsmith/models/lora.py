@@ -1,7 +1,7 @@
 """LoRA adapters: the effective weight is W + (32 / rank) · B · A (Hu et al., 2021, "LoRA", with alpha fixed at 32).
 
-A packed row is sorted by adapter, so each adapter owns one slice of it (a `Segment`). Slices are computed apart and joined: nothing is
-masked by multiplication, so a NaN in one model cannot reach another.
+A packed row is sorted by adapter, so each adapter owns one slice of it (a `Segment`). Slices are computed apart and
+joined: nothing is masked by multiplication, so a NaN in one model cannot reach another.
 """
 
 import math
@@ -66,7 +66,7 @@ class AdapterForm:
 
     @cached_property
     def order(self) -> list[int]:
-        """The matrices that lie one behind the other: the A's of a projection, in the order of its rows, then their B's."""
+        """The order of matrices in the buffer: the A's of a projection, in the order of its rows, then their B's."""
         return _order_in_memory(self.names)
 
     def cut(self, flat: Tensor) -> list[Tensor]:
@@ -82,10 +82,11 @@ class AdapterForm:
 
 @dataclass(eq=False, repr=False)
 class Adapter:
-    """One set of LoRA matrices, in training or frozen: float32 `masters`, and the `working` copies in the base's dtype that passes read.
+    """One set of LoRA matrices, in training or frozen: float32 `masters`, and `working` copies that passes read.
 
-    All masters are views of one buffer, and all working copies of another, so that a step, a refresh and a snapshot are a few operations,
-    however many layers there are. In float32 both are the same buffer. After `masters` changed, call `refresh`.
+    The copies have the base's dtype. All masters are views of one buffer, and all copies of another, so that a step, a
+    refresh and a snapshot are a few operations, however many layers there are. In float32 both are the same buffer.
+    After `masters` changed, call `refresh`.
     """
 
     shape: LoraShape
@@ -141,7 +142,9 @@ class Adapter:
 
     def named_tensors(self) -> dict[str, Tensor]:
         """All masters in the order of `tensors`, as MODULE.a and MODULE.b."""
-        return {f"{name}.{part}": tensor for name, pair in self.masters.items() for part, tensor in pair._asdict().items()}
+        return {
+            f"{name}.{part}": tensor for name, pair in self.masters.items() for part, tensor in pair._asdict().items()
+        }
 
     def leaves(self) -> list[Tensor]:
         """All working copies, in the order of `tensors`."""
@@ -191,7 +194,9 @@ def _stack(adapter: Adapter, projection: Projection, names: tuple[str, ...]) -> 
         before = groups[-1] if groups else None
         if before and before.width == end - start and before.start + before.targets * before.width == start:
             targets = before.targets + 1
-            groups[-1] = before._replace(targets=targets, b=neighbours(pairs[before.first].b, (targets, before.width, rank)))
+            groups[-1] = before._replace(
+                targets=targets, b=neighbours(pairs[before.first].b, (targets, before.width, rank))
+            )
         else:
             groups.append(TargetGroup(start, end - start, number, 1, pair.b.detach()))
     a = neighbours(pairs[0].a, (len(names) * rank, projection.in_features))
@@ -215,7 +220,9 @@ def adapter_of(
     """An adapter of copies of these matrices by module, on `device` if one is given."""
     given = [tensor for pair in masters.values() for tensor in pair]
     form = AdapterForm(tuple(masters), tuple(tensor.shape for tensor in given))
-    return Adapter(shape, dtype, form, torch.cat([given[place].detach().flatten() for place in form.order]).to(device), ref)
+    return Adapter(
+        shape, dtype, form, torch.cat([given[place].detach().flatten() for place in form.order]).to(device), ref
+    )
 
 
 def new_adapter(shape: LoraShape, layout: Layout, device: torch.device, dtype: torch.dtype) -> Adapter:

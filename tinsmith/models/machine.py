@@ -1,7 +1,7 @@
 """The resources of this machine: processors, memory, CUDA devices, and supported versions of libraries.
 
-The engine, which has no torch, runs `python -m tinsmith.models.machine`, which prints how many GPUs PyTorch can use: what CUDA starts in a
-process is not to be there when that starts others.
+The engine, which has no torch, runs `python -m tinsmith.models.machine`, which prints how many GPUs PyTorch can use:
+what CUDA starts in a process is not to be there when that starts others.
 """
 
 import os
@@ -87,7 +87,8 @@ def require_memory(purpose: str, needed: int, device: torch.device, promised: in
     free = free_memory(device) - promised
     if needed > free:
         raise UserError(
-            f"{purpose} needs {needed / 2**30:.4g} GiB of memory on {device}, of which {max(free, 0) / 2**30:.4g} GiB are free; "
+            f"{purpose} needs {needed / 2**30:.4g} GiB of memory on {device}, of which {max(free, 0) / 2**30:.4g} GiB "
+            "are free; "
             "end other models, train with LoRA (lora_config.rank of 1 or more), or serve the model on a larger machine"
         )
 
@@ -103,7 +104,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def give_back_pinned_memory() -> None:
-    """Let others have the pinned host memory that PyTorch keeps for tensors to come. Waits for GPUs, which may still read it."""
+    """Let others have the pinned host memory that PyTorch keeps for tensors to come.
+
+    Waits for GPUs, which may still read it.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch._C._host_emptyCache()  # PyTorch has no public name for it
@@ -121,7 +125,9 @@ def limit_memory(device: torch.device, share: float) -> None:
     if share == 1:
         return
     if device.type != "cuda":
-        raise ConfigError(f"memory_share={share:g} limits the memory of a GPU, and the models run on {device}; leave it out")
+        raise ConfigError(
+            f"memory_share={share:g} limits the memory of a GPU, and the models run on {device}; leave it out"
+        )
     torch.cuda.set_per_process_memory_fraction(share, device)
 
 
@@ -157,7 +163,8 @@ def _memory() -> tuple[int, int]:
     """Bytes in all and available: the machine's, or what a container or `ulimit -v` leaves of them."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available  # available counts what the page cache would give back
-    limit, used, parts = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current", "memory.stat"))  # of Linux
+    # Of Linux
+    limit, used, parts = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current", "memory.stat"))
     if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
         total = min(total, int(limit.read_text()))
         cached = dict(line.split() for line in parts.read_text().splitlines()).get("inactive_file", "0")

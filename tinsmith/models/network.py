@@ -1,7 +1,8 @@
-"""Changes a network of transformers, so that it computes packed rows with adapters: its attention, norms, linear layers and delta nets.
+"""Makes a transformers network compute packed rows with adapters: attention, norms, linear layers and delta nets.
 
-Models that our own decoder (`models/decoder.py`) does not know run through these modules; of the others they hold the parameters, and the
-self-check compares both ways. The plan of a pass (`models/attention.py`) is a keyword that transformers hands through to each layer.
+Models that our own decoder (`models/decoder.py`) does not know run through these modules; of the others they hold the
+parameters, and the self-check compares both ways. The plan of a pass (`models/attention.py`) is a keyword that
+transformers hands through to each layer.
 """
 
 import inspect
@@ -30,15 +31,17 @@ from tinsmith.models.packed_lora import SegmentAdapters
 ATTENTION = "tinsmith"
 """The name under which the attention function is registered with transformers."""
 HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
-"""Arguments that change no number here: dropout is 0, and positions are already in query and key. Others are refused."""
+"""Arguments that change no result: dropout is 0, and positions are already in query and key. Others are refused."""
 
 
 # Attention
 
 
 def use_attention(network: Any, family: Family, implementation: str) -> None:
-    """Let the language model attend with a registered function; a vision tower keeps sdpa, as ours gets no `cu_seqlens`."""
-    network.set_attn_implementation({"text_config": implementation, "vision_config": "sdpa"} if family.takes_images else implementation)
+    """Set the attention function of the language model; a vision tower keeps sdpa, as ours gets no `cu_seqlens`."""
+    network.set_attn_implementation(
+        {"text_config": implementation, "vision_config": "sdpa"} if family.takes_images else implementation
+    )
 
 
 def _attention(
@@ -70,7 +73,7 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-# RMS norms in few kernels. transformers spells them out in ten, which on a GPU cost as much time as a large multiplication.
+# RMS norms in few kernels: those of transformers take ten, which on a GPU cost as much as a large multiplication.
 
 
 class _Norm(nn.Module):
@@ -135,7 +138,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every RMSNorm that one of ours equals on random numbers within the rounding of its dtype; returns how many."""
+    """Replace every RMSNorm that one of ours equals on random inputs, up to rounding, and return how many."""
     replaced = 0
     for name, module in list(model.named_modules()):
         fused = _fused_twin(module)
@@ -171,20 +174,23 @@ def _agree(module: nn.Module, twin: nn.Module, weight: Tensor, inputs: int) -> b
 
 
 def follow_plans(language_model: nn.Module) -> None:
-    """Let every gated delta net follow the plan of its pass; without one it computes as transformers does in PyTorch."""
+    """Let every gated delta net follow the plan of its pass; without a plan it runs transformers' PyTorch code."""
     for module in language_model.modules():
         if hasattr(module, "in_proj_qkv") and hasattr(module, "A_log"):
             module.forward = partial(_forward, module)
 
 
-def _forward(module: Any, hidden_states: Tensor, *arguments: Any, plan: PassPlan | None = None, **keywords: Any) -> Tensor:
+def _forward(
+    module: Any, hidden_states: Tensor, *arguments: Any, plan: PassPlan | None = None, **keywords: Any
+) -> Tensor:
     """Compute a gated delta net for transformers: hidden_states [1, tokens, hidden] -> [1, tokens, hidden]."""
     if plan is None:
         with _plain_pytorch(type(module)):
             output: Tensor = type(module).forward(module, hidden_states, *arguments, **keywords)
         return output
     tokens = hidden_states.shape[1]
-    mixed = plan.convolve(module.layer_idx, module.in_proj_qkv(hidden_states)[0], module.conv1d.weight.squeeze(1))  # [tokens, channels]
+    # [tokens, channels]
+    mixed = plan.convolve(module.layer_idx, module.in_proj_qkv(hidden_states)[0], module.conv1d.weight.squeeze(1))
     query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
     beta = module.in_proj_b(hidden_states)[0].sigmoid()  # [tokens, value_heads]
     a = module.in_proj_a(hidden_states)[0]
@@ -208,11 +214,15 @@ def _forward(module: Any, hidden_states: Tensor, *arguments: Any, plan: PassPlan
 def _plain_pytorch(layer: type[nn.Module]) -> Iterator[None]:
     """Let a layer of transformers compute with what transformers has written itself.
 
-    Where flash-linear-attention is installed it always uses those kernels: on the CPU, where they fail, and in float32, where they are
-    less exact than what is compared with them.
+    Where flash-linear-attention is installed it always uses those kernels: on the CPU, where they fail, and in float32,
+    where they are less exact than what is compared with them.
     """
     functions = vars(sys.modules[layer.__module__])
-    kept = {name: functions[name] for name in inspect.unwrap(layer.forward).__code__.co_names if inspect.isfunction(functions.get(name))}
+    kept = {
+        name: functions[name]
+        for name in inspect.unwrap(layer.forward).__code__.co_names
+        if inspect.isfunction(functions.get(name))
+    }
     functions.update({name: inspect.unwrap(function) for name, function in kept.items()})
     try:
         yield
@@ -224,7 +234,7 @@ def _plain_pytorch(layer: type[nn.Module]) -> Iterator[None]:
 
 
 class ActivePass:
-    """State of the running pass that the modules need. transformers calls them with their input alone, so it cannot be an argument."""
+    """State of the running pass for modules, which transformers calls with their input alone."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
@@ -244,7 +254,10 @@ class ActivePass:
 
 
 class LoraLinear(nn.Module):
-    """A linear layer plus, on each segment of the row, that segment's adapter. It keeps the parameters of the layer that it replaces."""
+    """A linear layer plus, on each segment of the row, that segment's adapter.
+
+    It keeps the parameters of the layer that it replaces.
+    """
 
     def __init__(self, name: str, base: nn.Linear, targets: Mapping[str, LoraTarget], active: ActivePass) -> None:
         """`targets` are what adapters cover of the layer, by name."""
@@ -281,7 +294,14 @@ def recompute_layers(language_model: nn.Module, active: ActivePass) -> None:
 
 
 def _forward_layer(
-    layer: Any, forward: Callable[..., Any], index: int, prefix: str, active: ActivePass, hidden: Tensor, *arguments: Any, **keywords: Any
+    layer: Any,
+    forward: Callable[..., Any],
+    index: int,
+    prefix: str,
+    active: ActivePass,
+    hidden: Tensor,
+    *arguments: Any,
+    **keywords: Any,
 ) -> Any:
     """Replace the layer's own `forward`."""
     if index >= active.recompute or not torch.is_grad_enabled():
@@ -289,7 +309,7 @@ def _forward_layer(
     segments, full = active.segments, active.full
 
     def compute(x: Tensor, **keywords: Any) -> Any:
-        # The backward comes when the pass has ended. Nothing is recomputed inside, so that this function calls the layer.
+        # The backward comes when the pass has ended. Inside nothing is recomputed: this function calls the layer.
         with active.during(segments):
             if full is None:
                 return layer(x, *arguments, **keywords)
@@ -299,7 +319,7 @@ def _forward_layer(
 
 
 def layer_modules(language_model: Any) -> tuple[str, Sequence[nn.Module]]:
-    """The decoder layers of a transformers language model and the name of their list; none if it has no list of that length."""
+    """The name of the list of a language model's decoder layers, and the layers; both empty if it has no such list."""
     for name, module in language_model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == language_model.config.num_hidden_layers:
             return name, list(module)

@@ -1,12 +1,12 @@
-"""Linear layers over a packed row with LoRA: one multiplication by the base for the whole row, then each adapter on its own slice of it.
+"""Linear layers over a packed row with LoRA: one base multiplication for the row, then each adapter on its slice.
 
-    y = h W^T + bias,     y[slice, rows] += scale · (h[slice] A^T) B^T     for each target, which adds to some rows of the output
+    y = h W^T + bias,     y[slice, rows] += scale · (h[slice] A^T) B^T     for each target, with its rows of outputs
 
-`h` is the input itself, or what a `Before` makes of it: a norm, an activation. Together they are one node of the graph of gradients, which
-keeps the input alone and computes `h` again in its backward.
+`h` is the input itself, or what a `Before` makes of it: a norm, an activation. Together they are one node of the
+autograd graph, which keeps the input alone and computes `h` again in its backward.
 
-The backward is written by hand. What adapters add is added in place, and the A's of all targets of a projection are one matrix, so that a
-layer with LoRA reads and writes its row hardly more often than one without.
+The backward is written by hand. Adapters add in place, and the A's of all targets of a projection are one matrix, so
+that a layer with LoRA reads and writes its row hardly more often than one without.
 """
 
 from abc import ABC, abstractmethod
@@ -30,13 +30,16 @@ class Adapters(ABC):
         """The layer with the adapters of the tokens: x [tokens, in] -> [tokens, out]."""
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        """The layer behind `before`: [tokens, out], and the other results of `before`. Without gradients, unless a class says otherwise."""
+        """The layer behind `before`: [tokens, out], and the other results of `before`.
+
+        Without gradients, unless a class says otherwise.
+        """
         h, others, _ = before.forward(*inputs)
         return self.apply(linear, h), *others
 
 
 class SegmentAdapters(Adapters):
-    """The adapters of the segments of a packed row; differentiable in inputs, adapters, and weights that require gradients."""
+    """The adapters of a packed row; differentiable in inputs, adapters, and weights that require gradients."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
@@ -55,7 +58,9 @@ class SegmentAdapters(Adapters):
         parts = parts_of(linear, self.segments)
         weights = chain.from_iterable((piece.weight, piece.bias) for piece in linear.pieces)
         compute: Any = _Projected.apply
-        y, *others = compute(linear, before, parts, len(inputs), *inputs, *weights, *chain.from_iterable(part.leaves for part in parts))
+        y, *others = compute(
+            linear, before, parts, len(inputs), *inputs, *weights, *chain.from_iterable(part.leaves for part in parts)
+        )
         return y, *others
 
 
@@ -114,7 +119,7 @@ class Part(NamedTuple):
         return [gradient[index] for index in range(self.slices) for pair in pairs for gradient in pair]
 
     def _reduced(self, reduced: Tensor, group: TargetGroup) -> Tensor:
-        """The columns of a group in x A^T, or in its gradient: [..., rank] of one target, [targets, tokens, rank] of several."""
+        """A group's columns in x A^T or its gradient: [..., rank] of one target, [targets, tokens, rank] of several."""
         return _columns(reduced, group.first * self.rank, group.targets, self.rank)
 
 
@@ -127,7 +132,9 @@ def _columns(row: Tensor, start: int, count: int, width: int) -> Tensor:
     """`count` neighbouring stretches of columns, a view: [..., width] of one, [count, tokens, width] of several."""
     if count > 1:  # a single slice
         tokens, step = row.stride()
-        return row.as_strided((count, row.shape[0], width), (width * step, tokens, step), row.storage_offset() + start * step)
+        return row.as_strided(
+            (count, row.shape[0], width), (width * step, tokens, step), row.storage_offset() + start * step
+        )
     return row if row.shape[-1] == width else row.narrow(-1, start, width)
 
 
@@ -166,7 +173,9 @@ def _part(own: Sequence[tuple[Segment, Adapter, StackedMatrices]]) -> Part:
         a = torch.stack([matrices.a for _, _, matrices in own])
         b = [torch.stack([matrices.leaves[2 * number + 1] for _, _, matrices in own]) for number in range(targets)]
         alone = (
-            (group.start + index * group.width, group.width, group.first + index) for group in groups for index in range(group.targets)
+            (group.start + index * group.width, group.width, group.first + index)
+            for group in groups
+            for index in range(group.targets)
         )
         groups = tuple(TargetGroup(start, width, number, 1, b[number]) for start, width, number in alone)
         leaves = tuple(chain.from_iterable(matrices.leaves for _, _, matrices in own))
@@ -192,7 +201,9 @@ class _Projected(torch.autograd.Function):
     """Takes the inputs of `before`, then weight and bias of each piece, then the leaves of each part."""
 
     @staticmethod
-    def forward(ctx: Any, linear: JoinedLinear, before: Before, parts: list[Part], count: int, *tensors: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, linear: JoinedLinear, before: Before, parts: list[Part], count: int, *tensors: Tensor | None
+    ) -> Any:
         ctx.set_materialize_grads(False)
         h, others, kept = before.forward(*tensors[:count])
         y = linear.multiply(h)
@@ -232,7 +243,7 @@ def _rows(kept: Sequence[Tensor | None]) -> int:
 
 
 def _times_weights(dy: Tensor, linear: JoinedLinear) -> Tensor:
-    """The gradient of the input [tokens, in] without that through adapters, from that of the output dy [tokens, out]."""
+    """The gradient of the input [tokens, in] through the base's weights alone; dy [tokens, out]."""
     first, *rest = linear.pieces
     if not rest:
         return torch.mm(dy, first.weight)

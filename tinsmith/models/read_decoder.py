@@ -1,6 +1,6 @@
-"""Takes a transformers model apart into a `Decoder`, if it has the structure that `models/decoder.py` computes and no other.
+"""Takes a transformers model apart into a `Decoder`, if its structure is exactly what `models/decoder.py` computes.
 
-A model of another type, or with a module or an activation that does not belong there, runs through its transformers modules.
+A model of another type, or with an unknown module or activation, runs through its transformers modules.
 """
 
 import logging
@@ -21,9 +21,9 @@ from tinsmith.models.network import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNo
 log = logging.getLogger(__name__)
 
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text")
-"""Model types whose decoders compute what stands here: the structure alone does not tell which halves of a head turn together."""
+"""Model types that `Decoder` computes: the structure alone does not tell which dimensions of a head rotate together."""
 INTERLEAVED = ("qwen3_vl", "qwen3_5")
-"""Model types that deal the rotary pairs of a head out to time, height and width in turns; the others give each a stretch."""
+"""Model types that interleave the rotary pairs of time, height and width; others give each axis a contiguous range."""
 
 
 class _UnknownStructureError(Exception):
@@ -31,9 +31,9 @@ class _UnknownStructureError(Exception):
 
 
 def read_decoder(model_type: str, language_model: nn.Module, layout: Layout) -> Decoder | None:
-    """The decoder of a loaded language model whose norms are fused, before LoRA is attached to it; None if it is of another structure.
+    """The decoder of a loaded language model; None, with nothing changed, if the structure is another.
 
-    The weights of its linears are joined. If the answer is None nothing has changed.
+    Call it when norms are fused and before LoRA is attached. The weights of the linears are joined.
     """
     parts = read_parts(model_type, language_model, layout)
     if parts is None:
@@ -56,13 +56,18 @@ class DecoderParts:
 
 
 def read_parts(model_type: str, language_model: nn.Module, layout: Layout) -> DecoderParts | None:
-    """Read the parts of a decoder whose linears are still to be joined. Changes nothing, and returns None as `read_decoder` does."""
+    """Read the parts of a decoder whose linears are still to be joined.
+
+    Changes nothing, and returns None as `read_decoder` does.
+    """
     if model_type not in KNOWN_TYPES:
         return None
     try:
         return _parts_of(model_type, language_model, layout)
     except _UnknownStructureError as error:
-        log.warning("%s runs through its transformers modules, which is slower than our own decoder: %s", model_type, error)
+        log.warning(
+            "%s runs through its transformers modules, which is slower than our own decoder: %s", model_type, error
+        )
         return None
 
 
@@ -72,7 +77,9 @@ def _parts_of(model_type: str, language_model: Any, layout: Layout) -> DecoderPa
     last_norm = _read_norm(language_model, "norm")
     layers = [_read_layer(model_type, language_model, index, layout) for index in range(len(layout.layers))]
     if len(language_model.layers) != len(layers):
-        raise _UnknownStructureError(f"it has {len(language_model.layers)} layers, its configuration says {len(layers)}")
+        raise _UnknownStructureError(
+            f"it has {len(language_model.layers)} layers, its configuration says {len(layers)}"
+        )
     return DecoderParts(layers, last_norm, rope)
 
 
@@ -98,18 +105,24 @@ def _read_layer(model_type: str, language_model: Any, index: int, layout: Layout
     name, kind = f"layers.{index}", layout.layers[index]
     layer = language_model.get_submodule(name)
     attends = isinstance(kind, Attention)
-    _require_children(layer, "self_attn" if attends else "linear_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+    _require_children(
+        layer, "self_attn" if attends else "linear_attn", "mlp", "input_layernorm", "post_attention_layernorm"
+    )
     _require_children(layer.mlp, "gate_proj", "up_proj", "down_proj", "act_fn")
     if not _is_silu(layer.mlp.act_fn):
         raise _UnknownStructureError(f"{name}.mlp has the activation {layer.mlp.act_fn}")
-    first, second = (_read_norm(language_model, f"{name}.{norm}") for norm in ("input_layernorm", "post_attention_layernorm"))
+    first, second = (
+        _read_norm(language_model, f"{name}.{norm}") for norm in ("input_layernorm", "post_attention_layernorm")
+    )
     if isinstance(kind, Attention):
         block = _read_attention(model_type, language_model, index, kind)
     else:
         block = _read_delta_net(language_model, index, kind)
     if not {f"{name}.mlp.gate_up", f"{name}.mlp.down_proj"} <= layout.projections.keys():
         raise _UnknownStructureError(f"the linears of {name}.mlp are not those of its layout")
-    return lambda joined: Layer(block(joined), first, second, joined[f"{name}.mlp.gate_up"], joined[f"{name}.mlp.down_proj"])
+    return lambda joined: Layer(
+        block(joined), first, second, joined[f"{name}.mlp.gate_up"], joined[f"{name}.mlp.down_proj"]
+    )
 
 
 def _read_attention(model_type: str, language_model: Any, index: int, kind: Attention) -> Build:
@@ -119,14 +132,22 @@ def _read_attention(model_type: str, language_model: Any, index: int, kind: Atte
     linears = {"q_proj", "k_proj", "v_proj", "o_proj"}
     if children not in (linears, linears | {"q_norm", "k_norm"}):
         raise _UnknownStructureError(f"{name} consists of {', '.join(sorted(children))}")
-    norms = (_read_norm(language_model, f"{name}.q_norm"), _read_norm(language_model, f"{name}.k_norm")) if "q_norm" in children else None
+    norms = (
+        (_read_norm(language_model, f"{name}.q_norm"), _read_norm(language_model, f"{name}.k_norm"))
+        if "q_norm" in children
+        else None
+    )
     heads, rest = divmod(module.o_proj.weight.shape[1], kind.head_dim)
     gated = model_type.startswith("qwen3_5")
     widths = (heads * kind.head_dim * (2 if gated else 1), kind.kv_heads * kind.head_dim, kind.kv_heads * kind.head_dim)
     if rest or tuple(len(getattr(module, f"{part}_proj").weight) for part in "qkv") != widths:
         raise _UnknownStructureError(f"queries, keys and values of {name} do not have {widths} outputs")
-    if norms is not None and (norms[0].kind != norms[1].kind or any(norm.weight.shape != (kind.head_dim,) for norm in norms)):
-        raise _UnknownStructureError(f"the norms of queries and keys of {name} differ, or are not those of single heads")
+    if norms is not None and (
+        norms[0].kind != norms[1].kind or any(norm.weight.shape != (kind.head_dim,) for norm in norms)
+    ):
+        raise _UnknownStructureError(
+            f"the norms of queries and keys of {name} differ, or are not those of single heads"
+        )
     norm_kind = norms[0].kind if norms else Normed(0.0, False)
     shape = Heads(heads, kind.kv_heads, kind.head_dim, gated, norm_kind.eps, norm_kind.zero_centred)
     # Mistral's attention reads its window from the configuration; the others that have one keep it themselves.
@@ -147,12 +168,18 @@ def _read_delta_net(language_model: Any, index: int, kind: DeltaNet) -> Build:
     name = f"layers.{index}.linear_attn"
     module = language_model.get_submodule(name)
     _require_children(module, "conv1d", "norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    if not isinstance(module.norm, GatedRMSNorm) or module.conv1d.bias is not None or module.activation not in ("silu", "swish"):
+    if (
+        not isinstance(module.norm, GatedRMSNorm)
+        or module.conv1d.bias is not None
+        or module.activation not in ("silu", "swish")
+    ):
         raise _UnknownStructureError(f"{name} has another norm, convolution or activation")
     names = tuple(f"{name}.{parameter}" for parameter in ("norm.weight", "conv1d.weight", "A_log", "dt_bias"))
     parameters = tuple(language_model.get_parameter(parameter) for parameter in names)
     norm = GatedNormed(module.norm.eps)
-    return lambda joined: DeltaBlock(index, kind, joined[f"{name}.in_proj"], joined[f"{name}.out_proj"], norm, names, parameters)
+    return lambda joined: DeltaBlock(
+        index, kind, joined[f"{name}.in_proj"], joined[f"{name}.out_proj"], norm, names, parameters
+    )
 
 
 def _read_norm(language_model: nn.Module, name: str) -> Norm:
@@ -165,7 +192,9 @@ def _read_norm(language_model: nn.Module, name: str) -> Norm:
 def _require_children(module: nn.Module, *names: str) -> None:
     found = {name for name, _ in module.named_children()}
     if found != set(names):
-        raise _UnknownStructureError(f"{type(module).__name__} consists of {', '.join(sorted(found))}, known is {', '.join(sorted(names))}")
+        raise _UnknownStructureError(
+            f"{type(module).__name__} consists of {', '.join(sorted(found))}, known is {', '.join(sorted(names))}"
+        )
 
 
 def _is_silu(activation: nn.Module) -> bool:

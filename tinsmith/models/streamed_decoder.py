@@ -1,8 +1,8 @@
 """A decoder whose layers are not all in the memory of its device: each comes when it is computed, forward and backward.
 
-Where they come from is for a `LayerSource` to say: parts that several workers keep (`training/parallel/sharded_layers.py`), or, until
-workers divide a base model that may be larger than one device, the host's memory. Files in the precision that is served are mapped there,
-not copied, and several workers share their pages.
+Where they come from is for a `LayerSource` to say: parts that several workers keep
+(`training/parallel/sharded_layers.py`), or, until workers divide a base model that may be larger than one device, the
+host's memory. Files in the precision that is served are mapped there, so that several workers share their pages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -93,7 +93,9 @@ class StreamedDecoder(Decoder):
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "StreamedDecoder":
         """Return a decoder with other weights, for passes without a backward."""
-        return StreamedDecoder((), self.last_norm.with_weights(parameters), self.rope, OwnWeights(self.source, parameters))
+        return StreamedDecoder(
+            (), self.last_norm.with_weights(parameters), self.rope, OwnWeights(self.source, parameters)
+        )
 
 
 def _leaves_by_layer(adapters: Adapters, layers: int) -> list[list[Tensor]]:
@@ -114,7 +116,9 @@ class _Layer(torch.autograd.Function):
     """A layer that keeps its input alone: its weights are gone when its backward comes, and are put together again."""
 
     @staticmethod
-    def forward(ctx: Any, source: LayerSource, index: int, shared: Pass, anchor: Tensor | None, x: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, source: LayerSource, index: int, shared: Pass, anchor: Tensor | None, x: Tensor, *leaves: Tensor
+    ) -> Tensor:
         ctx.source, ctx.index, ctx.shared, ctx.leaves = source, index, shared, leaves
         ctx.save_for_backward(x)
         return source.layer(index).total(x, shared)
@@ -138,7 +142,7 @@ class _Layer(torch.autograd.Function):
 
 
 def move_all_but_layers(network: nn.Module, language_model: Any, device: torch.device) -> None:
-    """Bring everything but the layers of the language model to a device; transformers' modules fetch each layer when they call it."""
+    """Move all but the language model's layers to a device; each layer is there only while transformers calls it."""
     layers: nn.ModuleList = language_model.layers
     language_model.layers = nn.ModuleList()
     network.to(device)
@@ -201,13 +205,20 @@ class HostLayers:
 
     def _copied(self, index: int) -> Layer:
         prefix = f"layers.{index}."
-        joined = {own.name: join_on(self.device, linears, own) for own, linears in self.linears if own.name.startswith(prefix)}
+        joined = {
+            own.name: join_on(self.device, linears, own) for own, linears in self.linears if own.name.startswith(prefix)
+        }
         layer: Layer = self.builds[index](joined)
         return with_tensors(layer, lambda tensor: tensor.detach().to(self.device))
 
 
-def read_host_decoder(model_type: str, language_model: nn.Module, layout: Layout, device: torch.device) -> StreamedDecoder | None:
-    """Read a decoder whose layers stay in the host's memory, where nothing is joined. Returns None as `read_decoder` does."""
+def read_host_decoder(
+    model_type: str, language_model: nn.Module, layout: Layout, device: torch.device
+) -> StreamedDecoder | None:
+    """Read a decoder whose layers stay in the host's memory, where nothing is joined.
+
+    Returns None as `read_decoder` does.
+    """
     parts = read_parts(model_type, language_model, layout)
     if parts is None:
         return None

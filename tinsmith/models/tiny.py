@@ -1,7 +1,7 @@
 """Tiny random models in the real format: Qwen3, Qwen3-VL and Qwen3.5 with a small tokenizer and image processor files.
 
-For tests, and for trying things out where nothing can be downloaded. Every file is a function of the arguments and the seed: weights come
-from random integers scaled by one multiplication, which give the same bits on every machine.
+For tests, and for trying things out where nothing can be downloaded. Every file is a function of the arguments and the
+seed: weights come from random integers scaled by one multiplication, which give the same bits on every machine.
 """
 
 import json
@@ -34,13 +34,30 @@ END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 
 SPECIAL_TOKENS = (
-    *(END_OF_TEXT, START_OF_TURN, END_OF_TURN, "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
+    *(
+        END_OF_TEXT,
+        START_OF_TURN,
+        END_OF_TURN,
+        "<|object_ref_start|>",
+        "<|object_ref_end|>",
+        "<|box_start|>",
+        "<|box_end|>",
+    ),
     *("<|quad_start|>", "<|quad_end|>", VISION_START, VISION_END, "<|vision_pad|>", IMAGE, VIDEO),
 )
 """Tokens that `skip_special_tokens` leaves out of decoded text."""
 
 MARKUP_TOKENS = (
-    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<|fim_prefix|>",
+        "<|fim_middle|>",
+        "<|fim_suffix|>",
+        "<|fim_pad|>",
+        "<|repo_name|>",
+        "<|file_sep|>",
+    ),
     *("<tool_response>", "</tool_response>", "<think>", "</think>"),
 )
 """Added tokens that stay visible in decoded text: a client parses them."""
@@ -53,7 +70,10 @@ SMALLEST_VOCAB = BYTES + len(SPECIAL_TOKENS) + len(MARKUP_TOKENS)
 
 TinyTokenizer = Qwen2Tokenizer | Qwen3_5Tokenizer
 
-CHAT_TEMPLATES: dict[type[TinyTokenizer], str] = {Qwen2Tokenizer: "tiny_chat.jinja", Qwen3_5Tokenizer: "tiny_chat_qwen3_5.jinja"}
+CHAT_TEMPLATES: dict[type[TinyTokenizer], str] = {
+    Qwen2Tokenizer: "tiny_chat.jinja",
+    Qwen3_5Tokenizer: "tiny_chat_qwen3_5.jinja",
+}
 """Files beside this module, by the class of a family's tokenizer, which says how text is split."""
 
 TinyKind = Literal["qwen3", "qwen3-vl", "qwen3-5"]
@@ -62,23 +82,26 @@ DEFAULT_LAYERS: dict[TinyKind, int] = {"qwen3": 2, "qwen3-vl": 2, "qwen3-5": 4}
 """Decoder layers. Of Qwen3.5's, every fourth attends; the others are gated delta nets."""
 
 PATCH, MERGE, FRAMES = 16, 2, 2
-"""Sizes of Qwen3-VL and Qwen3.5: a patch is 16x16 pixels in 2 frames (an image is in both); 2x2 patches become one token."""
+"""Sizes of Qwen3-VL and Qwen3.5: 16x16 pixels a patch, in 2 frames (an image is in both); 2x2 patches a token."""
 
 SMALLEST_IMAGE, LARGEST_IMAGE = 32 * 32, 1024 * 1024
-"""Limits in pixels: smaller and larger images are scaled. Real models start at 65536 (64 tokens); here one token is enough."""
+"""Limits in pixels: images outside are scaled. Real models start at 65536 (64 tokens); here one token is enough."""
 
 FINAL_NORM = 5.0
-"""Weight of the last norm. With tied embeddings no logit gets much above (norm weight) x (hidden width) x (embedding deviation). That is
-1.3 for a weight of 1 and the usual deviation of 0.02: every distribution would stay flat, and sampling at temperature 1 noise."""
+"""Weight of the last norm: a weight of 1 would leave every distribution flat, and sampling at temperature 1 noise.
+
+With tied embeddings no logit gets much above (norm weight) x (hidden width) x (embedding deviation): 1.3 for a weight
+of 1 and the usual deviation of 0.02.
+"""
 
 
 def write_tiny_model(
     kind: TinyKind, directory: Path, hidden: int = 64, layers: int | None = None, vocab: int = 2048, seed: int = 0
 ) -> None:
-    """Write a random model of `hidden` width, `layers` decoder layers (None: `DEFAULT_LAYERS`) and `vocab` embedding rows.
+    """Write a random model with `layers` decoder layers (None: `DEFAULT_LAYERS`) and `vocab` embedding rows.
 
-    Raises ConfigError: a kind that is not known, sizes that no model can have, a vocabulary too small for the tokenizer, a directory that
-    is not empty.
+    Raises ConfigError: an unknown kind, sizes that no model can have, a vocabulary too small for the tokenizer, a
+    directory that is not empty.
     """
     require_empty(directory)
     if kind not in DEFAULT_LAYERS:
@@ -99,12 +122,19 @@ def write_tiny_model(
     directory.mkdir(parents=True, exist_ok=True)
     _save_network(network, directory)
     GenerationConfig(
-        eos_token_id=[_id(tokenizer, END_OF_TURN), _id(tokenizer, END_OF_TEXT)], pad_token_id=_id(tokenizer, END_OF_TEXT)
+        eos_token_id=[_id(tokenizer, END_OF_TURN), _id(tokenizer, END_OF_TEXT)],
+        pad_token_id=_id(tokenizer, END_OF_TEXT),
     ).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     if kind != "qwen3":
-        _write_json(directory / "preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor", **_image_settings()})
-        _write_json(directory / "video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor", **_image_settings()})
+        _write_json(
+            directory / "preprocessor_config.json",
+            {"image_processor_type": "Qwen2VLImageProcessor", **_image_settings()},
+        )
+        _write_json(
+            directory / "video_preprocessor_config.json",
+            {"video_processor_type": "Qwen3VLVideoProcessor", **_image_settings()},
+        )
 
 
 def _text_config(hidden: int, layers: int, vocab: int, tokenizer: TinyTokenizer) -> dict[str, Any]:
@@ -136,9 +166,11 @@ def _qwen3_vl_config(text: dict[str, Any], tokenizer: TinyTokenizer) -> Qwen3VLC
 
 
 def _qwen3_5_config(text: dict[str, Any], tokenizer: TinyTokenizer) -> Qwen3_5Config:
-    # A quarter of each head turns with positions: 2 of its 4 rotary pairs with time, one with height and one with width.
+    # A quarter of each head turns with positions: 2 of its 4 rotary pairs with time, one each with height and width.
     rope = _rope(mrope_interleaved=True, mrope_section=[2, 1, 1], partial_rotary_factor=0.25)
-    layer_types = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(text["num_hidden_layers"])]
+    layer_types = [
+        "full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(text["num_hidden_layers"])
+    ]
     delta_net = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
@@ -199,13 +231,15 @@ def _image_settings() -> dict[str, Any]:
 
 @torch.no_grad()
 def _fill(network: PreTrainedModel, seed: int) -> None:
-    """Random matrices, zero biases, norms that multiply by one; the last norm of the language model multiplies by `FINAL_NORM`.
+    """Fill in random matrices, zero biases, norms that multiply by one; the language model's last by `FINAL_NORM`.
 
-    The heads of a gated delta net forget at different speeds: half of what one remembers is gone after one token to some hundred.
+    The heads of a gated delta net forget at different speeds, with half-lives of one token to some hundred.
     """
     generator = torch.Generator().manual_seed(seed)
     final_norm = "model.norm.weight" if isinstance(network, Qwen3ForCausalLM) else "model.language_model.norm.weight"
-    norms_add_one = {f"{name}.weight" for name, module in network.named_modules() if type(module).__name__ == "Qwen3_5RMSNorm"}
+    norms_add_one = {
+        f"{name}.weight" for name, module in network.named_modules() if type(module).__name__ == "Qwen3_5RMSNorm"
+    }
     for name, parameter in network.named_parameters():
         if name.endswith("A_log"):
             parameter.copy_(-torch.arange(len(parameter)) * 1.5)
@@ -219,7 +253,7 @@ def _fill(network: PreTrainedModel, seed: int) -> None:
 def _deviation(name: str, matrix: Tensor) -> float:
     """Standard deviation of a random matrix."""
     if name.endswith("embed_tokens.weight"):
-        # The largest logit is then 2 sqrt(hidden), 16 at a width of 64: a trained token can reach a probability near one.
+        # The largest logit is then 2 sqrt(hidden), 16 at a width of 64: a trained token can get a probability near 1.
         return 0.4 / math.sqrt(matrix.shape[1])
     if name.endswith("pos_embed.weight"):
         return 0.1
@@ -227,8 +261,8 @@ def _deviation(name: str, matrix: Tensor) -> float:
 
 
 def _fill_uniform(matrix: Tensor, deviation: float, generator: torch.Generator) -> None:
-    # Uniform in [-a, a) has deviation a / sqrt(3). torch.rand gives multiples of 2^-24, so that the subtraction is exact on every machine;
-    # normal numbers would go through a logarithm that differs between processors.
+    # Uniform in [-a, a) has deviation a / sqrt(3). torch.rand gives multiples of 2^-24, so that the subtraction is
+    # exact on every machine; normal numbers would go through a logarithm that differs between processors.
     matrix.copy_((torch.rand(matrix.shape, generator=generator) - 0.5) * (2 * math.sqrt(3) * deviation))
 
 
@@ -247,14 +281,19 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-# The tokenizer: byte-level BPE in the format of the family, with its special tokens and its chat format, so that renderers and chat
-# templates made for Qwen work with it. Merges come first, special tokens behind them, as in the real ones.
+# The tokenizer: byte-level BPE in the format of the family, with its special tokens and its chat format, so that
+# renderers and chat templates made for Qwen work with it. As in the real ones, merges come before special tokens.
 
 
 def train_tokenizer(vocab: int, family: type[TinyTokenizer] = Qwen2Tokenizer) -> TinyTokenizer:
-    """A tokenizer of at most `vocab` tokens, the same on every machine. Raises ConfigError for a `vocab` without room for every byte."""
+    """A tokenizer of at most `vocab` tokens, the same on every machine.
+
+    Raises ConfigError for a `vocab` without room for every byte.
+    """
     if vocab < SMALLEST_VOCAB:
-        raise ConfigError(f"vocab={vocab} is too small: {BYTES} bytes and the special tokens need at least {SMALLEST_VOCAB}")
+        raise ConfigError(
+            f"vocab={vocab} is too small: {BYTES} bytes and the special tokens need at least {SMALLEST_VOCAB}"
+        )
     added = (*SPECIAL_TOKENS, *MARKUP_TOKENS)
     ids, merges = _train_bpe(vocab - len(added), family)
     # Tokens that have an id already keep it when they are added, so the order here is the order of the ids.
@@ -273,7 +312,9 @@ def train_tokenizer(vocab: int, family: type[TinyTokenizer] = Qwen2Tokenizer) ->
 def _train_bpe(size: int, family: type[TinyTokenizer]) -> tuple[dict[str, int], list[Any]]:
     """Ids by token and merges (pairs of texts) in order, for at most `size` tokens."""
     untrained = family(vocab={}, merges=[]).backend_tokenizer  # splits text as the family's does
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
     untrained.train_from_iterator(_packaged_text("tiny_corpus.txt").splitlines(keepends=True), trainer)
     model = json.loads(untrained.to_str())["model"]
     return model["vocab"], [tuple(pair) for pair in model["merges"]]

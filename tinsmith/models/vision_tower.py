@@ -1,10 +1,11 @@
-"""The frozen vision tower over packed images: all patches in one row, without a loop over images and without waiting for the device.
+"""The frozen vision tower over packed images: all patches in one row, with no loop over images or wait for the device.
 
-transformers' towers attend image by image, or window by window, and read the sizes of images back from the device. Here sizes stay on the
-host, and what follows from the size alone is kept. The weights are those of transformers' modules, and the self-check compares both.
+transformers' towers attend image by image, or window by window, and read the sizes of images back from the device. Here
+sizes stay on the host, and what follows from the size alone is cached. The weights are those of transformers' modules,
+and the self-check compares both.
 
-Qwen3-VL and Qwen3.5 add learned position embeddings, and Qwen3-VL gives features of several layers. In Qwen2.5-VL most layers attend within
-windows, so its patches are laid window by window.
+Qwen3-VL and Qwen3.5 add learned position embeddings, and Qwen3-VL gives features of several layers. In Qwen2.5-VL most
+layers attend within windows, so its patches are laid window by window.
 """
 
 import math
@@ -25,13 +26,15 @@ from tinsmith.kernels.dispatch import half_on_gpu
 from tinsmith.models.attention import flash_attention
 from tinsmith.models.fused import add_layer_norm, add_rms_norm, rotate
 
-# An image on its way into a model: colour values of its patches, what the vision tower takes, and what the tower makes of it.
+# An image on its way into a model: colour values of its patches, what the vision tower takes, and what the tower makes
+# of it.
 
 
 class PixelLevels:
     """Table of the values that a model's image processor computes from the 256 values of a colour channel, to the bit.
 
-    So images are kept and copied to the device as bytes: an eighth of the float32 values, which repeat an image for each frame of a patch.
+    So images are kept and copied to the device as bytes: an eighth of the float32 values, which repeat an image for
+    each frame of a patch.
     """
 
     def __init__(self, table: Tensor, frames: int) -> None:
@@ -41,10 +44,14 @@ class PixelLevels:
         self._on_device: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def values(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
-        """The processor's values of `pixels` [patches, channels * area] uint8 -> [patches, channels * frames * area], on their device."""
+        """The processor's values of `pixels`, on their device: [patches, channels * frames * area].
+
+        `pixels` [patches, channels * area] uint8.
+        """
         table, offsets = self._tables(pixels.device, dtype)
         places = pixels.view(len(pixels), len(self.table), -1) + offsets  # [patches, channels, area] int32
-        values = table.index_select(0, places.flatten()).view(len(pixels), len(self.table), 1, -1)  # [patches, channels, 1, area]
+        # [patches, channels, 1, area]
+        values = table.index_select(0, places.flatten()).view(len(pixels), len(self.table), 1, -1)
         return values.expand(-1, -1, self.frames, -1).reshape(len(pixels), -1)
 
     def _tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -62,7 +69,7 @@ class ImageInput:
 
     sha256: bytes
     pixels: Tensor
-    """[patches, channels * area] uint8, on the CPU. The patches that are merged into one image token lie next to each other."""
+    """[patches, channels * area] uint8, on the CPU. Patches that are merged into one image token are neighbours."""
     levels: PixelLevels
     grid_thw: tuple[int, int, int]
     """Frames, rows and columns of patches."""
@@ -185,7 +192,9 @@ class VisionTower:
         self.merge: int = visual.spatial_merge_size
         self.deepstack: list[int] = list(getattr(visual, "deepstack_visual_indexes", []))
         """Layers that give features for the first language layers too."""
-        self.full: set[int] | None = set(visual.fullatt_block_indexes) if hasattr(visual, "fullatt_block_indexes") else None
+        self.full: set[int] | None = (
+            set(visual.fullatt_block_indexes) if hasattr(visual, "fullatt_block_indexes") else None
+        )
         """Layers that attend to the whole image, the others within windows; None if all do."""
         self.window: int = visual.window_size // visual.patch_size // self.merge if self.full is not None else 0
         """Merged patches along each side of a window."""
@@ -202,7 +211,8 @@ class VisionTower:
         counts = [image.image_tokens(self.merge) for image in images]
         layers = [layer.split(counts) for layer in deepstack]
         return [
-            ImageFeatures(own.clone(), tuple(layer[i].clone() for layer in layers))  # copies, so that a batch can be freed
+            # Copies, so that a batch can be freed
+            ImageFeatures(own.clone(), tuple(layer[i].clone() for layer in layers))
             for i, own in enumerate(embeddings.split(counts))
         ]
 
@@ -214,7 +224,8 @@ class VisionTower:
             counts = [len(own) for own in pixels]
             row = torch.empty(sum(counts), pixels[0].shape[1], dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             for place, own in zip(row.split(counts), pixels, strict=True):
-                # PyTorch would wake a thread on each core for so small a copy, and wait 8 ms for them on a GPU's host of 16 cores.
+                # PyTorch would wake a thread on each core for so small a copy, and wait 8 ms for them on a GPU's host
+                # of 16 cores.
                 np.copyto(place.numpy(), own.numpy())
             values.append(levels.values(row.to(self.device, non_blocking=True), self.dtype))
         patches = values[0] if len(values) == 1 else torch.cat(values)  # [patches, patch_dim]
@@ -222,7 +233,7 @@ class VisionTower:
         return linear(patches, projection.weight.flatten(1), projection.bias)
 
     def _walk(self, hidden: Tensor, grids: Sequence[Grid], tables: Sequence[GridTables]) -> list[Tensor]:
-        """Embedded patches [patches, hidden] -> merged features [image tokens, out], and those of each deepstack layer."""
+        """Embedded patches [patches, hidden] -> merged features [image tokens, out], then those of deepstack layers."""
         if tables[0].embedding is not None:
             hidden = hidden + torch.cat([table.embedding for table in tables if table.embedding is not None])
         frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
@@ -237,7 +248,9 @@ class VisionTower:
         delta: Tensor | None = None
         for index, block in enumerate(self.visual.blocks):
             hidden, normed = _add_norm(block.norm1, hidden, delta)
-            attended = _attention(block.attn, normed, cos, sin, spans if self.full is None or index in self.full else windows)
+            attended = _attention(
+                block.attn, normed, cos, sin, spans if self.full is None or index in self.full else windows
+            )
             hidden, normed = _add_norm(block.norm2, hidden, attended)
             delta = block.mlp(normed)
             if index in self.deepstack:
@@ -251,7 +264,9 @@ class VisionTower:
     def _window_order(self, tables: Sequence[GridTables]) -> Tensor:
         """[image tokens]: the merged patches of all images window by window."""
         starts = np.cumsum([0, *(len(table.order) for table in tables)])
-        return upload(np.concatenate([table.order + start for table, start in zip(tables, starts[:-1], strict=True)]), self.device)
+        return upload(
+            np.concatenate([table.order + start for table, start in zip(tables, starts[:-1], strict=True)]), self.device
+        )
 
     def _tables(self, grid: Grid) -> GridTables:
         if (tables := self.grids.get(grid)) is None:
@@ -261,7 +276,9 @@ class VisionTower:
         return tables
 
     def _make_tables(self, grid: Grid) -> GridTables:
-        order, windows = window_order(grid, self.merge, self.window) if self.full is not None else (np.empty(0, np.int64), [])
+        order, windows = (
+            window_order(grid, self.merge, self.window) if self.full is not None else (np.empty(0, np.int64), [])
+        )
         rows, columns = patch_places(grid, self.merge)  # [patches] each
         embedding = self._position_embedding(grid, rows, columns) if hasattr(self.visual, "pos_embed") else None
         places = np.stack([rows, columns], axis=1)  # [patches, 2]
@@ -276,7 +293,10 @@ class VisionTower:
         """Interpolate the square grid of learned embeddings at the places of an image's patches: [patches, hidden]."""
         table: Tensor = self.visual.pos_embed.weight  # [side * side, hidden]
         side = math.isqrt(len(table))
-        (row_taps, row_weights), (column_taps, column_weights) = (_taps(rows, grid[1], side), _taps(columns, grid[2], side))
+        (row_taps, row_weights), (column_taps, column_weights) = (
+            _taps(rows, grid[1], side),
+            _taps(columns, grid[2], side),
+        )
         taps = (row_taps[:, :, None] * side + column_taps[:, None, :]).reshape(-1, 4)
         weights = (row_weights[:, :, None] * column_weights[:, None, :]).reshape(-1, 4, 1)
         return (table[upload(taps, self.device)] * upload(weights, self.device)).sum(1).to(self.dtype)
@@ -337,7 +357,7 @@ def window_order(grid: Grid, merge: int, window: int) -> tuple[NDArray[np.int64]
 
 
 def _taps(places: NDArray[np.int64], size: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Two neighbours and their weights, both [n, 2], of places among `size` that span a row of `side` from edge to edge."""
+    """Interpolate places among `size` on a row of `side`, edge to edge: neighbours and weights, both [n, 2]."""
     source = places.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     first = np.floor(source)
     ahead = np.arange(2, dtype=np.float32)

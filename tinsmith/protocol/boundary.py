@@ -1,4 +1,4 @@
-"""The boundary around one command or one request: whatever goes wrong inside becomes that one's failure and does not end the process.
+"""The boundary around one command or request: what goes wrong inside is its failure, and does not end the process.
 
 A device that is lost passes: it is lost to every other command as well.
 """

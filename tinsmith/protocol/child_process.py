@@ -1,4 +1,4 @@
-"""The rules for child processes: how one is told its configuration, watched, restarted, and its end described. For engine and workers."""
+"""The rules for engine and worker processes: how one is configured, watched, restarted, and its end described."""
 
 import signal
 from dataclasses import asdict
@@ -21,7 +21,7 @@ LAST_WORDS_S = 0.5
 
 
 def leave_signals_to_server() -> None:
-    """Ignore what reaches all processes of a terminal or service and is the server's to handle: Ctrl-C, SIGTERM, SIGHUP."""
+    """Ignore what reaches all processes of a terminal or service, and the server handles: Ctrl-C, SIGTERM, SIGHUP."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:

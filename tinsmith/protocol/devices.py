@@ -1,7 +1,7 @@
 """Chooses how many workers an engine starts, and their devices.
 
-The engine has no torch, so it counts the GPUs that the system shows. Where several would each get a worker, a process of its own asks
-PyTorch, which may be able to use fewer.
+The engine has no torch, so it counts the GPUs that the system shows. Where several would each get a worker, a process
+of its own asks PyTorch, which may be able to use fewer.
 """
 
 import os
@@ -24,9 +24,9 @@ COUNTING_S = 120.0
 def worker_count(config: Config, gpus: int | None = None, usable: int | None = None) -> int:
     """Return the number of workers: as configured, or with --workers 0 the number of GPUs that vLLM servers leave.
 
-    `gpus` is how many there are; None means those of this machine, but Ray says itself which it has. `usable` is how many of them
-    PyTorch can use; with None PyTorch is asked if the number of workers depends on it. Raises ConfigError if the workers need more GPUs
-    than there are, are to divide what they cannot, or would have nothing to do.
+    `gpus` is how many there are; None means those of this machine, but Ray says itself which it has. `usable` is how
+    many of them PyTorch can use; with None PyTorch is asked if the number of workers depends on it. Raises ConfigError
+    if the workers need more GPUs than there are, are to divide what they cannot, or would have nothing to do.
     """
     asked = config.distributed.workers
     _check_ray(config)
@@ -41,12 +41,14 @@ def worker_count(config: Config, gpus: int | None = None, usable: int | None = N
     if count == 1:
         _check_servers(config, count, gpus)
         if config.training.sequence_parallel_from:
-            raise ConfigError("sequence_parallel_from has no effect with one worker; add --workers 2 or more, or leave it out")
+            raise ConfigError(
+                "sequence_parallel_from has no effect with one worker; add --workers 2 or more, or leave it out"
+            )
         return count
     if config.only_compares:
         raise ConfigError(
-            f"--workers {count}, --train none and --sampler vllm: one worker compares what vLLM servers compute, and others would have "
-            "nothing to do; leave --workers out"
+            f"--workers {count}, --train none and --sampler vllm: one worker compares what vLLM servers compute, "
+            "and others would have nothing to do; leave --workers out"
         )
     if config.models.device != "cpu":
         _check_gpus(config, count, gpus)
@@ -58,36 +60,50 @@ def _check_ray(config: Config) -> None:
     address = config.distributed.ray_address
     if address and not config.distributed.workers:
         raise ConfigError(
-            f"--ray-address {address}: say how many workers Ray is to start, with --workers 1 or more; other programs of its cluster want "
-            "GPUs too"
+            f"--ray-address {address}: say how many workers Ray is to start, with --workers 1 or more; "
+            "other programs of its cluster want GPUs too"
         )
 
 
 def _check_gpus(config: Config, count: int, gpus: int) -> None:
-    """Raise ConfigError if several workers have no GPU each. Where none is seen they run on the CPU, unless GPUs are asked for."""
+    """Raise ConfigError if several workers have no GPU each.
+
+    Where none is seen they run on the CPU, unless GPUs are asked for.
+    """
     device = config.models.device
     if ":" in device:
-        raise ConfigError(f"--workers {count} and --device {device} contradict each other: each worker has its own GPU; leave one out")
+        raise ConfigError(
+            f"--workers {count} and --device {device} contradict each other: each worker has its own GPU; leave one out"
+        )
     if gpus == 0 and device == "auto":
         return
     if count > gpus:
-        raise ConfigError(f"--workers {count}: there are {gpus} GPUs, and each worker needs its own; ask for {max(1, gpus)} or fewer")
+        raise ConfigError(
+            f"--workers {count}: there are {gpus} GPUs, and each worker needs its own; ask for {max(1, gpus)} or fewer"
+        )
 
 
 def _check_servers(config: Config, count: int, gpus: int) -> None:
     """Raise ConfigError if vLLM servers have too few GPUs beside the workers.
 
-    A single worker may share its GPU with servers of one GPU each, if they have room (`sampling/vllm/launch.py` checks).
+    A single worker may share its GPU with servers of one GPU each, if they have room (`sampling/vllm/launch.py`
+    checks).
     """
-    if not config.vllm_gpus or not gpus or config.models.device == "cpu" or (count == 1 and config.vllm.vllm_tensor_parallel == 1):
+    if (
+        not config.vllm_gpus
+        or not gpus
+        or config.models.device == "cpu"
+        or (count == 1 and config.vllm.vllm_tensor_parallel == 1)
+    ):
         return
     workers = 0 if config.only_compares else count
     if workers + config.vllm_gpus > gpus:
         vllm = config.vllm
         raise ConfigError(
-            f"--sampler vllm: {workers} workers and {config.vllm_gpus} GPUs of vLLM servers ({vllm.vllm_servers} for each of "
-            f"{max(1, len(config.base_models))} base models, on {vllm.vllm_tensor_parallel} each) are {workers + config.vllm_gpus} GPUs; "
-            f"there are {gpus}; lower --workers, --vllm-servers or --vllm-tensor-parallel"
+            f"--sampler vllm: {workers} workers and {config.vllm_gpus} GPUs of vLLM servers ({vllm.vllm_servers} for "
+            f"each of {max(1, len(config.base_models))} base models, on {vllm.vllm_tensor_parallel} each) are "
+            f"{workers + config.vllm_gpus} GPUs; there are {gpus}; lower --workers, --vllm-servers or "
+            "--vllm-tensor-parallel"
         )
 
 
@@ -99,8 +115,8 @@ def gpus_needed(config: Config) -> int:
 def _automatic(config: Config, gpus: int) -> int:
     """Return a worker for each GPU that vLLM servers leave, and at least one.
 
-    There is one alone where others would have nothing to do, or no GPU of their own: servers of --vllm-url may have any of those seen
-    here.
+    There is one alone where others would have nothing to do, or no GPU of their own: servers of --vllm-url may have any
+    of those seen here.
     """
     vllm = config.sampling.sampler == "vllm"
     alone = vllm and (config.only_compares or bool(config.vllm.vllm_turn_s) or bool(config.vllm.vllm_urls))
@@ -115,24 +131,26 @@ def _check_shard(config: Config, workers: int) -> None:
     if shard != "weights":
         return
     if workers == 1:
-        raise ConfigError(f"--shard {shard} divides weights over several workers; add --workers 2 or more, or leave it out")
+        raise ConfigError(
+            f"--shard {shard} divides weights over several workers; add --workers 2 or more, or leave it out"
+        )
     if sampler == "local":
         raise ConfigError(
-            f"--shard {shard} and --sampler {sampler}: no worker has all weights to sample from; add --sampler vllm, or --sampler none and "
-            "sample the saved checkpoints with another server"
+            f"--shard {shard} and --sampler {sampler}: no worker has all weights to sample from; "
+            "add --sampler vllm, or --sampler none and sample the saved checkpoints with another server"
         )
     state = config.training.full_state
     if state != "float32":
         raise ConfigError(
-            f"--shard {shard} and --full-state {state}: the state of weights that are sharded is float32; leave one of them out, or train "
-            "LoRA, which needs no --full-state"
+            f"--shard {shard} and --full-state {state}: the state of weights that are sharded is float32; "
+            "leave one of them out, or train LoRA, which needs no --full-state"
         )
     if config.models.deterministic:
         raise ConfigError(f"--shard {shard} and --deterministic do not work together; leave one out")
 
 
 def threads_of(config: Config, count: int) -> dict[str, str]:
-    """Return variables that give each of several workers on a CPU its share of the cores, unless OMP_NUM_THREADS is set."""
+    """Return variables that divide the cores among several workers on a CPU, unless OMP_NUM_THREADS is set."""
     on_cpu = config.models.device == "cpu" or (config.models.device == "auto" and not visible_gpus())
     if count == 1 or not on_cpu or "OMP_NUM_THREADS" in os.environ:
         return {}
@@ -151,10 +169,12 @@ def usable_gpus() -> int:
     """Count the GPUs that PyTorch can use. Takes seconds. Raises ConfigError if that fails."""
     command = [sys.executable, "-P", "-m", "tinsmith.models.machine"]
     try:
-        ran = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=COUNTING_S)
+        ran = subprocess.run(
+            command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=COUNTING_S
+        )
         return int(ran.stdout)
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         raise ConfigError(
-            f"--workers 0 starts a worker on each GPU, and how many of these PyTorch can use was not found out ({error}); say how many "
-            "workers start, with --workers 1 or more, or add --device cpu"
+            "--workers 0 starts a worker on each GPU, and how many of these PyTorch can use was not found out "
+            f"({error}); say how many workers start, with --workers 1 or more, or add --device cpu"
         ) from error

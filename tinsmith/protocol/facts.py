@@ -10,7 +10,7 @@ from tinsmith.errors import NotFoundError
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a base model: the server validates requests and answers get_info and get_server_capabilities with them."""
+    """Facts about a base model, to validate requests and to answer get_info and get_server_capabilities."""
 
     name: str
     """Name that clients use; `name:suffix` means the same model."""

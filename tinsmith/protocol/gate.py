@@ -1,8 +1,8 @@
 """Guards a socket that other hosts can reach: only the child that it was made for may connect.
 
-Both ends prove with keys who they are, and all that they say is encrypted (CURVE, which is part of ZeroMQ). A parent makes new keys for
-every child and gives them to it privately. ZeroMQ asks about every connection by a request on an inner socket (its protocol ZAP), which
-a thread answers.
+Both ends prove with keys who they are, and all that they say is encrypted (CURVE, which is part of ZeroMQ). A parent
+makes new keys for every child and gives them to it privately. ZeroMQ asks about every connection by a request on an
+inner socket (its protocol ZAP), which a thread answers.
 """
 
 import threading
@@ -48,7 +48,10 @@ class Gate:
         self._domains: list[str] = []
 
     def guard(self, socket: "zmq.Socket[bytes]", once: bool) -> None:
-        """Let nobody but the child connect to a socket of this process's context, which is to be bound later; with `once` only one time."""
+        """Let nobody but the child connect to a socket of this process's context; with `once` only one time.
+
+        The socket is to be bound later.
+        """
         domain = uuid.uuid4().hex
         self._domains.append(domain)
         _doorman().guests[domain.encode()] = _Guest(self._public_of_child, once)

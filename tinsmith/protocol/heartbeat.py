@@ -1,7 +1,8 @@
 """A thread that tells the parent, twice a second, that this process runs.
 
-A heartbeat also says how long a worker has been busy with its current turn, for people who look at the server, for how long it has shown
-no sign of progress (`Progress`), and whether it waits for others. A process that is frozen, or whose machine is, sends nothing.
+A heartbeat also says how long a worker has been busy with its current turn, for people who look at the server, for how
+long it has shown no sign of progress (`Progress`), and whether it waits for others. A process that is frozen, or whose
+machine is, sends nothing.
 """
 
 import gc
@@ -23,23 +24,24 @@ from tinsmith.protocol.serving import Alive
 
 # Whether a process that is busy gets on, judged by one of its threads: for how long there was no sign of it.
 #
-# - `still_s`: nothing has moved. No thread came on in its Python code, none used a processor or waits for a disk, nor does a child. So is a
-#   thread that hangs in a driver, or waits for what never comes. Tens of seconds are too long.
-# - `stuck_s`: no thread came on in its Python code, whatever processors and disks do: all are in one and the same call. So is a thread that
-#   waits for a kernel of a GPU which never ends, because it spins, but also one in a long call. Only many minutes are too long. The longest
-#   call is the wait for what a GPU was given ahead, at most a thousand launches.
+# - `still_s`: nothing has moved. No thread came on in its Python code, none used a processor or waits for a disk, nor
+#   does a child. So is a thread that hangs in a driver, or waits for what never comes. Tens of seconds are too long.
+# - `stuck_s`: no thread came on in its Python code, whatever processors and disks do: all are in one and the same call.
+#   So is a thread that waits for a kernel of a GPU which never ends, because it spins, but also one in a long call.
+#   Only many minutes are too long. The longest call is the wait for what a GPU was given ahead, at most a thousand
+#   launches.
 
 SIGN = 0.02
 """CPU share above which a process counts as working, beside that of threads that do not count."""
 
 APART = ("heartbeat", "vllm")
-"""Threads whose use of a processor is no sign: the one that looks, and the one that talks to vLLM servers, for which nobody waits."""
+"""Threads whose CPU use is no sign: the one that looks, and the one for vLLM servers, for which nobody waits."""
 
 _THREADS = Path("/proc/self/task")
 """Threads of this process, on Linux."""
 
 _Position = tuple[tuple[int, int], ...]
-"""Position of a thread in its Python code: each call and the instruction in it, as numbers, so that nothing is kept alive."""
+"""Position of a thread in its Python code: each call and its instruction, as numbers, which keep nothing alive."""
 
 
 class Exchanges:
@@ -77,23 +79,24 @@ class Progress:
         """Seconds in which no thread came on in its Python code; at least `still_s`."""
 
     def look(self, since_s: float, at: object) -> None:
-        """Look again, `since_s` seconds after the last time. `at` tells what the process is doing, None if it has no work.
+        """Look again, `since_s` seconds after the last time.
 
-        Always from the same thread.
+        `at` tells what the process is doing, None if it has no work. Always from the same thread.
         """
         now = None if at is None else (at, _positions())
         came_on = now is None or now != self._at
         self._at = now
         used_s, looked_at = _used_s(), time.monotonic()
         used, self._used_s = used_s - self._used_s, used_s
-        passed_s, self._looked_at = max(since_s, looked_at - self._looked_at), looked_at  # on a busy machine looks come late
+        # On a busy machine looks come late
+        passed_s, self._looked_at = max(since_s, looked_at - self._looked_at), looked_at
         children_work = self._children_work(passed_s)
         moved = came_on or used >= SIGN * passed_s or children_work or _waits_for_disk()
         self.still_s = 0.0 if moved else self.still_s + since_s
         self.stuck_s = 0.0 if came_on else self.stuck_s + since_s
 
     def _children_work(self, passed_s: float) -> bool:
-        """Whether processes that it has started, and theirs, use a processor, or come and go: compilers, which are waited for.
+        """Whether its child processes, and theirs, use a processor, or come and go: compilers, which are waited for.
 
         Servers have process groups of their own, and nobody waits for what they compute.
         """
@@ -112,14 +115,19 @@ class Progress:
 
 def _used_s() -> float:
     """Seconds of a processor that this process has used so far, but for the threads whose work is no sign."""
-    apart = (thread.native_id for thread in threading.enumerate() if thread.name in APART and thread is not threading.current_thread())
+    apart = (
+        thread.native_id
+        for thread in threading.enumerate()
+        if thread.name in APART and thread is not threading.current_thread()
+    )
     return time.process_time() - time.thread_time() - sum(_used_by(native_id) for native_id in apart)
 
 
 def _used_by(native_id: int | None) -> float:
     """Seconds that a thread has used; 0 if it has just ended, or the system does not tell.
 
-    Linux has a clock for each thread, numbered as here. Its `schedstat` lags behind by a second on processors without a tick.
+    Linux has a clock for each thread, numbered as here. Its `schedstat` lags behind by a second on processors without a
+    tick.
     """
     with suppress(OSError):
         return 0.0 if native_id is None else time.clock_gettime(~native_id << 3 | 6)
@@ -129,10 +137,12 @@ def _used_by(native_id: int | None) -> float:
 def _positions() -> dict[int, _Position]:
     """Return the position of each working thread. One that computes without Python keeps its last position.
 
-    Daemons serve others or look around, for which nobody waits: a progress bar of a download leaves one that wakes every ten seconds for
-    ever. Threads that Python has not started, such as autograd's, have an entry of another class if they have one.
+    Daemons serve others or look around, for which nobody waits: a progress bar of a download leaves one that wakes
+    every ten seconds for ever. Threads that Python has not started, such as autograd's, have an entry of another class
+    if they have one.
     """
-    # CPython 3.11 crashes if garbage is collected while it makes an object for a call of another thread, and that call ends meanwhile.
+    # CPython 3.11 crashes if garbage is collected while it makes an object for a call of another thread, and that call
+    # ends meanwhile.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -143,7 +153,11 @@ def _positions() -> dict[int, _Position]:
 
 
 def _positions_now() -> dict[int, _Position]:
-    daemons = {thread.ident for thread in threading.enumerate() if thread.daemon and not isinstance(thread, threading._DummyThread)}
+    daemons = {
+        thread.ident
+        for thread in threading.enumerate()
+        if thread.daemon and not isinstance(thread, threading._DummyThread)
+    }
     apart = daemons | {threading.get_ident()}
     return {ident: _position(frame) for ident, frame in sys._current_frames().items() if ident not in apart}
 
@@ -176,7 +190,7 @@ _UNREAD = 10
 """Heartbeats that may wait for a parent that does not read; further ones are not sent."""
 
 _FORGOTTEN_S = 300.0
-"""After so long without a heartbeat that could be sent, a parent on another host is gone, or has given this process up."""
+"""Seconds without a heartbeat sent after which a parent on another host is gone, or has given this process up."""
 
 
 class Heartbeat:
@@ -185,9 +199,9 @@ class Heartbeat:
     def __init__(self, address: str, parent_pid: int | None = None, keys: ChildKeys | None = None) -> None:
         """Send to the parent that bound the link `address`, between hosts with its `keys`.
 
-        With `parent_pid` this process ends at once when that parent is gone: nobody waits for it, and the next process needs the device.
-        With `keys` as well it also ends when nobody has taken its heartbeats for five minutes: on a host that had vanished and came
-        back, Ray may leave it running.
+        With `parent_pid` this process ends at once when that parent is gone: nobody waits for it, and the next process
+        needs the device. With `keys` as well it also ends when nobody has taken its heartbeats for five minutes: on a
+        host that had vanished and came back, Ray may leave it running.
         """
         self._parent_pid = parent_pid
         self._address = heartbeat_address(address)
@@ -220,7 +234,7 @@ class Heartbeat:
         while True:
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 os._exit(1)
-            # Whether it waits is read once, and first: when an exchange has ended, that it lasted long says nothing any more.
+            # Whether it waits is read once, and first: when an exchange has ended, how long it lasted says nothing.
             waits, turn = self.exchanges.waits, self._busy_since
             is_idle = turn is None or self.worker_busy_s is not None
             progress.look(BEAT_S, None if is_idle else (turn, waits, self.exchanges.begun))

@@ -1,11 +1,12 @@
-"""The ZeroMQ sockets between a process and a child that it starts: for messages both ways, for heartbeats, and for a worker's questions.
+"""The ZeroMQ sockets between a process and its child: for messages both ways, heartbeats, and a worker's questions.
 
-The parent binds a new socket for every child, so nothing meant for a dead one reaches the next. On one host it is a file in a directory
-that only the user can enter (`own_directory.py`). Between hosts it is a TCP port that lets in nobody but the child (`gate.py`), and only
-once: a child whose connection has broken may have lost messages, and must end. Queues have no limit, because a sender must not block.
+The parent binds a new socket for every child, so nothing meant for a dead one reaches the next. On one host it is a
+file in a directory that only the user can enter (`own_directory.py`). Between hosts it is a TCP port that lets in
+nobody but the child (`gate.py`), and only once: a child whose connection has broken may have lost messages, and must
+end. Queues have no limit, because a sender must not block.
 
-A parent's sockets belong to the context of its process, which is never ended: where a child was killed while it connected, ending a
-context of their own has waited for ever.
+A parent's sockets belong to the context of its process, which is never ended: where a child was killed while it
+connected, ending a context of their own has waited for ever.
 """
 
 import contextlib
@@ -50,7 +51,7 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 def message_address(address: str) -> str:
-    """Return the address of messages to the parent that bound `address`: `ipc://FILE`, or `tcp://HOST:PORT` and other ports."""
+    """Return the message address of the parent that bound `address`: `ipc://FILE`, or `tcp://HOST:PORT,PORT,PORT`."""
     return address.partition(",")[0]
 
 
@@ -107,9 +108,10 @@ class ChildLink:
             self._poller.unregister(socket)
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """Return all messages that have arrived, oldest first; without any, wait for one, or for `wake`, for at most `timeout_s` seconds.
+        """Return the messages that have arrived, oldest first; if none, wait up to `timeout_s` for one, or `wake`.
 
-        Raises EngineUnavailableError if none can come any more, because the connection to a parent on another host is lost.
+        Raises EngineUnavailableError if none can come any more, because the connection to a parent on another host is
+        lost.
         """
         ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
         if self._bell in ready:
@@ -128,7 +130,8 @@ class ChildLink:
     def send(self, message: Message) -> None:
         """Queue a message to the parent. Raises EngineUnavailableError if the parent has refused this process.
 
-        ZeroMQ takes its queue away from a socket whose connection is refused: a send that waited for one would wait for ever.
+        ZeroMQ takes its queue away from a socket whose connection is refused: a send that waited for one would wait for
+        ever.
         """
         try:
             self._socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK)
@@ -152,7 +155,8 @@ class ParentLink:
     def __init__(self, host: str | None = None) -> None:
         """Bind, for a child on this host or, with the address of this `host`, for one on any that reaches it.
 
-        Raises ConfigError if the temporary directory has too long a path for a socket, or if `host` is no address of this one.
+        Raises ConfigError if the temporary directory has too long a path for a socket, or if `host` is no address of
+        this one.
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.PAIR)
@@ -251,7 +255,9 @@ def _new_address() -> tuple[OwnDirectory, str]:
     path = directory.path / "child"
     if len(os.fsencode(heartbeat_address(str(path)))) > _MAX_PATH_BYTES:
         directory.close()
-        raise ConfigError(f"the socket path {path} is longer than {_MAX_PATH_BYTES} bytes; set TMPDIR to a shorter directory")
+        raise ConfigError(
+            f"the socket path {path} is longer than {_MAX_PATH_BYTES} bytes; set TMPDIR to a shorter directory"
+        )
     return directory, f"ipc://{path}"
 
 

@@ -1,4 +1,4 @@
-"""The form of all messages between processes: a list of ZeroMQ frames with the message's name, a JSON header, and for some raw bytes.
+"""The form of all messages between processes: ZeroMQ frames with a name, a JSON header, and for some raw bytes.
 
 `serving.py` holds what server and engine say to each other, `work.py` what engine and workers do.
 """

@@ -1,8 +1,9 @@
-"""The directory of one process for its sockets or for what its vLLM servers read, and those that dead processes have left beside it.
+"""A process's directory for its sockets or what its vLLM servers read, and those left beside it by dead processes.
 
-Containers may share the place (`/dev/shm`), and machines one on NFS (TMPDIR, --vllm-dir), so a process id says nothing. Each directory
-is named by the start of the machine's kernel (its boot id), and holds a file that its process locks to its end, however it ends. All
-processes of this kernel see the lock, in whatever container; those of others may not. Therefore:
+Containers may share the place (`/dev/shm`), and machines one on NFS (TMPDIR, --vllm-dir), so a process id says nothing.
+Each directory is named by the start of the machine's kernel (its boot id), and holds a file that its process locks to
+its end, however it ends. All processes of this kernel see the lock, in whatever container; those of others may not.
+Therefore:
 
 - what this kernel has started and nobody locks is deleted;
 - what another machine has made, or this one before it was last started, is never deleted. The log names the place.
@@ -30,13 +31,16 @@ class OwnDirectory:
     """A new directory that only the user can enter, until `close` or the end of the process."""
 
     def __init__(self, prefix: str, parent: Path) -> None:
-        """Its name begins with `prefix`. What dead processes have left in `parent` under such a name is deleted first."""
+        """Its name begins with `prefix`.
+
+        What dead processes have left in `parent` under such a name is deleted first.
+        """
         boot = boot_name()
         _delete_leftovers(prefix, parent, boot)
         made = Path(tempfile.mkdtemp(prefix=_BEING_MADE, dir=parent))
         self._lock = os.open(made / OWNER, os.O_RDWR | os.O_CREAT, 0o600)
         os.write(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        # A name without a boot id is nobody's leftover: where files cannot be locked, nobody could tell that it is in use.
+        # A name without a boot id is nobody's leftover: where files cannot be locked, nobody can tell that it is used.
         named = f"{boot}-" if boot and _locked(self._lock) else ""
         self.path = made.rename(parent / f"{prefix}{named}{made.name.removeprefix(_BEING_MADE)}")
 
@@ -63,8 +67,8 @@ def _delete_leftovers(prefix: str, parent: Path, boot: str) -> None:
             shutil.rmtree(directory, ignore_errors=True)
     if others:
         log.info(
-            "%d directories %s* in %s are of other machines, or were made before this one was last started: they are not deleted. The file "
-            "%r in each names its process; delete what is used no more",
+            "%d directories %s* in %s are of other machines, or were made before this one was last started: "
+            "they are not deleted. The file %r in each names its process; delete what is used no more",
             *(others, prefix, parent, OWNER),
         )
 

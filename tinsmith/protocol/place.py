@@ -18,7 +18,9 @@ def listening_at(host: str) -> Iterator[None]:
     try:
         yield
     except (OSError, zmq.ZMQError) as error:
-        raise ConfigError(f"cannot listen at {host}, by which workers on other hosts should reach this one: {error}") from error
+        raise ConfigError(
+            f"cannot listen at {host}, by which workers on other hosts should reach this one: {error}"
+        ) from error
 
 
 def meeting_at(host: str) -> str:
@@ -33,9 +35,11 @@ class Place:
     rank: int = 0
     count: int = 1
     meeting: str = ""
-    """Address at which the workers of a group meet: `file://` and a path if all are on the server's host, otherwise `tcp://` and the
-    address by which others reach this worker's host (`training/parallel/process_group.py`). Empty for a worker alone on the server's
-    host."""
+    """Address at which the workers of a group meet (`training/parallel/process_group.py`).
+
+    It is `file://` and a path if all are on the server's host, otherwise `tcp://` and the address by which others reach
+    this worker's host. Empty for a worker alone on the server's host.
+    """
 
     @property
     def host(self) -> str:
@@ -52,5 +56,5 @@ class Place:
 
 
 def writer_of(model_id: str, count: int) -> int:
-    """The one of `count` workers that writes what is saved of a model: all have the same, and different models keep different ones busy."""
+    """Return the rank that writes what is saved of a model: all have the same, and models spread over the ranks."""
     return zlib.crc32(model_id.encode()) % count

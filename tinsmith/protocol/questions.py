@@ -1,8 +1,8 @@
 """Questions of a worker to the engine: database rows, and where the workers meet.
 
-FindCheckpoint is answered by CheckpointRow, FindSequences by Sequences, FindMeeting by MeetingPort, the others by Answered, and any of
-them by NotAnswered. They have a socket of their own (`link.py`), so that any thread of the worker may ask and wait, while a thread of
-the engine answers: the loops of both go on meanwhile.
+FindCheckpoint is answered by CheckpointRow, FindSequences by Sequences, FindMeeting by MeetingPort, the others by
+Answered, and any of them by NotAnswered. They have a socket of their own (`link.py`), so that any thread of the worker
+may ask and wait, while a thread of the engine answers: the loops of both go on meanwhile.
 """
 
 import os
@@ -68,7 +68,9 @@ class _CarriesSequences(Message):
     @classmethod
     def of(cls, sequences: Mapping[str, RecordedSequence]) -> Self:
         headers = [(name, sequence.prompt_length, len(sequence.tokens)) for name, sequence in sequences.items()]
-        arrays = [array for each in sequences.values() for array in (each.tokens.astype("<i4"), each.logprobs.astype("<f4"))]
+        arrays = [
+            array for each in sequences.values() for array in (each.tokens.astype("<i4"), each.logprobs.astype("<f4"))
+        ]
         return cls(headers, b"".join(array.tobytes() for array in arrays))
 
     @property
@@ -107,7 +109,7 @@ class FindMeeting(Message):
 
 @dataclass(frozen=True)
 class MeetingPort(Message):
-    """The port at which workers of several hosts meet, as the first of them says when it has opened it; 0 in an answer before that."""
+    """The port at which workers of several hosts meet, told by the first one once it is open; 0 in answers before."""
 
     host: str
     port: int
@@ -151,7 +153,9 @@ class Questions:
         with self._lock:
             self._socket.send_multipart(question.to_frames())
             if not self._socket.poll(self._patience_ms):
-                raise StoreUnavailableError(f"the engine did not answer within {self._patience_ms / 1000:g} s; send the request again")
+                raise StoreUnavailableError(
+                    f"the engine did not answer within {self._patience_ms / 1000:g} s; send the request again"
+                )
             answer = Message.from_frames(self._socket.recv_multipart())
         if isinstance(answer, NotAnswered):
             raise error_of(answer.error_type, answer.error)

@@ -56,7 +56,7 @@ class CancelSample(Message):
 
 @dataclass(frozen=True)
 class EndSession(Message):
-    """The session is finished: cancel its samples and what its models have queued, unload these, and drop its snapshots."""
+    """The session is over: cancel its samples and its models' queued commands, unload these, and drop its snapshots."""
 
     session_id: str
     save: bool
@@ -93,7 +93,10 @@ class Ready(Message):
 
 @dataclass(frozen=True)
 class Recovering(Message):
-    """A worker has ended. What it had is failed in the log; its samples are lost. `Ready` follows when another has taken its place."""
+    """A worker has ended.
+
+    What it had is failed in the log; its samples are lost. `Ready` follows when another has taken its place.
+    """
 
     reason: str
 
@@ -128,7 +131,14 @@ class Done(Message):
 
     @property
     def outcome(self) -> Outcome:
-        return Outcome(self.request_id, None if self.result_type is None else self.payload, self.result_type, self.error, self.category)
+        """Return the result or error as the store keeps it."""
+        return Outcome(
+            self.request_id,
+            None if self.result_type is None else self.payload,
+            self.result_type,
+            self.error,
+            self.category,
+        )
 
 
 @dataclass(frozen=True)
@@ -150,7 +160,10 @@ class SampleEvents(Message):
 
 @dataclass(frozen=True)
 class SampleFailed(Message):
-    """The sample ended in an error. `gone` means that its weights no longer exist: the reply is 404, not a failed future."""
+    """The sample ended in an error.
+
+    `gone` means that its weights no longer exist: the reply is 404, not a failed future.
+    """
 
     request_id: str
     run: int

@@ -1,4 +1,4 @@
-"""Choices of a client about a model and an optimizer step, and the identity of weights, as plain values for rooms without torch."""
+"""A client's choices for a model and an optimizer step, and the identity of weights: plain values without torch."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,17 @@ class LoraShape:
     def differences(self, other: "LoraShape") -> str:
         """Describe the differences from `other`, except the seed, as arguments of create_lora_training_client."""
         names = ("rank", "train_attn", "train_mlp", "train_unembed")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != getattr(other, name))
+        return ", ".join(
+            f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != getattr(other, name)
+        )
 
 
 def rank_refusal(rank: int, largest: int) -> str:
     """Return the reason why a model of that rank is not made."""
-    return f"lora_config.rank={rank}: this server takes up to {largest}; ask for less, or start it with --max-lora-rank {rank}"
+    return (
+        f"lora_config.rank={rank}: this server takes up to {largest}; "
+        f"ask for less, or start it with --max-lora-rank {rank}"
+    )
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,11 @@ class WeightsRef:
 
     base_model: str
     key: str
-    """Never given to two different weights: the request id of the save that made a snapshot, or the directory of a checkpoint's files.
-    Empty for the base weights."""
+    """Unique to these weights: the request id of a snapshot's save, or a checkpoint's directory; empty for the base."""
     label: str
     """Name for clients: the base model's name, the path of a checkpoint, or the request id of a save."""
     inflight_of: str | None = None
-    """The model whose newest weights these are, if inflight sampling sessions follow it; None for weights that nothing replaces."""
+    """The model whose newest weights these are, if inflight sampling follows it; None if nothing replaces them."""
 
     @classmethod
     def of_base(cls, base_model: str) -> "WeightsRef":

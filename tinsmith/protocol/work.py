@@ -1,12 +1,13 @@
 """Messages between the engine and its workers.
 
-Engine to worker: Prepare, Drop, RunPass, the calls (CreateModel, OptimStep, TakeSnapshot, SaveModel, ExportModel, LoadModel),
-FinishSave, the orders that need no answer (ClearGradients, DeleteModel, DropFiles), and of what the server says: Sample, CancelSample,
-EndSession, ForgetCheckpoint, Shutdown. Worker to engine: WorkerReady, Alive, Prepared, PrepareFailed, PassDone, Copied, PartWritten,
-Answer, CallFailed, WorkerStatus, Bye, and for the server: SampleDone, SampleFailed, SampleEvents.
+Engine to worker: Prepare, Drop, RunPass, the calls (CreateModel, OptimStep, TakeSnapshot, SaveModel, ExportModel,
+LoadModel), FinishSave, the orders that need no answer (ClearGradients, DeleteModel, DropFiles), and of what the server
+says: Sample, CancelSample, EndSession, ForgetCheckpoint, Shutdown. Worker to engine: WorkerReady, Alive, Prepared,
+PrepareFailed, PassDone, Copied, PartWritten, Answer, CallFailed, WorkerStatus, Bye, and for the server: SampleDone,
+SampleFailed, SampleEvents.
 
-A worker answers a call once, under the number that the engine gave it. Numbers are never used twice. Errors travel as the name of their
-class in `errors.py` and their message.
+A worker answers a call once, under the number that the engine gave it. Numbers are never used twice. Errors travel as
+the name of their class in `errors.py` and their message.
 """
 
 from dataclasses import dataclass, field
@@ -44,7 +45,10 @@ class Prepare(Message):
 
 @dataclass(frozen=True)
 class Prepared(Message):
-    """An operation is right as far as that can be known before its images are decoded. The worker holds its datums until they are run."""
+    """An operation is right as far as that can be known before its images are decoded.
+
+    The worker holds its datums until they are run.
+    """
 
     number: int
     operation: str
@@ -96,8 +100,8 @@ class RunPass(Message):
 class PassDone(Message):
     """Outcome of each datum of a pass.
 
-    `payload` holds of those in `results` first all losses, then all metrics (float64), then all log-probabilities (float32): JSON has no
-    infinity and no NaN.
+    `payload` holds of those in `results` first all losses, then all metrics (float64), then all log-probabilities
+    (float32): JSON has no infinity and no NaN.
     """
 
     number: int
@@ -110,9 +114,12 @@ class PassDone(Message):
     metrics: list[list[str]]
     """Names of the metrics of each of `results`."""
     took: list[tuple[str, bool, list[int], float]]
-    """Passes that are known to have ended since this was last told, because a GPU is at a backward pass for longer than the worker: base
-    model, whether with backward, lengths of the sequences, seconds of the device. Not those that failed or were given up, nor those that
-    all workers compute together: of them a smaller one would cost nearly as much."""
+    """Passes found to have ended since this was last told: a GPU is at a backward pass for longer than the worker.
+
+    Each has its base model, whether with backward, lengths of the sequences, and seconds of the device. Not those that
+    failed or were given up, nor those that all workers compute together: of them a smaller one would cost nearly as
+    much.
+    """
     payload: bytes
 
 
@@ -132,7 +139,10 @@ class CreateModel(Message):
 
 @dataclass(frozen=True)
 class OptimStep(Message):
-    """Apply and clear a model's gradients. The answer holds `metrics`, and as `kept` whether there is a kept copy of the result."""
+    """Apply and clear a model's gradients.
+
+    The answer holds `metrics`, and as `kept` whether there is a kept copy of the result.
+    """
 
     number: int
     base_model: str
@@ -175,7 +185,10 @@ class SaveModel(Message):
 
 @dataclass(frozen=True)
 class ExportModel(Message):
-    """Copy a model as it is now, and write it beside the device in the formats of other tools. Answered as `SaveModel` is."""
+    """Copy a model as it is now, and write it beside the device in the formats of other tools.
+
+    Answered as `SaveModel` is.
+    """
 
     number: int
     base_model: str
@@ -205,7 +218,10 @@ class PartWritten(Message):
 
 @dataclass(frozen=True)
 class FinishSave(Message):
-    """All workers have written their parts, or one has failed. The call is answered when there is a checkpoint, or nothing left."""
+    """All workers have written their parts, or one has failed.
+
+    The call is answered when there is a checkpoint, or nothing left.
+    """
 
     number: int
     directory: str
@@ -219,7 +235,10 @@ class FinishSave(Message):
 
 @dataclass(frozen=True)
 class LoadModel(Message):
-    """Make a model from a checkpoint, or replace the weights of one that is there. The files are read beside the device."""
+    """Make a model from a checkpoint, or replace the weights of one that is there.
+
+    The files are read beside the device.
+    """
 
     number: int
     base_model: str

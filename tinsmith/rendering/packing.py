@@ -13,7 +13,7 @@ from tinsmith.rendering.rendered import RenderedInput
 
 
 def packing_order(lengths: Sequence[int], owners: Sequence[Weights | None]) -> list[int]:
-    """Return the order in which to pack: by owner, then by length, so that equal lengths can share an attention call."""
+    """Return the order to pack in: by owner, then by length, so that equal lengths can share an attention call."""
     rank: dict[int, int] = {}
     for owner in owners:
         rank.setdefault(id(owner), len(rank))
@@ -21,7 +21,10 @@ def packing_order(lengths: Sequence[int], owners: Sequence[Weights | None]) -> l
 
 
 def shared_rows(owners: Sequence[Weights | None]) -> list[list[int]]:
-    """Group the owners (indices, in order) that may share a row: adapters and the bare base do; each model with full weights is alone."""
+    """Group the owners (indices, in order) that may share a row.
+
+    Adapters and the bare base may; each model with full weights is alone.
+    """
     rows: dict[int, list[int]] = {}
     for index, owner in enumerate(owners):
         rows.setdefault(id(owner) if isinstance(owner, FullWeights) else 0, []).append(index)
@@ -29,7 +32,7 @@ def shared_rows(owners: Sequence[Weights | None]) -> list[list[int]]:
 
 
 def pack(sequences: Sequence[RenderedInput], owners: Sequence[Weights | None], device: torch.device) -> PackedRow:
-    """Pack `sequences` of one of `shared_rows` in the given order, which must keep each owner's together (`packing_order`)."""
+    """Pack `sequences` of one of `shared_rows`, in an order that keeps each owner's together (`packing_order`)."""
     lengths = [len(s) for s in sequences]
     in_images = ~np.concatenate([s.is_text for s in sequences])  # [tokens]
     return PackedRow(

@@ -1,8 +1,9 @@
-"""Turns an image in RGB into the patches that a vision tower takes, with the numbers of the model's own Hugging Face image processor.
+"""Turns an RGB image into a vision tower's patches, with the numbers of the model's own Hugging Face processor.
 
-The processor computes in float32, on arrays that it copies a dozen times. It rescales and normalizes every colour value alone, so what it
-makes of each is noted once, when the model is loaded. An image is then resized by Pillow, as the processor does it, and cut into patches of
-bytes. On images of random pixels this is compared, bit for bit, with what the processor returns.
+The processor computes in float32, on arrays that it copies a dozen times. It rescales and normalizes every colour value
+alone, so what it makes of each is noted once, when the model is loaded. An image is then resized by Pillow, as the
+processor does it, and cut into patches of bytes. On images of random pixels this is compared, bit for bit, with what
+the processor returns.
 """
 
 import math
@@ -44,12 +45,13 @@ class LocalProcessor:
                 self.merge_size: int = self.processor.merge_size
                 self.levels = self._read_levels()
                 agrees = self._agrees()
-            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # values of another kind
+            # Values of another kind
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 agrees, reason = False, f" ({type(error).__name__}: {' '.join(str(error).split())})"
         if not agrees:
             raise ConfigError(
-                f"{source}: its image processor, {named}, does not compute what Qwen2VLImageProcessor computes with the settings of "
-                f"preprocessor_config.json{reason}; copy that of the model: Tinsmith knows no other"
+                f"{source}: its image processor, {named}, does not compute what Qwen2VLImageProcessor computes with "
+                f"the settings of preprocessor_config.json{reason}; copy that of the model: Tinsmith knows no other"
             )
 
     def __call__(self, sha256: bytes, image: Image.Image) -> ImageInput:
@@ -63,7 +65,10 @@ class LocalProcessor:
         return ImageInput(sha256, torch.from_numpy(pixels), self.levels, grid, slice(0, tokens))
 
     def tokens(self, header: ImageHeader) -> int:
-        """Number of image tokens for an image of that size. Raises UserError if the processor takes none of that shape."""
+        """Number of image tokens for an image of that size.
+
+        Raises UserError if the processor takes none of that shape.
+        """
         try:
             patches: int = self.processor.get_number_of_image_patches(header.height, header.width, {})
         except ValueError as error:
@@ -75,7 +80,9 @@ class LocalProcessor:
         size, merge = self.patch_size, self.merge_size
         rows, columns = pixels.shape[0] // (size * merge), pixels.shape[1] // (size * merge)
         blocks = pixels.reshape(rows, merge, size, columns, merge, size, CHANNELS)
-        return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(rows * columns * merge**2, CHANNELS * size**2)
+        return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(
+            rows * columns * merge**2, CHANNELS * size**2
+        )
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of an image after resizing."""
@@ -90,7 +97,8 @@ class LocalProcessor:
         counted = (np.arange(side**2) % 256).astype(np.uint8).reshape(side, side, 1).repeat(CHANNELS, axis=2)
         frames: int = self.processor.temporal_patch_size
         pixels = self._patches(counted).reshape(-1, CHANNELS, self.patch_size**2)  # [patches, channels, area]
-        values = self._processed(Image.fromarray(counted)).view(len(pixels), CHANNELS, frames, -1)  # [patches, channels, frames, area]
+        # [patches, channels, frames, area]
+        values = self._processed(Image.fromarray(counted)).view(len(pixels), CHANNELS, frames, -1)
         table = torch.empty(CHANNELS, 256)
         for channel in range(CHANNELS):
             table[channel, torch.from_numpy(pixels[:, channel]).long()] = values[:, channel, 0]

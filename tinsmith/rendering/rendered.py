@@ -16,7 +16,7 @@ from tinsmith.models.vision_tower import ImageInput
 class RenderedInput:
     """A ModelInput as the model sees it: all that trainer and sampler work from.
 
-    Example: "<vision_start> image of 4 tokens <vision_end> hi" has 7 token ids, one span (offset 1, length 4) and one image.
+    Example: "<vision_start> image of 4 tokens <vision_end> hi" has 7 token ids, a span (offset 1, length 4), an image.
     """
 
     token_ids: NDArray[np.int32]
@@ -45,7 +45,10 @@ class RenderedInput:
         return text
 
     def part(self, start: int, end: int) -> "RenderedInput":
-        """Cut out tokens [start, end). Of an image that is cut, the span and the rows of its features that lie inside remain."""
+        """Cut out tokens [start, end).
+
+        Of an image that is cut, the span and the rows of its features that lie inside remain.
+        """
         spans, images = [], []
         for span, image in zip(self.spans, self.images, strict=True):
             first, last = max(span.offset, start), min(span.offset + span.length, end)

@@ -1,7 +1,7 @@
 """Renders the chunks of a ModelInput to a `RenderedInput`: the only place where text and images become token ids.
 
-An image is decoded and processed once (`processor.py`), and remembered by the hash of its bytes. Placeholders are expanded here; a
-placeholder id that arrives as a text token stays text.
+An image is decoded and processed once (`processor.py`), and remembered by the hash of its bytes. Placeholders are
+expanded here; a placeholder id that arrives as a text token stays text.
 """
 
 import threading
@@ -130,8 +130,8 @@ class Renderer:
     def measure(self, chunks: Sequence[Chunk]) -> Measured:
         """Check `chunks` as far as that is cheap: of an image only its header is read.
 
-        Raises UserError: nothing in it, a token outside the vocabulary, an image that is too large or not wanted by this model, a count
-        that differs from `expected_tokens`, a sequence longer than the context, or too many pixels.
+        Raises UserError: nothing in it, a token outside the vocabulary, an image that is too large or not wanted by
+        this model, a count that differs from `expected_tokens`, a sequence longer than the context, or too many pixels.
         """
         self._check_tokens(chunks)
         measured, lengths, new = [], [], dict[Key, _NewImage]()
@@ -148,7 +148,11 @@ class Renderer:
 
     def undecoded(self, measured: Measured) -> dict[bytes, int]:
         """Pixels of each of its images that was not decoded meanwhile, by SHA-256."""
-        return {sha256: size for sha256, size in measured.pixels.items() if not any(self.cache.get((sha256, f)) for f in IMAGE_FORMATS)}
+        return {
+            sha256: size
+            for sha256, size in measured.pixels.items()
+            if not any(self.cache.get((sha256, f)) for f in IMAGE_FORMATS)
+        }
 
     def render_measured(self, measured: Measured) -> RenderedInput:
         """Render the sequence, decoding its images. Raises UserError for one that is broken."""
@@ -166,7 +170,7 @@ class Renderer:
         return RenderedInput(np.concatenate(parts), tuple(spans), tuple(images), where)
 
     def _check_tokens(self, chunks: Sequence[Chunk]) -> None:
-        """Check all texts at once, because there may be one for every token; the wrong one is looked for if there is any."""
+        """Check all texts at once, as there may be one for every token; a wrong one is looked for if there is any."""
         texts = [(index, chunk.tokens) for index, chunk in enumerate(chunks) if isinstance(chunk, TextChunk)]
         if not texts:
             return
@@ -179,11 +183,15 @@ class Renderer:
         if length == 0:
             raise UserError("the model input holds no token; send at least one")
         if length > self.base.max_context:
-            raise UserError(f"the model input holds {length} tokens, the context window of {self.base.name} is {self.base.max_context}")
+            raise UserError(
+                f"the model input holds {length} tokens, the context window of {self.base.name} is "
+                f"{self.base.max_context}"
+            )
 
     def _measure_image(self, index: int, chunk: ImageChunk, new: dict[Key, _NewImage]) -> tuple[ImageChunk, int]:
-        """Return the image and its tokens; one that is still to be decoded comes with its bytes, and is noted in `new`."""
-        key = chunk.sha256, chunk.format  # the same bytes under a wrong label are refused, whether they are known or not
+        """Return the image and its tokens; one still to be decoded comes with its bytes, and is noted in `new`."""
+        # The same bytes under a wrong label are refused, whether they are known or not
+        key = chunk.sha256, chunk.format
         known = self.cache.get(key)
         if known is not None:
             count: int = known.rows.stop
@@ -193,8 +201,8 @@ class Renderer:
             count = new[key].tokens
         if chunk.expected_tokens is not None and chunk.expected_tokens != count:
             raise UserError(
-                f"chunk {index}: expected_tokens is {chunk.expected_tokens}, but the image takes {count} tokens in {self.base.name}; "
-                "count with the processor configuration of the served model"
+                f"chunk {index}: expected_tokens is {chunk.expected_tokens}, but the image takes {count} tokens in "
+                f"{self.base.name}; count with the processor configuration of the served model"
             )
         return new[key].chunk if key in new else chunk, count
 
@@ -209,7 +217,9 @@ class Renderer:
     def _image(self, index: int, chunk: ImageChunk, count: int) -> ImageInput:
         image = self.cache.get_or_make((chunk.sha256, chunk.format), lambda: self._process(index, chunk))
         if image.rows.stop != count:
-            raise TinsmithError(f"chunk {index}: the image was processed to {image.rows.stop} tokens and its header promised {count}")
+            raise TinsmithError(
+                f"chunk {index}: the image was processed to {image.rows.stop} tokens and its header promised {count}"
+            )
         return image
 
     def _process(self, index: int, chunk: ImageChunk) -> ImageInput:
@@ -236,7 +246,9 @@ def check_token_ids(ids: "np.ndarray[Any, Any]", vocab_size: int, what: str) -> 
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if wrong.size:
         where = position_of(wrong[0], ids.shape)
-        raise UserError(f"{what} at position {where} is {ids.flat[wrong[0]]}, which is not in the vocabulary of {vocab_size}")
+        raise UserError(
+            f"{what} at position {where} is {ids.flat[wrong[0]]}, which is not in the vocabulary of {vocab_size}"
+        )
 
 
 def position_of(index: int, shape: tuple[int, ...]) -> int | tuple[int, ...]:

@@ -41,7 +41,7 @@ class Chosen:
 
     token: int
     logprob: float
-    """Under the whole distribution at the request's temperature, before top-k and top-p; for temperature 0 at temperature 1."""
+    """Taken before top-k and top-p, at the request's temperature, or at 1 if that is 0."""
     top: tuple[list[int], list[float]]
     """The likeliest tokens and their log-probabilities, likeliest first, as many as were asked for."""
 
@@ -65,18 +65,26 @@ class DeviceChoice:
 
     @classmethod
     def of(cls, rows: Sequence[Choice], device: torch.device) -> "DeviceChoice":
+        """Upload what the rows are sampled with, a tensor [rows] for each parameter."""
         params = [row.params for row in rows]
-        temperature, top_p = (np.array(numbers, np.float32) for numbers in ([p.temperature for p in params], [p.top_p for p in params]))
+        temperature, top_p = (
+            np.array(numbers, np.float32) for numbers in ([p.temperature for p in params], [p.top_p for p in params])
+        )
         top_k = np.array([p.top_k for p in params], dtype=np.int64)
-        bits = [as_bits(numbers) for numbers in zip(*((row.seed, row.sample, row.position) for row in rows), strict=True)]
-        return cls(*(upload(array, device) for array in (temperature, top_k, top_p)), *(upload(array.numpy(), device) for array in bits))
+        bits = [
+            as_bits(numbers) for numbers in zip(*((row.seed, row.sample, row.position) for row in rows), strict=True)
+        ]
+        return cls(
+            *(upload(array, device) for array in (temperature, top_k, top_p)),
+            *(upload(array.numpy(), device) for array in bits),
+        )
 
 
 def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[Tensor, Tensor]:
-    """Choose the next token [n] int64 of each row of `logits` [n, vocabulary] float32, and return its log-probability [n] float32 too.
+    """Choose the next token of each row of `logits` [n, vocabulary] float32; return tokens and log-probabilities.
 
-    The log-probability is that of `Chosen.logprob`. top_k and top_p are obeyed only if `truncates`. Nothing is read on the host, so that a
-    CUDA graph can capture it.
+    Tokens are [n] int64, log-probabilities [n] float32 as in `Chosen.logprob`. top_k and top_p are obeyed only if
+    `truncates`. Nothing is read on the host, so that a CUDA graph can capture it.
     """
     if on_kernels("choose", logits):
         from tinsmith.kernels.choose import LARGEST, choose_kernel
@@ -84,7 +92,9 @@ def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[
         if logits.shape[1] <= LARGEST:
             left = truncate(logits, _logprobs(logits, choice), choice.top_k, choice.top_p) if truncates else None
             draws = draws_needed(logits.shape[1])
-            return choose_kernel(logits, choice.temperature, choice.seed, choice.sample, choice.position, draws, left, COLDEST)
+            return choose_kernel(
+                logits, choice.temperature, choice.seed, choice.sample, choice.position, draws, left, COLDEST
+            )
     return choose_reference(logits, choice, truncates)
 
 
@@ -138,7 +148,10 @@ def _tops(logits: Tensor, counts: Sequence[int], choice: DeviceChoice) -> list[t
 
 
 def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the `count` likeliest tokens [n, count] of each row, likeliest first, and their log-probabilities at `temperature` [n]."""
+    """Find the `count` likeliest tokens of each row, likeliest first, and their log-probabilities.
+
+    Both are [n, count], for `temperature` [n].
+    """
     ids = logits.topk(count).indices  # a high temperature makes the log-probabilities of different tokens equal
     return ids, logprobs_at(logits, temperature.unsqueeze(1)).gather(1, ids)
 
@@ -151,9 +164,10 @@ def draws_needed(vocabulary: int) -> int:
 def draw(logprobs: Tensor, u: Tensor) -> Tensor:
     """Draw token ids [n, k] from log-probabilities [n, vocabulary], which need not be normalized.
 
-    `u` [draws_needed(vocabulary), n, k] float64 are random numbers in [0, 1). Inverse transform sampling chooses one of `BRANCHES` children
-    at each node of a tree over the vocabulary. So a rounding difference of the logits, as other batch mates cause it, can change a token at
-    a few dozen borders only, instead of at every token's. Sums are in float64 to keep the tail of a large vocabulary.
+    `u` [draws_needed(vocabulary), n, k] float64 are random numbers in [0, 1). Inverse transform sampling chooses one of
+    `BRANCHES` children at each node of a tree over the vocabulary. So a rounding difference of the logits, as other
+    batch mates cause it, can change a token at a few dozen borders only, instead of at every token's. Sums are in
+    float64 to keep the tail of a large vocabulary.
     """
     levels = [_filled(logprobs.exp())]
     for _ in u[1:]:
@@ -184,12 +198,13 @@ WEIGHT_BITS = 44
 
 
 def truncate(logits: Tensor, logprobs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set `logprobs` [n, vocabulary] to -inf outside the top k tokens, then outside the smallest set of probability top_p among these.
+    """Apply top-k, then top-p among the tokens left: return `logprobs` with -inf for all others.
 
-    top_k [n] int64 is off below 1, and top_p [n] float32 at 1. Tokens are ordered by `logits` [n, vocabulary] float32, because a high
-    temperature makes log-probabilities equal, then by id. Both rules keep a beginning of that order, whose end is searched bit by bit in an
-    integer image of the logits. Sums are of integers, hence exact on every device. Nothing is read on the host, so that a CUDA graph can
-    capture it.
+    `logprobs` and `logits` are [n, vocabulary] float32. top_k [n] int64 is off below 1, and top_p [n] float32 at 1; it
+    keeps the smallest set with at least that share of the probability left. Tokens are ordered by `logits`, because a
+    high temperature makes log-probabilities equal, then by id. Both rules keep a beginning of that order, whose end is
+    searched bit by bit in an integer image of the logits. Sums are of integers, hence exact on every device. Nothing is
+    read on the host, so that a CUDA graph can capture it.
     """
     keys = order_preserving(logits)  # [n, vocabulary]
     vocabulary = logits.shape[1]
@@ -222,7 +237,7 @@ def order_preserving(numbers: Tensor) -> Tensor:
 
 
 def _last_kept(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
-    """Find the largest number [n] int32 for which the keys from it on weigh `least` [n] or more; without weights each weighs 1."""
+    """Find the largest number [n] int32 such that keys >= it weigh `least` [n] or more; without weights, 1 each."""
     if on_kernels("choose", keys):
         from tinsmith.kernels.choose import last_kept_kernel
 
@@ -264,8 +279,8 @@ def as_bits(numbers: Sequence[int] | np.ndarray) -> Tensor:
 def uniforms(seeds: Tensor, samples: Tensor, positions: Tensor, count: int = 1) -> Tensor:
     """Return `count` numbers in [0, 1), [count, n] float64, for each (seed, sample, position), all [n] int64.
 
-    They depend on nothing else: SplitMix64 (Steele, Lea and Flood, 2014) hashes the three in integers of 64 bits, with the same result on
-    every device.
+    They depend on nothing else: SplitMix64 (Steele, Lea and Flood, 2014) hashes the three in integers of 64 bits, with
+    the same result on every device.
     """
     state = _mix(seeds + _signed(_GAMMA))
     state = _mix(state ^ _mix(samples + _signed(2 * _GAMMA)))

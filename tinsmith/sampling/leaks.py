@@ -3,7 +3,8 @@
 Every second sequence of a row is a neighbour of the others, and then the other way round:
 
     forward     other tokens of neighbours leave the log-probabilities of a sequence as they are
-    backward    the loss of a sequence has no gradient in its neighbours' tokens, and in its own tokens and its adapter the gradient that
+    backward    the loss of a sequence has no gradient in its neighbours' tokens, and in its own tokens and its adapter
+                the gradient that
                 it has alone
 """
 
@@ -41,7 +42,9 @@ def packed_logprobs(base: BaseModel, probes: Sequence[Probe]) -> list[Tensor]:
     chosen = [probes[i] for i in order]
     row = pack([p.rendered for p in chosen], [p.adapter for p in chosen], base.device)
     hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
-    scored = target_logprobs(hidden, base.lm_head, row.token_ids.roll(-1).unsqueeze(-1), row.segments, CHUNK).squeeze(-1)
+    scored = target_logprobs(hidden, base.lm_head, row.token_ids.roll(-1).unsqueeze(-1), row.segments, CHUNK).squeeze(
+        -1
+    )
     by_probe = dict(zip(order, scored.split(row.lengths), strict=True))
     return [by_probe[i][:-1] for i in range(len(probes))]
 
@@ -52,7 +55,7 @@ def row_order(probes: Sequence[Probe]) -> list[int]:
 
 
 def check_leaks(base: BaseModel, probes: Sequence[Probe], quick: bool = False) -> None:
-    """Raise ConfigError if sequences of a packed row reach each other; `quick` looks only at what reaches every second one."""
+    """Raise ConfigError if sequences of a packed row affect each other; `quick` checks only every second one."""
     order = row_order(probes)
     packed = packed_logprobs(base, probes)
     exact = base.dtype == torch.float32
@@ -60,10 +63,18 @@ def check_leaks(base: BaseModel, probes: Sequence[Probe], quick: bool = False) -
     for own in (order[1::2],) if quick else (order[::2], order[1::2]):
         changed = [probe if i in own else _shuffled(probe) for i, probe in enumerate(probes)]
         found = packed_logprobs(base, changed)
-        refuse("a sequence changes with the tokens of others in its packed row", max(_apart(found[i], packed[i]) for i in own), EXACT)
+        refuse(
+            "a sequence changes with the tokens of others in its packed row",
+            max(_apart(found[i], packed[i]) for i in own),
+            EXACT,
+        )
         here = gradients(base, probes, own)
         others = [here.tokens[i] for i in range(len(probes)) if i not in own]
-        refuse("the loss of a sequence has gradients in others of its packed row", max(g.abs().max().item() for g in others), 0.0)
+        refuse(
+            "the loss of a sequence has gradients in others of its packed row",
+            max(g.abs().max().item() for g in others),
+            0.0,
+        )
         if exact:
             _compare_gradients(probes, own, here, alone)
 
@@ -90,7 +101,7 @@ class Gradients:
 
 @torch.enable_grad()
 def gradients(base: BaseModel, probes: Sequence[Probe], counted: Collection[int]) -> Gradients:
-    """Compute gradients of a fixed random sum of the log-probabilities of the probes in `counted`, in one packed row of all."""
+    """Pack all probes in one row; compute gradients of a fixed random sum of the logprobs of those in `counted`."""
     adapters = {id(probe.adapter): probe.adapter for probe in probes if probe.adapter is not None}
     with _embeddings(base) as embeddings:
         logprobs = packed_logprobs(base, probes)
@@ -125,7 +136,9 @@ def _embeddings(base: BaseModel) -> Iterator[list[Tensor]]:
         yield kept
 
 
-def _compare_gradients(probes: Sequence[Probe], own: Collection[int], found: Gradients, alone: Sequence[Gradients]) -> None:
+def _compare_gradients(
+    probes: Sequence[Probe], own: Collection[int], found: Gradients, alone: Sequence[Gradients]
+) -> None:
     """Raise ConfigError unless the probes `own` have the gradients in a row with others that they have alone."""
     pairs = [(found.tokens[i], alone[i].tokens[0]) for i in own]
     for key in {id(probes[i].adapter) for i in own if probes[i].adapter is not None}:

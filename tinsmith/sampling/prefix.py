@@ -1,7 +1,7 @@
 """Keys of cache blocks: sequences that begin alike have equal keys for the blocks that they have in common.
 
-A block's key hashes the key of the block before it, its tokens, and the content of images that reach into it. The first block follows the
-key of the weights, so nothing is shared between two versions of a model.
+A block's key hashes the key of the block before it, its tokens, and the content of images that reach into it. The first
+block follows the key of the weights, so nothing is shared between two versions of a model.
 """
 
 import hashlib
@@ -30,8 +30,10 @@ def images_in(rendered: RenderedInput, start: int) -> bytes:
     return b"".join(parts)
 
 
-def prompt_keys(first: bytes, rendered: RenderedInput, answer: Sequence[int], known: list[bytes], blocks: int) -> list[bytes]:
-    """Return the keys of the first `blocks` full blocks of a prompt followed by `answer`; the first of them are `known`."""
+def prompt_keys(
+    first: bytes, rendered: RenderedInput, answer: Sequence[int], known: list[bytes], blocks: int
+) -> list[bytes]:
+    """Return the keys of the first `blocks` full blocks of a prompt and `answer`; the first keys are `known`."""
     keys = list(known)
     prompt = len(rendered)
     for block in range(len(keys), blocks):

@@ -1,7 +1,7 @@
 """Answers about a request's own prompt, filled in as the prompt's positions are computed.
 
-The hidden state of position p - 1 scores position p. Image positions have log-probability 0.0, the placeholder as alternative, and an empty
-top-k.
+The hidden state of position p - 1 scores position p. Image positions have log-probability 0.0, the placeholder as
+alternative, and an empty top-k.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,9 @@ class PromptScores:
         self.answers = PromptAnswers(
             logprobs=self._blank_logprobs() if asked.logprobs else None,
             topk=TopLogprobs.empty(length, asked.topk) if asked.topk else None,
-            targets=TargetLogprobs(asked.targets, np.zeros(len(asked.targets.ids), dtype=np.float32)) if asked.targets else None,
+            targets=TargetLogprobs(asked.targets, np.zeros(len(asked.targets.ids), dtype=np.float32))
+            if asked.targets
+            else None,
             alternatives=self._blank_alternatives() if asked.alternatives else None,
         )
         self.needed_from = self._first_needed()
@@ -79,7 +81,10 @@ class PromptScores:
             self.answers.logprobs[where] = logprobs[rows].gather(1, ids.unsqueeze(1)).squeeze(1).cpu().numpy()
         if self.answers.topk is not None and len(where):
             values, ids = logprobs[rows].topk(self.asked.topk)
-            self.answers.topk.token_ids[where], self.answers.topk.logprobs[where] = ids.cpu().numpy(), values.cpu().numpy()
+            self.answers.topk.token_ids[where], self.answers.topk.logprobs[where] = (
+                ids.cpu().numpy(),
+                values.cpu().numpy(),
+            )
         if self.answers.targets is not None:
             self._score_targets(self.answers.targets, position, logprobs)
         if self.answers.alternatives is not None:
@@ -89,16 +94,22 @@ class PromptScores:
         ids, places = found.asked.ids, found.asked.rows + 1
         low, high = np.searchsorted(places, [position, position + len(logprobs)])  # rows rise
         cells = low + np.flatnonzero((ids[low:high] >= 0) & self.text[places[low:high]])
-        rows, columns = (torch.from_numpy(array).to(logprobs.device) for array in (places[cells] - position, ids[cells]))
+        rows, columns = (
+            torch.from_numpy(array).to(logprobs.device) for array in (places[cells] - position, ids[cells])
+        )
         found.values[cells] = logprobs[rows, columns].cpu().numpy()
 
-    def _draw_alternatives(self, found: Alternatives, places: NDArray[np.int64], logits: Tensor, logprobs: Tensor) -> None:
+    def _draw_alternatives(
+        self, found: Alternatives, places: NDArray[np.int64], logits: Tensor, logprobs: Tensor
+    ) -> None:
         rows = np.flatnonzero(self.text[places])
         index = torch.from_numpy(rows).to(logits.device)
         k = self.asked.alternatives
         at = np.repeat(places[rows], k)
         which = np.tile(np.arange(ALTERNATIVE, ALTERNATIVE + k, dtype=np.uint64), len(rows))
-        seeds, samples, positions = (as_bits(numbers).to(logits.device) for numbers in (np.full(len(at), self.seed, np.uint64), which, at))
+        seeds, samples, positions = (
+            as_bits(numbers).to(logits.device) for numbers in (np.full(len(at), self.seed, np.uint64), which, at)
+        )
         u = uniforms(seeds, samples, positions, draws_needed(logits.shape[1])).view(-1, len(rows), k)
         if self.temperature == 0:
             tokens = logits[index].argmax(-1, keepdim=True).expand(-1, k)

@@ -18,7 +18,8 @@ from tinsmith.wire.sample import SampledSequence, SampleRequest
 class TokensSampled:
     """New tokens of one sample of a request that was added with `stream`.
 
-    The events of a sample hold exactly the tokens of its result, which comes last. A request that fails may have yielded tokens before.
+    The events of a sample hold exactly the tokens of its result, which comes last. A request that fails may have
+    yielded tokens before.
     """
 
     request_id: str
@@ -102,11 +103,18 @@ class Sampler(Protocol):
         """Number of further sequences that need not wait. More are accepted."""
         ...
 
-    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:
+    def add(
+        self,
+        request_id: str,
+        request: SampleRequest,
+        rendered: RenderedInput,
+        weights: Weights | None,
+        stream: bool = False,
+    ) -> None:
         """Accept a request. No unfinished one may have this `request_id`.
 
-        `weights` are the snapshot to sample from, None the base's own. With `stream`, tokens are yielded as they come. Raises UserError if
-        the request can never run.
+        `weights` are the snapshot to sample from, None the base's own. With `stream`, tokens are yielded as they come.
+        Raises UserError if the request can never run.
         """
         ...
 
@@ -122,10 +130,12 @@ class Sampler(Protocol):
         ...
 
     def step(self, deliver: Callable[[Sequence[SampleEvent]], None] | None = None) -> Sequence[SampleEvent]:
-        """Do one small piece of work and return what came of it. What goes wrong with one request is the failure of that request only.
+        """Do one small piece of work and return what came of it.
 
-        `deliver` is given, instead, what comes before the rest of the piece is done; it must not raise. An error that is raised concerns
-        all requests: call `abandon` then.
+        What goes wrong with one request is the failure of that request only.
+
+        `deliver` is given, instead, what comes before the rest of the piece is done; it must not raise. An error that
+        is raised concerns all requests: call `abandon` then.
         """
         ...
 

@@ -1,15 +1,18 @@
 """The self-check, before a base model is served: our ways of computing it agree with each other and with transformers.
 
-Random sequences of several lengths, with random LoRA adapters whose B is not zero, and for a vision model with an image, whose features are
-compared first (`tower_check.py`):
+Random sequences of several lengths, with random LoRA adapters whose B is not zero, and for a vision model with an
+image, whose features are compared first (`tower_check.py`):
 
-    each sequence alone      =  transformers' own outer forward with its own attention (final soft caps, logit scales, masks, positions)
+    each sequence alone      =  transformers' own outer forward with its own attention (final soft caps, logit scales,
+                             masks, positions)
     all of them in one row   =  each alone, and no sequence reaches another, forward or backward (`leaks.py`)
-    sampled step by step     =  each alone (the real sampler: prompts into the paged cache, some in chunks, then decoding; and again behind
+    sampled step by step     =  each alone (the real sampler: prompts into the paged cache, some in chunks, then
+                             decoding; and again behind
                                 each answer, from the prefix cache, two samples of each)
 
-Sliding windows are shortened meanwhile, so that sequences are longer than they are. The quick form, for what has passed the full one
-before, takes two short texts and an image through one packed row, one search for leaks, and a few steps of the sampler.
+Sliding windows are shortened meanwhile, so that sequences are longer than they are. The quick form, for what has passed
+the full one before, takes two short texts and an image through one packed row, one search for leaks, and a few steps of
+the sampler.
 """
 
 import hashlib
@@ -62,7 +65,7 @@ ROOM = 4096
 PIXELS = 64
 """Width and height of the image in pixels; the model's processor may enlarge it."""
 ROUNDED = 0.05
-"""Mean difference over a sequence that is normal in bfloat16: logits between 16 and 32 are rounded to multiples of 0.125."""
+"""Normal mean difference over a sequence in bfloat16: logits from 16 to 32 are rounded to multiples of 0.125."""
 OTHERWISE = "transformers computes other log-probabilities"
 DECODING = "decoding with a cache gives other log-probabilities than a full forward pass"
 """Faults of a model that fails, in either form of the check."""
@@ -72,11 +75,13 @@ HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm
 
 @torch.no_grad()
 def check_base_model(base: BaseModel, samples: bool, quick: bool = False) -> None:
-    """Raise ConfigError unless `base` computes the same numbers in every way that we compute it; with `samples` the sampler's too.
+    """Raise ConfigError unless all our ways to compute `base` give the same numbers, with `samples` the sampler's too.
 
-    `quick` is for a model that has passed the full check in the same surroundings: kernels or weights that have gone wrong show.
+    `quick` is for a model that has passed the full check in the same surroundings: kernels or weights that have gone
+    wrong show.
     """
-    base = replace(base, max_context=max(base.max_context, ROOM))  # the network is shared; the configured context does not matter here
+    # The network is shared; the configured context does not matter here
+    base = replace(base, max_context=max(base.max_context, ROOM))
     try:
         with _short_windows(base):
             renderer = Renderer(base, ImagesConfig(), _no_blob)
@@ -90,8 +95,11 @@ def check_base_model(base: BaseModel, samples: bool, quick: bool = False) -> Non
                 _check(base, probes, samples)
     except ConfigError as error:
         raise ConfigError(f"{base.name} ({base.family.model_type}) cannot be served: {error}") from error
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # the network's own code does not take a packed row
-        raise ConfigError(f"{base.name} ({base.family.model_type}) cannot be served: its network fails on a packed row: {error}") from error
+    # The network's own code does not take a packed row
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{base.name} ({base.family.model_type}) cannot be served: its network fails on a packed row: {error}"
+        ) from error
     finally:
         base.features.clear()
 
@@ -100,7 +108,8 @@ def _compile(base: BaseModel, probes: list[Probe], samples: bool) -> None:
     if base.device.type != "cuda" or not has_triton():
         return
 
-    # Rows of more tokens than kernels that overlap take, and a single row of the base in a step of the sampler, have kernels of their own.
+    # Rows of more tokens than kernels that overlap take, and a single row of the base in a step of the sampler, have
+    # kernels of their own.
     long_row = probes * (1 + MOST_ROWS // sum(len(probe.rendered) for probe in probes))
     bare = [replace(probes[-1], adapter=None)]
 
@@ -146,7 +155,10 @@ def _check_quickly(base: BaseModel, probes: list[Probe], samples: bool) -> None:
 
 
 def _allowed(base: BaseModel, probes: list[Probe], reference: list[Tensor], ours: list[Tensor]) -> float:
-    """Return the allowed difference of our log-probabilities. In float32 rounding is measured only if they are further off."""
+    """Return the allowed difference of our log-probabilities.
+
+    In float32 rounding is measured only if they are further off.
+    """
     exact = base.dtype == torch.float32
     if exact and _difference(base, ours, reference) <= EXACT:
         return EXACT
@@ -161,7 +173,7 @@ def _compare(base: BaseModel, what: str, ours: Sequence[Tensor], theirs: Sequenc
 
 
 def _difference(base: BaseModel, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Return the largest difference in float32; in bfloat16 the largest mean of a sequence, as single values round coarsely."""
+    """Return the largest difference in float32; in bfloat16, where values round coarsely, the largest sequence mean."""
     apart = [(a - b).abs() for a, b in zip(ours, theirs, strict=True)]
     return torch.stack([a.max() if base.dtype == torch.float32 else a.mean() for a in apart]).max().item()
 
@@ -208,14 +220,17 @@ def _random_image(base: BaseModel, generator: np.random.Generator) -> list[Chunk
     file = io.BytesIO()
     Image.fromarray(generator.integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)).save(file, "PNG")
     data = file.getvalue()
-    start, end = (TextChunk(np.array([i], dtype=np.int32)) for i in (base.config.vision_start_token_id, base.config.vision_end_token_id))
+    start, end = (
+        TextChunk(np.array([i], dtype=np.int32))
+        for i in (base.config.vision_start_token_id, base.config.vision_end_token_id)
+    )
     image = ImageChunk(hashlib.sha256(data).digest(), data, "png", None)
     return [_random_text(base, generator, 9), start, image, end, _random_text(base, generator, 9)]
 
 
 @contextmanager
 def _short_windows(base: BaseModel) -> Iterator[None]:
-    """Shorten sliding windows to `WINDOW` tokens, in the configuration, which makes transformers' masks, and in the layers."""
+    """Shorten sliding windows to `WINDOW` tokens in the layers, and in the configuration for transformers' masks."""
     with ExitStack() as restored:
         for holder in (base.language_model.config, *base.language_model.modules()):
             window = getattr(holder, "sliding_window", None)
@@ -244,7 +259,10 @@ class LayerCheck:
         expected = kind.kv_heads, kind.head_dim
         for name, tensor in (("keys", key), ("values", value)):
             if tensor.shape[1:] != expected:
-                raise ConfigError(f"its {name} have {tensor.shape[1]} heads of width {tensor.shape[2]}, its configuration says {expected}")
+                raise ConfigError(
+                    f"its {name} have {tensor.shape[1]} heads of width {tensor.shape[2]}, "
+                    f"its configuration says {expected}"
+                )
         return self.plan.attend(layer, query, key, value, scale, window)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
@@ -257,14 +275,16 @@ class LayerCheck:
 
 
 def _check_layers(base: BaseModel, probe: Probe) -> None:
-    """Raise ConfigError unless every layer follows the plan once: one that bypasses it would mix neighbours of a packed row."""
+    """Raise ConfigError unless every layer follows the plan once; one that bypasses it mixes packed sequences."""
     row = pack([probe.rendered], [probe.adapter], base.device)
     kinds = base.layout.layers
     plan = LayerCheck(PackedPlan(row.lengths, base.device, base.dtype), kinds)
     base.hidden_states(row, plan)
     needs = {Attention: ("attend",), DeltaNet: ("convolve", "delta_rule")}
     if plan.followed != [(layer, step) for layer, kind in enumerate(kinds) for step in needs[type(kind)]]:
-        raise ConfigError(f"of its {len(kinds)} layers, {len({layer for layer, _ in plan.followed})} follow the plan of a pass")
+        raise ConfigError(
+            f"of its {len(kinds)} layers, {len({layer for layer, _ in plan.followed})} follow the plan of a pass"
+        )
 
 
 def _logprobs(base: BaseModel, probes: list[Probe]) -> list[Tensor]:
@@ -272,7 +292,7 @@ def _logprobs(base: BaseModel, probes: list[Probe]) -> list[Tensor]:
 
 
 def _transformers_logprobs(base: BaseModel, probe: Probe, implementation: str) -> Tensor:
-    """Compute the log-probabilities by transformers' outer forward, with its own attention and without LoRA on the LM head."""
+    """Compute logprobs by transformers' outer forward, with its own attention and without LoRA on the LM head."""
     rendered = probe.rendered
     ids = torch.from_numpy(rendered.token_ids).to(base.device, torch.int64).unsqueeze(0)
     extra: dict[str, Any] = {}
@@ -298,7 +318,9 @@ def _without_heads(probes: Sequence[Probe]) -> list[Probe]:
 def _without_head(adapter: Adapter | None) -> Adapter | None:
     if adapter is None:
         return None
-    return adapter_of(adapter.shape, {name: pair for name, pair in adapter.masters.items() if name != LM_HEAD}, adapter.dtype)
+    return adapter_of(
+        adapter.shape, {name: pair for name, pair in adapter.masters.items() if name != LM_HEAD}, adapter.dtype
+    )
 
 
 def _head_settings(base: BaseModel) -> str:
@@ -309,7 +331,7 @@ def _head_settings(base: BaseModel) -> str:
 
 
 def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], allowed: float) -> None:
-    """Sample an answer to every probe at once, go on behind each answer, and compute all of it again without a cache."""
+    """Sample answers to all probes at once, continue behind each, and compute all of it again without a cache."""
     sampler = _sampler(base, probes)
     first = _sampled(sampler, probes, _request(num_samples=1, prompt_logprobs=True))
     prompts = []
@@ -321,7 +343,12 @@ def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], al
     _compare(base, DECODING, *_answers(base, probes, first), allowed)
     generator = np.random.default_rng(1)
     further = [
-        Probe(_followed(base, probe.rendered, [*result.sequences[0].tokens, *_random_text(base, generator, FURTHER).tokens]), probe.adapter)
+        Probe(
+            _followed(
+                base, probe.rendered, [*result.sequences[0].tokens, *_random_text(base, generator, FURTHER).tokens]
+            ),
+            probe.adapter,
+        )
         for probe, result in zip(probes, first, strict=True)
     ]
     second = _sampled(sampler, further, _request(num_samples=2, prompt_logprobs=False))
@@ -364,7 +391,9 @@ def _answers(base: BaseModel, probes: list[Probe], results: list[SampleResult]) 
 
 
 def _request(num_samples: int, prompt_logprobs: bool, max_tokens: int = ANSWER) -> SampleRequest:
-    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, top_p=1.0, top_k=-1, seed=0, stop=StopRule(False, (), ()))
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=1.0, top_p=1.0, top_k=-1, seed=0, stop=StopRule(False, (), ())
+    )
     return SampleRequest("", 0, num_samples, [], params, PromptQuestions(logprobs=prompt_logprobs))
 
 
@@ -375,4 +404,6 @@ def _as_sampler(probe: Probe, logprobs: Tensor) -> Tensor:
 
 def _followed(base: BaseModel, rendered: RenderedInput, tokens: list[int]) -> RenderedInput:
     ids = np.concatenate([rendered.token_ids, np.array(tokens, dtype=np.int32)])
-    return RenderedInput(ids, rendered.spans, rendered.images, positions(base.family, len(ids), rendered.spans, base.merge_size))
+    return RenderedInput(
+        ids, rendered.spans, rendered.images, positions(base.family, len(ids), rendered.spans, base.merge_size)
+    )

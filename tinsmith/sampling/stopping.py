@@ -117,9 +117,9 @@ class StringMatcher:
 class TextStream:
     """The text of a sequence of tokens, as far as it is certain.
 
-    With byte fallback (Gemma, Llama 2, Phi-3) a byte that is a letter by itself becomes a replacement character when a following byte makes
-    the run invalid UTF-8. `DecodeStream` has given out the letter by then and raises at every later token. The text given out stays, and a
-    new stream begins with the tokens whose text is not given out yet.
+    With byte fallback (Gemma, Llama 2, Phi-3) a byte that is a letter by itself becomes a replacement character when a
+    following byte makes the run invalid UTF-8. `DecodeStream` has given out the letter by then and raises at every
+    later token. The text given out stays, and a new stream begins with the tokens whose text is not given out yet.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""The part of the self-check that looks at images: our vision tower against transformers', and the noise of rounding that is allowed.
+"""The self-check's part for images: our vision tower against transformers', and the rounding noise allowed.
 
 Random images of two sizes go through ours together, and through theirs one after the other.
 """
@@ -54,21 +54,29 @@ def _layers(features: ImageFeatures) -> list[Tensor]:
 def _transformers_layers(base: BaseModel, image: ImageInput) -> list[Tensor]:
     """Compute the features by transformers' tower; some versions of it leave those of several images in one piece."""
     pixels = image.pixel_values.to(base.device, base.dtype)
-    output = base.network.model.get_image_features(pixels, torch.tensor([image.grid_thw], device=base.device), return_dict=True)
+    output = base.network.model.get_image_features(
+        pixels, torch.tensor([image.grid_thw], device=base.device), return_dict=True
+    )
     layers = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
     return [layer if isinstance(layer, Tensor) else layer[0] for layer in layers]
 
 
 def _difference(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> float:
-    pairs = [(a.float(), b.float()) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
+    pairs = [
+        (a.float(), b.float())
+        for mine, other in zip(ours, theirs, strict=True)
+        for a, b in zip(mine, other, strict=True)
+    ]
     return torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max().item()
 
 
 NOISE = 3.0
-"""Largest difference from transformers in half precision, in units of its difference from itself with other roundings."""
+"""Largest difference from transformers in half precision, in multiples of its own under other roundings."""
 EXACT_NOISE = 10.0
-"""The same in float32, for models that enlarge rounding. It is larger, because single values count there, not means, and sums inside of a
-module round more often than its output does here."""
+"""The same in float32, for models that enlarge rounding.
+
+It is larger because single values count, not means, and sums inside a module round more often than its output does.
+"""
 
 
 @contextmanager

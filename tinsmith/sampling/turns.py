@@ -45,7 +45,10 @@ class Turns(Generic[Item]):
         self._queues.setdefault(session, deque()).appendleft(item)
 
     def take(self, session: str, item: Item) -> None:
-        """Remove an item that is served, and let the other sessions have their turn. Raises KeyError or ValueError if it is not there."""
+        """Remove an item that is served, and let the other sessions have their turn.
+
+        Raises KeyError or ValueError if it is not there.
+        """
         queue = self._queues.pop(session)
         queue.remove(item)
         if queue:

@@ -41,7 +41,10 @@ class Activity:
             "models": status.models,
             "workers": status.workers,
             "samples": {"running": status.running_samples, "waiting": status.waiting_samples},
-            "tokens_per_second": {"training": (last[1] - first[1]) / WINDOW_S, "sampling": (last[2] - first[2]) / WINDOW_S},
+            "tokens_per_second": {
+                "training": (last[1] - first[1]) / WINDOW_S,
+                "sampling": (last[2] - first[2]) / WINDOW_S,
+            },
             "memory_bytes": status.memory,
             "graphs": status.graphs,
         }

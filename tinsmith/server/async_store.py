@@ -28,17 +28,27 @@ class AsyncStore:
         """Commands of the next transaction, and the task that commits it."""
         self._turn = asyncio.Lock()
 
-    async def read(self, method: Callable[Concatenate[Store, Params], Result], *args: Params.args, **kwargs: Params.kwargs) -> Result:
+    async def read(
+        self, method: Callable[Concatenate[Store, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> Result:
         """A reading method of Store, e.g. `read(Store.model, model_id)`."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: method(self._store, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._readers, lambda: method(self._store, *args, **kwargs)
+        )
 
-    async def write(self, method: Callable[Concatenate[Store, Params], Result], *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: method(self._store, *args, **kwargs))
+    async def write(
+        self, method: Callable[Concatenate[Store, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._writer, lambda: method(self._store, *args, **kwargs)
+        )
 
     async def append(self, command: NewCommand) -> bool:
         """Append a command, after its images. Its model must exist or come with it; returns as `Store.append`."""
         if command.images:
-            await asyncio.get_running_loop().run_in_executor(self._image_writer, self._store.blobs.write, command.images)
+            await asyncio.get_running_loop().run_in_executor(
+                self._image_writer, self._store.blobs.write, command.images
+            )
         if self._open_group is None:
             group: list[NewCommand] = []
             self._open_group = group, asyncio.create_task(self._commit(group))

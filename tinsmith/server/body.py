@@ -21,8 +21,10 @@ _SMALL_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop, in milliseconds at worst."""
 
 _PARTS_AT_A_TIME = 2
-"""Large bodies that are read from in one iteration of the event loop: up to 256 KiB each, a millisecond. More would keep small requests
-waiting, each of which takes several iterations."""
+"""Large bodies that are read from in one iteration of the event loop: up to 256 KiB each, a millisecond.
+
+More would keep small requests waiting, each of which takes several iterations.
+"""
 
 _END_BYTES = 2048
 """Bytes at each end of a body that are searched for its session."""
@@ -34,7 +36,8 @@ Result = TypeVar("Result")
 async def read_body(request: Request, max_bytes: int, setting: str | None = None) -> bytes:
     """The whole JSON body, decompressed; for routes of small bodies.
 
-    Raises TooLargeError beyond `max_bytes`, which `setting` may name; UserError for another Content-Type or a bad Content-Encoding.
+    Raises TooLargeError beyond `max_bytes`, which `setting` may name; UserError for another Content-Type or a bad
+    Content-Encoding.
     """
     encoding = _encoding(request, "application/json")
     body = await _received(request, max_bytes, setting)
@@ -63,11 +66,18 @@ class LargeBodies:
         """Bodies waiting to be read on, the longest waiting first."""
 
     async def read_parsed(
-        self, request: Request, max_bytes: int, setting: str | None, media_type: str, parse: Callable[..., Result], *args: object
+        self,
+        request: Request,
+        max_bytes: int,
+        setting: str | None,
+        media_type: str,
+        parse: Callable[..., Result],
+        *args: object,
     ) -> Result:
-        """`parse(body, *args)` of the whole body, decompressed: small ones here, others by `ParserProcess.run`, clients in turn.
+        """`parse(body, *args)` of the whole body, decompressed; large ones by `ParserProcess.run`, clients in turn.
 
-        A client is an address, behind a proxy here the last in X-Forwarded-For: API keys are not checked. Raises as those three do.
+        A client is an address, behind a proxy here the last in X-Forwarded-For: API keys are not checked. Raises as
+        `read_body`, `parse` and `ParserProcess.run`.
         """
         encoding = _encoding(request, media_type)
         body = await _received(request, max_bytes, setting, self._turn)
@@ -111,7 +121,7 @@ def _small(body: bytes, encoding: str) -> bytes | None:
 
 
 def _session_of(body: bytes, encoding: str) -> str:
-    """The session whose id stands where the SDK writes it: near the beginning in protobuf, near the end in JSON; '' if none does."""
+    """The session whose id stands where the SDK writes it: near the start in protobuf, the end in JSON; else ''."""
     ends = [body[:_END_BYTES], body[-_END_BYTES:]]
     if encoding == "zstd":
         with contextlib.suppress(UserError):  # more is wrong with it than that
@@ -133,7 +143,9 @@ def _encoding(request: Request, media_type: str) -> str:
     return encoding
 
 
-async def _received(request: Request, max_bytes: int, setting: str | None, turn: Callable[[], Awaitable[None]] | None = None) -> bytes:
+async def _received(
+    request: Request, max_bytes: int, setting: str | None, turn: Callable[[], Awaitable[None]] | None = None
+) -> bytes:
     """The body as it was sent; beyond `_SMALL_BYTES` each part waits for `turn`.
 
     BytesIO grows in place and gives out its own buffer; joining a list would stop the loop while megabytes are copied.
@@ -142,7 +154,9 @@ async def _received(request: Request, max_bytes: int, setting: str | None, turn:
     async for part in request.stream():
         received.write(part)
         if received.tell() > max_bytes:
-            raise TooLargeError(f"the body is larger than {max_bytes} bytes{f' ({setting})' if setting else ''}; send smaller requests")
+            raise TooLargeError(
+                f"the body is larger than {max_bytes} bytes{f' ({setting})' if setting else ''}; send smaller requests"
+            )
         if turn is not None and received.tell() > _SMALL_BYTES:
             await turn()  # until then the connection is not read from
     return received.getvalue()

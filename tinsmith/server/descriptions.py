@@ -35,7 +35,10 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def describe_run(run: TrainingRun, base_model: str) -> dict[str, Any]:
-    """A training run as the API lists it. `status`, which the SDK's type lacks, tells lost, finished and unloaded models apart."""
+    """A training run as the API lists it.
+
+    `status`, which the SDK's type lacks, tells lost, finished and unloaded models apart.
+    """
     rank = run.model.lora_config["rank"]
     return {
         "training_run_id": run.model.model_id,
@@ -55,7 +58,11 @@ def describe_run(run: TrainingRun, base_model: str) -> dict[str, Any]:
 def describe_weights(checkpoint: Checkpoint) -> dict[str, Any]:
     """Describe a checkpoint for a client that wants to load it."""
     shape = checkpoint.lora_config
-    described = {"base_model": checkpoint.base_model, "is_lora": shape["rank"] > 0, "optimizer_config": {"type": "adamw"}}
+    described = {
+        "base_model": checkpoint.base_model,
+        "is_lora": shape["rank"] > 0,
+        "optimizer_config": {"type": "adamw"},
+    }
     if shape["rank"] > 0:
         described["lora_rank"] = shape["rank"]
         described |= {name: shape[name] for name in ("train_unembed", "train_mlp", "train_attn")}

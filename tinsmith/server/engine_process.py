@@ -1,4 +1,4 @@
-"""The engine as a child process: started with a fresh link, watched, restarted when it dies, shut down with the server."""
+"""The engine as a child process: started with a fresh link, watched, restarted if it dies, ended with the server."""
 
 import asyncio
 import contextlib
@@ -88,7 +88,10 @@ class StartProgress:
 def _read(file: Path) -> dict[str, float]:
     """The seconds in the file; none if it is missing or damaged: they are only a guess."""
     known: object = None
-    with reported((OSError, ValueError), partial(log.warning, "%s is passed over: %s", file)), suppress(FileNotFoundError):
+    with (
+        reported((OSError, ValueError), partial(log.warning, "%s is passed over: %s", file)),
+        suppress(FileNotFoundError),
+    ):
         known = json.loads(file.read_text())
     steps = known.items() if isinstance(known, dict) else ()
     return {str(step): float(seconds) for step, seconds in steps if isinstance(seconds, int | float)}
@@ -100,7 +103,7 @@ _DATABASE_RETRY_S = 1.0
 """Time between two attempts to write down that an engine has ended."""
 
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
-"""Threads of a pass that wait for each other sleep: where other processes need the cores, those that spin make it ten times slower."""
+"""Waiting threads of a pass sleep: where other processes need the cores, spinning makes it ten times slower."""
 
 
 ENGINE = (sys.executable, "-P", "-m", "tinsmith.engine")
@@ -120,8 +123,9 @@ class EngineProcess:
     ) -> None:
         """Nothing runs yet.
 
-        `on_message` gets every message. `on_ready` is awaited when an engine can take work, `on_absent` before each start and after each
-        death, with what happened. `program` is started with the link's address and our process id as arguments.
+        `on_message` gets every message. `on_ready` is awaited when an engine can take work, `on_absent` before each
+        start and after each death, with what happened. `program` is started with the link's address and our process id
+        as arguments.
         """
         self._config = config
         self._on_message = on_message
@@ -142,8 +146,10 @@ class EngineProcess:
         self._beaten = False
         """Whether a heartbeat came since the watchdog last looked."""
         self.state: Literal["starting", "ready", "recovering", "silent", "down"] = "starting"
-        """One that recovers has lost its worker and starts another. A silent one was ready, and has shown no sign of life for
-        `engine_silent_s`."""
+        """One that recovers has lost its worker and starts another.
+
+        A silent one was ready, and has shown no sign of life for `engine_silent_s`.
+        """
         self._progress = StartProgress(Path(config.data_dir))
         self.reason = self._progress.text
         """The reason why the engine is not ready, if it is not."""
@@ -182,7 +188,10 @@ class EngineProcess:
             log.error(self.reason)
 
     async def _gave_up(self, happened: str) -> bool:
-        """Give up what the absent engine had. False if the database, which is to know of it, is locked, full or broken: try again."""
+        """Give up what the absent engine had.
+
+        False if the database, which is to know of it, is locked, full or broken: try again.
+        """
         try:
             await self._on_absent(happened)
         except StoreUnavailableError as error:
@@ -195,13 +204,17 @@ class EngineProcess:
         """Run one engine process: its exit code, and whether it was ever ready."""
         link = ServerLink()
         command = [*self._program, link.address, str(os.getpid())]
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, env={**_ENVIRONMENT, **os.environ})
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, env={**_ENVIRONMENT, **os.environ}
+        )
         self._link, self._process = link, process
         self._bye, self._fault, self._was_ready = asyncio.Event(), "", False
         self._progress.begin()
         self.state, self.reason = "starting", self._progress.text
         log.info("the engine starts: it imports its libraries and loads %s ...", ", ".join(self._config.base_models))
-        watchers = [asyncio.create_task(watch) for watch in (self._read(link), self._listen(link), self._watch(process))]
+        watchers = [
+            asyncio.create_task(watch) for watch in (self._read(link), self._listen(link), self._watch(process))
+        ]
         try:
             if self._stop.is_set():
                 process.kill()
@@ -217,11 +230,16 @@ class EngineProcess:
             link.close()
 
     async def _ended(self, process: asyncio.subprocess.Process, watchers: list[asyncio.Task[None]]) -> int:
-        """Wait for the end of the process; returns its exit code. If one that watches it fails, nobody would see: the process is killed."""
+        """Wait for the end of the process; returns its exit code.
+
+        If one that watches it fails, nobody would see: the process is killed.
+        """
         exited = asyncio.create_task(process.wait())
         await asyncio.wait([exited, *watchers], return_when=asyncio.FIRST_COMPLETED)
         for failed in (watcher for watcher in watchers if watcher.done()):
-            log.error("the engine process is killed: the server cannot listen to it any more", exc_info=failed.exception())
+            log.error(
+                "the engine process is killed: the server cannot listen to it any more", exc_info=failed.exception()
+            )
             self._fault = f"the server could not listen to it any more: {failed.exception()!r}"
             process.kill()
         exit_code = await exited
@@ -274,8 +292,8 @@ class EngineProcess:
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Notice that the process is silent, and in the end kill it.
 
-        Silence is counted in rounds, not by the clock: a server that could not run itself, because it was stopped or its machine slept,
-        has heard nothing either.
+        Silence is counted in rounds, not by the clock: a server that could not run itself, because it was stopped or
+        its machine slept, has heard nothing either.
         """
         silent_s = 0.0
         while True:
@@ -322,7 +340,13 @@ class EngineProcess:
             async with asyncio.timeout(limit_s) as self._patience:
                 await process.wait()
                 return
-        log.error("the engine has not ended or begun to save another model within shutdown_s=%g and is killed: models are lost", limit_s)
+        log.error(
+            (
+                "the engine has not ended or begun to save another model within shutdown_s=%g and is killed: "
+                "models are lost"
+            ),
+            limit_s,
+        )
         self.kill()
         await process.wait()
 

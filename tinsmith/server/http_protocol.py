@@ -1,8 +1,8 @@
-"""HTTP/1.1 on one connection: uvicorn's httptools protocol with limits on headers and on waiting; and which web pages may use it.
+"""HTTP/1.1: uvicorn's httptools protocol with limits on headers and waiting; and which web pages may use it.
 
-uvicorn closes only connections that are idle behind a reply; with half a header or body they would stay for ever. And httptools joins the
-pieces of a header again and again: 100 MB of one would stop the event loop for 20 seconds. uvicorn's `h11_max_incomplete_event_size` is for
-h11 only.
+uvicorn closes only connections that are idle behind a reply; with half a header or body they would stay for ever. And
+httptools joins the pieces of a header again and again: 100 MB of one would stop the event loop for 20 seconds.
+uvicorn's `h11_max_incomplete_event_size` is for h11 only.
 """
 
 import asyncio
@@ -29,7 +29,10 @@ _BODY_BYTES_PER_S = 4096
 """Least rate of a body over each `idle_s`, a tenth of what phones upload."""
 
 _MANY_PARTS, _PART_BYTES = 1024, 60
-"""A body of more parts needs so many bytes in each, on average: a part costs as much as some kilobytes. A read may cut one of 64 in two."""
+"""A body of more parts needs so many bytes in each, on average: a part costs as much as some kilobytes.
+
+A read may cut one of 64 in two.
+"""
 
 _LINGER_S = 2.0
 """Seconds that a refused connection stays open, so that the client can read the reason."""
@@ -115,9 +118,14 @@ class BoundedHttp(HttpToolsProtocol):
         """Refuse a body in too many small parts; they cost far more than their bytes."""
         self.parts += 1
         self.part_bytes += len(body)
-        if self.refused or (self.is_chunked and self.parts > _MANY_PARTS and self.part_bytes < self.parts * _PART_BYTES):
+        if self.refused or (
+            self.is_chunked and self.parts > _MANY_PARTS and self.part_bytes < self.parts * _PART_BYTES
+        ):
             if not self.refused:
-                log.warning("a body in chunks of %d bytes was not read: send larger ones, or Content-Length", self.part_bytes // self.parts)
+                log.warning(
+                    "a body in chunks of %d bytes was not read: send larger ones, or Content-Length",
+                    self.part_bytes // self.parts,
+                )
             self.refused = True
             self.transport.close()
             return
@@ -126,7 +134,8 @@ class BoundedHttp(HttpToolsProtocol):
         self.came += len(body)
         if self.flow.read_paused or self.came >= _BODY_BYTES_PER_S * self.idle_s:
             self.came = 0
-            self.waiting_since = self.loop.time() + (self.idle_s if self.flow.read_paused else 0.0)  # or `_look` may miss a pause
+            # Or `_look` may miss a pause
+            self.waiting_since = self.loop.time() + (self.idle_s if self.flow.read_paused else 0.0)
 
     def on_message_complete(self) -> None:
         """Await the next request. A refused one never becomes complete."""
@@ -138,11 +147,18 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _refuse(self) -> None:
         self.refused = True
-        if self.cycle is not None and not self.cycle.response_complete:  # in a body's trailer: its reply may be on its way
+        # In a body's trailer: its reply may be on its way
+        if self.cycle is not None and not self.cycle.response_complete:
             self.transport.close()
             return
         reply = json_reply(
-            {"detail": f"the request's header is longer than {self.max_header_kib} KiB (max_header_kib); send a shorter one"}, 431
+            {
+                "detail": (
+                    f"the request's header is longer than {self.max_header_kib} KiB (max_header_kib); "
+                    "send a shorter one"
+                )
+            },
+            431,
         )
         head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
         fields = b"".join(name + b": " + value + b"\r\n" for name, value in reply.raw_headers)
@@ -157,8 +173,8 @@ def http_protocol(max_header_kib: int, idle_s: float) -> type[BoundedHttp]:
 
 # Refuses requests of web pages, which could otherwise use a server on the browser's machine or network.
 #
-# A page of another site sends its own address as Origin. One whose name was made to point here (DNS rebinding) sends that name as Host: a
-# name must be one of this server's, and an address of numbers cannot be made to point elsewhere.
+# A page of another site sends its own address as Origin. One whose name was made to point here (DNS rebinding) sends
+# that name as Host: a name must be one of this server's, and an address of numbers cannot be made to point elsewhere.
 
 
 class Origins:
@@ -190,13 +206,19 @@ class Origins:
         address = "" if host is None else host.decode("latin-1").lower()
         name = _name_of(f"//{address}")
         if host is not None and name not in self.names and not _is_address(name):
-            return f"Host {address[:300]!r} is not a name of this server; call it by its address, or allow it with --allowed-host"
+            return (
+                f"Host {address[:300]!r} is not a name of this server; call it by its address, "
+                "or allow it with --allowed-host"
+            )
         if origin is None:
             return ""
         page = origin.decode("latin-1").lower()
         if page.partition("://")[2] == address or _name_of(page) in self.allowed:
             return ""
-        return f"Origin {page[:300]!r} is not this server: pages of other sites may not use it; allow their host with --allowed-host"
+        return (
+            f"Origin {page[:300]!r} is not this server: pages of other sites may not use it; "
+            "allow their host with --allowed-host"
+        )
 
 
 def _name_of(url: str) -> str:

@@ -11,7 +11,17 @@ from tinsmith.config import Config
 from tinsmith.errors import EngineUnavailableError, NotFoundError, UserError
 from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Done, EndSession, Ready, Recovering, SampleDone, SampleEvents, SampleFailed, Status, Wake
+from tinsmith.protocol.serving import (
+    Done,
+    EndSession,
+    Ready,
+    Recovering,
+    SampleDone,
+    SampleEvents,
+    SampleFailed,
+    Status,
+    Wake,
+)
 from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.body import LargeBodies, read_body
@@ -60,12 +70,16 @@ class BaseModels:
         known = {facts.name: facts for facts in self.all()}
         served = self.directories().get(name) if from_here and name not in known else None
         if served is not None:
-            raise NotFoundError(f"base_model {name!r} is a directory; give the name under which it is served: {served!r}")
+            raise NotFoundError(
+                f"base_model {name!r} is a directory; give the name under which it is served: {served!r}"
+            )
         return known[find_base(name, known)]
 
     def directories(self) -> dict[str, str]:
         """Names by directory, of models that lie in one."""
-        return {facts.tokenizer_id: facts.name for facts in self._by_name.values() if Path(facts.tokenizer_id).is_absolute()}
+        return {
+            facts.tokenizer_id: facts.name for facts in self._by_name.values() if Path(facts.tokenizer_id).is_absolute()
+        }
 
     def name_of(self, asked: str) -> str:
         """The configured name of the model that `asked` means; `asked` itself if it is not served."""
@@ -78,8 +92,9 @@ def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:
     """Raise UserError if the checkpoint is of another architecture. The engine compares sizes when it loads."""
     if checkpoint.architecture != facts.architecture:
         raise UserError(
-            f"base_model {facts.name!r} is of architecture {facts.architecture}, but {checkpoint.tinker_path} was saved for "
-            f"{checkpoint.base_model!r}, of architecture {checkpoint.architecture}; name one of the same architecture"
+            f"base_model {facts.name!r} is of architecture {facts.architecture}, but {checkpoint.tinker_path} was "
+            f"saved for {checkpoint.base_model!r}, of architecture {checkpoint.architecture}; "
+            "name one of the same architecture"
         )
 
 
@@ -131,7 +146,7 @@ class Hub:
             self._end_sample(message)
 
     def told(self, reason: str, category: str | None = None) -> str:
-        """The text of an error for clients, without the server's directories unless it is the client's own error ("user")."""
+        """The text of an error for clients, without the server's directories unless it is the client's own ("user")."""
         return reason if category == "user" else without_paths(reason, self._places | self.base_models.directories())
 
     def _end_sample(self, message: SampleDone | SampleFailed) -> None:
@@ -163,9 +178,10 @@ class Hub:
         self.waiters.all_look_again()
 
     async def end_session(self, session_id: str, save: bool) -> None:
-        """End a session that is finished in the store: cancel samples, unload models, with `save` as checkpoints, drop snapshots.
+        """End a session finished in the store: cancel samples, drop snapshots, unload models.
 
-        An engine that is not ready is told later: it may find the session's commands in the log.
+        With `save`, models become checkpoints. An engine that is not ready is told later: it may find the session's
+        commands in the log.
         """
         self._ended[session_id] = save
         self.lifetimes.ended(session_id)

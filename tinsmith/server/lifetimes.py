@@ -1,7 +1,7 @@
 """Ends sessions whose clients have gone away, drops unfetched results and expired checkpoints, and checks the database.
 
-When a session was last heard of is kept in memory, so that no heartbeat waits for the database, and in monotonic time, so that setting the
-clock ends no session.
+When a session was last heard of is kept in memory, so that no heartbeat waits for the database, and in monotonic time,
+so that setting the clock ends no session.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Lifetimes:
     """The times at which sessions were last heard of, and the round that ends what is over."""
 
     def __init__(self, config: ServerConfig, store: AsyncStore, files: CheckpointFiles) -> None:
-        """No session ends before `session_idle_s` after the first round: clients could not reach this server earlier."""
+        """No session ends before `session_idle_s` after the first round: clients could not reach us earlier."""
         self._config = config
         self._store = store
         self._files = files
@@ -60,7 +60,7 @@ class Lifetimes:
         self._open.add(session_id)
 
     def knows(self, session_id: str) -> bool:
-        """Whether there is such a session, without asking the database: it is met when it begins or in the first round."""
+        """Whether there is such a session, without the database: it is met when it begins or in the first round."""
         return session_id in self._open or session_id in self._seen
 
     async def is_open(self, session_id: str) -> bool:

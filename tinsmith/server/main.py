@@ -121,7 +121,11 @@ def listening(config: Config) -> Iterator[socket.socket]:
 
     def why_not(error: OSError) -> str:
         used = error.errno == errno.EADDRINUSE
-        remedy = f"another program listens there; stop it, or choose another port with --port {port + 1}" if used else str(error)
+        remedy = (
+            f"another program listens there; stop it, or choose another port with --port {port + 1}"
+            if used
+            else str(error)
+        )
         return f"cannot listen on host={host} port={port}: {remedy}"
 
     with translated(OSError, ConfigError, why_not):
@@ -146,7 +150,8 @@ def http_config(hub: Hub) -> uvicorn.Config:
         create_app(hub),
         http=http_protocol(server.max_header_kib, server.connection_idle_s),
         ws="none",
-        # Behind a proxy on this machine clients have an address each. A process here may lie, but can keep the processors busy anyway.
+        # Behind a proxy on this machine clients have an address each. A process here may lie, but can keep the
+        # processors busy anyway.
         forwarded_allow_ips=["127.0.0.1", "::1"],
         lifespan="off",
         access_log=False,
@@ -174,7 +179,9 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
             http.force_exit = True
             hub.engine.kill()
         elif holds:
-            log.info("the server stops once its engine has saved the models that are loaded; a second Ctrl-C ends it at once")
+            log.info(
+                "the server stops once its engine has saved the models that are loaded; a second Ctrl-C ends it at once"
+            )
         else:
             log.info("the server stops; its engine is not ready, and has no models to save")
         stop.set()

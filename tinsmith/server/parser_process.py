@@ -1,8 +1,8 @@
 """A process beside the server that decompresses and parses large request bodies.
 
-Protobuf, JSON and base64 hold the interpreter's lock while they work on megabytes: in a thread of the server they would stop every other
-request. The server sends one body at a time over a socket; clients take turns, and so do the sessions of each. The process ends with the
-socket, and is started again if it dies.
+Protobuf, JSON and base64 hold the interpreter's lock while they work on megabytes: in a thread of the server they would
+stop every other request. The server sends one body at a time over a socket; clients take turns, and so do the sessions
+of each. The process ends with the socket, and is started again if it dies.
 """
 
 import asyncio
@@ -58,14 +58,24 @@ class ParserProcess:
         self._thread.submit(self._connected)
 
     async def run(
-        self, parse: Callable[..., Result], body: bytes, encoding: str, max_bytes: int, *args: object, client: str = "", session: str = ""
+        self,
+        parse: Callable[..., Result],
+        body: bytes,
+        encoding: str,
+        max_bytes: int,
+        *args: object,
+        client: str = "",
+        session: str = "",
     ) -> Result:
-        """`parse(body, *args)`, computed in the process. `parse` is a function of a module; arguments and result are pickled.
+        """`parse(body, *args)`, computed in the process.
 
-        The next body is of the client, and then of its session, that was served longest ago: many sessions get no more turns.
+        `parse` is a function of a module; arguments and result are pickled.
 
-        With `encoding` "zstd" the body is first decompressed, to at most `max_bytes`. A result may refer to the body: as it was sent, it is
-        not copied back. Raises as `decompress` and `parse`, and EngineUnavailableError if the process dies.
+        The next body is of the client, then of its session, served longest ago: many sessions get no more turns.
+
+        With `encoding` "zstd" the body is first decompressed, to at most `max_bytes`. A result may refer to the body:
+        as it was sent, it is not copied back. Raises as `decompress` and `parse`, and EngineUnavailableError if the
+        process dies.
         """
         job = pickle.dumps((parse, args, encoding, max_bytes))
         if self._busy:
@@ -114,7 +124,9 @@ class ParserProcess:
             with theirs:
                 command = [sys.executable, "-P", "-m", "tinsmith.server.parser_process", str(theirs.fileno())]
                 # A process group of its own: Ctrl-C in a terminal is for the server, which then ends this process.
-                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0)
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
+                )
         return self._socket
 
     def _disconnect(self) -> int:
@@ -133,9 +145,13 @@ class ParserProcess:
             answer = _receive(connection, *_SIZE.unpack(_receive(connection, _SIZE.size)))
         except (EOFError, OSError) as error:
             exit_code = self._disconnect()
-            log.warning("the process that parses large requests has ended (exit code %d); the next one starts it again", exit_code)
+            log.warning(
+                "the process that parses large requests has ended (exit code %d); the next one starts it again",
+                exit_code,
+            )
             raise EngineUnavailableError(
-                f"the process that parses large requests ended with exit code {exit_code} at this one; send the request again"
+                f"the process that parses large requests ended with exit code {exit_code} at this one; "
+                "send the request again"
             ) from error
         return _AnswerReader(io.BytesIO(answer), body).load()
 

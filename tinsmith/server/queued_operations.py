@@ -32,11 +32,13 @@ class QueuedOperations:
         """The highest seq_id of each model that has ended."""
 
     def admit(self, model_id: str, seq_id: int, size: int) -> bool:
-        """Count an operation of `size` bytes. False if it is counted already. Raises BackpressureError if it has to wait.
+        """Count an operation of `size` bytes.
 
-        The SDK sends the first part of a large call last, once all others are accepted. So an operation that others of its model wait for
-        is always accepted, and while it is missing, the others are not held to their session's limit: nothing queued of their model could
-        run and make room.
+        False if it is counted already. Raises BackpressureError if it has to wait.
+
+        The SDK sends the first part of a large call last, once all others are accepted. So an operation that others of
+        its model wait for is always accepted, and while it is missing, the others are not held to their session's
+        limit: nothing queued of their model could run and make room.
         """
         request_id, session_id = ids.request_id(model_id, seq_id), ids.session_of(model_id)
         if request_id in self._sizes:
@@ -47,7 +49,13 @@ class QueuedOperations:
         if seq_id >= first:
             self._check("all sessions have", self._of_session.total(), size, self._limits[0], "max_queued_mib")
         if seq_id >= first and first <= ended + 1:
-            self._check(f"session {session_id} has", self._of_session[session_id], size, self._limits[1], "max_queued_session_mib")
+            self._check(
+                f"session {session_id} has",
+                self._of_session[session_id],
+                size,
+                self._limits[1],
+                "max_queued_session_mib",
+            )
         self._sizes[request_id] = size
         self._of_session[session_id] += size
         self._of_model[model_id].add(seq_id)
@@ -55,7 +63,10 @@ class QueuedOperations:
 
     def _check(self, whose: str, queued: int, size: int, limit: int, setting: str) -> None:
         if queued and queued + size > limit:  # with nothing queued, one operation may be larger than the limit
-            reason = f"{whose} {queued} bytes of operations queued, and {size} more are over {limit} ({setting}); send this one later"
+            reason = (
+                f"{whose} {queued} bytes of operations queued, and {size} more are over {limit} ({setting}); "
+                "send this one later"
+            )
             log.info("answered 429: %s", reason)
             raise BackpressureError(reason)
 

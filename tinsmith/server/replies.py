@@ -1,8 +1,8 @@
 """HTTP replies: results as JSON or protobuf, and exceptions as a status with {"detail": ...}.
 
-An error gets the status that makes the SDK do the right thing: it repeats a request for minutes after 408, 409, 429 and 5xx, submits a
-sample again after 410, and raises any other at once. Directories of the server are for the log alone; an error of the request is told as it
-is.
+An error gets the status that makes the SDK do the right thing: it repeats a request for minutes after 408, 409, 429 and
+5xx, submits a sample again after 410, and raises any other at once. Directories of the server are for the log alone; an
+error of the request is told as it is.
 """
 
 import logging
@@ -33,8 +33,10 @@ from tinsmith.wire.compression import TooLargeError
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-"""Seconds after which to repeat what was answered 429, or 503 for the database. The SDK obeys up to 60; its samples pause 1 or 5 s after
-429, whatever this says."""
+"""Seconds after which to repeat what was answered 429, or 503 for the database.
+
+The SDK obeys up to 60; its samples pause 1 or 5 s after 429, whatever this says.
+"""
 
 PROTOBUF = "application/x-protobuf"
 
@@ -99,8 +101,13 @@ def private_places(config: Config, data_dir: Path) -> dict[str, str]:
     with suppress(RuntimeError):  # a container may run as a user without a home
         named.append((str(Path.home()), "~"))
     named.append((tempfile.gettempdir(), "TMPDIR"))
-    named += [(os.environ[name], name) for name in os.environ if name.endswith(_PLACES)]  # HF_HOME, XDG_CACHE_HOME, TRITON_CACHE_DIR, ...
-    named += [(config.vllm.vllm_dir, "VLLM_DIR"), (config.checkpoint_root, "CHECKPOINT_ROOT"), (str(data_dir), "DATA_DIR")]
+    # HF_HOME, XDG_CACHE_HOME, TRITON_CACHE_DIR, ...
+    named += [(os.environ[name], name) for name in os.environ if name.endswith(_PLACES)]
+    named += [
+        (config.vllm.vllm_dir, "VLLM_DIR"),
+        (config.checkpoint_root, "CHECKPOINT_ROOT"),
+        (str(data_dir), "DATA_DIR"),
+    ]
     paths = [(Path(place).expanduser(), word) for place, word in named if place and "://" not in place]
     return {str(each): word for path, word in paths for each in (path.absolute(), path.resolve())}
 
@@ -108,14 +115,17 @@ def private_places(config: Config, data_dir: Path) -> dict[str, str]:
 def without_paths(text: str, places: Mapping[str, str]) -> str:
     """`text` with the words of `places` in the place of these directories."""
     longest_first = sorted((place for place in places if place.strip("/")), key=len, reverse=True)
-    begins, ends = r"(?:(?<![\w/.-])|(?<=://)|(?<=:///))", r"(?![\w-]|\.+[\w-])"  # after file:// too, and at the end of a sentence
+    # After file:// too, and at the end of a sentence
+    begins, ends = r"(?:(?<![\w/.-])|(?<=://)|(?<=:///))", r"(?![\w-]|\.+[\w-])"
     pattern = rf"{begins}(?:{'|'.join(map(re.escape, longest_first))}){ends}"
     return re.sub(pattern, lambda found: places[found[0]], text) if longest_first else text
 
 
 async def _reply_to_known(request: Request, error: Exception) -> Response:
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, BackpressureError | StoreUnavailableError) else None
+    headers = (
+        {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, BackpressureError | StoreUnavailableError) else None
+    )
     detail = request.app.state.hub.told(str(error), "user" if isinstance(error, UserError) else "server")
     return json_reply({"detail": detail}, status, headers)
 

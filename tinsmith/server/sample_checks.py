@@ -71,7 +71,8 @@ def _check_topk(request: SampleRequest, new_tokens: int, facts: ModelFacts) -> N
         raise UserError(f"topk_sample_logprobs is {k}; the vocabulary of {facts.name} has {facts.vocab_size} tokens")
     if k * request.num_samples * new_tokens > MAX_CELLS:
         raise UserError(
-            f"topk_sample_logprobs={k} for {request.num_samples} samples of up to {new_tokens} tokens is more than {MAX_CELLS} numbers; "
+            f"topk_sample_logprobs={k} for {request.num_samples} samples of up to {new_tokens} tokens is more than "
+            f"{MAX_CELLS} numbers; "
             "ask for fewer"
         )
 

@@ -1,6 +1,7 @@
-"""The samples that clients wait for, in a file that outlives the server: a record for each that is accepted, another once its end was seen.
+"""The samples that clients wait for, in a file that outlives the server.
 
-Not in the database, for which no sample should wait, and not synced: when the whole machine is down, no client goes on waiting.
+It holds a record for each that is accepted, another once its end was seen. Not in the database, for which no sample
+should wait, and not synced: when the whole machine is down, no client goes on waiting.
 """
 
 import logging
@@ -52,7 +53,8 @@ class SampleJournal:
         """Forget a sample: its client has seen its end, or will never ask."""
         if request_id in self.waiting:
             del self.waiting[request_id]
-            with self._warning(f"the end of sample {request_id} is not noted"):  # a later server may ask its client to send it again
+            # A later server may ask its client to send it again
+            with self._warning(f"the end of sample {request_id} is not noted"):
                 self._file.append({"seen": request_id})
             self._shorten()
 
@@ -69,7 +71,10 @@ class SampleJournal:
                     damaged += 1
         if damaged:
             log.warning(
-                "%s: damaged in %d places, which are skipped; clients that wait for samples in them must send these again themselves",
+                (
+                    "%s: damaged in %d places, which are skipped; clients that wait for samples in them must send "
+                    "these again themselves"
+                ),
                 self._path,
                 damaged,
             )

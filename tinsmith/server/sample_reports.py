@@ -1,9 +1,9 @@
 """Reports ended samples to clients that ask about all of theirs with one poll (retrieve_futures).
 
-Each client of a sampling session has its own reports. A report's number, its cursor, only rises; the report is kept until the client sends
-that cursor back. Cursors come from the clock, so that a server's are higher than those of the server before; if the clock was set back,
-they go on from the cursor that the client sends. Samples that the former server did not report are reported as failed: the client asks for
-the result, and then sends the sample again.
+Each client of a sampling session has its own reports. A report's number, its cursor, only rises; the report is kept
+until the client sends that cursor back. Cursors come from the clock, so that a server's are higher than those of the
+server before; if the clock was set back, they go on from the cursor that the client sends. Samples that the former
+server did not report are reported as failed: the client asks for the result, and then sends the sample again.
 """
 
 import asyncio
@@ -90,7 +90,9 @@ class SampleReports:
         self._boxes = {client: box for client, box in self._boxes.items() if ids.session_of(client[0]) != session_id}
 
     async def after(self, client: Client, cursor: int, timeout_s: float) -> list[Report]:
-        """The reports after `cursor`, waited for up to `timeout_s` seconds. Those up to it are dropped: the client has them.
+        """The reports after `cursor`, waited for up to `timeout_s` seconds.
+
+        Those up to it are dropped: the client has them.
 
         An empty mailbox where nobody waits is dropped too: anyone can poll as any number of clients.
         """

@@ -1,4 +1,7 @@
-"""The samples that run or wait to be fetched, in memory only. A client that asks for another gets HTTP 410, and the SDK sends it again."""
+"""The samples that run or wait to be fetched, in memory only.
+
+A client that asks for another gets HTTP 410, and the SDK sends it again.
+"""
 
 import asyncio
 import itertools
@@ -74,7 +77,7 @@ class PendingSample:
 
     request_id: str
     run: int
-    """A number for each run: a request id that is given up and sent again gets another, and the engine's messages name theirs."""
+    """A number for each run, which the engine's messages name: a request id given up and sent again gets another."""
     num_samples: int
     size: int
     """Bytes of the request's body."""
@@ -90,8 +93,9 @@ class PendingSample:
         """Raise UserError if a request with this key has another body than the accepted one."""
         if digest != self.digest:
             raise UserError(
-                f"sample {self.request_id} was sent with a body of digest {self.digest.hex()[:12]}, and now with one of digest "
-                f"{digest.hex()[:12]}: give every sample of a sampling session a seq_id of its own, and repeat one unchanged"
+                f"sample {self.request_id} was sent with a body of digest {self.digest.hex()[:12]}, "
+                f"and now with one of digest {digest.hex()[:12]}: "
+                "give every sample of a sampling session a seq_id of its own, and repeat one unchanged"
             )
 
     @property
@@ -110,11 +114,13 @@ class _Limit:
     def check(self, taken: int, more: int, whose: str) -> None:
         if more > self.value:
             raise UserError(
-                f"the request has {more} {self.unit}; more than {self.value} are not taken at a time ({self.setting}): split the request"
+                f"the request has {more} {self.unit}; more than {self.value} are not taken at a time ({self.setting}): "
+                "split the request"
             )
         if taken + more > self.value:
             raise BackpressureError(
-                f"{taken} {self.unit} of {whose} are unfinished, and the limit is {self.value} ({self.setting}); send this sample later"
+                f"{taken} {self.unit} of {whose} are unfinished, and the limit is {self.value} ({self.setting}); "
+                "send this sample later"
             )
 
 
@@ -149,10 +155,13 @@ class SampleBook:
         self._drop_expired()
         return self._samples.get(request_id)
 
-    def add(self, request_id: str, num_samples: int, size: int, stream: bool = False, digest: bytes = b"") -> PendingSample:
+    def add(
+        self, request_id: str, num_samples: int, size: int, stream: bool = False, digest: bytes = b""
+    ) -> PendingSample:
         """Note a new sample; with `stream` its tokens can be followed.
 
-        Raises BackpressureError if too many are unfinished, in all or of its session, and UserError if it is too much even alone.
+        Raises BackpressureError if too many are unfinished, in all or of its session, and UserError if it is too much
+        even alone.
         """
         self._drop_expired()
         session = ids.session_of(request_id)
@@ -191,8 +200,8 @@ class SampleBook:
     def follow(self, request_id: str, run: int) -> AsyncIterator[StreamedTokens]:
         """The tokens of a sample that was added with `stream`, from the first on, until it is done.
 
-        Raises NotFoundError for an unknown run, UserError for one that is not streamed. The iterator raises the error of a failed sample,
-        and GoneError if it is lost or given up.
+        Raises NotFoundError for an unknown run, UserError for one that is not streamed. The iterator raises the error
+        of a failed sample, and GoneError if it is lost or given up.
         """
         sample = self.find(request_id)
         if sample is None or sample.run != run:
@@ -259,7 +268,13 @@ class SampleBook:
                 dropped = next(key for key in self._unfetched if ids.session_of(key) == session)
                 if dropped == newest.request_id:
                     return  # it is larger than all that others have
-                log.warning("the result of sample %s is dropped: results that wait to be fetched are over max_finished_sample_mib", dropped)
+                log.warning(
+                    (
+                        "the result of sample %s is dropped: results that wait to be fetched are over "
+                        "max_finished_sample_mib"
+                    ),
+                    dropped,
+                )
             self.remove(dropped)
 
 
@@ -267,9 +282,15 @@ async def _follow(sample: PendingSample, stream: _Stream) -> AsyncIterator[Strea
     async for event in stream.read():
         yield event
     if isinstance(sample.outcome, SampleFailed):
-        raise UserError(sample.outcome.error) if sample.outcome.category == "user" else TinsmithError(sample.outcome.error)
+        raise (
+            UserError(sample.outcome.error)
+            if sample.outcome.category == "user"
+            else TinsmithError(sample.outcome.error)
+        )
     if sample.outcome is None:
-        raise GoneError(f"sample {sample.request_id} is not known any more: it was lost with its engine, or given up; send it again")
+        raise GoneError(
+            f"sample {sample.request_id} is not known any more: it was lost with its engine, or given up; send it again"
+        )
 
 
 def _add(counter: Counter[str], key: str, amount: int) -> None:
@@ -282,8 +303,9 @@ def _add(counter: Counter[str], key: str, amount: int) -> None:
 # Sampling sessions whose weights exist, each looked up once: samples must not wait for the database.
 
 _PUBLISH_AGAIN = (
-    "publish weights again (save_weights_and_get_sampling_client) and sample with the client that this gives. If the model is lost too, "
-    "first go on from its newest checkpoint; weights that are saved under a name outlive the server"
+    "publish weights again (save_weights_and_get_sampling_client) and sample with the client that this gives. "
+    "If the model is lost too, first go on from its newest checkpoint; "
+    "weights that are saved under a name outlive the server"
 )
 
 
@@ -310,12 +332,15 @@ class SamplingSessions:
             raise NotFoundError(f"sampling session {sampling_session_id!r} does not exist")
         if session.gone is not None:
             raise NotFoundError(
-                f"the weights of sampling session {sampling_session_id} are gone: {self._told(session.gone, None)}; {_PUBLISH_AGAIN}"
+                f"the weights of sampling session {sampling_session_id} are gone: {self._told(session.gone, None)}; "
+                f"{_PUBLISH_AGAIN}"
             )
         if session.snapshot_id is not None:
             saved = await self._store.read(Store.outcome, session.snapshot_id)
             if saved is None and await self._store.read(Store.status, session.snapshot_id) != "dropped":
-                raise NotFoundError(f"the weights of sampling session {sampling_session_id} are being saved; wait for its future first")
+                raise NotFoundError(
+                    f"the weights of sampling session {sampling_session_id} are being saved; wait for its future first"
+                )
             if saved is not None and saved.error is not None:
                 why = self._told(saved.error, saved.category)
                 raise NotFoundError(f"the weights of sampling session {sampling_session_id} could not be saved: {why}")

@@ -26,7 +26,9 @@ class UrlSigner:
             _write_privately(path, secrets.token_bytes(_KEY_BYTES))
         key = path.read_bytes()
         if len(key) != _KEY_BYTES:
-            raise ConfigError(f"{path} must hold {_KEY_BYTES} bytes, it holds {len(key)}; delete it, and a new one is made")
+            raise ConfigError(
+                f"{path} must hold {_KEY_BYTES} bytes, it holds {len(key)}; delete it, and a new one is made"
+            )
         self._signer = itsdangerous.Signer(key, salt="tinsmith download", digest_method=hashlib.sha256)
 
     def sign(self, expires: int, *parts: str) -> str:

@@ -1,7 +1,7 @@
 """Long polls that wait for a request id.
 
-The engine's message brings them the outcome, without the store. The store remains the truth: polls look there for what is not known to run,
-and after a message was lost.
+The engine's message brings them the outcome, without the store. The store remains the truth: polls look there for what
+is not known to run, and after a message was lost.
 """
 
 import asyncio
@@ -33,11 +33,14 @@ class Waiters(Generic[Ended]):
         """Note that the engine will report this request: until then polls need not read the store."""
         self._running.add(request_id)
 
-    async def wait_for(self, request_id: str, look: Callable[[], Awaitable[Ended | None]], timeout_s: float) -> Ended | None:
+    async def wait_for(
+        self, request_id: str, look: Callable[[], Awaitable[Ended | None]], timeout_s: float
+    ) -> Ended | None:
         """The outcome, delivered or found by `look`; None after `timeout_s` seconds or `close`."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
-            with self._registered(request_id) as poll:  # before looking, so that an outcome that is delivered meanwhile is not missed
+            # Before looking, so that an outcome that is delivered meanwhile is not missed
+            with self._registered(request_id) as poll:
                 if request_id not in self._running and (found := await look()) is not None:
                     return found
                 if self._closed:

@@ -1,7 +1,7 @@
 """Files to which records are only appended, framed so that damage to one costs no other.
 
-A record is JSON behind a mark, its length and its CRC-32, both 32-bit little-endian. A reader that meets something else goes on at the next
-mark. A last record that is cut off was being written when the process died, and is no damage.
+A record is JSON behind a mark, its length and its CRC-32, both 32-bit little-endian. A reader that meets something else
+goes on at the next mark. A last record that is cut off was being written when the process died, and is no damage.
 
 Nothing is synced: a power cut may take the last records, the death of a process none.
 """

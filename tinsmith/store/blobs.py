@@ -1,10 +1,10 @@
 """Encoded images as files named by the SHA-256 of their bytes: `blobs/ab/abcd...` in the data directory.
 
-A file is written before the row that refers to it is committed, and deleted only in a write transaction, once no row does; the transaction
-that adds a row checks that the file is still there (`Store.append`, `Store.delete_unused_blobs`). So a process that dies may leave a file
-without a row, never a row without its file.
+A file is written before the row that refers to it is committed, and deleted only in a write transaction, once no row
+does; the transaction that adds a row checks that the file is still there (`Store.append`, `Store.delete_unused_blobs`).
+So a process that dies may leave a file without a row, never a row without its file.
 
-Files are renamed into place and not synced: a power cut may damage them, so the bytes read are compared with the digest.
+Files are renamed into place and not synced: a power cut may damage them, so what is read is compared with the digest.
 """
 
 import hashlib
@@ -64,7 +64,9 @@ class BlobFiles:
             if hashlib.sha256(data).digest() == sha256:
                 return data
             path.unlink(missing_ok=True)
-            raise TinsmithError(f"{path} was damaged: its SHA-256 was another than its name; it is deleted, send the image again")
+            raise TinsmithError(
+                f"{path} was damaged: its SHA-256 was another than its name; it is deleted, send the image again"
+            )
         return None
 
     def copy(self, sha256: bytes, to: "BlobFiles") -> bool:

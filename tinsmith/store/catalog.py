@@ -1,4 +1,7 @@
-"""Runs, checkpoints and sessions, as the REST part of the API lists and manages them. Each function is one transaction."""
+"""Runs, checkpoints and sessions, as the REST part of the API lists and manages them.
+
+Each function is one transaction.
+"""
 
 import json
 import time
@@ -28,7 +31,15 @@ from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import checkpoints as rows
 from tinsmith.store import ids
 from tinsmith.store.records import CLIENT_REASONS, Checkpoint, Model, TrainingRun
-from tinsmith.store.schema import begun_directories, checkpoints, commands, discarded_directories, models, sampling_sessions, sessions
+from tinsmith.store.schema import (
+    begun_directories,
+    checkpoints,
+    commands,
+    discarded_directories,
+    models,
+    sampling_sessions,
+    sessions,
+)
 from tinsmith.store.sessions import MODEL_COLUMNS, insert_model
 from tinsmith.store.store import Store
 from tinsmith.wire.paths import CheckpointPath, parse_path
@@ -46,14 +57,19 @@ _NEWEST = (
     select(
         *rows.COLUMNS,
         func.row_number()
-        .over(partition_by=(checkpoints.c.model_id, checkpoints.c.kind), order_by=(checkpoints.c.created_at.desc(), checkpoints.c.name))
+        .over(
+            partition_by=(checkpoints.c.model_id, checkpoints.c.kind),
+            order_by=(checkpoints.c.created_at.desc(), checkpoints.c.name),
+        )
         .label("place"),
     )
     .where(checkpoints.c.model_id.in_(bindparam("ids", expanding=True)), rows.ALIVE)
     .subquery()
 )
 _NEWEST_OF_RUNS = select(*[_NEWEST.c[column.name] for column in rows.COLUMNS]).where(_NEWEST.c.place == 1)
-_CHECKPOINTS = select(*rows.COLUMNS).where(rows.ALIVE).order_by(checkpoints.c.created_at.desc(), checkpoints.c.tinker_path)
+_CHECKPOINTS = (
+    select(*rows.COLUMNS).where(rows.ALIVE).order_by(checkpoints.c.created_at.desc(), checkpoints.c.tinker_path)
+)
 
 _SESSION_ORDER = (sessions.c.created_at.desc(), sessions.c.session_id.desc())
 _SAVED = (
@@ -94,9 +110,13 @@ def find_run(store: Store, model_id: str) -> TrainingRun:
 
 def _with_checkpoints(connection: Connection, found: Sequence[Row[*tuple[Any, ...]]]) -> list[TrainingRun]:
     parameters = {"ids": [row.model_id for row in found], "now": time.time()}
-    newest = {(c.model_id, c.kind): c for c in (Checkpoint(*row) for row in connection.execute(_NEWEST_OF_RUNS, parameters))}
+    newest = {
+        (c.model_id, c.kind): c for c in (Checkpoint(*row) for row in connection.execute(_NEWEST_OF_RUNS, parameters))
+    }
     return [
-        TrainingRun(Model(*row[:-1]), row[-1], newest.get((row.model_id, "training")), newest.get((row.model_id, "sampler")))
+        TrainingRun(
+            Model(*row[:-1]), row[-1], newest.get((row.model_id, "training")), newest.get((row.model_id, "sampler"))
+        )
         for row in found
     ]
 
@@ -139,7 +159,11 @@ def _change(store: Store, tinker_path: str, **values: Any) -> None:
 def delete_checkpoint(store: Store, tinker_path: str) -> None:
     """Remove a checkpoint. Its files are discarded, unless a copy uses them. Raises NotFoundError."""
     now = time.time()
-    drop = delete(checkpoints).where(checkpoints.c.tinker_path == tinker_path, rows.ALIVE).returning(checkpoints.c.directory)
+    drop = (
+        delete(checkpoints)
+        .where(checkpoints.c.tinker_path == tinker_path, rows.ALIVE)
+        .returning(checkpoints.c.directory)
+    )
     with store.writing_durably() as connection:
         directory = connection.execute(drop, {"now": now}).scalar()
         if directory is None:
@@ -165,10 +189,14 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
         if not insert_model(connection, run, now):
             copied = rows.find(connection, path, now)
             if path == source or copied is None or copied.directory != original.directory:
-                raise UserError(f"model_seq_id={model_seq_id}: the session has a run of that number already; use another")
+                raise UserError(
+                    f"model_seq_id={model_seq_id}: the session has a run of that number already; use another"
+                )
             return path
         expires_at = None if ttl_seconds is None else now + ttl_seconds
-        copy = replace(original, tinker_path=path, model_id=model_id, created_at=now, expires_at=expires_at, public=False)
+        copy = replace(
+            original, tinker_path=path, model_id=model_id, created_at=now, expires_at=expires_at, public=False
+        )
         rows.put(connection, copy, now)
     return path
 
@@ -262,13 +290,17 @@ class LoggedOperation:
 def list_sessions(store: Store, page: Page) -> list[str]:
     """Session ids, newest first."""
     with store.reading() as connection:
-        found = connection.execute(select(sessions.c.session_id).order_by(*_SESSION_ORDER).limit(page.limit).offset(page.offset))
+        found = connection.execute(
+            select(sessions.c.session_id).order_by(*_SESSION_ORDER).limit(page.limit).offset(page.offset)
+        )
         return list(found.scalars())
 
 
 def describe_session(store: Store, session_id: str) -> SessionDetail:
     """One session. Raises NotFoundError."""
-    described = select(sessions.c.session_id, sessions.c.user_metadata, sessions.c.display_name).where(sessions.c.session_id == session_id)
+    described = select(sessions.c.session_id, sessions.c.user_metadata, sessions.c.display_name).where(
+        sessions.c.session_id == session_id
+    )
     parts = [
         select(id_column).where(id_column.table.c.session_id == session_id).order_by(id_column.table.c.created_at)
         for id_column in (models.c.model_id, sampling_sessions.c.sampling_session_id)
@@ -308,13 +340,17 @@ def _conditions(wanted: SessionFilter) -> list[ColumnElement[bool]]:
         named.append(sessions.c.session_id == wanted.session_id)
     if wanted.display_name is not None:
         words = wanted.display_name.split()
-        named.append(and_(*[sessions.c.display_name.icontains(word, autoescape=True) for word in words]) if words else false())
+        named.append(
+            and_(*[sessions.c.display_name.icontains(word, autoescape=True) for word in words]) if words else false()
+        )
     if named:
         conditions.append(or_(*named))
     if wanted.project_ids is not None:
         named_projects = [project for project in wanted.project_ids if project is not None]
         # One list, not a term for each: SQLite takes an expression of up to 1,000 levels.
-        among = sessions.c.project_id.in_(select(func.json_each(json.dumps(named_projects)).table_valued("value").c.value))
+        among = sessions.c.project_id.in_(
+            select(func.json_each(json.dumps(named_projects)).table_valued("value").c.value)
+        )
         conditions.append(or_(among, sessions.c.project_id.is_(None)) if None in wanted.project_ids else among)
     conditions += [_has(key, value) for key, value in (wanted.user_metadata or {}).items()]
     if wanted.statuses is not None:
@@ -346,7 +382,9 @@ def _is(kind: str, reasons: Sequence[str] | None) -> ColumnElement[bool]:
 def session_operations(store: Store, session_id: str) -> list[LoggedOperation]:
     """The training operations of a session, in order. Raises NotFoundError."""
     columns = [commands.c[name] for name in LoggedOperation.__dataclass_fields__]
-    logged = select(*columns).join_from(commands, models).where(models.c.session_id == session_id).order_by(commands.c.id)
+    logged = (
+        select(*columns).join_from(commands, models).where(models.c.session_id == session_id).order_by(commands.c.id)
+    )
     with store.reading() as connection:
         _require_session(connection, session_id)
         return [LoggedOperation(*row) for row in connection.execute(logged)]

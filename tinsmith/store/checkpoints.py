@@ -1,10 +1,10 @@
 """Saved checkpoints.
 
-A checkpoint exists once it has a row. Its files are complete in `directory` before that, and never change. A copy is another row with the
-same directory.
+A checkpoint exists once it has a row. Its files are complete in `directory` before that, and never change. A copy is
+another row with the same directory.
 
-No directory is forgotten, whichever process dies: it is noted as begun before it is written, until it has a row, and as discarded when its
-last row is removed, in that transaction, until its files are deleted.
+No directory is forgotten, whichever process dies: it is noted as begun before it is written, until it has a row, and as
+discarded when its last row is removed, in that transaction, until its files are deleted.
 """
 
 import time
@@ -25,7 +25,11 @@ ALIVE = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > bindp
 """Condition for rows that have not expired by `now`."""
 
 _FIND = select(*COLUMNS).where(checkpoints.c.tinker_path == bindparam("key"), ALIVE)
-_SAVED_FOR: dict[CheckpointKind, str] = {"training": "for training", "sampler": "for sampling", "external": "to be downloaded"}
+_SAVED_FOR: dict[CheckpointKind, str] = {
+    "training": "for training",
+    "sampler": "for sampling",
+    "external": "to be downloaded",
+}
 _REMEDY: dict[CheckpointKind, str] = {
     "training": "training goes on from a path of save_state (tinker://MODEL_ID/weights/NAME)",
     "sampler": "sample from a path of save_weights_for_sampler (tinker://MODEL_ID/sampler_weights/NAME)",
@@ -73,7 +77,9 @@ class CheckpointStore(Transactions):
         """Raise UserError if a checkpoint has one of these paths."""
         taken = [path for path in tinker_paths if self.checkpoint(path) is not None]
         if taken:
-            raise UserError(f"{' and '.join(taken)} exist already; import under another name, or delete what is there first")
+            raise UserError(
+                f"{' and '.join(taken)} exist already; import under another name, or delete what is there first"
+            )
 
     def expired_checkpoints(self) -> list[Checkpoint]:
         expired = select(*COLUMNS).where(checkpoints.c.expires_at <= time.time()).order_by(checkpoints.c.expires_at)
@@ -149,14 +155,22 @@ def absent(connection: Connection, tinker_path: str) -> NotFoundError:
     row = find(connection, tinker_path, now=0.0)
     if row is not None and row.expires_at is not None:
         ended = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row.expires_at))
-        return NotFoundError(f"{tinker_path} does not exist any more: it expired at {ended} UTC; save with a longer ttl_seconds, or none")
+        return NotFoundError(
+            f"{tinker_path} does not exist any more: it expired at {ended} UTC; save with a longer ttl_seconds, or none"
+        )
     is_queued_save = commands.c.model_id == model_id, commands.c.status == "queued", commands.c.kind.like("save%")
     if saves := connection.execute(select(func.count()).select_from(commands).where(*is_queued_save)).scalar_one():
         queued = "1 save of its model is" if saves == 1 else f"{saves} saves of its model are"
         return NotFoundError(f"{tinker_path} does not exist yet: {queued} queued; wait for the result of its save")
-    newest = select(checkpoints.c.tinker_path).where(checkpoints.c.model_id == model_id, ALIVE).order_by(checkpoints.c.created_at.desc())
+    newest = (
+        select(checkpoints.c.tinker_path)
+        .where(checkpoints.c.model_id == model_id, ALIVE)
+        .order_by(checkpoints.c.created_at.desc())
+    )
     others = connection.execute(newest.limit(3), {"now": time.time()}).scalars().all()
     if not others and not connection.execute(select(exists().where(models.c.model_id == model_id))).scalar():
-        return NotFoundError(f"{tinker_path} does not exist: there is no model {model_id!r} here; correct the path, or ask its server")
+        return NotFoundError(
+            f"{tinker_path} does not exist: there is no model {model_id!r} here; correct the path, or ask its server"
+        )
     there = f"there are {', '.join(others)}" if others else "its model has no checkpoint"
     return NotFoundError(f"{tinker_path} does not exist: it was never saved, was deleted, or expired long ago; {there}")

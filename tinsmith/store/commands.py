@@ -9,7 +9,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, Text, bindparam, cast, delete, exists, func, literal_column, select, update
+from sqlalchemy import (
+    Connection,
+    Row,
+    Select,
+    Text,
+    bindparam,
+    cast,
+    delete,
+    exists,
+    func,
+    literal_column,
+    select,
+    update,
+)
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError, UserError
@@ -31,7 +44,9 @@ from tinsmith.wire.compression import HEADER_BYTES, unpacked_size
 
 _INSERT = insert(commands).on_conflict_do_nothing().returning(commands.c.id)
 _INSERT_REFERENCE = insert(command_images)
-_REJECT = update(commands).where(commands.c.id == bindparam("command_id")).values(kind=REJECTED, payload=bindparam("message"))
+_REJECT = (
+    update(commands).where(commands.c.id == bindparam("command_id")).values(kind=REJECTED, payload=bindparam("message"))
+)
 _COMMAND = (
     commands.c.id,
     commands.c.model_id,
@@ -42,7 +57,8 @@ _COMMAND = (
     commands.c.created_at,
     commands.c.image_digests,
 )
-_IS_QUEUED = commands.c.status == literal_column("'queued'")  # as a literal, because SQLite takes a partial index only for what it can read
+# As a literal, because SQLite takes a partial index only for what it can read
+_IS_QUEUED = commands.c.status == literal_column("'queued'")
 _known = func.json_each(bindparam("known")).table_valued("value")
 _QUEUED = (
     select(*_COMMAND)
@@ -55,11 +71,17 @@ _FINISH = update(commands).where(
     commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq"), commands.c.status == "queued"
 )
 _DROPPED_INPUT = {"payload": None, "image_digests": None, "kept_bytes": None}
-_IMAGE_BYTES = select(func.sum(command_images.c.size)).where(command_images.c.command_id == commands.c.id).scalar_subquery()
+_IMAGE_BYTES = (
+    select(func.sum(command_images.c.size)).where(command_images.c.command_id == commands.c.id).scalar_subquery()
+)
 _KEPT_INPUT = {"kept_bytes": func.length(commands.c.payload) + func.coalesce(_IMAGE_BYTES, 0)}
 _FINISH_AND_DROP = _FINISH.values(_DROPPED_INPUT).returning(commands.c.id, commands.c.kept_bytes)
 _FINISH_AND_KEEP = _FINISH.values(_KEPT_INPUT).returning(commands.c.id, commands.c.kept_bytes)
-_DROP_REFERENCES = delete(command_images).where(command_images.c.command_id == bindparam("command_id")).returning(command_images.c.sha256)
+_DROP_REFERENCES = (
+    delete(command_images)
+    .where(command_images.c.command_id == bindparam("command_id"))
+    .returning(command_images.c.sha256)
+)
 _IS_KEPT = commands.c.kept_bytes.is_not(None)
 _ALL_KEPT = select(func.coalesce(func.sum(commands.c.kept_bytes), 0)).where(_IS_KEPT)
 _OLDEST_KEPT = select(commands.c.id, commands.c.kept_bytes).where(_IS_KEPT).order_by(commands.c.id)
@@ -67,12 +89,15 @@ _DROP_INPUT = update(commands).where(commands.c.id == bindparam("command_id")).v
 _IS_USED = select(exists().where(command_images.c.sha256 == bindparam("digest")))
 _USED = select(command_images.c.sha256).distinct()
 _KEPT_WITH = (
-    select(commands.c.id).join_from(command_images, commands).where(command_images.c.sha256 == bindparam("digest"), _IS_KEPT).distinct()
+    select(commands.c.id)
+    .join_from(command_images, commands)
+    .where(command_images.c.sha256 == bindparam("digest"), _IS_KEPT)
+    .distinct()
 )
 _BY_KEY = (commands.c.model_id == bindparam("model_id")) & (commands.c.seq_id == bindparam("seq_id"))
-_OUTCOME = select(commands.c.result, commands.c.result_type, commands.c.error, commands.c.category, commands.c.resolved).where(
-    _BY_KEY, commands.c.status.in_(("done", "failed"))
-)
+_OUTCOME = select(
+    commands.c.result, commands.c.result_type, commands.c.error, commands.c.category, commands.c.resolved
+).where(_BY_KEY, commands.c.status.in_(("done", "failed")))
 _APPLY = (
     update(models)
     .where(models.c.model_id == bindparam("model"), func.coalesce(models.c.applied_seq, -1) < bindparam("seq"))
@@ -85,7 +110,9 @@ _LOSE_SNAPSHOTS = (
         sampling_sessions.c.snapshot_id.is_not(None),
         sampling_sessions.c.gone.is_(None),
         sampling_sessions.c.snapshot_id.not_in(
-            select(commands.c.model_id + "/" + cast(commands.c.seq_id, Text)).where(_IS_QUEUED, commands.c.model_id == bindparam("model"))
+            select(commands.c.model_id + "/" + cast(commands.c.seq_id, Text)).where(
+                _IS_QUEUED, commands.c.model_id == bindparam("model")
+            )
         ),
     )
     .values(gone=bindparam("reason"))
@@ -101,16 +128,18 @@ class CommandStore(Transactions):
 
     def check_repeat(self, new: NewCommand) -> None:
         """Raise UserError if a command that was not queued has the key of another operation."""
-        first = self._first(select(commands.c.kind, commands.c.digest).where(_BY_KEY), model_id=new.model_id, seq_id=new.seq_id)
+        first = self._first(
+            select(commands.c.kind, commands.c.digest).where(_BY_KEY), model_id=new.model_id, seq_id=new.seq_id
+        )
         if first is None:
             return
         digest = _digest(new)
         # One that was refused when it came in has lost its kind.
         if first.digest != digest or (REJECTED not in (first.kind, new.kind) and first.kind != new.kind):
             raise UserError(
-                f"{ids.request_id(new.model_id, new.seq_id)} is {first.kind} of digest {first.digest.hex()[:12]} already, "
-                f"and now came as {new.kind} of digest {digest.hex()[:12]}: number every operation of a model anew "
-                "(create_model: another model_seq_id), and repeat one unchanged"
+                f"{ids.request_id(new.model_id, new.seq_id)} is {first.kind} of digest {first.digest.hex()[:12]} "
+                f"already, and now came as {new.kind} of digest {digest.hex()[:12]}: "
+                "number every operation of a model anew (create_model: another model_seq_id), and repeat one unchanged"
             )
 
     def queued_models(self) -> list[str]:
@@ -120,7 +149,7 @@ class CommandStore(Transactions):
     def queued(self, model_id: str, known: Collection[int] = (), limit: int = 1000) -> list[Command]:
         """Up to `limit` queued commands of a model by seq_id, but for `known` ones.
 
-        Commands may become visible in another order than their ids: ask for all that is new, never for what follows an id.
+        Commands may become visible in another order than their ids: ask for all new ones, never for those after an id.
         """
         with self.reading() as connection:
             return _queued(connection, model_id, known, limit)
@@ -146,7 +175,10 @@ class CommandStore(Transactions):
         return None if key is None else self._first(statement, model_id=key[0], seq_id=key[1])
 
     def drop_results(self, before: float, ended_before: float) -> None:
-        """Drop results from before `before` (Unix time), and of sessions that ended before `ended_before`. Errors stay."""
+        """Drop results from before `before` (Unix time), and of sessions that ended before `ended_before`.
+
+        Errors stay.
+        """
         drop = update(commands).where(commands.c.status == "done").values(status="dropped", result=None)
         ended = sessions.c.finished_at >= before, sessions.c.finished_at < ended_before
         of_ended = commands.c.model_id.in_(select(models.c.model_id).join_from(models, sessions).where(*ended))
@@ -179,14 +211,21 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
         connection.execute(_INSERT, row)
         return False
     digests = b"".join(new.image_digests) or None
-    inserted = connection.execute(_INSERT, row | {"status": "queued", "payload": new.payload, "image_digests": digests}).first()
+    inserted = connection.execute(
+        _INSERT, row | {"status": "queued", "payload": new.payload, "image_digests": digests}
+    ).first()
     if inserted is None:
         return False
     if new.images:
-        references = [{"command_id": inserted.id, "sha256": digest, "size": len(data)} for digest, data in new.images.items()]
+        references = [
+            {"command_id": inserted.id, "sha256": digest, "size": len(data)} for digest, data in new.images.items()
+        ]
         connection.execute(_INSERT_REFERENCE, references)
     if new.sampling_session is not None and not insert_sampling_session(connection, new.sampling_session, now):
-        message = f"sampling session {new.sampling_session.sampling_session_id} exists already; use another sampling_session_seq_id"
+        message = (
+            f"sampling session {new.sampling_session.sampling_session_id} exists already; "
+            "use another sampling_session_seq_id"
+        )
         connection.execute(_REJECT, {"command_id": inserted.id, "message": message.encode()})
     return True
 
@@ -200,7 +239,13 @@ def _command(row: Row[*tuple[Any, ...]]) -> Command:
     payload_bytes = unpacked_size(beginning or b"", stored_bytes)  # of an empty one SQLite gives null
     each = range(0, len(digests or b""), _DIGEST_BYTES)
     return Command(
-        command_id, model_id, seq_id, kind, payload_bytes, created_at, tuple(digests[start : start + _DIGEST_BYTES] for start in each)
+        command_id,
+        model_id,
+        seq_id,
+        kind,
+        payload_bytes,
+        created_at,
+        tuple(digests[start : start + _DIGEST_BYTES] for start in each),
     )
 
 
@@ -223,7 +268,9 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
         if key is None:
             raise NotFoundError(f"{outcome.request_id!r} is not a request id")
         model_id, seq_id = key
-        finished = connection.execute(_FINISH_AND_KEEP if keep else _FINISH_AND_DROP, _finished(outcome, model_id, seq_id, now)).first()
+        finished = connection.execute(
+            _FINISH_AND_KEEP if keep else _FINISH_AND_DROP, _finished(outcome, model_id, seq_id, now)
+        ).first()
         if finished is None:
             continue
         if outcome.error is None:
@@ -266,7 +313,9 @@ def drop_kept(connection: Connection, most_bytes: int) -> Released:
     """Drop payloads and images of the oldest finished commands until `most_bytes` are left."""
     digests: list[bytes] = []
     with connection.execute(_OLDEST_KEPT) as oldest_first:
-        dropped = list(oldest_beyond(most_bytes, kept_bytes(connection), ((row.id, row.kept_bytes) for row in oldest_first)))
+        dropped = list(
+            oldest_beyond(most_bytes, kept_bytes(connection), ((row.id, row.kept_bytes) for row in oldest_first))
+        )
     for command_id in dropped:
         digests += _drop_input(connection, command_id)
     return Released(kept_bytes(connection), digests)
@@ -302,7 +351,9 @@ def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool)
     return [outcome.request_id for outcome in failed]
 
 
-def lose_models(connection: Connection, reasons: Mapping[str, str], now: float, keep: bool) -> tuple[list[Outcome], Released]:
+def lose_models(
+    connection: Connection, reasons: Mapping[str, str], now: float, keep: bool
+) -> tuple[list[Outcome], Released]:
     """Fail what is queued for these models, each for its reason, and lose the models and their snapshots.
 
     Returns the outcomes and what they release. Each error names the model's newest checkpoint.
@@ -314,11 +365,16 @@ def lose_models(connection: Connection, reasons: Mapping[str, str], now: float, 
     return failed, released
 
 
-def _fail_queued(connection: Connection, reasons: Mapping[str, str], now: float, keep: bool) -> tuple[list[Outcome], Released]:
+def _fail_queued(
+    connection: Connection, reasons: Mapping[str, str], now: float, keep: bool
+) -> tuple[list[Outcome], Released]:
     failed: list[Outcome] = []
     for model_id, reason in reasons.items():
         error = f"{reason}; {how_to_go_on(connection, model_id, now)}"
-        failed += [Outcome(command.request_id, None, None, error, "server") for command in _queued(connection, model_id, (), _ALL)]
+        failed += [
+            Outcome(command.request_id, None, None, error, "server")
+            for command in _queued(connection, model_id, (), _ALL)
+        ]
     return failed, record(connection, failed, now, keep)
 
 

@@ -1,15 +1,15 @@
 """Opens the SQLite file, sets its modes, and migrates an older schema.
 
-In WAL mode several processes read while one writes. Transactions that write begin with BEGIN IMMEDIATE: they wait for their turn instead of
-failing halfway.
+In WAL mode several processes read while one writes. Transactions that write begin with BEGIN IMMEDIATE: they wait for
+their turn instead of failing halfway.
 
-A commit with synchronous=NORMAL survives the death of any process but perhaps no power cut: enough for commands, whose models do not
-either. One with synchronous=FULL is on the disk when it returns, with all before it; for rows which say that a checkpoint exists or that
-its files may be deleted.
+A commit with synchronous=NORMAL survives the death of any process but perhaps no power cut: enough for commands, whose
+models do not either. One with synchronous=FULL is on the disk when it returns, with all before it; for rows which say
+that a checkpoint exists or that its files may be deleted.
 
-An open file that is deleted or replaced goes on taking commits that nobody finds after a restart, and so does its log, tinsmith.db-wal. So
-transactions with synchronous=FULL first compare the open files with those in the directory. Others go on: they let checkpoints be written,
-which `tinsmith recover` finds.
+An open file that is deleted or replaced goes on taking commits that nobody finds after a restart, and so does its log,
+tinsmith.db-wal. So transactions with synchronous=FULL first compare the open files with those in the directory. Others
+go on: they let checkpoints be written, which `tinsmith recover` finds.
 """
 
 import json
@@ -72,8 +72,9 @@ class _OpenFile:
             what = _changed(path, identity, may_be_empty=path != self.path)
             if what:
                 raise StoreUnavailableError(
-                    f"the database {path} {what} while the server runs: put this very file back; or save what is loaded, stop the server, "
-                    f"and run `tinsmith recover --data-dir {shlex.quote(str(self.path.parent))}`, which registers the checkpoints again"
+                    f"the database {path} {what} while the server runs: put this very file back; "
+                    "or save what is loaded, stop the server, and run `tinsmith recover --data-dir "
+                    f"{shlex.quote(str(self.path.parent))}`, which registers the checkpoints again"
                 )
 
 
@@ -138,7 +139,8 @@ class Transactions:
     def check(self) -> None:
         """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone."""
         file = self._database.file
-        with _connected(_engine(file.path, "NORMAL", BUSY_S, file)) as connection:  # one that is open has pages in memory
+        # One that is open has pages in memory
+        with _connected(_engine(file.path, "NORMAL", BUSY_S, file)) as connection:
             _require_sound(connection, file.path)
 
     def give_back_space(self, spare_pages: int = 2**14, most_pages: int = 2**12) -> None:
@@ -155,8 +157,8 @@ class Transactions:
 def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
     """Open the database in `data_dir`; create both if needed.
 
-    Raises ConfigError: unusable, damaged, or of an unknown version. Transactions raise StoreUnavailableError after `busy_s` seconds without
-    the lock, or if the disk is full or fails.
+    Raises ConfigError: unusable, damaged, or of an unknown version. Transactions raise StoreUnavailableError after
+    `busy_s` seconds without the lock, or if the disk is full or fails.
     """
     path = data_dir / FILE_NAME
     with translated(OSError, ConfigError, lambda error: f"data_dir={data_dir} cannot be made: {error}"):
@@ -175,7 +177,9 @@ def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
 def require_data(data_dir: Path) -> None:
     """Raise ConfigError if a directory holds no database."""
     if not (data_dir / FILE_NAME).is_file():
-        raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it); name its --data-dir")
+        raise ConfigError(
+            f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it); name its --data-dir"
+        )
 
 
 def look_into(data_dir: Path) -> bool:
@@ -234,7 +238,10 @@ def _engine(
     only_read: bool = False,
     is_new: bool = False,
 ) -> Engine:
-    """Connections to a database. With `file`, new ones and FULL transactions are refused once it has left its directory."""
+    """Connections to a database.
+
+    With `file`, new ones and FULL transactions are refused once it has left its directory.
+    """
 
     def require_there(*_: Any) -> None:
         if file is not None:
@@ -259,7 +266,8 @@ def _engine(
 
     place = _only_read(path) if only_read else URL.create("sqlite", database=str(path))  # its name may hold ? or #
     engine = create_engine(place, connect_args={"timeout": busy_s}, json_deserializer=parse_json)
-    event.listen(engine, "do_connect", require_there)  # a connection would make a new file in the place of one that is gone
+    # A connection would make a new file in the place of one that is gone
+    event.listen(engine, "do_connect", require_there)
     event.listen(engine, "connect", prepare)
     if synchronous == "FULL":
         event.listen(engine, "begin", require_there)
@@ -279,8 +287,9 @@ def damaged(path: Path, found: str) -> ConfigError:
     """The error for a damaged database file."""
     line = " ".join(found.removeprefix("*** in database main ***").split())
     return ConfigError(
-        f"{path} is damaged: {line}. Put back a copy of the data directory (made by `tinsmith backup`); or move {path.name}* away and "
-        f"run `tinsmith recover --data-dir {shlex.quote(str(path.parent))}`, which registers the checkpoints again in a new database"
+        f"{path} is damaged: {line}. Put back a copy of the data directory (made by `tinsmith backup`); "
+        f"or move {path.name}* away and run `tinsmith recover --data-dir {shlex.quote(str(path.parent))}`, "
+        "which registers the checkpoints again in a new database"
     )
 
 
@@ -333,7 +342,8 @@ def _is_older(connection: Connection, path: Path) -> bool:
         )
     if int(revision) < int(schema.BASELINE):
         raise ConfigError(
-            f"{path} has schema version {revision}, made before the first release; this Tinsmith migrates from {schema.BASELINE} on: "
+            f"{path} has schema version {revision}, made before the first release; "
+            f"this Tinsmith migrates from {schema.BASELINE} on: "
             "use another data_dir"
         )
     return True

@@ -1,7 +1,7 @@
 """Files of checkpoints: directories that are written once, completely or not at all.
 
-A checkpoint's row names its place: a name below the data directory's `checkpoints`, or a path or URL below a configured root. So the data
-directory can be moved, and the root changed.
+A checkpoint's row names its place: a name below the data directory's `checkpoints`, or a path or URL below a configured
+root. So the data directory can be moved, and the root changed.
 """
 
 import hashlib
@@ -118,7 +118,9 @@ class Directory:
         """List the directory, or write a small file there. Raises TinsmithError."""
         if only_read:
             if self.is_local and not self.system.isdir(self.path):
-                raise TinsmithError("there is no such directory; start the server that writes to it first, or mount it here")
+                raise TinsmithError(
+                    "there is no such directory; start the server that writes to it first, or mount it here"
+                )
             self.names()
             return
         with self._used():
@@ -194,7 +196,9 @@ class CheckpointFiles:
         if not root:
             return
         if "://" in root and not root.partition("://")[2].strip("/"):
-            raise ConfigError(f"checkpoint_root={root!r} names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
+            raise ConfigError(
+                f"checkpoint_root={root!r} names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
+            )
         trouble = (ImportError, FileNotFoundError, ValueError, TinsmithError)  # an unknown kind of store, or no access
         with translated(trouble, ConfigError, lambda error: f"checkpoint_root={root!r} cannot be used: {error}"):
             self.at(self._root).require_usable(only_read)
@@ -219,7 +223,10 @@ class CheckpointFiles:
 
     @contextmanager
     def written(self, place: str) -> Iterator[Path]:
-        """A local directory to fill. At the end its files are at `place` and synced, or nothing is if the body fails."""
+        """A local directory to fill.
+
+        At the end its files are at `place` and synced, or nothing is if the body fails.
+        """
         target = self.at(place)
         if target.is_local:
             with whole_directory(Path(target.path)) as directory:

@@ -1,4 +1,6 @@
-"""The ids that clients see. The SDK builds model ids itself, so their form is part of the protocol; the others are built the same way.
+"""The ids that clients see.
+
+The SDK builds model ids itself, so their form is part of the protocol; the others are built the same way.
 
 session            SESSION
 model              SESSION:train:N

@@ -56,7 +56,9 @@ def write_manifest(directory: Path, checkpoint: Checkpoint, durable: bool = True
         digests = iter(digests_of([block for file in found for block in blocks_of(file, 0, sizes[file])]))
         flushing.result()
     files = {
-        file.relative_to(directory).as_posix(): FileDigests(sizes[file], [next(digests) for _ in blocks_of(file, 0, sizes[file])])
+        file.relative_to(directory).as_posix(): FileDigests(
+            sizes[file], [next(digests) for _ in blocks_of(file, 0, sizes[file])]
+        )
         for file in found
     }
     content = {"format_version": FORMAT_VERSION, "block_bytes": BLOCK_BYTES, "checkpoint": row}
@@ -79,12 +81,17 @@ def parse_manifest(text: str | bytes, shown: str) -> Manifest:
         raise TinsmithError(f"{shown}/{NAME} is damaged: its checksum is not that of its content; {REMEDY}")
     if (content["format_version"], content["block_bytes"]) != (FORMAT_VERSION, BLOCK_BYTES):
         version = content["format_version"]
-        raise TinsmithError(f"{shown}/{NAME} has format version {version}; this Tinsmith reads {FORMAT_VERSION}, use the one that wrote it")
+        raise TinsmithError(
+            f"{shown}/{NAME} has format version {version}; this Tinsmith reads {FORMAT_VERSION}, "
+            "use the one that wrote it"
+        )
     known = {spec.name for spec in fields(Checkpoint)} - {"directory"}
     row = {name: value for name, value in content["checkpoint"].items() if name in known}
     missing = [spec.name for spec in fields(Checkpoint) if spec.default is MISSING and spec.name in known - row.keys()]
     if missing:
-        raise TinsmithError(f"{shown}/{NAME} does not say the checkpoint's {', '.join(missing)}; use the Tinsmith that wrote it")
+        raise TinsmithError(
+            f"{shown}/{NAME} does not say the checkpoint's {', '.join(missing)}; use the Tinsmith that wrote it"
+        )
     return Manifest(row, {name: FileDigests(**file) for name, file in content["files"].items()})
 
 
@@ -104,10 +111,14 @@ def verify_files(manifest: Manifest, directory: Path, shown: str, names: Iterabl
             raise TinsmithError(f"{shown}/{name} is missing; {REMEDY}")
         size = path.stat().st_size
         if size != expected.size:
-            raise TinsmithError(f"{shown}/{name} is damaged: it has {size:,} bytes, and {expected.size:,} were written; {REMEDY}")
+            raise TinsmithError(
+                f"{shown}/{name} is damaged: it has {size:,} bytes, and {expected.size:,} were written; {REMEDY}"
+            )
     blocks = [(name, block) for name in chosen for block in blocks_of(directory / name, 0, manifest.files[name].size)]
     expected_digests = [digest for name in chosen for digest in manifest.files[name].sha256]
-    for (name, block), digest, expected_digest in zip(blocks, digests_of([block for _, block in blocks]), expected_digests, strict=True):
+    for (name, block), digest, expected_digest in zip(
+        blocks, digests_of([block for _, block in blocks]), expected_digests, strict=True
+    ):
         if digest != expected_digest:
             where = f"bytes {block.start:,} to {block.start + block.size:,}"
             raise TinsmithError(f"{shown}/{name} is damaged: the SHA-256 of {where} is not what was written; {REMEDY}")

@@ -1,7 +1,7 @@
 """Files that several processes write together, and the check that all pieces are there.
 
-Each process writes, syncs and tells of its pieces; one that has heard of all compares the files. A file system may lose bytes that two
-hosts write into the same page, and a piece that nobody wrote would read as zeros.
+Each process writes, syncs and tells of its pieces; one that has heard of all compares the files. A file system may lose
+bytes that two hosts write into the same page, and a piece that nobody wrote would read as zeros.
 """
 
 import os
@@ -31,13 +31,18 @@ class FilePiece:
     data: memoryview
 
 
-def write_pieces(directory: Path, pieces: Iterable[FilePiece], between_hosts: bool = False) -> list[tuple[str, int, int, int]]:
-    """Write and sync pieces of files while other processes, with `between_hosts` on other hosts, write others. Raises OSError."""
+def write_pieces(
+    directory: Path, pieces: Iterable[FilePiece], between_hosts: bool = False
+) -> list[tuple[str, int, int, int]]:
+    """Write and sync pieces of files while other processes, with `between_hosts` on other hosts, write others.
+
+    Raises OSError.
+    """
     directory.mkdir(mode=0o700, exist_ok=True)
     told: list[tuple[str, int, int, int]] = []
     files: dict[str, int] = {}
-    # A client of NFS extends a write to the whole page if it believes to know that page, and so puts old bytes in the place of those that
-    # other hosts have just written; but not in a file that is opened with O_DSYNC.
+    # A client of NFS extends a write to the whole page if it believes to know that page, and so puts old bytes in the
+    # place of those that other hosts have just written; but not in a file that is opened with O_DSYNC.
     flags = os.O_WRONLY | os.O_CREAT | (os.O_DSYNC if between_hosts else 0)
     with ExitStack() as files_open:
         for piece in _cut(pieces):
@@ -80,8 +85,9 @@ def check_pieces(directory: Path, told: Told) -> None:
 
 def _lost(path: Path, start: int, end: int) -> TinsmithError:
     return TinsmithError(
-        f"{path.name} does not hold what the workers wrote to its bytes {start:,} to {end:,}: the file system of {path.parent.parent} does "
-        "not keep what several processes write into one file; save again, or give a --checkpoint-root on another file system"
+        f"{path.name} does not hold what the workers wrote to its bytes {start:,} to {end:,}: "
+        f"the file system of {path.parent.parent} does not keep what several processes write into one file; "
+        "save again, or give a --checkpoint-root on another file system"
     )
 
 

@@ -1,8 +1,8 @@
 """Records samples with record_stability_info, for the loss stable_reinforce.
 
-As Tinker documents it, a sequence belongs to its session and can be trained on for a day, which begins anew with each use. The records have
-a SQLite file of their own, so that no sample waits for the database; a power cut may take the last ones. A file that is damaged, or of
-another version, is replaced by an empty one, and backups leave it out.
+As Tinker documents it, a sequence belongs to its session and can be trained on for a day, which begins anew with each
+use. The records have a SQLite file of their own, so that no sample waits for the database; a power cut may take the
+last ones. A file that is damaged, or of another version, is replaced by an empty one, and backups leave it out.
 """
 
 import fcntl
@@ -100,9 +100,13 @@ class RecordedSequences:
 
         def look(connection: sqlite3.Connection) -> dict[str, RecordedSequence]:
             now = time.time()
-            rows = connection.execute(f"SELECT sequence_id, prompt_length, tokens, logprobs FROM recorded {which}", (now, named))
+            rows = connection.execute(
+                f"SELECT sequence_id, prompt_length, tokens, logprobs FROM recorded {which}", (now, named)
+            )
             found = {
-                sequence_id: RecordedSequence(prompt_length, np.frombuffer(tokens, dtype="<i4"), np.frombuffer(logprobs, dtype="<f4"))
+                sequence_id: RecordedSequence(
+                    prompt_length, np.frombuffer(tokens, dtype="<i4"), np.frombuffer(logprobs, dtype="<f4")
+                )
                 for sequence_id, prompt_length, tokens, logprobs in rows
             }
             connection.execute(f"UPDATE recorded SET expires_at = ? {which}", (now + self._lifetime_s, now, named))
@@ -130,12 +134,15 @@ class RecordedSequences:
         try:
             return self._connect()
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):  # locked, or its disk is full: nothing is wrong with the file
+            # Locked, or its disk is full: nothing is wrong with the file
+            if isinstance(error, sqlite3.OperationalError):
                 raise
             return self._replace(error)
 
     def _replace(self, error: sqlite3.Error) -> tuple[sqlite3.Connection, int]:
-        log.warning("%s is replaced by an empty file, because it is damaged or of another version: %s", self._path, error)
+        log.warning(
+            "%s is replaced by an empty file, because it is damaged or of another version: %s", self._path, error
+        )
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(FILE_NAME + suffix).unlink(missing_ok=True)
         return self._connect()
@@ -157,7 +164,11 @@ class RecordedSequences:
 
     def _transact(self, use: Callable[[sqlite3.Connection], T]) -> T:
         """Run `use` in a transaction; again on an empty file, if this one is damaged."""
-        with self._lock, self._named(TinsmithError, "stop the server, delete the file and sample again what was recorded"), available():
+        with (
+            self._lock,
+            self._named(TinsmithError, "stop the server, delete the file and sample again what was recorded"),
+            available(),
+        ):
             try:
                 return self._attempt(use)
             except sqlite3.DatabaseError as error:
@@ -174,7 +185,9 @@ class RecordedSequences:
 
     def _named(self, ours: type[TinsmithError], remedy: str) -> AbstractContextManager[None]:
         """Turn errors of the file into `ours`, with its name."""
-        return translated((sqlite3.Error, OSError), ours, lambda error: f"{self._path} cannot be used: {error}; {remedy}")
+        return translated(
+            (sqlite3.Error, OSError), ours, lambda error: f"{self._path} cannot be used: {error}; {remedy}"
+        )
 
     def _purge(self, connection: sqlite3.Connection) -> None:
         """Delete what has expired, once a minute, and what is over the limit."""
@@ -185,14 +198,21 @@ class RecordedSequences:
             self._bytes = _total(connection)
         if self._bytes > self._max_bytes:
             self._bytes = _total(connection)  # ids that were put again were counted twice
-            rows: Iterable[tuple[str, int]] = connection.execute("SELECT sequence_id, size FROM recorded ORDER BY expires_at")
+            rows: Iterable[tuple[str, int]] = connection.execute(
+                "SELECT sequence_id, size FROM recorded ORDER BY expires_at"
+            )
             most = int(self._max_bytes * _LEFT_SHARE)
             gone = list(oldest_beyond(most, self._bytes, rows)) if self._bytes > self._max_bytes else []
-            connection.executemany("DELETE FROM recorded WHERE sequence_id = ?", [(sequence_id,) for sequence_id in gone])
+            connection.executemany(
+                "DELETE FROM recorded WHERE sequence_id = ?", [(sequence_id,) for sequence_id in gone]
+            )
             self._bytes = _total(connection)
             if gone:
                 log.warning(
-                    "deleted the %d least recently used recorded sequences: they take more than %.4g GiB (--recorded-sequences-gib)",
+                    (
+                        "deleted the %d least recently used recorded sequences: "
+                        "they take more than %.4g GiB (--recorded-sequences-gib)"
+                    ),
                     len(gone),
                     self._max_bytes / 2**30,
                 )

@@ -62,8 +62,8 @@ class Model:
     applied_seq: int | None = None
     """The highest seq_id that succeeded, written in the transaction of its outcome; None before the model is created.
 
-    Each success is in the model, and nothing of a failure. A failed forward_backward fails the next optim_step too, and a failed optim_step
-    drops the gradients before it.
+    Each success is in the model, and nothing of a failure. A failed forward_backward fails the next optim_step too, and
+    a failed optim_step drops the gradients before it.
     """
 
 
@@ -87,7 +87,9 @@ class SamplingSession:
     @property
     def weights_id(self) -> str | None:
         """A checkpoint, a snapshot, or None for the base weights."""
-        return ids.inflight_id(self.model_id) if self.inflight and self.model_id else self.model_path or self.snapshot_id
+        return (
+            ids.inflight_id(self.model_id) if self.inflight and self.model_id else self.model_path or self.snapshot_id
+        )
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,10 @@ class Outcome:
     error: str | None
     category: Category | None
     resolved: dict[str, Any] | None = None
-    """Things that it used or wrote beside its payload, for a replay: the directory of a checkpoint; for create_model the seed and the base
-    model's fingerprint."""
+    """Things that it used or wrote beside its payload, for a replay.
+
+    The directory of a checkpoint; for create_model the seed and the base model's fingerprint.
+    """
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,8 @@ sessions = Table(
     Column("project_id", Text),
     Column("display_name", Text),
     Column("created_at", Float, nullable=False, index=True),
-    Column("last_seen_at", Float, nullable=False),  # as created_at: the server keeps in memory when it last heard of a session
+    # As created_at: the server keeps in memory when it last heard of a session
+    Column("last_seen_at", Float, nullable=False),
     Column("finished_at", Float),
     Column("finish_reason", Text),
     Column("finish_detail", Text),
@@ -102,7 +103,7 @@ commands = Table(
     sqlite_autoincrement=True,
 )
 
-# Which commands need which image. The images themselves are files (`blobs.py`); one is deleted when nothing refers to it.
+# Which commands need which image. The images themselves are files (`blobs.py`); unused ones are deleted.
 command_images = Table(
     "command_images",
     metadata,

@@ -6,8 +6,8 @@ finished  its client has ended its session
 unloaded  the server has saved and unloaded it: its session was idle, or the server was stopped
 lost      its worker or the engine ended under it
 
-Long after its end, a session is forgotten with its operations, sampling sessions and models. A model that has checkpoints stays as their
-run, and with it its last operation, whose time says when it was last used.
+Long after its end, a session is forgotten with its operations, sampling sessions and models. A model that has
+checkpoints stays as their run, and with it its last operation, whose time says when it was last used.
 """
 
 import time
@@ -26,7 +26,9 @@ MODEL_COLUMNS = [models.c[name] for name in Model.__dataclass_fields__]
 MOST_COMMANDS = 10_000
 """Most operations that one transaction deletes."""
 
-_SESSION = select(*[sessions.c[name] for name in Session.__dataclass_fields__]).where(sessions.c.session_id == bindparam("key"))
+_SESSION = select(*[sessions.c[name] for name in Session.__dataclass_fields__]).where(
+    sessions.c.session_id == bindparam("key")
+)
 _MODEL = select(*MODEL_COLUMNS).where(models.c.model_id == bindparam("key"))
 _SAMPLING = select(*[sampling_sessions.c[name] for name in SamplingSession.__dataclass_fields__]).where(
     sampling_sessions.c.sampling_session_id == bindparam("key")
@@ -37,7 +39,11 @@ _LIVING = models.c.status.in_(("creating", "ready"))
 _ENDED_BY_CLIENT = select(sessions.c.session_id).where(sessions.c.finish_reason.in_(CLIENT_REASONS))
 _FINISH_WITH_CLIENT = update(models).where(_LIVING, models.c.session_id.in_(_ENDED_BY_CLIENT)).values(status="finished")
 """A model may have come when its client had just ended the session."""
-_OWNER = select(models.c.status, sessions.c.finish_reason).join_from(models, sessions).where(models.c.model_id == bindparam("key"))
+_OWNER = (
+    select(models.c.status, sessions.c.finish_reason)
+    .join_from(models, sessions)
+    .where(models.c.model_id == bindparam("key"))
+)
 _NEWEST = (
     select(checkpoints.c.tinker_path)
     .where(checkpoints.c.model_id == bindparam("key"), checkpoints.c.kind == "training", ALIVE)
@@ -57,7 +63,12 @@ _OLD_COMMANDS = (
     )
     .limit(bindparam("most"))
 )
-_IMAGES_OVER = select(command_images.c.sha256).join_from(command_images, commands).where(commands.c.model_id.in_(_MODELS_OVER)).distinct()
+_IMAGES_OVER = (
+    select(command_images.c.sha256)
+    .join_from(command_images, commands)
+    .where(commands.c.model_id.in_(_MODELS_OVER))
+    .distinct()
+)
 _FORGET = (
     delete(commands).where(commands.c.id.in_(_OLD_COMMANDS)),
     delete(sampling_sessions).where(sampling_sessions.c.session_id.in_(_OVER)),
@@ -67,7 +78,9 @@ _FORGET = (
         ~exists().where(commands.c.model_id == models.c.model_id),
         ~exists().where(sampling_sessions.c.model_id == models.c.model_id),
     ),
-    delete(sessions).where(sessions.c.finished_at < bindparam("before"), ~exists().where(models.c.session_id == sessions.c.session_id)),
+    delete(sessions).where(
+        sessions.c.finished_at < bindparam("before"), ~exists().where(models.c.session_id == sessions.c.session_id)
+    ),
 )
 
 
@@ -78,26 +91,37 @@ class SessionStore(Transactions):
         """Add a session, with tags, user_metadata, sdk_version, project_id and display_name."""
         now = time.time()
         with self.writing() as connection:
-            connection.execute(sessions.insert(), {"session_id": session_id, "created_at": now, "last_seen_at": now} | description)
+            connection.execute(
+                sessions.insert(), {"session_id": session_id, "created_at": now, "last_seen_at": now} | description
+            )
 
     def session(self, session_id: str) -> Session | None:
         row = self._first(_SESSION, key=session_id)
         return None if row is None else Session(*row)
 
     def finish_session(self, session_id: str, reason: str, detail: str | None) -> bool:
-        """End a session with its sampling sessions, and its models if its client ends it. False if it was over or is unknown.
+        """End a session with its sampling sessions, and its models if its client ends it.
+
+        False if it was over or is unknown.
 
         If the server ends it, the engine saves and then unloads the models.
         """
         own = sessions.c.session_id == session_id
         end = update(sessions).where(own, sessions.c.finished_at.is_(None))
         with self.writing() as connection:
-            ended = connection.execute(end.values(finished_at=time.time(), finish_reason=reason, finish_detail=detail)).rowcount == 1
+            ended = (
+                connection.execute(
+                    end.values(finished_at=time.time(), finish_reason=reason, finish_detail=detail)
+                ).rowcount
+                == 1
+            )
             if ended:
                 drawn = sampling_sessions.c.session_id == session_id, sampling_sessions.c.gone.is_(None)
                 connection.execute(update(sampling_sessions).where(*drawn).values(gone="its session is finished"))
                 if reason in CLIENT_REASONS:
-                    connection.execute(update(models).where(models.c.session_id == session_id, _LIVING).values(status="finished"))
+                    connection.execute(
+                        update(models).where(models.c.session_id == session_id, _LIVING).values(status="finished")
+                    )
         return ended
 
     def open_sessions(self) -> list[str]:
@@ -126,7 +150,11 @@ class SessionStore(Transactions):
     def join_sampling_session(self, sampling_session_id: str) -> int | None:
         """A number, from 1 on, for one more client of a sampling session, if there is such a session."""
         clones = sampling_sessions.c.clones
-        joined = update(sampling_sessions).where(sampling_sessions.c.sampling_session_id == sampling_session_id).values(clones=clones + 1)
+        joined = (
+            update(sampling_sessions)
+            .where(sampling_sessions.c.sampling_session_id == sampling_session_id)
+            .values(clones=clones + 1)
+        )
         with self.writing() as connection:
             return connection.execute(joined.returning(clones)).scalar()
 
@@ -181,7 +209,10 @@ def refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Cat
     if owner.status == "finished" or owner.finish_reason in CLIENT_REASONS:
         return f"model {model_id} is finished: its session is finished; {hint}", "user"
     if owner.finish_reason is not None:
-        return f"model {model_id} is unloaded: its session is finished, because it showed no sign of life; {hint}", "user"
+        return (
+            f"model {model_id} is unloaded: its session is finished, because it showed no sign of life; {hint}",
+            "user",
+        )
     if owner.status == "unloaded":
         return f"model {model_id} is unloaded: the server was stopped; {hint}", "user"
     return None

@@ -1,7 +1,7 @@
 """Checkpoints that another server writes below our root, found by their manifests.
 
-A server that only samples looks there for what its database does not know. It keeps what it finds in memory, lists do not show it, and only
-the other server deletes it.
+A server that only samples looks there for what its database does not know. It keeps what it finds in memory, lists do
+not show it, and only the other server deletes it.
 """
 
 import logging
@@ -48,7 +48,8 @@ class SharedCheckpoints:
         self._rows = {place: self._rows[place] for place in places if place in self._rows}
         for place in places:
             if place not in self._rows:
-                with reported(TinsmithError, unreadable.append):  # what is wrong with one checkpoint must not hide the others
+                # What is wrong with one checkpoint must not hide the others
+                with reported(TinsmithError, unreadable.append):
                     text = self.files.at(place).manifest()
                     if text is not None:
                         self._rows[place] = self._row(place, text)

@@ -1,7 +1,9 @@
-"""All that survives the death of a process, and what deletes the unused part of it. Each method is one transaction; any thread may call it.
+"""All that survives the death of a process, and what deletes the unused part of it.
 
-A method that returns has committed; changes of checkpoints survive a power cut too (`database.py`). Images are files (`blobs.py`): written
-before the transaction that needs them, deleted after the one that releases them.
+Each method is one transaction; any thread may call it.
+
+A method that returns has committed; changes of checkpoints survive a power cut too (`database.py`). Images are files
+(`blobs.py`): written before the transaction that needs them, deleted after the one that releases them.
 """
 
 import json
@@ -48,15 +50,16 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
     def open(cls, data_dir: Path, busy_s: float = BUSY_S, keep_bytes: int = 0) -> Self:
         """The store in `data_dir`, made if there is none. Raises ConfigError as `open_database`.
 
-        Payloads and images of finished operations stay up to `keep_bytes`; the oldest go first. Methods raise StoreUnavailableError, and
-        change nothing, if the database is locked for `busy_s` seconds or its disk is full or fails.
+        Payloads and images of finished operations stay up to `keep_bytes`; the oldest go first. Methods raise
+        StoreUnavailableError, and change nothing, if the database is locked for `busy_s` seconds or its disk is full or
+        fails.
         """
         return cls(open_database(data_dir, busy_s), BlobFiles(data_dir), keep_bytes)
 
     def append(self, new: Sequence[NewCommand]) -> list[bool]:
         """Append commands; True for each that is queued. If its (model_id, seq_id) is in the log, nothing changes.
 
-        On a model that has ended it is recorded as failed. Raises NotFoundError, and appends none, if a model does not exist.
+        On a model that has ended it is recorded as failed. Raises NotFoundError, appending none, if a model is missing.
         """
         now = time.time()
         with_images = [command for command in new if command.images]
@@ -65,7 +68,8 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         with self.writing() as connection:
             queued = [commands.append(connection, command, now) for command in new]
             for command in with_images:
-                self.blobs.write(command.images)  # again: while there was no row, one may have been deleted with its last other row
+                # again: while there was no row, one may have been deleted with its last other row
+                self.blobs.write(command.images)
         if with_images and not all(queued):
             self.delete_unused_blobs(digest for command in with_images for digest in command.images)
         return queued
@@ -73,8 +77,8 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Finish commands; a second outcome of one is ignored.
 
-        The model notes the highest seq_id that succeeded; that of seq_id 0 makes it ready or failed. Payloads and images are dropped, or
-        kept up to the limit. Raises NotFoundError for a malformed request id.
+        The model notes the highest seq_id that succeeded; that of seq_id 0 makes it ready or failed. Payloads and
+        images are dropped, or kept up to the limit. Raises NotFoundError for a malformed request id.
         """
         now, keep = time.time(), self._keep_bytes > 0
         with self.writing() as connection:
@@ -88,7 +92,8 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
 
     def _count_kept(self, more: int) -> None:
         """Count what is kept, and drop the oldest beyond the limit."""
-        with _logged("finished operations are kept beyond their limit for now: %s"):  # the outcomes are recorded; the next ones try again
+        # The outcomes are recorded; the next ones try again
+        with _logged("finished operations are kept beyond their limit for now: %s"):
             if self._kept_bytes is None:
                 with self.reading() as connection:
                     self._kept_bytes = commands.kept_bytes(connection)
@@ -122,7 +127,8 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
     def copy_blobs_from(self, original: "Store") -> None:
         """Copy the images of commands from another store, for `tinsmith backup`. Raises OSError.
 
-        If an image was released there meanwhile, finished operations here lose what is kept of them. Queued ones are never run here.
+        If an image was released there meanwhile, finished operations here lose what is kept of them. Queued ones are
+        never run here.
         """
         with self.reading() as connection:
             needed = commands.used(connection)
@@ -140,7 +146,7 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         return [file for file in found if file.sha256 not in needed]
 
     def forget_ended(self, before: float) -> int:
-        """Delete sessions finished before then (Unix time), but for runs with checkpoints; returns the number of rows."""
+        """Delete sessions finished before then (Unix time), but for runs with checkpoints; returns how many rows."""
         with self.writing() as connection:
             digests = sessions.images_of_ended(connection, before)
             forgotten = sessions.forget_ended(connection, before)
@@ -148,9 +154,10 @@ class Store(commands.CommandStore, sessions.SessionStore, CheckpointStore):
         return forgotten
 
     def fail_unfinished(self, reason: str) -> list[str]:
-        """Give up what a dead engine left: commands fail, models and snapshots are lost; returns the request ids that failed.
+        """Give up what a dead engine left; returns the request ids that failed.
 
-        Raises StoreUnavailableError if the database's file is gone: the next engine would make a new one beside the one open here.
+        Commands fail, models and snapshots are lost. Raises StoreUnavailableError if the database's file is gone: the
+        next engine would make a new one beside the one open here.
         """
         self.require_there()
         with self.writing() as connection:
@@ -206,8 +213,9 @@ def base_of_saved(data_dir: Path, tinker_path: str) -> str | None:
 
 # Deletes expired checkpoints, and files of checkpoints that no row names.
 #
-# It may run beside a server, and several times at once: rows are deleted first, durably, and then files that no row can ever name.
-# Complete files without a row are deleted only on request: the database may be an old copy, and `tinsmith recover` adds them.
+# It may run beside a server, and several times at once: rows are deleted first, durably, and then files that no row can
+# ever name. Complete files without a row are deleted only on request: the database may be an old copy, and `tinsmith
+# recover` adds them.
 
 
 @dataclass(frozen=True)
@@ -231,12 +239,16 @@ def find_garbage(store: Store, files: CheckpointFiles) -> list[Garbage]:
 def find_unknown(store: Store, files: CheckpointFiles) -> list[Garbage]:
     """Complete files that the database does not know, which only `unknown` deletes."""
     places = [entry.name for entry in _strays(store, files) if entry.finished]
-    return [Garbage(f"files of {place}", "the database does not know them", files.remaining_bytes(place)) for place in places]
+    return [
+        Garbage(f"files of {place}", "the database does not know them", files.remaining_bytes(place))
+        for place in places
+    ]
 
 
 def unknown_places(store: Store, files: CheckpointFiles) -> list[str]:
     """Places of complete files that the database does not know, below the root too."""
-    places = files.finished_places()  # listed before the rows are read: a save is noted in the database before it writes
+    # Listed before the rows are read: a save is noted in the database before it writes
+    places = files.finished_places()
     known = _known(store)
     return [place for place in places if place.rpartition("/")[2] not in known]
 
@@ -252,13 +264,19 @@ def sweep(store: Store, files: CheckpointFiles, unknown: bool = False) -> None:
     for entry in _strays(store, files):
         if unknown or not entry.finished:
             files.remove(entry.name)
-            log.info("the files of %s are deleted: %s", entry.name, "asked for" if entry.finished else "a process that died left them")
+            log.info(
+                "the files of %s are deleted: %s",
+                entry.name,
+                "asked for" if entry.finished else "a process that died left them",
+            )
 
 
 def _expired(store: Store) -> Iterator[Garbage]:
     counted = store.living_directories()
     for checkpoint in store.expired_checkpoints():
-        yield Garbage(checkpoint.tinker_path, "has expired", 0 if checkpoint.directory in counted else checkpoint.size_bytes)
+        yield Garbage(
+            checkpoint.tinker_path, "has expired", 0 if checkpoint.directory in counted else checkpoint.size_bytes
+        )
         counted.add(checkpoint.directory)
 
 

@@ -36,13 +36,21 @@ class LoadedModels(dict[str, Optimizer]):
 
 
 class LocalBackend:
-    """Training on one base model, on its device. What copies weights raises UserError if the copy does not fit into the memory."""
+    """Training on one base model, on its device.
+
+    What copies weights raises UserError if the copy does not fit into the memory.
+    """
 
     needs_all = False
     """Whether each of several workers must be given every pass, even one without a datum: they compute it together."""
 
-    def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup | None = None, eager: bool = False) -> None:
-        """Join a `group`, if given, whose workers hold the same models and sum their gradients. `eager` forbids graphs of passes."""
+    def __init__(
+        self, base: BaseModel, config: TrainingConfig, group: ProcessGroup | None = None, eager: bool = False
+    ) -> None:
+        """Join a `group`, if given, whose workers hold the same models and sum their gradients.
+
+        `eager` forbids graphs of passes.
+        """
         self.base = base
         self.group = group
         self.config = config
@@ -51,7 +59,9 @@ class LocalBackend:
         self.memory.captured.possible &= not eager
         self.passes = PassRunner(self.memory, config, self.optimizers)
         promised = self.memory.promised
-        self.sequences = None if group is None else SequenceParallel(base, config.logits_chunk, group, self.optimizers, promised)
+        self.sequences = (
+            None if group is None else SequenceParallel(base, config.logits_chunk, group, self.optimizers, promised)
+        )
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
         """Create a model, of LoRA or of rank 0 with all its parameters, with a fresh optimizer."""
@@ -90,8 +100,8 @@ class LocalBackend:
             if not is_out_of_memory(error):
                 raise
             raise TinsmithError(
-                f"the step was refused, the gradients are cleared and the weights stay as they were: it needs more memory than "
-                f"{self.base.device} has left; end other models or their sampling: {error}"
+                "the step was refused, the gradients are cleared and the weights stay as they were: "
+                f"it needs more memory than {self.base.device} has left; end other models or their sampling: {error}"
             ) from error
 
     def clear_gradients(self, model_id: str) -> None:
@@ -110,7 +120,7 @@ class LocalBackend:
         """Give the worker that samples what its `snapshot` needs of this one; nothing here."""
 
     def agree_to_create(self, refusal: TinsmithError | None) -> None:
-        """Before `create_model`, raise `refusal`, if there is one, on all workers that would compute the model together."""
+        """Raise `refusal`, if any, before `create_model`, on all workers that would compute the model together."""
         if refusal is not None:
             raise refusal
 
@@ -139,10 +149,12 @@ class LocalBackend:
         return copy_to_host(about, model.weights, moments)
 
     def restore(self, model_id: str, state: SavedState) -> None:
-        """Create the model from what `checkpoint.read_state` read, or replace it. Without moments the optimizer starts fresh.
+        """Create the model from what `checkpoint.read_state` read, or replace it.
 
-        One of rank 0 is freed before its memory is taken again: if the load then fails, it starts anew from the base, or is gone if there
-        is no memory for that either.
+        Without moments the optimizer starts fresh.
+
+        One of rank 0 is freed before its memory is taken again: if the load then fails, it starts anew from the base,
+        or is gone if there is no memory for that either.
         """
         shape = state.about.shape
         with ExitStack() as failing:

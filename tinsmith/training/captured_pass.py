@@ -1,8 +1,8 @@
-"""Small passes of one adapter as CUDA graphs: a GPU computes 2,048 tokens faster than Python launches the two thousand kernels for them.
+"""CUDA graphs of small passes of one adapter: a GPU computes these faster than Python launches their kernels.
 
-The layers of a decoder, forward and backward, are captured once for a number of tokens and replayed for every row that fits into it. A
-graph reads and writes where its tensors lay when it was captured, so a row and the matrices of its adapter are copied there first.
-Embedding, LM head and loss are computed as in any other pass.
+The layers of a decoder, forward and backward, are captured once for a number of tokens and replayed for every row that
+fits into it. A graph reads and writes where its tensors lay when it was captured, so a row and the matrices of its
+adapter are copied there first. Embedding, LM head and loss are computed as in any other pass.
 """
 
 import logging
@@ -34,13 +34,13 @@ PATIENCE = 2
 PAUSE = 256
 """Passes after which graphs are captured again when memory was short."""
 MOST = 12
-"""Most graphs that are kept. One that gives its place to another is not captured again before it was needed `PAUSE` times more."""
+"""Most graphs that are kept. A dropped one is not captured again before it was needed `PAUSE` times more."""
 MEMORY_SHARE = 0.1
 """Share of the device's memory that all graphs together may hold."""
 APART = 1.1
 """Factor of time that graphs of several adapters may take more than one row: the first results come sooner."""
 TOLERANCE = 0.02
-"""Maximum distance, relative to the norm, of a graph's results from the same computation without it, which sums in another order."""
+"""Maximum distance of a graph's results from those without it, relative to their norm: the order of sums differs."""
 
 Replay = Callable[[], None]
 Recorder = Callable[[Callable[[], None]], Replay]
@@ -56,11 +56,15 @@ class PassKind(NamedTuple):
 
 
 class Frame:
-    """Fixed tensors from which all graphs read a row and to which they write gradients; one stand-in for adapters of equal shapes."""
+    """Fixed tensors that graphs read rows from and write gradients to.
+
+    Adapters of equal shapes share a frame, and are copied into its `adapter`.
+    """
 
     def __init__(self, base: BaseModel, adapter: Adapter) -> None:
         tokens, hidden = TOKENS[-1], base.text_config.hidden_size
-        self.adapter = replace(adapter, flat=adapter.flat_working.detach().clone(), ref=None)  # what it holds is overwritten
+        # What it holds is overwritten
+        self.adapter = replace(adapter, flat=adapter.flat_working.detach().clone(), ref=None)
         self.gradient = torch.zeros_like(self.adapter.flat_working)  # [parameter_count]
         self.embeddings = torch.zeros(tokens, hidden, dtype=base.dtype, device=base.device)
         self.d_hidden = torch.zeros_like(self.embeddings)  # [tokens, hidden]
@@ -72,7 +76,7 @@ class PaddedPlan:
     """A `PackedPlan` for sequences whose number and lengths may change between replays."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
-        """`cu_seqlens` [sequences + 2] int32 says where each sequence begins; the last fills the row, those before it may be empty."""
+        """Take `cu_seqlens` [sequences + 2] int32: the last sequence fills the row, those before it may be empty."""
         self.cu_seqlens = cu_seqlens
         self.tokens = tokens
 
@@ -113,13 +117,18 @@ class CapturedPass:
         frame.embeddings[:tokens].copy_(embeddings)
         frame.embeddings[tokens : kind.tokens].zero_()
         frame.positions[:, :tokens].copy_(row.positions)
-        begins = np.cumsum([0, *row.lengths, *[0] * (kind.sequences - len(row.lengths)), kind.tokens - tokens], dtype=np.int32)
+        begins = np.cumsum(
+            [0, *row.lengths, *[0] * (kind.sequences - len(row.lengths)), kind.tokens - tokens], dtype=np.int32
+        )
         frame.cu_seqlens[: len(begins)].copy_(upload(begins, embeddings.device))
         self.forward()
         return self.hidden[:tokens].clone()
 
     def replay_backward(self, d_hidden: Tensor) -> list[Tensor | None]:
-        """Compute gradients of the adapter's leaves from that of the hidden states [tokens, hidden]. The next pass overwrites them."""
+        """Compute gradients of the adapter's leaves from that of the hidden states [tokens, hidden].
+
+        The next pass overwrites them.
+        """
         tokens = len(d_hidden)
         self.frame.d_hidden[:tokens].copy_(d_hidden)
         self.frame.d_hidden[tokens : self.kind.tokens].zero_()
@@ -132,7 +141,9 @@ class _Replayed(torch.autograd.Function):
     """Takes the embeddings, which need no gradient, and the leaves of the adapter."""
 
     @staticmethod
-    def forward(ctx: Any, captured: CapturedPass, row: PackedRow, adapter: Adapter, embeddings: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, captured: CapturedPass, row: PackedRow, adapter: Adapter, embeddings: Tensor, *leaves: Tensor
+    ) -> Tensor:
         ctx.captured = captured
         return captured.replay_forward(embeddings, row, adapter)
 
@@ -145,7 +156,7 @@ class CapturedPasses:
     """The graphs of one base model."""
 
     def __init__(self, base: BaseModel, memory: PassMemory, logits_chunk: int, record: Recorder | None = None) -> None:
-        """Record functions with `record`, by default as CUDA graphs; without a GPU in half precision nothing is captured."""
+        """Record functions with `record`. The default, CUDA graphs, captures only on a GPU in half precision."""
         self.base = base
         self.memory = memory
         self.logits_chunk = logits_chunk
@@ -164,7 +175,7 @@ class CapturedPasses:
         self.possible = (on_gpu or record is not None) and not base.deterministic and _can_be_captured(base.decoder)
 
     def hidden_states(self, row: PackedRow) -> Tensor | None:
-        """Compute final hidden states [tokens, hidden] of a row, differentiable in its adapter's leaves; None without a graph for it."""
+        """Compute final hidden states [tokens, hidden], differentiable in the adapter's leaves; None if no graph."""
         found = self._find(row)
         if found is None:
             return None
@@ -203,11 +214,14 @@ class CapturedPasses:
         return PassKind(tokens, sequences, adapter.form)
 
     def are_faster_apart(self, rows: Sequence[tuple[Sequence[int], Adapter]]) -> bool:
-        """Whether texts of several adapters, given as lengths and adapter, are computed sooner by a graph each than in one row."""
+        """Whether several adapters' texts, as (lengths, adapter), take less time by a graph each than in one row."""
         kinds = [self._kind(*row) for row in rows]
         if self.paused:
             self.paused -= 1
-        if any(kind is None or (kind not in self.passes and (self.paused or not self._has_room(kind.tokens))) for kind in kinds):
+        if any(
+            kind is None or (kind not in self.passes and (self.paused or not self._has_room(kind.tokens)))
+            for kind in kinds
+        ):
             return False
         missing = {kind for kind in kinds if kind is not None and kind not in self.passes}
         if missing:
@@ -261,7 +275,10 @@ class CapturedPasses:
     def _most(self) -> float:
         """Bytes that all graphs may hold now."""
         free, total = torch.cuda.mem_get_info(self.base.device)
-        reserved, allocated = torch.cuda.memory_reserved(self.base.device), torch.cuda.memory_allocated(self.base.device)
+        reserved, allocated = (
+            torch.cuda.memory_reserved(self.base.device),
+            torch.cuda.memory_allocated(self.base.device),
+        )
         return min(MEMORY_SHARE * total, (free + reserved - allocated - self.held) / 2)
 
     def _make(self, kind: PassKind, adapter: Adapter) -> CapturedPass | None:
@@ -283,7 +300,11 @@ class CapturedPasses:
         while len(self.passes) > MOST:
             former, _ = self.passes.popitem(last=False)
             self.seen[former] = -PAUSE
-        log.info("captured passes of up to %d tokens and %d sequences; all graphs hold %.1f GiB", *kind[:2], self.held / 2**30)
+        log.info(
+            "captured passes of up to %d tokens and %d sequences; all graphs hold %.1f GiB",
+            *kind[:2],
+            self.held / 2**30,
+        )
         return made
 
     def _capture(self, function: Callable[[], None]) -> Replay:
@@ -307,7 +328,9 @@ def _captured(decoder: Decoder, kind: PassKind, frame: Frame, adapter: Adapter, 
 
     def forward() -> None:
         with torch.enable_grad():
-            out = decoder.forward(frame.embeddings[:tokens], frame.positions[:, :tokens], plan, SegmentAdapters(segments))
+            out = decoder.forward(
+                frame.embeddings[:tokens], frame.positions[:, :tokens], plan, SegmentAdapters(segments)
+            )
         graph_of[:] = [out]
         made.hidden = out.detach()
 
@@ -322,13 +345,15 @@ def _captured(decoder: Decoder, kind: PassKind, frame: Frame, adapter: Adapter, 
     torch.nn.init.normal_(frame.embeddings[:tokens], std=0.02)
     torch.nn.init.normal_(frame.d_hidden[:tokens], std=0.02)
     frame.adapter.flat_working.copy_(adapter.flat_working)
-    made.launched_s = min(_seconds(device, forward, backward) for _ in range(2))  # kernels are compiled and chosen outside of the capture
+    # Kernels are compiled and chosen outside of the capture
+    made.launched_s = min(_seconds(device, forward, backward) for _ in range(2))
     expected = made.hidden.clone(), frame.gradient.clone()
     made.forward = record(forward)
     made.backward = record(backward)
     made.hidden.zero_()
     frame.gradient.zero_()
-    made.seconds = min(_seconds(device, made.forward, made.backward) for _ in range(2))  # the first one loads the graph, too
+    # The first one loads the graph, too
+    made.seconds = min(_seconds(device, made.forward, made.backward) for _ in range(2))
     for found, wanted in zip((made.hidden, frame.gradient), expected, strict=True):
         error, norm = float((found.float() - wanted.float()).norm()), float(wanted.float().norm())
         if not error <= TOLERANCE * norm:
@@ -350,8 +375,15 @@ def _seconds(device: torch.device, forward: Callable[[], None], backward: Callab
 
 
 def _can_be_captured(decoder: Decoder | None) -> bool:
-    """Whether its layers stay where they are, and none is a gated delta net, whose kernels are launched for lengths known to Python."""
-    return decoder is not None and type(decoder) is Decoder and all(isinstance(layer.block, AttentionBlock) for layer in decoder.layers)
+    """Whether its layers stay in place and none is a gated delta net.
+
+    The kernels of gated delta nets are launched for lengths known to Python.
+    """
+    return (
+        decoder is not None
+        and type(decoder) is Decoder
+        and all(isinstance(layer.block, AttentionBlock) for layer in decoder.layers)
+    )
 
 
 def _nothing() -> None:

@@ -1,11 +1,15 @@
-"""The files of saved weights, and of their optimizer if they can be trained on. All that makes a resumed run equal an uninterrupted one.
+"""The files of saved weights, and of their optimizer if they can be trained on.
 
-    checkpoint.json         format version, base model and its fingerprint, architecture, shape of the adapter; rank 0 means full weights
-    adapter.safetensors     MODULE.a, MODULE.b: the float32 masters; of full weights the parameters by their names in the language model
+All that makes a resumed run equal an uninterrupted one.
+
+    checkpoint.json         format version, base model and its fingerprint, architecture, shape of the adapter; rank 0
+                            means full weights
+    adapter.safetensors     MODULE.a, MODULE.b: the float32 masters; of full weights the parameters by their names in
+                            the language model
     optimizer.safetensors   MODULE.a.exp_avg and so on: what AdamW remembers; only where it was asked for
 
-Gradients that wait for their optim_step are no part of it. `store/files.py` makes the directory complete or absent, `store/manifest.py`
-keeps the checksums of its files.
+Gradients that wait for their optim_step are no part of it. `store/files.py` makes the directory complete or absent,
+`store/manifest.py` keeps the checksums of its files.
 """
 
 import json
@@ -68,7 +72,7 @@ class SavedState:
 
     about: About
     tensors: dict[str, Tensor]
-    """Masters by name, in the order of fresh weights: float32, or the base's precision for a frozen copy of full weights."""
+    """Masters by name, in the order of fresh weights: float32, or the base's precision for frozen full weights."""
     moments: dict[str, Tensor] | None = None
     """Moments of AdamW (`ModelOptimizer.moments`); None for weights alone."""
 
@@ -81,14 +85,17 @@ class SavedState:
 
 
 def copy_beside(about: About, weights: Adapter, moments: Mapping[str, Tensor] | None) -> SavedState:
-    """Copy weights and moments on the device in a few operations, for which the host does not wait (see `SavedState.on_host`)."""
+    """Copy weights and moments on the device in few operations; the host does not wait (see `SavedState.on_host`)."""
     device = weights.flat.device
     remembered = None if moments is None else copied(moments, device, anew=True)
     return SavedState(about, copied(weights.named_tensors(), device, anew=True), remembered)
 
 
 def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = False) -> dict[str, Tensor]:
-    """Move tensors to a device, with `anew` as copies in any case. What lies side by side in memory travels at once, and lies so again."""
+    """Move tensors to a device, with `anew` as copies in any case.
+
+    What lies side by side in memory travels at once, and lies so again.
+    """
     memories: dict[int, tuple[Tensor, Tensor]] = {}
     """The bytes of each memory, which must not be freed meanwhile, and where they are now."""
 
@@ -98,7 +105,9 @@ def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = Fal
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             memories[place] = whole, whole.to(device, copy=anew)
         there = memories[place][1].untyped_storage()
-        return torch.empty(0, dtype=tensor.dtype, device=device).set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype, device=device).set_(
+            there, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
 
     return {name: moved(tensor) for name, tensor in tensors.items()}
 
@@ -106,7 +115,9 @@ def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = Fal
 def copy_to_host(about: About, weights: Weights, moments: Mapping[str, Tensor] | None) -> SavedState:
     """Copy weights and moments to host memory. Any thread may write the copy while training goes on."""
     copied = None if moments is None else {name: tensor.to("cpu", copy=True) for name, tensor in moments.items()}
-    return SavedState(about, {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.named_tensors().items()}, copied)
+    return SavedState(
+        about, {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.named_tensors().items()}, copied
+    )
 
 
 def write_state(state: SavedState, directory: Path) -> None:
@@ -130,7 +141,8 @@ def write_state(state: SavedState, directory: Path) -> None:
 def read_about(directory: Path) -> About:
     """Read the description of the checkpoint in `directory`.
 
-    Raises UserError if its format is not ours, TinsmithError naming the file if it is damaged, FileNotFoundError if it is not there.
+    Raises UserError if its format is not ours, TinsmithError naming the file if it is damaged, FileNotFoundError if it
+    is not there.
     """
     path = directory / ABOUT_FILE
     text = path.read_bytes()
@@ -138,23 +150,29 @@ def read_about(directory: Path) -> About:
         about = json.loads(text)
         version = about["format_version"]
         if version != FORMAT_VERSION:
-            raise UserError(f"the checkpoint has format version {version}; this Tinsmith reads {FORMAT_VERSION}, use the one that wrote it")
+            raise UserError(
+                f"the checkpoint has format version {version}; this Tinsmith reads {FORMAT_VERSION}, "
+                "use the one that wrote it"
+            )
         return About(**about | {"shape": LoraShape(**about["shape"])})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
 
 
 def _damaged(path: Path, error: Exception) -> TinsmithError:
-    return TinsmithError(f"{path} is damaged ({error}); put back a copy of its directory {path.parent.name}, or use another checkpoint")
+    return TinsmithError(
+        f"{path} is damaged ({error}); put back a copy of its directory {path.parent.name}, or use another checkpoint"
+    )
 
 
 def read_state(directory: Path, base: BaseModel, optimizer: bool = False) -> SavedState:
-    """Read the checkpoint in `directory`, checked to fit `base`, with AdamW's moments if `optimizer`; any thread may do this.
+    """Read the checkpoint in `directory`, with AdamW's moments if `optimizer`, and check that it fits `base`.
 
-    Adapters are read into memory. Full weights are mapped, so that they take none before a model that they replace has given up its own.
+    Any thread may do this. Adapters are read into memory. Full weights are mapped, so that they take none before a
+    model that they replace has given up its own.
 
-    Raises UserError if the checkpoint does not fit, was trained on other weights of the base, or lacks the moments; TinsmithError naming a
-    file that is damaged.
+    Raises UserError if the checkpoint does not fit, was trained on other weights of the base, or lacks the moments;
+    TinsmithError naming a damaged file.
     """
     about = _check_fits(directory, base)
     mapped = about.shape.rank == 0
@@ -167,13 +185,15 @@ def read_state(directory: Path, base: BaseModel, optimizer: bool = False) -> Sav
 def weights_from(state: SavedState, base: BaseModel, ref: WeightsRef | None = None) -> Weights:
     """Make weights of a state, whose tensors they may take, on the device of `base`.
 
-    With a `ref` they are only sampled from, under that identity: full weights then come in the precision of the base alone.
+    With a `ref` they are only sampled from, under that identity: full weights then have only the base's precision.
     """
     shape = state.about.shape
     if shape.rank > 0:
         return _adapter(shape, state.tensors, base.dtype, ref, base.device)
     dtype = base.dtype if ref is not None else torch.float32
-    return FullWeights(shape, {name: tensor.to(base.device, dtype) for name, tensor in state.tensors.items()}, base.dtype, ref)
+    return FullWeights(
+        shape, {name: tensor.to(base.device, dtype) for name, tensor in state.tensors.items()}, base.dtype, ref
+    )
 
 
 def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> dict[str, Tensor]:
@@ -185,13 +205,18 @@ def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> di
     strange = [name for name in moments if name.rpartition(".")[0] not in weights]
     if strange:
         raise _damaged(path, ValueError(f"{strange[0]} belongs to no tensor of {WEIGHTS_FILE}"))
-    missing = [f"{name}.{entry}" for name in weights for entry in MOMENTS if moments and f"{name}.{entry}" not in moments]
+    missing = [
+        f"{name}.{entry}" for name in weights for entry in MOMENTS if moments and f"{name}.{entry}" not in moments
+    ]
     if missing:
         raise _damaged(path, ValueError(f"{missing[0]} is missing"))
     steps = {moments[f"{name}.step"].item() for name in weights} if moments else set()
     if len(steps) > 1:
         raise _damaged(
-            path, ValueError(f"its tensors have made {min(steps):.0f} to {max(steps):.0f} steps, but all make each step together")
+            path,
+            ValueError(
+                f"its tensors have made {min(steps):.0f} to {max(steps):.0f} steps, but all make each step together"
+            ),
         )
     return moments
 
@@ -203,8 +228,8 @@ def _check_fits(directory: Path, base: BaseModel) -> About:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
     if about.architecture != base.family.model_type or shapes != _expected(base, about.shape):
         raise UserError(
-            f"the checkpoint was made for {about.base_model} ({about.architecture}) and does not fit base model {base.name} "
-            f"({base.family.model_type}): modules or their sizes differ"
+            f"the checkpoint was made for {about.base_model} ({about.architecture}) and does not fit base model "
+            f"{base.name} ({base.family.model_type}): modules or their sizes differ"
         )
     check_fingerprint(about.base_fingerprint, base.fingerprint, base.name, "the checkpoint")
     return about
@@ -249,7 +274,11 @@ def _tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
 
 
 def _adapter(
-    shape: LoraShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, ref: WeightsRef | None = None, device: torch.device | None = None
+    shape: LoraShape,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    ref: WeightsRef | None = None,
+    device: torch.device | None = None,
 ) -> Adapter:
     names = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
     pairs = {name: LoraPair(tensors[f"{name}.a"].float(), tensors[f"{name}.b"].float()) for name in names}

@@ -1,11 +1,12 @@
-"""Full-parameter training in little memory: AdamW whose moments take 8 bits a number, with gradients in the precision of the base.
+"""AdamW for full-parameter training in little memory: 8-bit moments, gradients in the precision of the base.
 
-In bfloat16 a parameter takes 2 bytes for the weight that passes read, 2 for the rest of its float32 master (`models/full.py`), 2
-for both moments (`encode`) and 2 for its gradient: 8 in place of 18. Sums of gradients are rounded up or down by chance: rounded to
-the nearest, small ones would all be lost beside a large sum.
+In bfloat16 a parameter takes 2 bytes for the weight that passes read, 2 for the rest of its float32 master
+(`models/full.py`), 2 for both moments (`encode`) and 2 for its gradient: 8 in place of 18. Sums of gradients are
+rounded up or down by chance: rounded to the nearest, small ones would all be lost beside a large sum.
 
-A step goes through the parameters in pieces, which are float32 meanwhile. Moments and rests may lie in host memory; the pieces then travel.
-What chance decides is a function of the number of the step, so that a resumed run takes the same steps as an undisturbed one.
+A step goes through the parameters in pieces, which are float32 meanwhile. Moments and rests may lie in host memory; the
+pieces then travel. What chance decides is a function of the number of the step, so that a resumed run takes the same
+steps as an undisturbed one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,17 +20,25 @@ from tinsmith.kernels.adamw_formula import Factors, step_as_written
 from tinsmith.memory.budget import MOMENT_BLOCK, full_bytes
 from tinsmith.models.full import FullState, FullWeights, SplitMasters, join, split, state_device
 from tinsmith.protocol.shapes import AdamSettings
-from tinsmith.training.optimizer import STEP_FAILED, GradientAccumulator, ModelOptimizer, apart, fatal, require_finite_norm
+from tinsmith.training.optimizer import (
+    STEP_FAILED,
+    GradientAccumulator,
+    ModelOptimizer,
+    apart,
+    fatal,
+    require_finite_norm,
+)
 from tinsmith.training.update_check import ENTRIES, MOMENTS, Bounds, clip_scale, require_finite_step
 
 # Moments of AdamW in 8 bits a number: logarithms, scaled by the largest number of each block of 256.
 #
-# A number is |x| / scale = 2^-((top - code) · octaves / (top - 1)), with code 0 for 0: neighbouring codes are 9 % apart for first moments
-# (a sign and 7 bits, over 16 octaves), and 12 % for second moments (8 bits, over 40 octaves), of which the update takes the root.
+# A number is |x| / scale = 2^-((top - code) · octaves / (top - 1)), with code 0 for 0: neighbouring codes are 9 % apart
+# for first moments (a sign and 7 bits, over 16 octaves), and 12 % for second moments (8 bits, over 40 octaves), of
+# which the update takes the root.
 #
-# Numbers between two codes are rounded up or down by chance, so that the expectation is exact: the change of a moment in one step is
-# often smaller than the distance of two codes. A second moment that is not 0 never becomes 0, because the update divides by its root.
-# Rounding to the nearest code, of numbers that came from codes, gives these codes again.
+# Numbers between two codes are rounded up or down by chance, so that the expectation is exact: the change of a moment
+# in one step is often smaller than the distance of two codes. A second moment that is not 0 never becomes 0, because
+# the update divides by its root. Rounding numbers that came from codes to the nearest code gives these codes.
 
 BLOCK = MOMENT_BLOCK
 """Numbers that share a scale."""
@@ -81,9 +90,9 @@ def encode(values: Tensor, code: Code, chance: Tensor | None) -> tuple[Tensor, T
 
 
 def chances(like: Tensor, seed: Tensor) -> Tensor:
-    """Numbers in [0, 1) in the shape of `like` [blocks, width]: a function of `seed` [] int64 and place, the same on every device.
+    """Numbers in [0, 1) in the shape of `like` [blocks, width], from `seed` [] int64 and their place.
 
-    A mixing function of 32 bits (Wellons, "lowbias32") of the place, with the seed added.
+    The same on every device: a 32-bit mixing function (Wellons, "lowbias32") of the place plus the seed.
     """
     blocks, width = like.shape
     x = torch.arange(blocks * width, device=like.device).view(blocks, width) + seed & 0xFFFFFFFF
@@ -112,7 +121,7 @@ def _seed(*numbers: int) -> int:
 
 
 def _pieces(count: int, size: int) -> Iterator[tuple[slice, int]]:
-    """Stretches of a flat tensor of `count` numbers, and their width as rows: whole blocks, and last what is left of one."""
+    """Stretches of a flat tensor of `count` numbers and their row width: whole blocks, then what is left of one."""
     whole = count // BLOCK * BLOCK
     for start in range(0, whole, size):
         yield slice(start, min(start + size, whole)), BLOCK
@@ -133,14 +142,16 @@ class Moments:
         blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
         first, second = (
             decode(
-                codes[piece].to(device, non_blocking=True).view(-1, width), scales[blocks].to(device, non_blocking=True).view(-1, 1), code
+                codes[piece].to(device, non_blocking=True).view(-1, width),
+                scales[blocks].to(device, non_blocking=True).view(-1, 1),
+                code,
             )
             for codes, scales, code in zip(self.codes, self.scales, (FIRST, SECOND), strict=True)
         )
         return first, second
 
     def write(self, piece: slice, number: int, values: Tensor, chance: Tensor | None) -> None:
-        """Keep the first (0) or second (1) moment [blocks, width], rounded by `chance` of that shape, or to the nearest code without."""
+        """Keep the first (0) or second (1) moment [blocks, width], rounded by `chance`; None for the nearest code."""
         blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
         codes, scales = encode(values, (FIRST, SECOND)[number], chance)
         self.codes[number][piece].copy_(codes.view(-1), non_blocking=True)
@@ -209,7 +220,10 @@ class CompactOptimizer:
 
     def _new_moments(self) -> dict[str, Moments]:
         where = state_device(self.device, self.state)
-        return {name: Moments(leaf.numel(), where, pinned=where != self.device) for name, leaf in self.weights.working.items()}
+        return {
+            name: Moments(leaf.numel(), where, pinned=where != self.device)
+            for name, leaf in self.weights.working.items()
+        }
 
     def moments(self) -> Mapping[str, Tensor]:
         """AdamW's moments, decoded; empty before the first step."""
@@ -228,7 +242,7 @@ class CompactOptimizer:
     def step(self, settings: AdamSettings) -> dict[str, float]:
         """Update the weights and clear the accumulators; as `ModelOptimizer.step`.
 
-        Raises DeviceLostError if it fails halfway, because another thread took the memory: then the weights are of no step.
+        Raises DeviceLostError if it fails halfway, as another thread took the memory: the weights are then of no step.
         """
         totals = self.accumulator.take()
         if totals is None:
@@ -238,8 +252,11 @@ class CompactOptimizer:
         clip = clip_scale(grad_norm, settings)
         bounds = self._checked(totals, grad_norm, clip, settings)
         remembered = self.remembered or self._new_moments()  # which may run out of memory, before anything has changed
-        # So much is free for the pieces. Some of their tensors are int64, and need twice the memory of a piece in one stretch.
-        buffers = [torch.empty(PIECE[self.device.type], dtype=torch.int64, device=self.device) for _ in range(STEP_BUFFERS // 2)]
+        # So much is free for the pieces. Some of their tensors are int64: twice the memory of a piece in one stretch.
+        buffers = [
+            torch.empty(PIECE[self.device.type], dtype=torch.int64, device=self.device)
+            for _ in range(STEP_BUFFERS // 2)
+        ]
         del buffers
         self.remembered = remembered
         self.steps += 1
@@ -252,17 +269,26 @@ class CompactOptimizer:
         return {"grad_norm": grad_norm, "learning_rate": settings.lr}
 
     def _norm(self, totals: list[Tensor]) -> float:
-        parts = [total.view(-1)[piece] for total in totals for piece, _ in _pieces(total.numel(), PIECE[self.device.type])]
-        return float(torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]).double().norm())
+        parts = [
+            total.view(-1)[piece] for total in totals for piece, _ in _pieces(total.numel(), PIECE[self.device.type])
+        ]
+        return float(
+            torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]).double().norm()
+        )
 
     def _checked(self, totals: list[Tensor], grad_norm: float, clip: float, settings: AdamSettings) -> Bounds | None:
-        """Return the bounds after a step, None if they must be measured then. Raises UserError if the step is not finite."""
+        """Return the bounds after a step, None if they must be measured then.
+
+        Raises UserError if the step is not finite.
+        """
         if self.bounds is None:
             scales = [[kept.scales[number] for kept in self.remembered.values()] for number in range(2)]
             self.bounds = Bounds.measured([leaf.detach() for leaf in self.weights.leaves()], *scales)
         after = self.bounds.after(grad_norm, settings)
         if after is None:
-            require_finite_step(self.weights.named_tensors(), totals, self.moments(), settings, self.weights.dtype, clip)
+            require_finite_step(
+                self.weights.named_tensors(), totals, self.moments(), settings, self.weights.dtype, clip
+            )
         return after
 
     def _update(self, number: int, name: str, gradient: Tensor, factors: Factors) -> None:
@@ -310,7 +336,9 @@ class RoundingAccumulator(GradientAccumulator):
             pairs = zip(self.weights.leaves(), gradients, strict=True)
             return partial(self._begin_with, apart([torch.zeros_like(leaf) if g is None else g for leaf, g in pairs]))
         size = min(PIECE[self.totals[0].device.type], max(total.numel() for total in self.totals))
-        reached = [(total.view(-1), g.reshape(-1)) for total, g in zip(self.totals, gradients, strict=True) if g is not None]
+        reached = [
+            (total.view(-1), g.reshape(-1)) for total, g in zip(self.totals, gradients, strict=True) if g is not None
+        ]
         return partial(self._add, reached, _Sum(size, self.totals[0].device))
 
     def _begin_with(self, totals: list[Tensor]) -> None:
@@ -323,7 +351,9 @@ class RoundingAccumulator(GradientAccumulator):
 
     def begin_with_zeros(self) -> None:
         like = self.weights.leaves()
-        self._begin_with([torch.zeros_like(leaf, requires_grad=False, memory_format=torch.contiguous_format) for leaf in like])
+        self._begin_with(
+            [torch.zeros_like(leaf, requires_grad=False, memory_format=torch.contiguous_format) for leaf in like]
+        )
 
     def widen(self) -> None:
         """Do nothing: what has been accumulated stays in the precision of the base."""
@@ -345,7 +375,7 @@ class _Sum:
         for some, more in zip(total.split(len(self.wide)), gradient.split(len(self.wide)), strict=True):
             wide, random = self.wide[: len(some)], self.random[: len(some)]
             wide.copy_(some).add_(more)
-            # Random bits would turn some kinds of NaN into 0. What becomes of infinity is infinity, and the step is refused.
+            # Random bits would turn some kinds of NaN into 0. Infinity stays infinity, and the step is refused.
             wide.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
             # What is cut off below is an even share of the distance to the next number away from zero.
             wide.view(torch.int32).add_(random.random_(0, 2**16, generator=self.generator)).bitwise_and_(-(2**16))

@@ -1,15 +1,16 @@
-"""Log-probabilities of target tokens from hidden states, and their gradient, without ever holding all logits in float32.
+"""Log-probabilities of target tokens from hidden states, and their gradient, without holding all logits in float32.
 
     logprobs[t, k] = z[t, target[t, k]] - logsumexp(z[t]),   z = h W^T + scale (h A^T) B^T
     dz[t] = Σ_k g[t, k] (onehot(target[t, k]) - softmax(z[t])),   with g the gradient of the logprobs
 
-All models of a row share one multiplication by the LM head W; each adapter's own part is added to its slice of the rows. The caller says
-which rows may have a gradient, and these come first: their logits, or some of them, stay in the precision of the base until the backward
-pass, which writes dz in their place. All other logits exist for `chunk` rows at a time, and those of rows that have a gradient are computed
-again in the backward pass. A row without gradient gets exactly 0. Peak memory does not grow with vocabulary times tokens.
+All models of a row share one multiplication by the LM head W; each adapter's own part is added to its slice of the
+rows. The caller says which rows may have a gradient, and these come first: their logits, or some of them, stay in the
+precision of the base until the backward pass, which writes dz in their place. All other logits exist for `chunk` rows
+at a time, and those of rows that have a gradient are computed again in the backward pass. A row without gradient gets
+exactly 0. Peak memory does not grow with vocabulary times tokens.
 
-In half precision the softmax is computed in float32 from the rounded logits and rounded once more, as dz; on a GPU that is one kernel
-forward and one backward (`kernels/logits.py`). In float32 what is kept is log_softmax(z).
+In half precision the softmax is computed in float32 from the rounded logits and rounded once more, as dz; on a GPU that
+is one kernel forward and one backward (`kernels/logits.py`). In float32 what is kept is log_softmax(z).
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,7 +69,12 @@ class _Rows:
     def parts_within(self, rows: slice) -> list[HeadPart]:
         """Cut the parts of adapters to a stretch of rows."""
         within = [
-            HeadPart(max(part.start, rows.start) - rows.start, min(part.end, rows.stop) - rows.start, part.scale, part.adapter)
+            HeadPart(
+                max(part.start, rows.start) - rows.start,
+                min(part.end, rows.stop) - rows.start,
+                part.scale,
+                part.adapter,
+            )
             for part in self.parts
         ]
         return [part for part in within if part.start < part.end]
@@ -77,7 +83,7 @@ class _Rows:
 def rows_to_keep(chunk: int, dtype: torch.dtype) -> int:
     """Number of rows whose logits can stay in memory until the backward, if `chunk` rows are computed at a time.
 
-    In half precision four times as many: they take the memory of `chunk` rows in float32, once as logits and once as probabilities.
+    In half precision four times as many: they take the memory of `chunk` rows' float32 logits and probabilities.
     """
     return chunk if dtype.itemsize >= 4 else 4 * chunk
 
@@ -93,9 +99,10 @@ def target_logprobs(
 ) -> Tensor:
     """Log-probabilities [tokens, K] in float32 of `targets` [tokens, K], each segment with its own LoRA on the LM head.
 
-    Logits of `chunk` rows are computed at a time; those of up to `keep` rows stay for the one backward pass, which computes in their place.
-    `wanted` [tokens] says which rows may have a gradient; None means all. hidden [tokens, hidden]; lm_head [vocabulary, hidden];
-    differentiable in `hidden`, `lm_head` and the adapters' working copies.
+    Logits of `chunk` rows are computed at a time; those of up to `keep` rows stay for the one backward pass, which
+    computes in their place. `wanted` [tokens] says which rows may have a gradient; None means all.
+
+    hidden [tokens, hidden]; lm_head [vocabulary, hidden]; differentiable in both and the adapters' working copies.
     """
     parts: list[HeadPart] = []
     matrices: list[Tensor] = []
@@ -110,7 +117,9 @@ def target_logprobs(
     return logprobs
 
 
-def _ordered(parts: list[HeadPart], tokens: int, chunk: int, keep: int, wanted: NDArray[np.bool_] | None, device: torch.device) -> _Rows:
+def _ordered(
+    parts: list[HeadPart], tokens: int, chunk: int, keep: int, wanted: NDArray[np.bool_] | None, device: torch.device
+) -> _Rows:
     """Order rows, the wanted ones first, on the host: nobody waits for the device."""
     if not torch.is_grad_enabled():
         return _Rows(None, 0, 0, chunk, parts)
@@ -128,8 +137,10 @@ def _ordered(parts: list[HeadPart], tokens: int, chunk: int, keep: int, wanted: 
 
 
 @torch.no_grad()
-def stable_target_logprobs(hidden: Tensor, lm_head: Tensor, targets: Tensor, segments: Sequence[Segment], chunk: int) -> Tensor:
-    """The values of `target_logprobs`, each a function of its own token's hidden state alone (`models/deterministic.py`)."""
+def stable_target_logprobs(
+    hidden: Tensor, lm_head: Tensor, targets: Tensor, segments: Sequence[Segment], chunk: int
+) -> Tensor:
+    """Values of `target_logprobs`, each a function of its own hidden state alone (`models/deterministic.py`)."""
     found = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
     for segment in segments:
         for start in range(segment.start, segment.end, chunk):
@@ -147,8 +158,10 @@ def head_lora(owner: Weights | None) -> tuple[Tensor | None, Tensor | None, floa
     return (*owner.working[LM_HEAD], owner.scale)
 
 
-def head_logits(hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor | None, scale: float, stable: bool = False) -> Tensor:
-    """Logits [tokens, vocabulary] in float32 of one model's rows; if `stable`, each row depends on itself alone, to the last bit."""
+def head_logits(
+    hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor | None, scale: float, stable: bool = False
+) -> Tensor:
+    """Logits [tokens, vocabulary] in float32 of one model; if `stable`, each row depends on itself alone to the bit."""
     if stable:
         return stable_logits(hidden, lm_head, a, b, scale).float()
     parts, matrices = ([HeadPart(0, len(hidden), scale, 0)], (a, b)) if a is not None and b is not None else ([], ())
@@ -166,17 +179,21 @@ def _logits(hidden: Tensor, lm_head: Tensor, parts: Sequence[HeadPart], matrices
 
 
 class _Distribution:
-    """The distributions over the vocabulary of some rows, which become their gradient after log-probabilities were read."""
+    """Distributions of rows over the vocabulary, replaced by their gradient after log-probabilities were read."""
 
     def __init__(self, logits: Tensor) -> None:
         """Take over `logits` [rows, vocabulary]."""
         self.half = logits.dtype.itemsize < 4
         self.logits = logits if self.half else logits.log_softmax(-1)
-        self.norms: list[tuple[Tensor, Tensor]] = [logit_norms(piece) for piece in self._pieces(logits)] if self.half else []
+        self.norms: list[tuple[Tensor, Tensor]] = (
+            [logit_norms(piece) for piece in self._pieces(logits)] if self.half else []
+        )
 
     def _pieces(self, values: Tensor) -> tuple[Tensor, ...]:
         """Split something that has as many rows as the logits."""
-        pieces: tuple[Tensor, ...] = values.split(max(1, (GPU_PIECE if values.is_cuda else PIECE) // self.logits.shape[1]))
+        pieces: tuple[Tensor, ...] = values.split(
+            max(1, (GPU_PIECE if values.is_cuda else PIECE) // self.logits.shape[1])
+        )
         return pieces
 
     def logprobs(self, targets: Tensor) -> Tensor:
@@ -188,15 +205,17 @@ class _Distribution:
         return found.sub_(peaks).sub_(totals)
 
     def gradient(self, targets: Tensor, grad: Tensor) -> Tensor:
-        """Turn the logits [rows, vocabulary] into their gradient, from `grad` [rows, K] of the log-probabilities of `targets`."""
+        """Turn the logits [rows, vocabulary] into their gradient, from `grad` [rows, K] of the targets' logprobs."""
         norms = iter(self.norms)
         for logits, t, g in zip(self._pieces(self.logits), self._pieces(targets), self._pieces(grad), strict=True):
             if self.half and t.shape[1] == 1:
                 become_gradient(logits, *next(norms), t, g)
                 continue
             wide = _logprobs_of(logits, *next(norms)) if self.half else logits
-            dz = wide.exp_().mul_(-g.sum(-1, keepdim=True)).scatter_add_(-1, t, g)  # in float32: close to 1, a probability rounds badly
-            dz.masked_fill_(g.eq(0).all(-1, keepdim=True), 0.0)  # where logits are no numbers, 0 times them is none either
+            # In float32: close to 1, a probability rounds badly
+            dz = wide.exp_().mul_(-g.sum(-1, keepdim=True)).scatter_add_(-1, t, g)
+            # Where logits are no numbers, 0 times them is none either
+            dz.masked_fill_(g.eq(0).all(-1, keepdim=True), 0.0)
             if self.half:
                 logits.copy_(dz)
         return self.logits
@@ -204,7 +223,7 @@ class _Distribution:
 
 @with_kernel("logits")
 def logit_norms(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, and the logarithm of the sum of all exp(logit - largest): [rows, 1] each, in float32."""
+    """Largest logit of each row, and logarithm of the sum of exp(logit - largest): [rows, 1] each, in float32."""
     wide = logits.float()
     peak = wide.amax(-1, keepdim=True)
     return peak, (wide - peak).exp().sum(-1, keepdim=True).log()
@@ -212,7 +231,10 @@ def logit_norms(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @with_kernel("logits")
 def become_gradient(logits: Tensor, peak: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> None:
-    """Replace logits [rows, vocabulary] by grad · (onehot(target) - softmax), and by 0 where grad is 0; all else is [rows, 1]."""
+    """Replace logits [rows, vocabulary] by grad · (onehot(target) - softmax), or 0 where grad is 0.
+
+    The other tensors are [rows, 1].
+    """
     chosen = torch.arange(logits.shape[1], device=logits.device) == target  # [rows, vocabulary]
     dz = (torch.where(chosen, 1.0, 0.0) - (logits.float() - peak - total).exp()) * grad
     logits.copy_(torch.where(grad == 0, 0.0, dz))
@@ -260,12 +282,15 @@ class _TargetLogprobs(torch.autograd.Function):
                 du = (own @ b).mul_(part.scale)  # [rows of the part, rank]
                 _add(sums, 1 + 2 * part.adapter, du.t() @ h[mine], len(stretches))
                 u = linear(h[mine], a).mul_(part.scale)
-                _add(sums, 2 + 2 * part.adapter, (u.t() @ own).t(), len(stretches))  # on a CPU twice as fast as its transpose
+                # On a CPU twice as fast as its transpose
+                _add(sums, 2 + 2 * part.adapter, (u.t() @ own).t(), len(stretches))
                 dh[mine].addmm_(du, a)
         dh.masked_fill_(g.eq(0).all(-1, keepdim=True), 0.0)  # a logit may be infinite where its gradient is 0
         of_weights = [
             total.to(weight.dtype) if total is not None else torch.zeros_like(weight) if needed else None
-            for total, weight, needed in zip(sums, (lm_head, *matrices), (ctx.needs_input_grad[1], *ctx.needs_input_grad[4:]), strict=True)
+            for total, weight, needed in zip(
+                sums, (lm_head, *matrices), (ctx.needs_input_grad[1], *ctx.needs_input_grad[4:]), strict=True
+            )
         ]
         grad_hidden = dh if rows.order is None else torch.empty_like(dh).index_copy_(0, rows.order, dh)
         return grad_hidden, of_weights[0], None, None, *of_weights[1:]

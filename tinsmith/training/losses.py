@@ -1,14 +1,19 @@
-"""Losses: pure functions of the target log-probabilities, the datum's inputs and the loss's settings. One each, by name in `LOSSES`.
+"""Losses: pure functions of the target log-probabilities, the datum's inputs and the loss's settings.
 
-Notation of the formulas: lp the log-probabilities that the model in training gives its targets, q those of the policy that sampled them
-(input "logprobs"), A the input "advantages", r = exp(lp - q) the ratio of the two policies, sg what no gradient flows through, and clip(r)
-= r held in [clip_low_threshold, clip_high_threshold], which are bounds of the ratio itself. Sums go over the positions of one datum.
+One each, by name in `LOSSES`.
 
-A function returns the loss of each position, of all datums of a row at once. Reductions are sums, never means, so that however a batch is
-split its gradients stay the same. A position whose weight or advantage is 0 contributes exactly 0 to value and gradient, also where lp is
--inf; in dro and stable_reinforce these are the positions that do not count (`_counted`, sequence_ratio_mask), such as those of prompts.
+Notation of the formulas: lp the log-probabilities that the model in training gives its targets, q those of the policy
+that sampled them (input "logprobs"), A the input "advantages", r = exp(lp - q) the ratio of the two policies, sg what
+no gradient flows through, and clip(r) = r held in [clip_low_threshold, clip_high_threshold], which are bounds of the
+ratio itself. Sums go over the positions of one datum.
 
-The formulas are those of the public documentation of the Tinker API ("Loss functions"). Only that of stable_reinforce is Tinsmith's own.
+A function returns the loss of each position, of all datums of a row at once. Reductions are sums, never means, so that
+however a batch is split its gradients stay the same. A position whose weight or advantage is 0 contributes exactly 0 to
+value and gradient, also where lp is -inf; in dro and stable_reinforce these are the positions that do not count
+(`_counted`, sequence_ratio_mask), such as those of prompts.
+
+The formulas are those of the public documentation of the Tinker API ("Loss functions"). Only that of stable_reinforce
+is Tinsmith's own.
 """
 
 import math
@@ -53,14 +58,17 @@ class DatumSpans:
 
 
 Inputs = Mapping[str, Tensor]
-"""loss_fn_inputs by name, each of the shape of the log-probabilities: [positions, K], or [positions] for one target a position."""
+"""loss_fn_inputs by name, in the shape of the logprobs: [positions, K], or [positions] for one target each."""
 
 LossFunction = Callable[[Tensor, Inputs, Mapping[str, float], DatumSpans], Tensor]
-"""(logprobs, inputs, settings by name, datums of the positions) -> loss of each position, in the shape of the logprobs."""
+"""(logprobs, inputs, settings by name, datums of the positions) -> loss of each position, shaped like logprobs."""
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: DatumSpans) -> Tensor:
-    """-Σ weights · lp, with weights of any sign; for K targets a position, summed over them too. Source: "cross_entropy"."""
+    """-Σ weights · lp, with weights of any sign; for K targets a position, summed over them too.
+
+    Source: "cross_entropy".
+    """
     return -_times(inputs["weights"], logprobs)
 
 
@@ -82,7 +90,10 @@ def cispo(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: 
 
 
 def dro(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: DatumSpans) -> Tensor:
-    """-Σ (lp · A - beta / 2 · (lp - q)²) over the positions that count. Source: "dro"; Richemond et al. 2024, arXiv:2405.19107."""
+    """-Σ (lp · A - beta / 2 · (lp - q)²) over the positions that count.
+
+    Source: "dro"; Richemond et al. 2024, arXiv:2405.19107.
+    """
     counted, beta = _counted(inputs), config["beta"]
     advantages = torch.where(counted, inputs["advantages"], 0.0)
     drift = (logprobs - inputs["logprobs"]).masked_fill(~counted if beta else torch.ones_like(counted), 0.0)
@@ -90,9 +101,11 @@ def dro(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: Da
 
 
 def gspo(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: DatumSpans) -> Tensor:
-    """-Σ min(r_t · A, clip(r_t) · A), where r_t = sg(s / exp(lp)) · exp(lp) has the value of the sequence's ratio and its token's gradient.
+    """-Σ min(r_t · A, clip(r_t) · A), where r_t has the value of the sequence's ratio and its token's gradient.
 
-    s = exp(mean of lp - q over the positions whose sequence_ratio_mask is not 0).
+        r_t = sg(s / exp(lp)) · exp(lp)
+        s   = exp(mean of lp - q over the positions whose sequence_ratio_mask is not 0)
+
     Source: "gspo"; Zheng et al. 2025, arXiv:2507.18071, section 4.3 (GSPO-token).
     """
     counted = inputs["sequence_ratio_mask"] != 0
@@ -109,28 +122,32 @@ STOP = 1.5
 """Factor by which a token's probability may move in its advantage's direction before it no longer counts."""
 
 MAX_DRIFT = 0.2
-"""Largest root mean square of a sequence's log-ratios with which it has its whole weight: about as far as ppo lets a ratio move."""
+"""Largest root mean square of a sequence's log-ratios at full weight: about as far as ppo lets a ratio move."""
 
 METRICS = ("tinsmith_stable_reinforce/weight", "tinsmith_stable_reinforce/limited", "tinsmith_stable_reinforce/drift")
 """Mean weight of the sampled tokens, share of them limited by `MAX_RATIO` or `STOP`, and drift."""
 
 NOTICE = (
-    "loss_fn stable_reinforce: this formula is Tinsmith's own, because Thinking Machines has not published theirs; docs/losses.md has it, "
-    "and replies name it in their metrics (tinsmith_stable_reinforce)"
+    "loss_fn stable_reinforce: this formula is Tinsmith's own, because Thinking Machines has not published theirs; "
+    "docs/losses.md has it, and replies name it in their metrics (tinsmith_stable_reinforce)"
 )
 
 
-def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float], spans: DatumSpans) -> Tensor:
+def stable_reinforce(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float], spans: DatumSpans
+) -> Tensor:
     """REINFORCE that stays stable when the policy that sampled is not the policy in training.
 
-    The formula is Tinsmith's own; docs/losses.md has its reasons. With d = lp - q, and S the positions where sequence_ratio_mask is not 0,
+    The formula is Tinsmith's own; docs/losses.md has its reasons. With d = lp - q, and S the positions where
+    sequence_ratio_mask is not 0,
 
         loss  = -Σ w · A · exp(lp - sg(lp)) + kl_coeff · Σ h(d)                       both sums over S
         w     = sg(trust · min(exp(d), MAX_RATIO)), but 0 where A > 0 and exp(d) > STOP, or A < 0 and exp(d) < 1 / STOP
         trust = min(1, MAX_DRIFT / drift),  drift = sqrt(mean over S of min(|d|, 1)²)
         h(d)  = d² / 2 up to |d| = 1, |d| - 1/2 beyond
 
-    exp(lp - sg(lp)) is 1 and has the gradient of lp, so each token's gradient is that of REINFORCE times w, which lies in [0, MAX_RATIO].
+    exp(lp - sg(lp)) is 1 and has the gradient of lp, so each token's gradient is that of REINFORCE times w, which lies
+    in [0, MAX_RATIO].
 
     Where no bound is reached, value and gradient are those of importance_sampling. h is the Huber loss of d.
     """
@@ -153,7 +170,9 @@ def diagnose(logprobs: Tensor, inputs: Mapping[str, Tensor], spans: DatumSpans) 
     return torch.stack([spans.sums(weights) / count, spans.sums(limited.to(gap.dtype)) / count, drift])
 
 
-def _weights(logprobs: Tensor, inputs: Mapping[str, Tensor], sampled: Tensor, spans: DatumSpans) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(
+    logprobs: Tensor, inputs: Mapping[str, Tensor], sampled: Tensor, spans: DatumSpans
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gaps d and weights w [positions], 0 where nothing was sampled, and drifts [datums]; without gradients."""
     gap = torch.where(sampled, logprobs.detach() - inputs["logprobs"], 0.0)
     drift = (spans.sums(gap.clamp(-1.0, 1.0).square()) / spans.sums(sampled.to(gap.dtype))).sqrt()
@@ -189,7 +208,7 @@ def _surrogate(log_ratio: Tensor, advantages: Tensor) -> Tensor:
 
 
 def _clipped(log_ratio: Tensor, inputs: Inputs, config: Mapping[str, float]) -> Tensor:
-    """Log r', where min(r · A, clip(r) · A) = r' · A: r held below the upper bound where A > 0, above the lower one where A < 0.
+    """Log r', where min(r · A, clip(r) · A) = r' · A: r is bounded above where A > 0, below where A < 0.
 
     Clipped before exp: a ratio that float32 cannot hold would leave 0 · inf in the gradient.
     """
@@ -223,14 +242,14 @@ class Loss:
     inputs: tuple[str, ...]
     """loss_fn_inputs that it needs besides target_tokens, each of the shape of target_tokens."""
     trains: Callable[[Inputs], Tensor]
-    """Return the positions that may have a gradient (bool), by the inputs alone, in their shape. At all others it is exactly 0."""
+    """Positions that may have a gradient (bool, in the inputs' shape), by the inputs alone. Others get exactly 0."""
     config: Mapping[str, float] = field(default_factory=dict)
     """Its settings, all of them: in `LOSSES` the defaults."""
     optional_inputs: tuple[str, ...] = ()
     """loss_fn_inputs that it reads where a datum has them."""
     many_targets: bool = False
     needs_provenance: bool = False
-    """Whether "logprobs" and "sequence_ratio_mask" come from what was recorded when the datum's tokens were sampled, not from the datum."""
+    """Whether "logprobs" and "sequence_ratio_mask" are what was recorded at sampling, not the datum's."""
     metrics: tuple[str, ...] = ()
     """Names of the metrics that `diagnose` returns. A reply has the mean of each over its datums."""
     notice: str = ""
@@ -247,7 +266,7 @@ class Loss:
         return self.optional_inputs == CLIP_THRESHOLDS
 
     def compute(self, logprobs: Tensor, inputs: Inputs, spans: DatumSpans) -> Tensor:
-        """The loss of each position, of which a datum's loss is the sum: from `logprobs` of the targets, in their shape."""
+        """Loss of each position from `logprobs` of the targets, in their shape; a datum's loss is the sum."""
         return self.function(logprobs, inputs, self.config, spans)
 
     def diagnose(self, logprobs: Tensor, inputs: Inputs, spans: DatumSpans) -> Tensor:
@@ -262,8 +281,20 @@ LOSSES: Mapping[str, Loss] = {
     for loss in (
         Loss(cross_entropy, ("weights",), _nonzero("weights"), many_targets=True),
         Loss(importance_sampling, _POLICY, _nonzero("advantages")),
-        Loss(ppo, _POLICY, _nonzero("advantages"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, CLIP_THRESHOLDS),
-        Loss(cispo, _POLICY, _nonzero("advantages"), {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, CLIP_THRESHOLDS),
+        Loss(
+            ppo,
+            _POLICY,
+            _nonzero("advantages"),
+            {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+            CLIP_THRESHOLDS,
+        ),
+        Loss(
+            cispo,
+            _POLICY,
+            _nonzero("advantages"),
+            {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+            CLIP_THRESHOLDS,
+        ),
         Loss(dro, _POLICY, _counted, {"beta": 0.05}, COUNTED_BY),
         Loss(
             gspo,
@@ -283,17 +314,26 @@ LOSSES: Mapping[str, Loss] = {
         ),
     )
 }
-"""Losses that clients can name, with default settings. Those of ppo and cispo are documented. For dro the documented example is the default
-here, for gspo the bounds of ppo: the hosted service's defaults are not public. Neither is its default for kl_coeff; ours is 0."""
+"""Losses that clients can name, with default settings. Those of ppo and cispo are documented.
+
+The hosted service's other defaults are not public: here dro has those of the documented example, gspo the bounds of
+ppo, and kl_coeff is 0.
+"""
 
 NOT_BUILT = {
-    "custom": "losses are not uploaded here; pass the function itself to forward_backward_custom, and the SDK computes it in the client",
+    "custom": (
+        "losses are not uploaded here; pass the function itself to forward_backward_custom, "
+        "and the SDK computes it in the client"
+    ),
 }
 """Losses of the Tinker API that are refused, and what to use instead."""
 
 
 def find_loss(name: str, config: Mapping[str, float | str]) -> Loss:
-    """The loss of that name with these settings, and defaults for the others. Raises NotBuiltError or UserError naming key and value."""
+    """The loss of that name with these settings, and defaults for the others.
+
+    Raises NotBuiltError or UserError naming key and value.
+    """
     if name in NOT_BUILT:
         raise NotBuiltError(f"loss_fn {name!r} is not built: {NOT_BUILT[name]}")
     if name not in LOSSES:
@@ -302,11 +342,15 @@ def find_loss(name: str, config: Mapping[str, float | str]) -> Loss:
     settings = dict(loss.config)
     for key, value in config.items():
         if key not in settings:
-            raise UserError(f"loss_fn_config key {key!r} is not one of {name}'s: {', '.join(settings) or 'it takes none'}")
+            raise UserError(
+                f"loss_fn_config key {key!r} is not one of {name}'s: {', '.join(settings) or 'it takes none'}"
+            )
         settings[key] = _checked_setting(key, value)
     if loss.clips and settings["clip_low_threshold"] > settings["clip_high_threshold"]:
         bounds = ", ".join(f"{key}={settings[key]}" for key in CLIP_THRESHOLDS)
-        raise UserError(f"loss_fn_config leaves no ratio between its bounds: {bounds}; the low one must not be above the high one")
+        raise UserError(
+            f"loss_fn_config leaves no ratio between its bounds: {bounds}; the low one must not be above the high one"
+        )
     return replace(loss, config=settings)
 
 
@@ -375,7 +419,9 @@ class LossGroup:
         alike: dict[tuple[Any, ...], list[int]] = {}
         for place in places:
             loss = work[place].loss
-            alike.setdefault((loss.name, *sorted(loss.config.items()), *sorted(work[place].loss_inputs)), []).append(place)
+            alike.setdefault((loss.name, *sorted(loss.config.items()), *sorted(work[place].loss_inputs)), []).append(
+                place
+            )
         return [cls._of_alike([work[place] for place in own], own, width) for own in alike.values()]
 
     @classmethod
@@ -390,7 +436,8 @@ class LossGroup:
     def computed(self, logprobs: Tensor) -> Scored:
         """Compute the losses of the group from its log-probabilities [positions, K]."""
         device = logprobs.device
-        shape = logprobs.shape if logprobs.shape[1] > 1 else logprobs.shape[:1]  # losses over sequences have one target a position
+        # Losses over sequences have one target a position
+        shape = logprobs.shape if logprobs.shape[1] > 1 else logprobs.shape[:1]
         inputs = {name: upload(array, device).view(shape) for name, array in self.inputs.items()}
         spans = DatumSpans(self.lengths, device)
         flat = logprobs.view(shape)
@@ -402,13 +449,18 @@ def trained_positions(groups: Sequence[LossGroup]) -> NDArray[np.bool_]:
     """The positions of neighbouring datums, all of these groups, that may have a gradient."""
     found: dict[int, NDArray[np.bool_]] = {}
     for group in groups:
-        trained = group.loss.trains({name: torch.from_numpy(array) for name, array in group.inputs.items()}).any(-1)  # [positions]
+        # [positions]
+        trained = group.loss.trains({name: torch.from_numpy(array) for name, array in group.inputs.items()}).any(-1)
         found |= dict(zip(group.places, np.split(trained.numpy(), np.cumsum(group.lengths)[:-1]), strict=True))
     return np.concatenate([found[place] for place in sorted(found)])
 
 
 def results_of(
-    group: Scored, work: Sequence[DatumWork], logprobs: NDArray[np.float32], losses: NDArray[np.float32], metrics: NDArray[np.float32]
+    group: Scored,
+    work: Sequence[DatumWork],
+    logprobs: NDArray[np.float32],
+    losses: NDArray[np.float32],
+    metrics: NDArray[np.float32],
 ) -> Iterator[DatumResult]:
     """Split the results of a group into those of its datums."""
     start = 0

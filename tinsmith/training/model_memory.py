@@ -1,4 +1,4 @@
-"""Memory that the models of one base take on its device and on the host: what is refused, what is promised, and what gives way."""
+"""Memory of one base's models on device and host: what is refused, what is promised, and what gives way."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +25,9 @@ class ModelMemory:
         self.base = base
         self.optimizers = optimizers
         self.full_state = full_state(config)
-        self.captured = CapturedPasses(base, pass_memory_of(base.layout, base.text_config, base.dtype), config.logits_chunk)
+        self.captured = CapturedPasses(
+            base, pass_memory_of(base.layout, base.text_config, base.dtype), config.logits_chunk
+        )
         self.host_share = inf
         """Bytes of the host's memory for what models of all bases keep there (--full-state compact-host)."""
         self.beside: Sequence[ModelMemory] = [self]
@@ -39,7 +41,7 @@ class ModelMemory:
         self.host_share, self.beside = share, beside
 
     def require(self, purpose: str, needed: int, device: torch.device) -> None:
-        """Raise UserError if `device` lacks these free bytes, beside what the models on it will still take when they train."""
+        """Raise UserError if `device` lacks `needed` bytes beside what its models will still take when they train."""
         if device == self.base.device and needed > free_memory(device) - self.promised() and self.captured.held:
             self.give_back()
         require_memory(purpose, needed, device, self.promised() if device == self.base.device else 0)
@@ -56,14 +58,17 @@ class ModelMemory:
             taken = sum(each.kept_on_host() for each in self.beside)
             if taken + needed.host > self.host_share:
                 raise UserError(
-                    f"{kept} is {needed.host / 2**30:.4g} GiB for each worker, and of the {self.host_share / 2**30:.4g} GiB that each may "
-                    f"take of its host {max(0.0, self.host_share - taken) / 2**30:.4g} are free; end other models, train with LoRA "
-                    "(lora_config.rank of 1 or more), or start fewer --workers"
+                    f"{kept} is {needed.host / 2**30:.4g} GiB for each worker, and of the "
+                    f"{self.host_share / 2**30:.4g} GiB that each may take of its host "
+                    f"{max(0.0, self.host_share - taken) / 2**30:.4g} are free; "
+                    "end other models, train with LoRA (lora_config.rank of 1 or more), or start fewer --workers"
                 )
 
     def kept_on_host(self) -> int:
         """Bytes that models keep in the host's memory, or will when they have taken a step."""
-        sizes = [model.weights.parameter_count for model in self.optimizers.values() if isinstance(model, CompactOptimizer)]
+        sizes = [
+            model.weights.parameter_count for model in self.optimizers.values() if isinstance(model, CompactOptimizer)
+        ]
         return sum(full_bytes(size, self.base.dtype, self.full_state).host for size in sizes)
 
     def promised(self) -> int:
@@ -71,7 +76,10 @@ class ModelMemory:
         return self.captured.held + sum(model.unclaimed for model in self.optimizers.values())
 
     def give_back(self) -> bool:
-        """Free the memory of graphs, and what torch keeps for tensors of other sizes. Returns whether there were graphs."""
+        """Free the memory of graphs, and what torch keeps for tensors of other sizes.
+
+        Returns whether there were graphs.
+        """
         gave_way = self.captured.give_way()
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -79,7 +87,11 @@ class ModelMemory:
 
     def claim_moments(self, optimizer: Optimizer) -> None:
         """Take what a first step takes, for which graphs give way: a step that lacks memory has lost its gradients."""
-        if not self.captured.passes or not isinstance(optimizer, ModelOptimizer) or optimizer.accumulator.totals is None:
+        if (
+            not self.captured.passes
+            or not isinstance(optimizer, ModelOptimizer)
+            or optimizer.accumulator.totals is None
+        ):
             return
         with suppress(torch.OutOfMemoryError):
             optimizer.claim_moments()

@@ -1,7 +1,7 @@
 """The optimizer of one model: AdamW's moments, its gradients over the passes since the last step, and the step.
 
-The step is torch's own AdamW over the float32 masters. On a GPU, full weights in half precision take the same step in kernels of ours
-(`kernels/adamw.py`), which move fewer bytes.
+The step is torch's own AdamW over the float32 masters. On a GPU, full weights in half precision take the same step in
+kernels of ours (`kernels/adamw.py`), which move fewer bytes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +26,9 @@ from tinsmith.training.update_check import ENTRIES, Bounds, clip_scale, configur
 
 # Gradients of one model, accumulated over passes until a step takes them.
 #
-# A pass serves several models. If memory ran out while their gradients are added, the pass would be computed again and some gradients
-# would count twice. So everything that allocates is done when a contribution is made (`Addition`); to add it only writes to tensors that
-# exist.
+# A pass serves several models. If memory ran out while their gradients are added, the pass would be computed again and
+# some gradients would count twice. So everything that allocates is done when a contribution is made (`Addition`); to
+# add it only writes to tensors that exist.
 
 BUFFER_SIZE = 2**22
 """Numbers that are converted to float32 at a time."""
@@ -64,8 +64,8 @@ class GradientAccumulator:
     def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
         """Return a function that adds the gradients of one pass, which belong to it from now on.
 
-        They come in the order of `Weights.tensors`, None where the pass did not reach a tensor. This may run out of memory, and changes
-        nothing then; calling what it returns cannot fail.
+        They come in the order of `Weights.tensors`, None where the pass did not reach a tensor. This may run out of
+        memory, and changes nothing then; calling what it returns cannot fail.
         """
         joined = self.weights.joined(gradients)
         if self.totals is not None:
@@ -77,14 +77,16 @@ class GradientAccumulator:
         self.totals = totals
 
     def widen(self) -> None:
-        """Turn what has been accumulated into float32, tensor by tensor: there need not be room for all in both precisions."""
+        """Turn accumulated gradients into float32, tensor by tensor: both precisions need not fit at once."""
         totals = self.totals or []
         for index, total in enumerate(totals):
             totals[index] = total.float()
 
     def begin_with_zeros(self) -> None:
         like = self.weights.buffers()
-        self.totals = [torch.zeros_like(buffer, requires_grad=False, memory_format=torch.contiguous_format) for buffer in like]
+        self.totals = [
+            torch.zeros_like(buffer, requires_grad=False, memory_format=torch.contiguous_format) for buffer in like
+        ]
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -95,7 +97,10 @@ class Addition:
     """The gradients of one pass for one model. Making it may run out of memory; `add` cannot."""
 
     def __init__(self, totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Take `totals` in float32. A GPU converts gradients of another precision as it adds; a CPU needs a buffer for that."""
+        """Take `totals` in float32.
+
+        A GPU converts gradients of another precision as it adds; a CPU needs a buffer for that.
+        """
         pairs = list(zip(totals, gradients, strict=True))
         self._whole = _batch([pair for pair in pairs if pair[1].dtype == torch.float32 or pair[1].is_cuda])
         converted = list(_batches([pair for pair in pairs if pair[1].dtype != torch.float32 and not pair[1].is_cuda]))
@@ -119,7 +124,9 @@ def apart(gradients: Sequence[Tensor]) -> list[Tensor]:
     found = []
     for gradient in gradients:
         place = gradient.untyped_storage().data_ptr()
-        alone = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes and place not in seen
+        alone = (
+            gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes and place not in seen
+        )
         found.append(gradient if alone else gradient.clone(memory_format=torch.contiguous_format))
         seen.add(place)
     return found
@@ -163,7 +170,7 @@ class ModelOptimizer:
     """AdamW's moments of one model, float32 and laid out like `Weights.buffers`."""
 
     sums_passes = False
-    """Whether gradients are summed over all workers at each pass, and not by a step (`parallel/sharded_optimizer.py`)."""
+    """Whether all workers sum gradients at each pass, not at a step (`parallel/sharded_optimizer.py`)."""
 
     def __init__(self, weights: Weights, moments: Mapping[str, Tensor] | None = None) -> None:
         """Start anew, or from a copy of a saved model's `moments`."""
@@ -204,16 +211,22 @@ class ModelOptimizer:
         """Bytes that the model will take when it is trained, beyond what it holds now."""
         moments: list[Tensor] = [tensor for state in self.adamw.state.values() for tensor in state.values()]
         held = self.accumulator.nbytes + sum(tensor.nbytes for tensor in moments)
-        return full_bytes(self.weights.parameter_count, self.weights.dtype, "float32").device - self.weights.nbytes - held
+        return (
+            full_bytes(self.weights.parameter_count, self.weights.dtype, "float32").device - self.weights.nbytes - held
+        )
 
     def claim_moments(self) -> None:
         """Take the memory of the moments, which begin at 0: of all tensors or, if it runs out, of none."""
-        self.adamw.state.update({buffer: _fresh_state(buffer) for buffer in self.weights.buffers() if not self.adamw.state[buffer]})
+        self.adamw.state.update(
+            {buffer: _fresh_state(buffer) for buffer in self.weights.buffers() if not self.adamw.state[buffer]}
+        )
 
     def step(self, settings: AdamSettings) -> dict[str, float]:
         """Update the masters and clear the accumulators; returns metrics (`grad_norm` is taken before clipping).
 
-        Without gradients nothing moves. Raises UserError, and changes no weight or moment, if gradient or update are not finite.
+        Without gradients nothing moves.
+
+        Raises UserError if gradient or update are not finite; no weight or moment has changed then.
         """
         totals = self.accumulator.take()
         if totals is None:
@@ -255,14 +268,20 @@ class ModelOptimizer:
             self.steps = int(states[0]["step"].item())
         factors = Factors.of(settings, self.steps + 1, scale)
         with fatal(STEP_FAILED):  # all memory is there; a kernel that cannot be compiled is what may still fail
-            for master, total, state, leaf in zip(self.weights.buffers(), totals, states, self.weights.leaves(), strict=True):
+            for master, total, state, leaf in zip(
+                self.weights.buffers(), totals, states, self.weights.leaves(), strict=True
+            ):
                 self.kernels.step(master, total, state["exp_avg"], state["exp_avg_sq"], leaf, factors)
             torch._foreach_add_([state["step"] for state in states], 1)
         self.steps += 1
         self.bounds = bounds
 
-    def _checked(self, totals: list[Tensor], grad_norm: float, settings: AdamSettings, scale: float = 1.0) -> Bounds | None:
-        """Return the bounds after a step, None if they must be measured then. Raises UserError if the step is not finite.
+    def _checked(
+        self, totals: list[Tensor], grad_norm: float, settings: AdamSettings, scale: float = 1.0
+    ) -> Bounds | None:
+        """Return the bounds after a step, None if they must be measured then.
+
+        Raises UserError if the step is not finite.
 
         `scale` is what clipping still multiplies the gradients with.
         """
@@ -274,7 +293,9 @@ class ModelOptimizer:
         after = self.bounds.after(grad_norm, settings)
         if after is None:
             gradients = self.weights.cut(totals)
-            require_finite_step(self.weights.named_tensors(), gradients, self.moments(), settings, self.weights.dtype, scale)
+            require_finite_step(
+                self.weights.named_tensors(), gradients, self.moments(), settings, self.weights.dtype, scale
+            )
         return after
 
     def _update(self, settings: AdamSettings) -> None:
@@ -313,8 +334,8 @@ def require_finite_norm(grad_norm: float) -> None:
     """Raise UserError if a step must be refused because of its gradient."""
     if not isfinite(grad_norm):
         raise UserError(
-            f"the gradient norm is {grad_norm}: the step was refused, the gradients are cleared and the weights stay as "
-            "they were; look for infinite weights, -inf log-probabilities or a learning rate that is too high"
+            f"the gradient norm is {grad_norm}: the step was refused, the gradients are cleared and the weights stay "
+            "as they were; look for infinite weights, -inf log-probabilities or a learning rate that is too high"
         )
 
 

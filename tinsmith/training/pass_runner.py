@@ -1,7 +1,7 @@
 """Divides the work of one base model into passes (`step.py`).
 
-A pass that finds too little memory recomputes more of itself (`memory/retries.py`). One that fails in any other way, or still, is halved
-until the datum is found that fails.
+A pass that finds too little memory recomputes more of itself (`memory/retries.py`). One that fails in any other way, or
+still, is halved until the datum is found that fails.
 """
 
 import logging
@@ -43,7 +43,9 @@ class PassResult:
 class PassRunner:
     """Computes work of the models of one base."""
 
-    def __init__(self, memory: ModelMemory, config: TrainingConfig, optimizers: Mapping[str, Optimizer], sharded: bool = False) -> None:
+    def __init__(
+        self, memory: ModelMemory, config: TrainingConfig, optimizers: Mapping[str, Optimizer], sharded: bool = False
+    ) -> None:
         self.base = memory.base
         self.memory = memory
         self.config = config
@@ -51,19 +53,23 @@ class PassRunner:
         self.tokens_per_pass = config.tokens_per_pass
         """Most tokens of one pass. It falls when memory runs out."""
         taken = pass_memory_of(self.base.layout, self.base.text_config, self.base.dtype, sharded)
-        self.memory_retries = MemoryRetries(taken, self.base.device, config.logits_chunk, memory.promised, memory.give_back)
+        self.memory_retries = MemoryRetries(
+            taken, self.base.device, config.logits_chunk, memory.promised, memory.give_back
+        )
         self._look: Callable[[], None] | None = None
         """Callback of the current pass, called between layers."""
 
     def run(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
-        """Compute log-probabilities and losses of all datums, in as many passes as it takes; with `backward` accumulate gradients too.
+        """Compute logprobs and losses of all datums, in as many passes as it takes; `backward` accumulates gradients.
 
-        `look` is called between layers and may raise GivenUpError to end the pass, of which some gradients may stay. Work that fails is
-        halved until a single datum fails, because it is bad or needs more memory than there is.
+        `look` is called between layers and may raise GivenUpError to end the pass, of which some gradients may stay.
+        Work that fails is halved until a single datum fails, because it is bad or needs more memory than there is.
         """
         self._look = look
         results: list[DatumResult | None] = [None] * len(work)
-        failures = {i: not_loaded(datum.model_id) for i, datum in enumerate(work) if datum.model_id not in self.optimizers}
+        failures = {
+            i: not_loaded(datum.model_id) for i, datum in enumerate(work) if datum.model_id not in self.optimizers
+        }
         there = [i for i in range(len(work)) if i not in failures]
         passes = deque(self._rows(work, there, backward))
         while passes:
@@ -74,7 +80,9 @@ class PassRunner:
                 for i, result in zip(chosen, outcome, strict=True):
                     results[i] = result
             elif len(chosen) == 1:
-                needs = f"a sequence of {len(part[0].rendered)} tokens needs more memory than {self.base.device} has left: "
+                needs = (
+                    f"a sequence of {len(part[0].rendered)} tokens needs more memory than {self.base.device} has left: "
+                )
                 failures[chosen[0]] = f"the pass failed: {needs if outcome.out_of_memory else ''}{outcome.reason}"
             else:
                 if outcome.out_of_memory:
@@ -88,7 +96,10 @@ class PassRunner:
 
     def _rows(self, work: Sequence[DatumWork], there: Sequence[int], backward: bool) -> list[list[int]]:
         """Return rows as indices: models share one if they can, unless a graph for each alone takes less time."""
-        rows = [[there[place] for place in row] for row in shared_rows([self.optimizers[work[i].model_id].weights for i in there])]
+        rows = [
+            [there[place] for place in row]
+            for row in shared_rows([self.optimizers[work[i].model_id].weights for i in there])
+        ]
         return [part for row in rows for part in (self._apart(work, row) if backward else [row])]
 
     def _apart(self, work: Sequence[DatumWork], row: list[int]) -> list[list[int]]:
@@ -102,7 +113,9 @@ class PassRunner:
             weights = self.optimizers[model].weights
             if isinstance(weights, Adapter):
                 texts.append(([len(work[i].rendered) for i in own], weights))
-        return list(models.values()) if len(texts) == len(models) and self.memory.captured.are_faster_apart(texts) else [row]
+        if len(texts) == len(models) and self.memory.captured.are_faster_apart(texts):
+            return list(models.values())
+        return [row]
 
     def _compute(self, work: Sequence[DatumWork], backward: bool) -> Outcome:
         """Compute one pass, with as much recomputation as it takes to fit into the memory."""
@@ -110,7 +123,7 @@ class PassRunner:
         return self.memory_retries.run(partial(self._attempt, work, backward), tokens, backward, alone=len(work) == 1)
 
     def _attempt(self, work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> Outcome:
-        """Compute one pass; an error is returned, so that the tensors of the failed pass are free before the next one starts."""
+        """Compute one pass; an error is returned, so that a failed pass frees its tensors before the next starts."""
         # The last two errors are of looking for what was dropped meanwhile.
         raised = (DeviceLostError, GivenUpError, EngineUnavailableError)
         return attempted(partial(self._run, work, backward, recomputation), *raised, traceback=len(work) == 1)
@@ -118,16 +131,29 @@ class PassRunner:
     def _run(self, work: Sequence[DatumWork], backward: bool, recomputation: Recomputation) -> list[DatumResult]:
         tokens = sum(len(datum.rendered) for datum in work)
         optimizers, captured = [self.optimizers[datum.model_id] for datum in work], self.memory.captured
-        # Gradients of full weights are no part of the estimate, and would be most of what is measured. Graphs take nothing anew.
-        counts = backward and not captured.may_have(tokens) and all(optimizer.weights.shape.rank > 0 for optimizer in optimizers)
-        with threads_for(self.base, tokens), self.memory_retries.measured(tokens, recomputation) if counts else nullcontext():
-            return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk, recomputation, self._look, captured)
+        # Gradients of full weights are not in the estimate, and would be most of what is measured. Graphs take nothing.
+        counts = (
+            backward
+            and not captured.may_have(tokens)
+            and all(optimizer.weights.shape.rank > 0 for optimizer in optimizers)
+        )
+        with (
+            threads_for(self.base, tokens),
+            self.memory_retries.measured(tokens, recomputation) if counts else nullcontext(),
+        ):
+            return run_packed(
+                self.base, work, optimizers, backward, self.config.logits_chunk, recomputation, self._look, captured
+            )
 
     def _plan_smaller_passes(self, work: Sequence[DatumWork]) -> None:
         """Plan later passes no larger than half of this work, for which the memory did not suffice."""
         total = sum(len(datum.rendered) for datum in work)
         self.tokens_per_pass = max(1, min(self.tokens_per_pass, total // 2))
-        log.warning("out of memory in a pass of %d tokens: it goes on in two, later ones take %d tokens", total, self.tokens_per_pass)
+        log.warning(
+            "out of memory in a pass of %d tokens: it goes on in two, later ones take %d tokens",
+            total,
+            self.tokens_per_pass,
+        )
 
 
 def not_loaded(model_id: str) -> str:

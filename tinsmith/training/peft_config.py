@@ -73,7 +73,10 @@ def require_peft(directory: Path) -> PeftConfig:
     Raises UserError for other files or more than plain LoRA, ConfigError for a damaged file.
     """
     if (directory / _PICKLED_FILE).is_file() and not (directory / WEIGHTS_FILE).is_file():
-        raise UserError(f"{directory} holds {_PICKLED_FILE} and no {WEIGHTS_FILE}: save the adapter again with safe_serialization=True")
+        raise UserError(
+            f"{directory} holds {_PICKLED_FILE} and no {WEIGHTS_FILE}: save the adapter again with "
+            "safe_serialization=True"
+        )
     if not (directory / CONFIG_FILE).is_file() or not (directory / WEIGHTS_FILE).is_file():
         raise UserError(f"{directory} is no PEFT adapter: it must hold {CONFIG_FILE} and {WEIGHTS_FILE}")
     read_header(directory / WEIGHTS_FILE)  # which says what is damaged
@@ -81,9 +84,14 @@ def require_peft(directory: Path) -> PeftConfig:
 
 
 def read_peft_config(file: Path) -> PeftConfig:
-    """Read the file. Raises ConfigError if it is damaged, UserError for a value that cannot be used or more than plain LoRA."""
+    """Read the file.
+
+    Raises ConfigError if it is damaged, UserError for a value that cannot be used or more than plain LoRA.
+    """
     config = read_object(file)
-    wrong = [name for name in _UNSUPPORTED if config.get(name)] + (["bias"] if config.get("bias", "none") != "none" else [])
+    wrong = [name for name in _UNSUPPORTED if config.get(name)] + (
+        ["bias"] if config.get("bias", "none") != "none" else []
+    )
     if config.get("init_lora_weights") not in _PLAIN_STARTS:
         wrong.append(f"init_lora_weights={quoted(config['init_lora_weights'])}")
     if config.get("peft_type") != "LORA" or wrong:
@@ -100,7 +108,10 @@ def read_peft_config(file: Path) -> PeftConfig:
 
 def _rank(file: Path, name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST_RANK:
-        raise UserError(f"{file}: {name}={quoted(value)} must be a whole number from 1 to {_LARGEST_RANK:,}; export the adapter again")
+        raise UserError(
+            f"{file}: {name}={quoted(value)} must be a whole number from 1 to {_LARGEST_RANK:,}; "
+            "export the adapter again"
+        )
     return value
 
 
@@ -113,23 +124,38 @@ def _alpha(file: Path, name: str, value: Any) -> float:
 def _pattern(file: Path, name: str, config: dict[str, Any], check: Callable[[Path, str, Any], float]) -> Pattern:
     pattern = config.get(name) or {}
     if not isinstance(pattern, dict) or len(pattern) > _MOST_PATTERNS:
-        raise UserError(f"{file}: {name}={quoted(pattern)} must be an object of at most {_MOST_PATTERNS} names; export the adapter again")
+        raise UserError(
+            f"{file}: {name}={quoted(pattern)} must be an object of at most {_MOST_PATTERNS} names; "
+            "export the adapter again"
+        )
     if sum(key.count(".*") > 1 for key in pattern) > _MOST_WITH_STARS:
-        raise UserError(f"{file}: {name} has more than {_MOST_WITH_STARS} patterns with several .*; write out the names")
-    return tuple((_compiled(file, name, key), check(file, f"{name}[{quoted(key)}]", value)) for key, value in pattern.items())
+        raise UserError(
+            f"{file}: {name} has more than {_MOST_WITH_STARS} patterns with several .*; write out the names"
+        )
+    return tuple(
+        (_compiled(file, name, key), check(file, f"{name}[{quoted(key)}]", value)) for key, value in pattern.items()
+    )
 
 
 def _compiled(file: Path, name: str, key: str) -> re.Pattern[str]:
-    """Compile a pattern as PEFT does. Raises UserError if it could take long on some name, or is no regular expression."""
-    plain = len(key) <= _LONGEST_PATTERN and _PLAIN_PATTERN.fullmatch(key) and key.count(".*") <= _MOST_STARS and key.count("(") <= 1
+    """Compile a pattern as PEFT does.
+
+    Raises UserError if it could take long on some name, or is no regular expression.
+    """
+    plain = (
+        len(key) <= _LONGEST_PATTERN
+        and _PLAIN_PATTERN.fullmatch(key)
+        and key.count(".*") <= _MOST_STARS
+        and key.count("(") <= 1
+    )
     try:
         if plain:
             return re.compile(rf"(.*\.)?({key})$")
     except re.error:  # a class such as [9-0]
         pass
     raise UserError(
-        f"{file}: {name} has {quoted(key)}, a regular expression that is not used here, as others of its kind take for ever; write out "
-        f"the names, or use no more than \\d, [0-9], {_MOST_STARS} times .* and one (a|b)"
+        f"{file}: {name} has {quoted(key)}, a regular expression that is not used here, as others of its kind take for "
+        f"ever; write out the names, or use no more than \\d, [0-9], {_MOST_STARS} times .* and one (a|b)"
     )
 
 

@@ -1,16 +1,18 @@
 """Reads and writes adapters in PEFT's format, and merges weights into their base model.
 
-A PEFT adapter holds lora_A and lora_B of each layer under the name that transformers gives it; the `Layout` of the base translates.
+A PEFT adapter holds lora_A and lora_B of each layer under its name in transformers, which the base's `Layout` has.
 
-Of a fused layer our LoRA may cover n parts, each with an adapter of its own, as of `in_proj_qkv` of a gated delta net. PEFT has one adapter
-for all of it: its rank is n times as large and B is block-diagonal. The scale stays 32 / rank, because its alpha is n times as large too.
+Of a fused layer our LoRA may cover n parts, each with an adapter of its own, as of `in_proj_qkv` of a gated delta net.
+PEFT has one adapter for all of it: its rank is n times as large and B is block-diagonal. The scale stays 32 / rank,
+because its alpha is n times as large too.
 
-Downloads have names that the cookbook's `weights` tools turn into PEFT's. Where the files of the base model have names that begin with
-`model.language_model.`, as in Qwen3-VL and Qwen3.5, the tools put `language_model.` behind every `model.`, so an adapter must leave it out.
-There queries, keys and values of a gated delta net are adapters of their own on `in_proj_q`, `in_proj_k` and `in_proj_v`, which the tools
-add to their rows of `in_proj_qkv`. Everywhere else the file is the one that PEFT loads directly. The output projection is always `lm_head`.
-The tools also know it as `model.unembed_tokens`; but where the base has no output projection of its own they would take that for the
-embedding of the input.
+Downloads have names that the cookbook's `weights` tools turn into PEFT's. Where the files of the base model have names
+that begin with `model.language_model.`, as in Qwen3-VL and Qwen3.5, the tools put `language_model.` behind every
+`model.`, so an adapter must leave it out. There queries, keys and values of a gated delta net are adapters of their own
+on `in_proj_q`, `in_proj_k` and `in_proj_v`, which the tools add to their rows of `in_proj_qkv`. Everywhere else the
+file is the one that PEFT loads directly. The output projection is always `lm_head`. The tools also know it as
+`model.unembed_tokens`; but where the base has no output projection of its own they would take that for the input
+embedding.
 """
 
 import json
@@ -53,14 +55,15 @@ def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) 
 
 
 def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:
-    """Return the matrices of each layer that the adapter reaches, by transformers' name, with the parts of a layer joined."""
+    """Return the matrices of each layer that the adapter reaches, by transformers' name, a layer's parts joined."""
     _require_places(adapter, base)
     layers = {}
     covered = (name for name in base.targets if name in adapter.masters)  # which a checkpoint may hold in another order
     for _, parts in groupby(covered, key=lambda name: base.targets[name].module):
         names = list(parts)
         pairs = [adapter.masters[name] for name in names]
-        if len(pairs) > 1:  # the layout lists the parts of a layer in the order of its outputs, of which none is left out
+        # The layout lists the parts of a layer in the order of its outputs, of which none is left out
+        if len(pairs) > 1:
             pairs = [LoraPair(torch.cat([pair.a for pair in pairs]), torch.block_diag(*(pair.b for pair in pairs)))]
         layers[base.module_name(names[0])] = pairs[0]
     return layers
@@ -72,11 +75,19 @@ def _require_places(adapter: Adapter, base: Layout) -> None:
         target = base.targets.get(name)
         if target is None or (a.shape[1], b.shape[0]) != (target.in_features, target.out_features):
             sizes = f"{b.shape[0]} x {a.shape[1]}"
-            raise UserError(f"the checkpoint adapts {name} of {sizes}, which this base model does not have; use the one of its training")
+            raise UserError(
+                f"the checkpoint adapts {name} of {sizes}, which this base model does not have; "
+                "use the one of its training"
+            )
 
 
 def write_adapter(
-    pairs: Mapping[str, LoraPair], rank: int, names: Mapping[str, str], targets: list[str], base_name: str, directory: Path
+    pairs: Mapping[str, LoraPair],
+    rank: int,
+    names: Mapping[str, str],
+    targets: list[str],
+    base_name: str,
+    directory: Path,
 ) -> None:
     """Write the two files of an adapter, which may have layers of other ranks than `rank`.
 
@@ -111,14 +122,15 @@ def write_adapter(
 def write_merged(weights: Weights, base: Layout, base_source: str, directory: Path) -> None:
     """Write a transformers model with what was trained, in the dtype of the base; other files are copied from the base.
 
-    Raises UserError for weights of other names or sizes than those of the base, and ConfigError for a base that cannot be used.
+    Raises UserError for weights of other names or sizes than the base's, and ConfigError for an unusable base.
     """
     network = load_network(base_source, base.family, "auto")
     if isinstance(weights, FullWeights):
         _replace(network, weights, base)
     else:
         _add(network, weights, base)
-    network.generation_config = GenerationConfig()  # one that can be saved; that of the base may be refused, though it can be loaded
+    # One that can be saved; that of the base may be refused, though it can be loaded
+    network.generation_config = GenerationConfig()
     network.save_pretrained(directory)
     (directory / "generation_config.json").unlink()
     _copy_files(base_source, directory)
@@ -126,7 +138,7 @@ def write_merged(weights: Weights, base: Layout, base_source: str, directory: Pa
 
 
 def _copy_files(source: str, directory: Path) -> None:
-    """Copy tokenizer, chat templates, processors and generation settings as they are: saved again they may differ or fail."""
+    """Copy tokenizer, chat templates, processors and generation settings unchanged: saving could alter them or fail."""
     files = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=list(_COPIED)))
     for file in (file for pattern in _COPIED for file in files.glob(pattern)):
         if file.name != "config.json" and not file.name.endswith(".index.json"):
@@ -136,7 +148,7 @@ def _copy_files(source: str, directory: Path) -> None:
 
 
 def _share_as(config: Path) -> None:
-    """Let those read the weights who may read the configuration: safetensors makes files for their owner alone (0600)."""
+    """Give the weights the permissions of the configuration: safetensors makes files for their owner alone (0600)."""
     for file in config.parent.glob("*.safetensors"):
         file.chmod(config.stat().st_mode & 0o777)
 
@@ -146,7 +158,9 @@ def _replace(network: Any, weights: FullWeights, base: Layout) -> None:
     for name, master in weights.masters.items():
         parameter = parameters.get(base.parameter_name(name))
         if parameter is None or parameter.shape != master.shape:
-            raise UserError(f"the checkpoint holds {name} of shape {tuple(master.shape)}, which this base model does not have")
+            raise UserError(
+                f"the checkpoint holds {name} of shape {tuple(master.shape)}, which this base model does not have"
+            )
         parameter.copy_(master)
 
 
@@ -167,7 +181,10 @@ _STORED_PREFIX = "model.language_model."
 
 
 def write_download(adapter: Adapter, base: Layout, source: str, label: str, directory: Path) -> None:
-    """Write an adapter for download, created if missing; the base's files are at `source`, and `adapter_config.json` calls it `label`."""
+    """Write an adapter for download into `directory`, created if missing.
+
+    The base's files are at `source`; `adapter_config.json` calls the base `label`.
+    """
     if not any(name.startswith(_STORED_PREFIX) for name in _stored_names(source)):
         write_peft(adapter, base, label, directory)
         return
@@ -218,9 +235,9 @@ class _Found:
 def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapter:
     """Read a PEFT folder, or a download of the Tinker API, with its scale taken into B.
 
-    Attention, MLP and output projection are each trained wholly or not at all: a group that the folder covers in part is completed with
-    modules that change nothing yet. Copies of the base's output projection and embedding, which PEFT saves beside an adapter of them, are
-    compared with the files of the base, `source`.
+    Attention, MLP and output projection are each trained wholly or not at all: a group that the folder covers in part
+    is completed with modules that change nothing yet. Copies of the base's output projection and embedding, which PEFT
+    saves beside an adapter of them, are compared with the files of the base, `source`.
 
     Raises UserError for what LoRA on this base cannot be, and ConfigError for a damaged file.
     """
@@ -228,18 +245,28 @@ def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapt
     tensors = load_file(directory / WEIGHTS_FILE)
     for name, tensor in tensors.items():
         if tensor.dtype not in _READ or not tensor.isfinite().all():
-            what = "holds values that are not finite" if tensor.dtype in _READ else f"is in {str(tensor.dtype).removeprefix('torch.')}"
-            raise UserError(f"{directory / WEIGHTS_FILE}: {name} {what}, which cannot be used; train or export the adapter again")
+            what = (
+                "holds values that are not finite"
+                if tensor.dtype in _READ
+                else f"is in {str(tensor.dtype).removeprefix('torch.')}"
+            )
+            raise UserError(
+                f"{directory / WEIGHTS_FILE}: {name} {what}, which cannot be used; train or export the adapter again"
+            )
     _drop_copies(tensors, base, source)
     found = _adapters(tensors, config, base)
     rank = _common_rank(found, config.rank)
     pairs: dict[str, LoraPair] = {}
     for one in found:
         ratio = one.scale / (LORA_ALPHA / rank)
-        pairs |= {name: LoraPair(pair.a.float().clone(), pair.b.float() * ratio) for name, pair in one.pairs(rank).items()}
+        pairs |= {
+            name: LoraPair(pair.a.float().clone(), pair.b.float() * ratio) for name, pair in one.pairs(rank).items()
+        }
     for name, pair in pairs.items():
         if not all(tensor.isfinite().all() for tensor in pair):
-            raise UserError(f"{directory}: {name}, with its scale, is larger than float32 holds; train or export the adapter again")
+            raise UserError(
+                f"{directory}: {name}, with its scale, is larger than float32 holds; train or export the adapter again"
+            )
     groups = {base.targets[name].group for name in pairs}
     shape = LoraShape(rank, seed=0, **{f"train_{group}": group in groups for group in GROUPS})
     adapter = new_adapter(shape, base, torch.device("cpu"), torch.float32)
@@ -247,7 +274,10 @@ def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapt
 
 
 def _adapters(tensors: Mapping[str, Tensor], config: PeftConfig, base: Layout) -> list[_Found]:
-    """Find the adapters of a file. Raises UserError naming a tensor that has no place in the base, or not the right shape."""
+    """Find the adapters of a file.
+
+    Raises UserError naming a tensor that has no place in the base, or not the right shape.
+    """
     found: list[_Found] = []
     rest = set(tensors)
     for name, targets in _places(base):
@@ -255,17 +285,24 @@ def _adapters(tensors: Mapping[str, Tensor], config: PeftConfig, base: Layout) -
         if a not in rest or b not in rest:
             continue
         rank = config.rank_of(name)
-        inputs, outputs = next(iter(targets.values())).in_features, sum(target.out_features for target in targets.values())
+        inputs, outputs = (
+            next(iter(targets.values())).in_features,
+            sum(target.out_features for target in targets.values()),
+        )
         if tensors[a].shape != (rank, inputs) or tensors[b].shape != (outputs, rank):
             sizes = f"{tuple(tensors[a].shape)} and {tuple(tensors[b].shape)}"
-            raise UserError(f"{name}: lora_A and lora_B are {sizes}, which does not fit rank {rank} and this base model")
+            raise UserError(
+                f"{name}: lora_A and lora_B are {sizes}, which does not fit rank {rank} and this base model"
+            )
         twice = next((one.name for one in found if one.targets.keys() & targets.keys()), None)
         if twice is not None:
             raise UserError(f"the adapter covers the same layer twice, as {twice} and as {name}; leave one of them out")
         found.append(_Found(name, targets, LoraPair(tensors[a], tensors[b]), config.scale_of(name)))
         rest -= {a, b}
     if rest or not found:
-        raise UserError(f"the adapter holds {min(rest, default='nothing')}, which is no matrix that LoRA trains on this base model")
+        raise UserError(
+            f"the adapter holds {min(rest, default='nothing')}, which is no matrix that LoRA trains on this base model"
+        )
     return found
 
 
@@ -285,7 +322,10 @@ def _places(base: Layout) -> Iterator[tuple[str, dict[str, LoraTarget]]]:
 
 
 def _drop_copies(tensors: dict[str, Tensor], base: Layout, source: str | None) -> None:
-    """Drop copies of the base's output projection and embedding. Raises UserError if one differs, or cannot be compared."""
+    """Drop copies of the base's output projection and embedding.
+
+    Raises UserError if one differs, or cannot be compared.
+    """
     for module in (base.head, f"{base.language_model}.embed_tokens"):
         for name in (f"{_ROOT}{module}.base_layer.weight", f"{_ROOT}{module}.weight"):
             if name not in tensors:
@@ -294,17 +334,19 @@ def _drop_copies(tensors: dict[str, Tensor], base: Layout, source: str | None) -
             own = None if source is None else _weight_of(source, module.rpartition(".")[2], list(copy.shape))
             if own is None:
                 raise UserError(
-                    f"the adapter holds {name}, and {source or 'the base model'} has no such weights in safetensors on this machine to "
-                    "compare it with; download them, or save the adapter with save_embedding_layers=False"
+                    f"the adapter holds {name}, and {source or 'the base model'} has no such weights in safetensors on "
+                    "this machine to compare it with; download them, or save the adapter with "
+                    "save_embedding_layers=False"
                 )
             if not torch.equal(own.to(copy.dtype), copy):
                 raise UserError(
-                    f"the adapter holds {name}, which is not that of {source}: use the base model that the adapter was trained on"
+                    f"the adapter holds {name}, which is not that of {source}: "
+                    "use the base model that the adapter was trained on"
                 )
 
 
 def _weight_of(source: str, module: str, shape: list[int]) -> Tensor | None:
-    """Read the embedding or output projection in the files of a base model; where they are tied, the one that is there."""
+    """Read the embedding or output projection from a base model's files; if tied, the one that is there."""
     directory = local_directory(source)
     found: dict[str, Path] = {}
     for file in safetensors_files(directory) if directory is not None and holds_all_weights(directory) else []:
@@ -320,7 +362,7 @@ def _weight_of(source: str, module: str, shape: list[int]) -> Tensor | None:
 def _common_rank(found: list[_Found], usual: int) -> int:
     """Return the one rank that all adapters have as adapters of our targets; `usual` is that of PEFT's configuration.
 
-    Raises UserError if they have several, or if one on a fused layer is neither one for all of its parts nor one for each.
+    Raises UserError if they have several, or if one on a fused layer is neither for all of its parts nor for each.
     """
     ranks = {len(one.pair.a): one.name for one in found}
     for rank in dict.fromkeys((*(len(one.pair.a) for one in found if len(one.targets) == 1), usual, *ranks)):
@@ -330,7 +372,8 @@ def _common_rank(found: list[_Found], usual: int) -> int:
         if len(one.targets) > 1 and len(one.pair.a) == len(one.targets) * usual and not one.pairs(usual):
             parts = ", ".join(name.rpartition(".")[2] for name in one.targets)
             raise UserError(
-                f"{one.name}: lora_B of rank {len(one.pair.a)} is not block-diagonal; here LoRA has an adapter of rank {usual} on each of "
+                f"{one.name}: lora_B of rank {len(one.pair.a)} is not block-diagonal; "
+                f"here LoRA has an adapter of rank {usual} on each of "
                 f"its parts ({parts}) and none that mixes them; give it one of rank {usual}, which the parts then share"
             )
     listed = ", ".join(f"{rank} on {name}" for rank, name in sorted(ranks.items()))

@@ -8,8 +8,8 @@
     accumulate   in place, when everything that can fail has succeeded     optimizer.py
     step         AdamW on what was accumulated, model by model             optimizer.py
 
-A failed pass leaves no trace. All work is given to the device before anything is read back, and what is read back is known before the
-backward: a GPU may still be computing that when the next pass is prepared.
+A failed pass leaves no trace. All work is given to the device before anything is read back, and what is read back is
+known before the backward: a GPU may still be computing that when the next pass is prepared.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,15 @@ from tinsmith.rendering.packing import pack, packing_order, segments_of
 from tinsmith.training.captured_pass import CapturedPasses
 from tinsmith.training.compact import Optimizer
 from tinsmith.training.logprobs import rows_to_keep, stable_target_logprobs, target_logprobs
-from tinsmith.training.losses import DatumResult, DatumWork, LossGroup, Scored, results_of, targets_per_position, trained_positions
+from tinsmith.training.losses import (
+    DatumResult,
+    DatumWork,
+    LossGroup,
+    Scored,
+    results_of,
+    targets_per_position,
+    trained_positions,
+)
 
 
 def run_packed(
@@ -46,8 +54,9 @@ def run_packed(
 ) -> list[DatumResult]:
     """Compute datums in one row; with `backward` each model's gradients go to its optimizer.
 
-    `optimizers` are those of the datums' models, which share a row (`packing.shared_rows`). Logits exist for `logits_chunk` tokens at a
-    time. `look` is called between layers; `captured` computes what it has a graph for. Raises before any gradient is added.
+    `optimizers` are those of the datums' models, which share a row (`packing.shared_rows`). Logits exist for
+    `logits_chunk` tokens at a time. `look` is called between layers; `captured` computes what it has a graph for.
+    Raises before any gradient is added.
     """
     order = packing_order([len(datum.rendered) for datum in work], [optimizer.weights for optimizer in optimizers])
     in_row, owners = [work[i] for i in order], [optimizers[i].weights for i in order]
@@ -64,9 +73,13 @@ def run_packed(
 
 
 def _forward(
-    base: BaseModel, row: PackedRow, recomputation: Recomputation, look: Callable[[], None] | None, captured: CapturedPasses | None
+    base: BaseModel,
+    row: PackedRow,
+    recomputation: Recomputation,
+    look: Callable[[], None] | None,
+    captured: CapturedPasses | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute final hidden states [tokens, hidden]; with --deterministic also those that depend on their own sequence alone."""
+    """Compute final hidden states [tokens, hidden]; --deterministic adds some that depend on their sequence alone."""
     exact = hidden = None
     if base.deterministic:
         with torch.no_grad():
@@ -78,16 +91,24 @@ def _forward(
     if hidden is None:
         plan = PackedPlan(row.lengths, base.device, base.dtype)
         with kept_in_host_memory(len(row.token_ids)) if recomputation.offload else nullcontext():
-            hidden = base.hidden_states(row, plan, recomputation.recompute, None if look is None else lambda layer: look())
+            hidden = base.hidden_states(
+                row, plan, recomputation.recompute, None if look is None else lambda layer: look()
+            )
     return hidden, exact
 
 
 def _losses(
-    base: BaseModel, row: PackedRow, work: Sequence[DatumWork], owners: Sequence[Weights], chunk: int, hidden: Tensor, exact: Tensor | None
+    base: BaseModel,
+    row: PackedRow,
+    work: Sequence[DatumWork],
+    owners: Sequence[Weights],
+    chunk: int,
+    hidden: Tensor,
+    exact: Tensor | None,
 ) -> list[Scored]:
     """Compute log-probabilities and losses of all datums of the row.
 
-    Neighbours with the same K are scored together, whichever model they belong to: no datum is padded to the K of another.
+    Neighbours with the same K are scored together, of whichever model: no datum is padded to the K of another.
     """
     head = base.head(owners[0])  # [vocabulary, hidden]; a model with a head of its own is alone in the row
     keep = rows_to_keep(chunk, base.dtype)
@@ -97,7 +118,8 @@ def _losses(
         places = list(group)
         losses = LossGroup.of(work, places, width)
         lengths = row.lengths[places[0] : places[-1] + 1]
-        targets = upload(np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places]), base.device)
+        target_tokens = np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places])
+        targets = upload(target_tokens, base.device)  # [group tokens, K]
         rows = hidden if len(targets) == len(hidden) else hidden[start : start + len(targets)]  # [group tokens, hidden]
         wanted = trained_positions(losses)  # [group tokens]
         segments = segments_of(lengths, [owners[place] for place in places])
@@ -108,7 +130,8 @@ def _losses(
             logprobs = instead(logprobs, values) if torch.is_grad_enabled() else values
         parts = dict(zip(places, logprobs.split(lengths), strict=True))
         for own in losses:
-            together = logprobs if len(losses) == 1 else torch.cat([parts[place] for place in own.places])  # [positions, K]
+            # [positions, K]
+            together = logprobs if len(losses) == 1 else torch.cat([parts[place] for place in own.places])
             scored.append(own.computed(together))
         keep -= min(keep, int(wanted.sum()))
         start += len(targets)
@@ -118,7 +141,7 @@ def _losses(
 def results_and_gradients(
     scored: Sequence[Scored], work: Sequence[DatumWork], optimizers: list[Optimizer], backward: bool
 ) -> tuple[dict[int, DatumResult], list[Callable[[], None]]]:
-    """Return the result of each datum, by its index, and with `backward` functions that add the gradients of each model."""
+    """Return results by datum index, and with `backward` functions that add the gradients of each model."""
     fetched = Fetched([tensor for group in scored for tensor in (group.logprobs, group.losses, group.metrics)])
     ready = _contributions([group.losses for group in scored], optimizers) if backward else []
     results: dict[int, DatumResult] = {}
@@ -129,9 +152,13 @@ def results_and_gradients(
 
 
 def _contributions(losses: Sequence[Tensor], optimizers: list[Optimizer]) -> list[Callable[[], None]]:
-    """Compute the gradients of the sum of all `losses`; returns functions that add them to what each model has accumulated."""
+    """Compute the gradients of the sum of all `losses`; return functions that add them to each model's accumulator."""
     leaves = [leaf for optimizer in optimizers for leaf in optimizer.weights.leaves()]
     ones = [torch.ones_like(of_positions) for of_positions in losses]
-    with torch.autograd.set_multithreading_enabled(False):  # of two threads that launch kernels one always waits for Python's lock
+    # Of two threads that launch kernels one always waits for Python's lock
+    with torch.autograd.set_multithreading_enabled(False):
         gradients = iter(torch.autograd.grad(list(losses), leaves, ones, allow_unused=True))
-    return [optimizer.accumulator.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]
+    return [
+        optimizer.accumulator.contribution(list(islice(gradients, len(optimizer.weights.leaves()))))
+        for optimizer in optimizers
+    ]

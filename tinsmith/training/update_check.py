@@ -1,7 +1,7 @@
 """AdamW's numbers: the factors of a step, and the check, before it is taken, that it leaves every number finite.
 
-Bounds on the sizes of weights and moments are carried from step to step as three numbers: they prove nearly every step finite without a
-look at a tensor. A step that they do not prove is computed ahead, piece by piece, on copies.
+Bounds on the sizes of weights and moments are carried from step to step as three numbers: they prove nearly every step
+finite without a look at a tensor. A step that they do not prove is computed ahead, piece by piece, on copies.
 """
 
 import math
@@ -46,12 +46,18 @@ class Bounds:
 
     @classmethod
     def measured(cls, weights: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor]) -> "Bounds":
-        return cls(*(get_total_norm(list(tensors), math.inf).item() if tensors else 0.0 for tensors in (weights, first, second)))
+        """Find the largest absolute values of the weights and of both moments."""
+        return cls(
+            *(
+                get_total_norm(list(tensors), math.inf).item() if tensors else 0.0
+                for tensors in (weights, first, second)
+            )
+        )
 
     def after(self, grad_norm: float, settings: AdamSettings) -> "Bounds | None":
-        """Bounds after a step with a gradient of that norm; None if they do not prove that everything stays finite, in between too.
+        """Bounds after a step with this gradient norm; None if they do not prove all numbers finite, in between too.
 
-        A moment is a weighted mean of what it was and of the gradient (or its square), so it exceeds neither. The step is
+        A moment is a weighted mean of what it was and the gradient (or its square), so it exceeds neither. The step is
         lr / (1 - beta1^t) · m / (sqrt(v / (1 - beta2^t)) + eps) with t at least 1, and its denominator is at least eps.
         """
         beta1, beta2 = settings.betas
@@ -67,7 +73,9 @@ class Bounds:
 
 def configure(adamw: torch.optim.AdamW, settings: AdamSettings) -> None:
     """Let the next step use these settings."""
-    adamw.param_groups[0].update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+    adamw.param_groups[0].update(
+        lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+    )
 
 
 def require_finite_step(
@@ -78,7 +86,9 @@ def require_finite_step(
     dtype: torch.dtype,
     scale: float = 1.0,
 ) -> None:
-    """Compute AdamW's step on copies of a few pieces. Raises UserError naming a tensor that would not stay finite, also in `dtype`.
+    """Compute AdamW's step on copies of a few pieces.
+
+    Raises UserError naming a tensor that would not stay finite, also in `dtype`.
 
     `moments` are named as by `ModelOptimizer.moments`; `scale` is what clipping still multiplies the gradients with.
     """
@@ -94,7 +104,7 @@ def require_finite_step(
 def _computed_ahead(
     tensor: Tensor, gradient: Tensor, state: Mapping[str, Tensor], settings: AdamSettings, scale: float
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield weights and moments after the step, some rows of the tensor at a time; `state` is what AdamW remembers of it."""
+    """Yield weights and moments after the step, some rows at a time; `state` is what AdamW remembers of the tensor."""
     rows = max(1, PIECE_SIZE * len(tensor) // max(1, tensor.numel()))
     moments = {name: values.split(rows) for name, values in state.items() if name != "step"}
     for index, (part, part_gradient) in enumerate(zip(tensor.split(rows), gradient.split(rows), strict=True)):
@@ -106,7 +116,11 @@ def _computed_ahead(
             step = state["step"].to(copy.device, copy=True)  # AdamW's fused kernel counts steps where its tensors are
             ahead.state[copy] = {"step": step} | {name: parts[index].clone() for name, parts in moments.items()}
         ahead.step()
-        yield {"weights": copy, "first moments": ahead.state[copy]["exp_avg"], "second moments": ahead.state[copy]["exp_avg_sq"]}
+        yield {
+            "weights": copy,
+            "first moments": ahead.state[copy]["exp_avg"],
+            "second moments": ahead.state[copy]["exp_avg_sq"],
+        }
 
 
 def _refusal(name: str, wrong: Sequence[str], tensor: Tensor, settings: AdamSettings) -> str:
@@ -118,6 +132,6 @@ def _refusal(name: str, wrong: Sequence[str], tensor: Tensor, settings: AdamSett
         remedy = "lower learning_rate or weight_decay, or raise eps"
     sent = f"learning_rate={settings.lr:g}, eps={settings.eps:g}, weight_decay={settings.weight_decay:g}"
     return (
-        f"the update is not finite: {' and '.join(wrong)} of {name} would be infinite or NaN with {sent}; the step was refused, the "
-        f"gradients are cleared, and weights and optimizer stay as they were; {remedy}"
+        f"the update is not finite: {' and '.join(wrong)} of {name} would be infinite or NaN with {sent}; "
+        f"the step was refused, the gradients are cleared, and weights and optimizer stay as they were; {remedy}"
     )

@@ -68,7 +68,9 @@ def decompress(data: bytes, max_bytes: int) -> bytes:
                 rest = frame.unused_data if frame.eof else b""
                 size += len(part)
                 if size > max_bytes:
-                    raise TooLargeError(f"the body is larger than {max_bytes} bytes after decompression; send smaller requests")
+                    raise TooLargeError(
+                        f"the body is larger than {max_bytes} bytes after decompression; send smaller requests"
+                    )
                 parts.append(part)
     if data and not frame.eof:
         raise UserError("the zstd body ends in the middle of a frame")
@@ -91,5 +93,7 @@ def unpacked(stored: bytes) -> bytes:
     """The inverse of `packed`. Raises TinsmithError for damaged data."""
     if not stored.startswith(zstandard.FRAME_HEADER):
         return stored
-    with translated(zstandard.ZstdError, TinsmithError, lambda error: f"an operation's data in the database is damaged: {error}"):
+    with translated(
+        zstandard.ZstdError, TinsmithError, lambda error: f"an operation's data in the database is damaged: {error}"
+    ):
         return zstandard.decompress(stored)

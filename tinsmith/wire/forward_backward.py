@@ -1,7 +1,7 @@
 """forward_backward on the wire: the request as it arrives, as it is stored, and as it is read; and the reply.
 
-The stored form is the received protobuf, compressed if large, without the bytes of its images. These are stored once each by their SHA-256;
-the digests are kept beside it, in order.
+The stored form is the received protobuf, compressed if large, without the bytes of its images. These are stored once
+each by their SHA-256; the digests are kept beside it, in order.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from tinsmith.wire.inspection import Inspection, LimitError, RequestKey
 from tinsmith.wire.tensors import Array, from_bytes, to_dense
 
 MAX_TENSOR_ELEMENTS = 2**26
-"""Most elements of a request's tensors, once they are dense: 256 MiB in float32. The SDK's largest request, of 5 MB, has some 2**24."""
+"""Most dense elements of a request's tensors: 256 MiB in float32. The SDK's largest, of 5 MB, has some 2**24."""
 
 IMAGE_FORMATS = ("png", "jpeg")
 
@@ -112,7 +112,9 @@ def receive(body: bytes, limits: RequestsConfig, longest: int | None = None) -> 
 def parse(body: bytes) -> tinker_pb2.ForwardBackwardRequest:
     """The protobuf message of a body. Raises UserError."""
     message = tinker_pb2.ForwardBackwardRequest()
-    with translated(DecodeError, UserError, lambda error: f"the body is not a protobuf ForwardBackwardRequest: {error}"):
+    with translated(
+        DecodeError, UserError, lambda error: f"the body is not a protobuf ForwardBackwardRequest: {error}"
+    ):
         message.ParseFromString(body)
     return message
 
@@ -148,7 +150,9 @@ def decode_stored(payload: bytes, image_digests: Sequence[bytes] = ()) -> Forwar
             elements_left -= sum(array.size for array in tensors.values())
             spans = (tuple(map(_decode_span, each)) for each in (datum.model_input_spans, datum.loss_fn_input_spans))
             data.append(Datum(chunks, tensors, *spans))
-    return ForwardBackwardRequest(message.model_id, message.seq_id, message.loss_fn, _decode_config(message), message.forward_only, data)
+    return ForwardBackwardRequest(
+        message.model_id, message.seq_id, message.loss_fn, _decode_config(message), message.forward_only, data
+    )
 
 
 def _refuse_unknown_fields(message: tinker_pb2.ForwardBackwardRequest) -> None:
@@ -156,7 +160,9 @@ def _refuse_unknown_fields(message: tinker_pb2.ForwardBackwardRequest) -> None:
     size = message.ByteSize()
     message.DiscardUnknownFields()
     if message.ByteSize() != size:
-        raise NotBuiltError("the request holds protobuf fields that this version does not know; is the SDK newer than the server?")
+        raise NotBuiltError(
+            "the request holds protobuf fields that this version does not know; is the SDK newer than the server?"
+        )
 
 
 def _decode_config(message: tinker_pb2.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -194,7 +200,9 @@ def _decode_image(image: tinker_pb2.ImageChunk, sha256: bytes | None) -> ImageCh
     if sha256 is None:
         raise TinsmithError("the image is not stored: the operation came with fewer images than its payload names")
     if image.HasField("override_dimensions"):
-        raise NotBuiltError("override_dimensions of an image is not built yet; send the image in the size that it should have")
+        raise NotBuiltError(
+            "override_dimensions of an image is not built yet; send the image in the size that it should have"
+        )
     if image.format not in IMAGE_FORMATS:
         raise UserError(f"image format {image.format!r} is not supported; send one of {', '.join(IMAGE_FORMATS)}")
     expected_tokens = image.expected_tokens if image.HasField("expected_tokens") else None
@@ -219,9 +227,10 @@ def _decode_tensors(tensors: Mapping[str, tinker_pb2.Tensor], max_elements: int)
 
 
 def encode_output(loss_fn_outputs: Sequence[Mapping[str, NDArray[Any]]], metrics: Mapping[str, float]) -> bytes:
-    """The protobuf ForwardBackwardOutput: arrays (float32, int64 or int32; at least one dimension) by name for each datum, in order.
+    """The protobuf ForwardBackwardOutput: arrays by name for each datum, in order.
 
-    All datums have the same names. Neighbours of equal dtypes and equal shapes after the first dimension share a record.
+    They are float32, int64 or int32, of at least one dimension. All datums have the same names. Neighbours of equal
+    dtypes and equal shapes after the first dimension share a record.
     """
     output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
     for _, group in groupby(loss_fn_outputs, key=_layout):

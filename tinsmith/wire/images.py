@@ -9,18 +9,21 @@ from PIL import Image, UnidentifiedImageError
 from tinsmith.config import ImagesConfig
 from tinsmith.errors import UserError, translated
 
-# Pillow has a process-wide limit of its own, looked at when a header is read. Ours is checked below, before anything is decoded.
+# Pillow has a process-wide limit of its own, looked at when a header is read. Ours is checked below, before decoding.
 Image.MAX_IMAGE_PIXELS = None
 
 _PILLOW_FORMATS = {"png": ("PNG",), "jpeg": ("JPEG", "MPO")}
 """Pillow's names. MPO is a JPEG followed by more images, as phones make them."""
 
 _READS, _BYTES_PER_READ = 256, 256
-"""Most reads of an image by Pillow: `_READS`, and one for every `_BYTES_PER_READ` bytes. A chunk of a PNG takes four, a marker of a JPEG
-one; 20 MB of the smallest ones took 15 seconds. Encoders write chunks of 8 KiB or more."""
+"""Most reads of an image by Pillow: `_READS`, and one for every `_BYTES_PER_READ` bytes.
+
+A chunk of a PNG takes four, a marker of a JPEG one; 20 MB of the smallest ones took 15 seconds. Encoders write chunks
+of 8 KiB or more.
+"""
 
 _MAX_SCANS = 64
-"""Most scans of a JPEG: 31 bytes of one can cover all pixels. Progressive ones have some 10, and phones add a few images."""
+"""Most scans of a JPEG: one of 31 bytes can cover all pixels. Progressive ones have some 10; phones add images."""
 
 _SCANS_OF_LARGEST = 20
 """Most scans of a JPEG of `max_image_pixels`; smaller ones may have more. One in CMYK has 18."""
@@ -52,7 +55,8 @@ class _CountedBytes(BytesIO):
         self.left -= 1
         if self.left < 0:
             raise UserError(
-                f"the image of {self.getbuffer().nbytes} bytes takes more than {self.allowed} reads: its chunks or markers are too small; "
+                f"the image of {self.getbuffer().nbytes} bytes takes more than {self.allowed} reads: "
+                "its chunks or markers are too small; "
                 "encode it anew"
             )
         return super().read(size)
@@ -70,8 +74,9 @@ def read_header(data: bytes, format: str, limits: ImagesConfig) -> ImageHeader:
 def decode(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
     """The image in RGB, 8 bits a channel. Raises UserError as `read_header`, and for broken data.
 
-    16-bit grey becomes round(value / 257). Of 16-bit colours, and 16-bit grey with alpha, Pillow keeps the upper 8 bits. Alpha and a
-    palette's transparency are dropped; CMYK is converted without a colour profile; EXIF orientation is ignored.
+    16-bit grey becomes round(value / 257). Of 16-bit colours, and 16-bit grey with alpha, Pillow keeps the upper 8
+    bits. Alpha and a palette's transparency are dropped; CMYK is converted without a colour profile; EXIF orientation
+    is ignored.
     """
     image = _open(data, format, limits)
     broken = f"the {format} image of {image.width} x {image.height} pixels is broken"
@@ -103,7 +108,8 @@ def _open(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
     _check_size(image.width, image.height, limits)
     if scans * image.width * image.height > _SCANS_OF_LARGEST * limits.max_image_pixels:
         raise UserError(
-            f"the jpeg image has {scans} scans over {image.width} x {image.height} pixels; at most {_SCANS_OF_LARGEST} scans over "
+            f"the jpeg image has {scans} scans over {image.width} x {image.height} pixels; "
+            f"at most {_SCANS_OF_LARGEST} scans over "
             f"max_image_pixels={limits.max_image_pixels} are taken: encode it anew, or scale it down"
         )
     return image
@@ -113,7 +119,8 @@ def check_pixels(total: int, limits: ImagesConfig) -> None:
     """Raise UserError if the images of a prompt or datum exceed `max_input_pixels` together."""
     if total > limits.max_input_pixels:
         raise UserError(
-            f"the images have {total} pixels together; max_input_pixels allows {limits.max_input_pixels}: scale them down, or send fewer"
+            f"the images have {total} pixels together; max_input_pixels allows {limits.max_input_pixels}: "
+            "scale them down, or send fewer"
         )
 
 
@@ -121,6 +128,11 @@ def _check_size(width: int, height: int, limits: ImagesConfig) -> None:
     if width < 1 or height < 1:
         raise UserError(f"the image has {width} x {height} pixels; both sides must be at least 1")
     if width * height > limits.max_image_pixels:
-        raise UserError(f"the image has {width} x {height} pixels; max_image_pixels allows {limits.max_image_pixels}: scale it down")
+        raise UserError(
+            f"the image has {width} x {height} pixels; max_image_pixels allows {limits.max_image_pixels}: scale it down"
+        )
     if max(width, height) > limits.max_aspect * min(width, height):
-        raise UserError(f"the image of {width} x {height} pixels is too long and narrow; max_aspect={limits.max_aspect} is the limit")
+        raise UserError(
+            f"the image of {width} x {height} pixels is too long and narrow; "
+            f"max_aspect={limits.max_aspect} is the limit"
+        )

@@ -1,7 +1,7 @@
 """Counts the contents of a forward_backward request in its bytes, before anything is built from them.
 
-An empty datum takes two bytes on the wire and a thousand times as much in memory; kilobytes of zstd can hold millions. So datums, chunks,
-images, tokens and tensors are counted up to the first limit. The same pass finds the request's key.
+An empty datum takes two bytes on the wire and a thousand times as much in memory; kilobytes of zstd can hold millions.
+So datums, chunks, images, tokens and tensors are counted up to the first limit. The same pass finds the request's key.
 """
 
 from collections import Counter
@@ -75,8 +75,8 @@ class Inspection:
                 tokens += self._inspect_chunk(first, last)
                 if self.longest is not None and tokens > self.longest:
                     raise LimitError(
-                        f"{self._place()}: the model input holds more than {self.longest} tokens, the longest context window of this "
-                        "server's base models",
+                        f"{self._place()}: the model input holds more than {self.longest} tokens, "
+                        "the longest context window of this server's base models",
                         self.key,
                     )
             elif number == _TENSOR:
@@ -98,7 +98,10 @@ class Inspection:
     def _count(self, things: str, limit: int, setting: str) -> None:
         self.counts[things] += 1
         if self.counts[things] > limit:
-            raise LimitError(f"{self._place()}: the request holds more than {limit} {things} ({setting}); send smaller ones", self.key)
+            raise LimitError(
+                f"{self._place()}: the request holds more than {limit} {things} ({setting}); send smaller ones",
+                self.key,
+            )
 
     def _place(self) -> str:
         return f"datum {self.counts['datums'] - 1}"
@@ -108,7 +111,10 @@ class Inspection:
         while position < end:
             self.counts["fields"] += 1
             if self.counts["fields"] > _MAX_FIELDS:
-                raise LimitError(f"{self._place()}: the request holds more than {_MAX_FIELDS} protobuf fields; send smaller ones", self.key)
+                raise LimitError(
+                    f"{self._place()}: the request holds more than {_MAX_FIELDS} protobuf fields; send smaller ones",
+                    self.key,
+                )
             tag, position = self._varint(position, end)
             kind = tag & 7
             if kind == _VARINT:

@@ -80,7 +80,11 @@ def _explained(error: ValidationError, whole: str) -> str:
     field = ".".join(str(part) for part in first["loc"]) or whole
     got = quoted(first["input"])
     if first["input"] is None:
-        got = "null, as which the SDK sends NaN and infinity too" if first["type"] in ("float_type", "int_type") else "null"
+        got = (
+            "null, as which the SDK sends NaN and infinity too"
+            if first["type"] in ("float_type", "int_type")
+            else "null"
+        )
     # So Pydantic words it for dataclasses.
     message = first["msg"] if first["type"] != "unexpected_keyword_argument" else "Extra inputs are not permitted"
     return f"{field}: {message}, got {got}"

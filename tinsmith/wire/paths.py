@@ -10,7 +10,11 @@ from tinsmith.errors import UserError
 CheckpointKind = Literal["training", "sampler", "external"]
 
 _SCHEME = "tinker://"
-_SEGMENTS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
+_SEGMENTS: dict[CheckpointKind, str] = {
+    "training": "weights",
+    "sampler": "sampler_weights",
+    "external": "external_weights",
+}
 _KINDS: dict[str, CheckpointKind] = {segment: kind for kind, segment in _SEGMENTS.items()}
 _IMPORTED = "imported"
 """Model id in paths of imported checkpoints."""
@@ -38,9 +42,14 @@ class CheckpointPath(NamedTuple):
 def check_name(name: str) -> str:
     """The name of a checkpoint, one segment of a path. Raises UserError."""
     if not name or name in (".", "..") or len(name) > _MAX_NAME:
-        raise UserError(f"path={name[:_MAX_NAME]!r} cannot name a checkpoint; use 1 to {_MAX_NAME} characters, not '.' or '..'")
+        raise UserError(
+            f"path={name[:_MAX_NAME]!r} cannot name a checkpoint; use 1 to {_MAX_NAME} characters, not '.' or '..'"
+        )
     if name != name.strip() or not name.isprintable() or _NOT_IN_NAMES & set(name):
-        raise UserError(f"path={name!r} cannot name a checkpoint; use printable characters but / \\ ? # %, and no blanks around them")
+        raise UserError(
+            f"path={name!r} cannot name a checkpoint; use printable characters but / \\ ? # %, "
+            "and no blanks around them"
+        )
     return name
 
 
@@ -59,5 +68,7 @@ def parse_path(text: str) -> CheckpointPath:
     """The parts of a path. Raises UserError if it names no checkpoint of ours."""
     parts = text.removeprefix(_SCHEME).split("/")
     if not is_path(text) or len(parts) != 3 or not parts[0] or parts[1] not in _KINDS:
-        raise UserError(f"path={text!r} is not tinker://MODEL_ID/SEGMENT/NAME, SEGMENT being one of {', '.join(_KINDS)}")
+        raise UserError(
+            f"path={text!r} is not tinker://MODEL_ID/SEGMENT/NAME, SEGMENT being one of {', '.join(_KINDS)}"
+        )
     return CheckpointPath(parts[0], _KINDS[parts[1]], check_name(parts[2]))

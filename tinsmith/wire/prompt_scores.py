@@ -66,10 +66,14 @@ class PromptQuestions:
     def check(self, length: int, vocab_size: int) -> None:
         """Raise UserError for what a prompt of `length` tokens, or this vocabulary, cannot answer."""
         if self.last_n is not None and not 1 <= self.last_n < length:
-            raise UserError(f"prompt_logprobs_last_n is {self.last_n}; for this prompt it must be between 1 and {length - 1}")
+            raise UserError(
+                f"prompt_logprobs_last_n is {self.last_n}; for this prompt it must be between 1 and {length - 1}"
+            )
         for name, k in (("topk_prompt_logprobs", self.topk), ("prompt_alt_tokens_k", self.alternatives)):
             if k * length > MAX_CELLS:
-                raise UserError(f"{name}={k} for {length} prompt tokens is more than {MAX_CELLS} numbers; ask for fewer")
+                raise UserError(
+                    f"{name}={k} for {length} prompt tokens is more than {MAX_CELLS} numbers; ask for fewer"
+                )
         if self.topk > vocab_size:
             raise UserError(f"topk_prompt_logprobs is {self.topk}; the vocabulary has {vocab_size} tokens")
         if self.targets is not None:
@@ -78,7 +82,9 @@ class PromptQuestions:
 
 def _check_targets(targets: TargetIds, length: int, vocab_size: int) -> None:
     if targets.shape[0] != length - 1:
-        raise UserError(f"target_prompt_logprobs has {targets.shape[0]} rows; a prompt of {length} tokens needs {length - 1}")
+        raise UserError(
+            f"target_prompt_logprobs has {targets.shape[0]} rows; a prompt of {length} tokens needs {length - 1}"
+        )
     wrong = np.flatnonzero((targets.ids < -1) | (targets.ids >= vocab_size))
     if wrong.size:
         raise UserError(
@@ -108,7 +114,8 @@ def parse_targets(body: TensorBody) -> TargetIds:
     if body.sparse_crow_indices is None or body.sparse_col_indices is None:
         if len(ids) != shape[0] * shape[1] or body.sparse_crow_indices != body.sparse_col_indices:
             raise UserError(
-                f"target_prompt_logprobs of shape {body.shape} has {len(ids)} ids; send all of them, or all indices of a CSR matrix"
+                f"target_prompt_logprobs of shape {body.shape} has {len(ids)} ids; "
+                "send all of them, or all indices of a CSR matrix"
             )
         return TargetIds(shape, np.repeat(np.arange(shape[0]), shape[1]), ids)
     crow = int64_array("target_prompt_logprobs.sparse_crow_indices", body.sparse_crow_indices)
@@ -137,9 +144,13 @@ class TopLogprobs:
         return cls(np.zeros((length, k), dtype=np.int32), np.full((length, k), NO_LOGPROB, dtype=np.float32))
 
     def encode(self) -> tinker_pb2.TopkLogprobs:
+        """Encode them as the little-endian rows of the wire."""
         length, k = self.token_ids.shape
         return tinker_pb2.TopkLogprobs(
-            token_ids=self.token_ids.astype("<i4").tobytes(), logprobs=self.logprobs.astype("<f4").tobytes(), k=k, length=length
+            token_ids=self.token_ids.astype("<i4").tobytes(),
+            logprobs=self.logprobs.astype("<f4").tobytes(),
+            k=k,
+            length=length,
         )
 
 

@@ -15,7 +15,15 @@ from tinsmith.errors import NotBuiltError, UserError, translated
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, StrictModel, parse_json
-from tinsmith.wire.prompt_scores import MAX_TOPK, PromptAnswers, PromptQuestions, TensorBody, TopLogprobs, int64_array, parse_targets
+from tinsmith.wire.prompt_scores import (
+    MAX_TOPK,
+    PromptAnswers,
+    PromptQuestions,
+    TensorBody,
+    TopLogprobs,
+    int64_array,
+    parse_targets,
+)
 
 MAX_SAMPLES = 1024
 
@@ -51,7 +59,8 @@ def _read_stop(value: Any) -> StopRule:
     if len(items) > (MAX_STOP_STRINGS if texts else MAX_STOP_IDS) or characters > MAX_STOP_CHARACTERS:
         raise ValueError(
             f"send at most {MAX_STOP_STRINGS} texts, of at most {MAX_STOP_CHARACTERS} characters together, "
-            f"or at most {MAX_STOP_IDS} token ids; these are {len(items)}" + (f" of {characters} characters" if texts else "")
+            f"or at most {MAX_STOP_IDS} token ids; these are {len(items)}"
+            + (f" of {characters} characters" if texts else "")
         )
     return StopRule(value != [], *((tuple(items), ()) if texts else ((), tuple(items))))
 
@@ -97,14 +106,18 @@ class SampleRequest:
     """Record the sample for the loss stable_reinforce."""
 
     def most_tokens(self, prompt: int, context: int, name: str) -> int:
-        """Most tokens to sample behind a prompt of `prompt` tokens. Raises UserError if the context of model `name` is too short.
+        """Most tokens to sample behind a prompt of `prompt` tokens.
 
-        A prompt that fills it can be scored: compute_logprobs of the SDK asks for one token, from which nothing is computed.
+        Raises UserError if the context of model `name` is too short.
+
+        A prompt that fills it can be scored: nothing is computed from the one token that compute_logprobs asks for.
         """
         wanted = self.params.max_tokens
         most = max(1, context - prompt) if wanted is None else wanted
         if prompt + most > context and not (self.questions and most == 1 and prompt == context):
-            raise UserError(f"prompt length plus max_tokens exceeds the context window of {name}: {prompt} + {most} > {context}")
+            raise UserError(
+                f"prompt length plus max_tokens exceeds the context window of {name}: {prompt} + {most} > {context}"
+            )
         return most
 
 
@@ -204,11 +217,15 @@ def check_size(body: bytes, limits: RequestsConfig) -> None:
     letters = np.frombuffer(body, dtype=np.uint8)
     values = int(np.count_nonzero(letters == ord(",")))
     if values > limits.max_sample_values:
-        raise UserError(f"the body holds {values} values, max_sample_values allows {limits.max_sample_values}; send a shorter prompt")
+        raise UserError(
+            f"the body holds {values} values, max_sample_values allows {limits.max_sample_values}; "
+            "send a shorter prompt"
+        )
     objects = int(np.count_nonzero(letters == ord("{"))) - _OBJECTS_BESIDE_CHUNKS
     if objects > limits.max_prompt_chunks:
         raise UserError(
-            f"the prompt holds at least {objects} chunks, max_prompt_chunks allows {limits.max_prompt_chunks}; join neighbouring texts"
+            f"the prompt holds at least {objects} chunks, max_prompt_chunks allows {limits.max_prompt_chunks}; "
+            "join neighbouring texts"
         )
 
 
@@ -253,20 +270,29 @@ def _decode_tokens(index: int, tokens: list[int]) -> NDArray[np.int32]:
     wide = int64_array(f"prompt.chunks.{index}.tokens", tokens)
     if wide.size and (wide.min() < 0 or wide.max() >= 2**31):
         first = np.flatnonzero((wide < 0) | (wide >= 2**31))[0]
-        raise UserError(f"prompt.chunks.{index}.tokens at position {first} is {wide[first]}; send token ids in [0, 2**31)")
+        raise UserError(
+            f"prompt.chunks.{index}.tokens at position {first} is {wide[first]}; send token ids in [0, 2**31)"
+        )
     return wide.astype(np.int32)
 
 
-def encode_sample_response(sequences: Sequence[SampledSequence], answers: PromptAnswers, prompt_cache_hit_tokens: int) -> bytes:
+def encode_sample_response(
+    sequences: Sequence[SampledSequence], answers: PromptAnswers, prompt_cache_hit_tokens: int
+) -> bytes:
     """The protobuf SampleResponse."""
     response = tinker_pb2.SampleResponse(prompt_cache_hit_tokens=prompt_cache_hit_tokens)
     for sequence in sequences:
         response.sequences.add(
-            stop_reason=tinker_pb2.STOP_REASON_STOP if sequence.stop_reason == "stop" else tinker_pb2.STOP_REASON_LENGTH,
+            stop_reason=tinker_pb2.STOP_REASON_STOP
+            if sequence.stop_reason == "stop"
+            else tinker_pb2.STOP_REASON_LENGTH,
             tokens=np.array(sequence.tokens, dtype="<i4").tobytes(),
             logprobs=np.array(sequence.logprobs, dtype="<f4").tobytes(),
             topk_sampled_logprobs=None if sequence.topk is None else sequence.topk.encode(),
-            versions=[tinker_pb2.VersionSpan(version=span.version, start=span.start, end=span.end) for span in sequence.versions],
+            versions=[
+                tinker_pb2.VersionSpan(version=span.version, start=span.start, end=span.end)
+                for span in sequence.versions
+            ],
         )
     answers.encode_into(response)
     return response.SerializeToString()

@@ -79,7 +79,11 @@ def parse_poll(body: bytes) -> RetrieveFuturesRequest:
     asked = parse_json(RetrieveFuturesRequest, body)
     prefix = f"{asked.target.sampling_session_id}/"
     return asked.model_copy(
-        update={"retrieved_request_ids": [each for each in dict.fromkeys(asked.retrieved_request_ids) if each.startswith(prefix)]}
+        update={
+            "retrieved_request_ids": [
+                each for each in dict.fromkeys(asked.retrieved_request_ids) if each.startswith(prefix)
+            ]
+        }
     )
 
 
@@ -176,7 +180,9 @@ class CopyWeightsRequest(StrictModel):
     @model_validator(mode="after")
     def _check_destination(self) -> Self:
         of_session = self.session_id is not None, self.model_seq_id is not None
-        if of_session not in ((True, True), (False, False)) or of_session[0] == (self.destination_project_id is not None):
+        if of_session not in ((True, True), (False, False)) or of_session[0] == (
+            self.destination_project_id is not None
+        ):
             raise ValueError("send either destination_project_id, or session_id and model_seq_id")
         return self
 

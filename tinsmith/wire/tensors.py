@@ -22,8 +22,10 @@ _INDEX = np.dtype("<i8")
 
 
 MAX_COLUMNS = 4096
-"""Most columns of a CSR tensor: targets of a position. Columns take no bytes on the wire, so this limits how much larger a dense tensor can
-be."""
+"""Most columns of a CSR tensor: targets of a position.
+
+Columns take no bytes on the wire, so this limits how much larger a dense tensor can be.
+"""
 
 _MAX_DIMENSIONS = 8
 
@@ -31,8 +33,8 @@ _MAX_DIMENSIONS = 8
 def to_dense(tensor: tinker_pb2.Tensor, max_elements: int) -> Array:
     """The tensor as a dense writable array of float32 or int64; unlisted entries of a CSR tensor are 0.
 
-    A dense tensor without a shape is one-dimensional. Raises UserError: another dtype, sizes that do not fit together, indices out of
-    range, or more than `max_elements` elements.
+    A dense tensor without a shape is one-dimensional. Raises UserError: another dtype, sizes that do not fit together,
+    indices out of range, or more than `max_elements` elements.
     """
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -57,7 +59,8 @@ def _checked_shape(tensor: tinker_pb2.Tensor, max_elements: int) -> tuple[int, .
         raise UserError(f"shape {list(shape)} has a negative dimension")
     if math.prod(shape) > max_elements:
         raise UserError(
-            f"shape {list(shape)} has {math.prod(shape)} elements, the request has room for {max_elements}: send smaller requests"
+            f"shape {list(shape)} has {math.prod(shape)} elements, the request has room for {max_elements}: "
+            "send smaller requests"
         )
     return shape
 
@@ -74,7 +77,10 @@ def _from_csr(csr: tinker_pb2.SparseCsr, dtype: np.dtype[Any], shape: tuple[int,
         raise UserError(f"a CSR tensor needs a shape [rows, columns], got {list(shape)}")
     rows, columns = shape
     if columns > MAX_COLUMNS:
-        raise UserError(f"shape {list(shape)} has {columns} columns; a CSR tensor may have up to {MAX_COLUMNS}: send fewer a position")
+        raise UserError(
+            f"shape {list(shape)} has {columns} columns; a CSR tensor may have up to {MAX_COLUMNS}: "
+            "send fewer a position"
+        )
     values = from_bytes(csr.values, dtype, "values")
     crow = from_bytes(csr.crow_indices, _INDEX, "crow_indices")
     col = from_bytes(csr.col_indices, _INDEX, "col_indices")

@@ -1,7 +1,7 @@
 """JSON bodies about models: creation, steps, saving and loading.
 
-The server stores an operation's body as it came, and the engine parses it: an error ends the operation's future and leaves no hole in the
-sequence.
+The server stores an operation's body as it came, and the engine parses it: an error ends the operation's future and
+leaves no hole in the sequence.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -182,7 +182,9 @@ class CreateFromCheckpointRequest(StrictModel):
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:
         if self.optimizer and self.optimizer_config is not None:
-            raise ValueError("optimizer_config cannot replace the optimizer of the checkpoint; leave it out or send optimizer=false")
+            raise ValueError(
+                "optimizer_config cannot replace the optimizer of the checkpoint; leave it out or send optimizer=false"
+            )
         return self
 
 

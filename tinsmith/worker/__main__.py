@@ -1,6 +1,7 @@
-"""`python -m tinsmith.worker ADDRESS PARENT_PID RANK COUNT MEETING`: a worker process, one of COUNT (`protocol/place.py`).
+"""A worker process, one of COUNT: `python -m tinsmith.worker ADDRESS PARENT_PID RANK COUNT MEETING`.
 
-Started by the engine, or by an actor of Ray for it, with the configuration as JSON on standard input (`protocol/child_process.py`).
+Started by the engine, or by an actor of Ray for it, with the configuration as JSON on standard input
+(`protocol/child_process.py`). RANK, COUNT and MEETING are its place (`protocol/place.py`).
 """
 
 import gc
@@ -42,7 +43,8 @@ def main() -> int:
 
     if not config.only_compares:
         threading.Thread(target=_wake, args=(torch, config.models.device), daemon=True).start()
-    with _absent("scipy", "sklearn"):  # transformers imports them where they are installed, for what we do not use: a second or two
+    # Transformers imports them where they are installed, for what we do not use: a second or two
+    with _absent("scipy", "sklearn"):
         from tinsmith.training.parallel.process_group import ProcessGroup
         from tinsmith.worker.bases import load_bases, load_compared, require_same
         from tinsmith.worker.device_lock import lock_devices

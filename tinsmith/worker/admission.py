@@ -1,6 +1,7 @@
 """A sample's way from its turn to its sampler.
 
-Large requests are parsed in a thread, new images are decoded in others, and weights that are not in memory are read in yet others.
+Large requests are parsed in a thread, new images are decoded in others, and weights that are not in memory are read in
+yet others.
 """
 
 import time
@@ -66,9 +67,10 @@ class SamplingBase:
         return running, waiting + self.on_the_way + sum(message.num_samples for message in self.waiting)
 
     def next(self, has_room: Callable[[str], bool]) -> Sample | None:
-        """Return the next sample of a session that `has_room`: the next in turn while the sampler wants more, and in any case one of each.
+        """Return the next sample, in turn, of a session that `has_room`, or None.
 
-        What is being decoded takes room from its own session only, since pixel values are large.
+        Beyond what the sampler wants, each session may still have one. What is being decoded takes room from its own
+        session only, since pixel values are large.
         """
         if not self.waiting:
             return None
@@ -126,9 +128,7 @@ def take_from(counts: Counter[str], key: str, amount: int) -> None:
 # The way of one sample: it is parsed, measured and rendered, its weights are found, and its sampler gets it.
 
 STARTED_BYTES = 2**20
-"""Bytes of bodies of one session that threads parse and render at a time, and of small ones parsed between two steps; the last may go
-beyond.
-"""
+"""Bytes of one session's bodies in threads, and of small ones parsed between two steps; the last may go beyond."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tinsmith.sampling.turns import Turns
 T = TypeVar("T")
 
 SMALL_BYTES = 64 * 1024
-"""Requests of up to this size, without new images, are read at once: to hand them to a thread and back would take longer."""
+"""Requests of up to this size, without new images, are read at once: a thread would take longer."""
 
 
 class Background:

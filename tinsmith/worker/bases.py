@@ -46,7 +46,7 @@ PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "num
 VARIABLES = ("ATEN_", "CUBLAS", "CUDNN", "NVIDIA_TF32", "PYTORCH_", "TORCH_", "TRITON_")
 """Prefixes of environment variables that may do the same."""
 WHOLE_BASE = 1.1
-"""Memory of a device that a base model takes while it lies there as a whole to be sharded, as a multiple of its size."""
+"""Device memory that a base model takes while it lies there whole, to be sharded, as a multiple of its size."""
 
 
 def stays_on_host(source: str, config: Config) -> bool:
@@ -71,19 +71,30 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
     features = config.images.image_cache_mib * 2**19  # the other half is for pixel values
     loading = loading_of(config)
     if config.only_compares:
-        log.info("base models go into the host's memory: nothing is trained, and what vLLM servers compute is compared with them")
+        log.info(
+            "base models go into the host's memory: nothing is trained, and what vLLM servers "
+            "compute is compared with them"
+        )
     bases: dict[str, BaseModel] = {}
     files, on_host = dict[str, str](), dict[str, bool]()
     for name, source in base_model_sources(config).items():
         begin()
         started = time.monotonic()
         log.info("loading %s from %s ...", name, source)
-        files[name], on_host[name] = _state_of(source), stays_on_host(source, config)  # files that change now are not what has passed
+        # Files that change now are not what has passed
+        files[name], on_host[name] = _state_of(source), stays_on_host(source, config)
         base = bases[name] = load_base_model(name, source, loading, features, on_host[name])
         files[name] = files[name] or _state_of(source)  # they may have been downloaded just now
         if config.shards_weights:
             require_divisible(base)
-        log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
+        log.info(
+            "loaded %s (%s) on %s in %s, %.1f s",
+            name,
+            base.family.model_type,
+            base.device,
+            base.dtype,
+            time.monotonic() - started,
+        )
     for name, base in bases.items():
         begin()
         _check(base, config, files[name], config.sampling.sampler == "local", on_host[name])
@@ -93,8 +104,8 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
 def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, BaseModel]:
     """Load whole copies of base models that are about to be sharded into the host's memory; none where they stay whole.
 
-    vLLM servers are compared with them, and adapters are merged into them. Their layers are mapped pages of their files, if these are in
-    the precision that is served. Raises ConfigError if the host has no room for them.
+    vLLM servers are compared with them, and adapters are merged into them. Their layers are mapped pages of their
+    files, if these are in the precision that is served. Raises ConfigError if the host has no room for them.
     """
     compared: dict[str, BaseModel] = {}
     if not config.compares_with_copy:
@@ -104,34 +115,52 @@ def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, B
     free = free_memory(torch.device("cpu"))
     if size > free:  # mapped pages too are read again for each canary if they do not stay in memory
         raise ConfigError(
-            f"--shard weights and --sampler vllm: the copies of {', '.join(sources)} with which vLLM servers are compared need "
-            f"{size_text(size)} of the host's memory, of which {size_text(free)} are free; free some, or use --sampler none"
+            f"--shard weights and --sampler vllm: the copies of {', '.join(sources)} with which vLLM servers are "
+            f"compared need {size_text(size)} of the host's memory, of which {size_text(free)} are free; "
+            "free some, or use --sampler none"
         )
     for name, source in sources.items():
         started = time.monotonic()
         files = _state_of(source)
-        base = compared[name] = load_base_model(name, source, loading, config.images.image_cache_mib * 2**19, layers_on_host=True)
+        base = compared[name] = load_base_model(
+            name, source, loading, config.images.image_cache_mib * 2**19, layers_on_host=True
+        )
         base.computed_fingerprint = bases[name].computed_fingerprint
-        log.info("loaded %s once more into the host's memory, to compare vLLM servers with it, %.1f s", name, time.monotonic() - started)
+        log.info(
+            "loaded %s once more into the host's memory, to compare vLLM servers with it, %.1f s",
+            name,
+            time.monotonic() - started,
+        )
         _check(base, config, files, samples=False, on_host=True)
     return compared
 
 
 def _check(base: BaseModel, config: Config, files: str, samples: bool, on_host: bool) -> None:
-    """Check a base model in full, or quickly if that was passed before in the same surroundings, which this remembers."""
+    """Check a base model, quickly if the full check passed before in the same surroundings; remember if it passes."""
     started = time.monotonic()
     known = _surroundings(base, files, samples, on_host)
     passed = Path(config.data_dir) / PASSED_DIR / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
     why = "--self-check full" if config.models.self_check == "full" else _why_full(passed, known)
     form = "full" if why else "quick"
-    log.info("%s: the %s self-check runs: %s", base.name, form, why or "the full one was passed with these files, versions and settings")
+    log.info(
+        "%s: the %s self-check runs: %s",
+        base.name,
+        form,
+        why or "the full one was passed with these files, versions and settings",
+    )
     try:
         check_base_model(base, samples=samples, quick=not why)
     except ConfigError:
         with suppress(OSError):
             passed.unlink()
         raise
-    log.info("%s passes its self-check on %s, %.1f s, in its %s form", base.name, base.device, time.monotonic() - started, form)
+    log.info(
+        "%s passes its self-check on %s, %.1f s, in its %s form",
+        base.name,
+        base.device,
+        time.monotonic() - started,
+        form,
+    )
     if why and files:
         _remember(passed, known)
 
@@ -167,7 +196,11 @@ def _state_of(source: str) -> str:
 
 def _surroundings(base: BaseModel, files: str, samples: bool, on_host: bool) -> str:
     """All that the numbers of a self-check depend on, as JSON."""
-    device = torch.cuda.get_device_name(base.device) if base.device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    device = (
+        torch.cuda.get_device_name(base.device)
+        if base.device.type == "cuda"
+        else torch.backends.cpu.get_cpu_capability()
+    )
     facts = {
         "files": files,
         "code": digest_of_sources(),
@@ -205,7 +238,10 @@ def require_same(group: ProcessGroup, bases: Mapping[str, BaseModel]) -> None:
         found = group.texts(own)
         if len(set(found)) > 1:
             told = ", ".join(f"{each} on {host}" for host, each in dict(zip(hosts, found, strict=True)).items())
-            raise ConfigError(f"workers on several hosts need the same of all that computes, but {what} differs: {told}; install the same")
+            raise ConfigError(
+                f"workers on several hosts need the same of all that computes, but {what} differs: {told}; "
+                "install the same"
+            )
 
 
 # What a worker trains and samples its base models with, as it is configured.
@@ -240,7 +276,12 @@ def local_samplers(
     sampled: dict[str, SamplingBase] = {}
     for name, base in bases.items():
         sampler = LocalSampler(base, config.sampling, config.training.logits_chunk, memory.cache_sizes(name))
-        log.info("%s: the cache of %s (--kv-cache-gib) holds %s", name, size_text(memory.plans[name].budget.cache), sampler.capacity())
+        log.info(
+            "%s: the cache of %s (--kv-cache-gib) holds %s",
+            name,
+            size_text(memory.plans[name].budget.cache),
+            sampler.capacity(),
+        )
         sampled[name] = SamplingBase(sampler, renderers[name])
     return sampled
 
@@ -248,7 +289,7 @@ def local_samplers(
 def vllm_samplers(
     bases: Mapping[str, BaseModel], renderers: Mapping[str, Renderer], config: Config, wake: Callable[[], None]
 ) -> tuple[dict[str, SamplingBase], list[Sleeper]]:
-    """Start vLLM servers, which compute with copies of the weights; returns their samplers, also as what takes turns with training."""
+    """Start vLLM servers on copies of the weights; return samplers, also as sleepers that alternate with training."""
     from tinsmith.sampling.vllm.sampler import start_vllm_sampler  # needs packages that are not there without vLLM
 
     started = {name: start_vllm_sampler(base, renderers[name], config, wake) for name, base in bases.items()}

@@ -1,6 +1,7 @@
 """Reads and writes checkpoint files, in threads beside the device.
 
-The engine gives a directory that nobody else writes to, and makes the checkpoint exist with its row when the files are complete.
+The engine gives a directory that nobody else writes to, and makes the checkpoint exist with its row when the files are
+complete.
 """
 
 import shutil
@@ -30,18 +31,23 @@ from tinsmith.worker.background import Background
 from tinsmith.worker.exports import export_files, parse_recipients
 
 
-def write_files(files: CheckpointFiles, row: Mapping[str, Any], write: Callable[[Path], None], joint: bool = False) -> dict[str, Any]:
+def write_files(
+    files: CheckpointFiles, row: Mapping[str, Any], write: Callable[[Path], None], joint: bool = False
+) -> dict[str, Any]:
     """Let `write` fill the directory of a checkpoint; returns the fields of its row that only the files tell.
 
-    With `joint` all workers have filled it (`CheckpointFiles.joint`), and `write` checks it. When this returns, all is on the disk or in
-    the object store; otherwise it raises TinsmithError, and there is nothing.
+    With `joint` all workers have filled it (`CheckpointFiles.joint`), and `write` checks it. When this returns, all is
+    on the disk or in the object store; otherwise it raises TinsmithError, and there is nothing.
     """
     with refused_by_disk(row["tinker_path"]):
         with (files.joined if joint else files.written)(row["directory"]) as directory:
             write(directory)
             about = read_about(directory) if row["kind"] != "external" else None
             sizes = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
-            found: dict[str, Any] = {"has_optimizer": about is not None and has_moments(directory), "size_bytes": sum(sizes)}
+            found: dict[str, Any] = {
+                "has_optimizer": about is not None and has_moments(directory),
+                "size_bytes": sum(sizes),
+            }
             write_manifest(directory, Checkpoint(**row, **found))
         return found
 
@@ -59,7 +65,8 @@ def refused_by_disk(tinker_path: str, who: str = "") -> Iterator[None]:
 def opened_files(files: CheckpointFiles, place: str, optimizer: bool) -> Iterator[Path]:
     """Yield a directory with the verified files of a checkpoint, to read while the body runs.
 
-    Without `optimizer` the optimizer's file is not checked and must not be read. Raises TinsmithError naming a file that is damaged.
+    Without `optimizer` the optimizer's file is not checked and must not be read. Raises TinsmithError naming a file
+    that is damaged.
     """
     with files.fetched(place) as directory:
         shown = files.shown(place)
@@ -70,7 +77,7 @@ def opened_files(files: CheckpointFiles, place: str, optimizer: bool) -> Iterato
 
 # Writes this worker's part of a checkpoint whose weights are sharded over all workers.
 #
-#     copy of its part ─▶ a thread writes it ─▶ PartWritten ─▶ FinishSave, to one of them ─▶ a thread makes a checkpoint ─▶ Answer
+#   copy of its part ─▶ a thread writes it ─▶ PartWritten ─▶ FinishSave, to one ─▶ a thread makes a checkpoint ─▶ Answer
 #
 # Only the engine waits for all. As long as one may still write, nothing is taken for complete, and nothing is deleted.
 
@@ -119,7 +126,7 @@ class JointSaves:
         self.answer(save, partial(self._checkpoint, save, message.pieces))
 
     def _checkpoint(self, save: Save, told: Told) -> dict[str, Any]:
-        """Make the checkpoint of a save whose parts are all written; returns the fields of its row that only the files tell."""
+        """Make the checkpoint of a save whose parts are all written; return the row fields that only the files tell."""
         row = save.checkpoint
         if isinstance(save, SaveModel):
             return write_files(self.files, row, partial(_require_whole, told=told), joint=True)
@@ -141,7 +148,7 @@ class JointSaves:
 
 
 def _require_whole(directory: Path, told: Told) -> None:
-    """Raise TinsmithError or SafetensorError unless files hold all that was told of, and their own headers ask for no more."""
+    """Raise TinsmithError or SafetensorError unless files hold all that was told of and all their headers name."""
     check_pieces(directory, told)
     for file in directory.glob("*.safetensors"):
         with safe_open(file, "pt"):

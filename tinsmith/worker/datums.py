@@ -31,7 +31,7 @@ FindRecorded = Callable[[Set[str]], Mapping[str, RecordedSequence]]
 
 @dataclass(frozen=True, eq=False)
 class CheckedDatum:
-    """A datum that is checked, but whose images are not decoded: pixel values take a hundred times the memory of an encoded image."""
+    """A checked datum with encoded images: decoded, pixel values would take a hundred times the memory."""
 
     model_id: str
     measured: Measured
@@ -51,10 +51,14 @@ class CheckedDatum:
 
     def work(self) -> DatumWork:
         """Render the datum. Raises UserError if an image is broken."""
-        return DatumWork(self.model_id, self.renderer.render_measured(self.measured), self.targets, self.loss, self.inputs)
+        return DatumWork(
+            self.model_id, self.renderer.render_measured(self.measured), self.targets, self.loss, self.inputs
+        )
 
 
-def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer, find_recorded: FindRecorded) -> list[CheckedDatum]:
+def prepare(
+    model_id: str, request: ForwardBackwardRequest, renderer: Renderer, find_recorded: FindRecorded
+) -> list[CheckedDatum]:
     """Check every datum before any image is decoded. Raises UserError naming datum, field and value."""
     loss = find_loss(request.loss_fn, request.loss_fn_config)
     if not request.data:
@@ -71,16 +75,23 @@ def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer, 
 
 def check_lengths(datums: Sequence[CheckedDatum], longest: int, workers: int) -> None:
     """Raise UserError for a datum of more than `longest` tokens, the most that `workers` workers have memory for."""
-    device = "this server's device trains" if workers == 1 else f"the devices of this server's {workers} workers trains together"
+    device = (
+        "this server's device trains"
+        if workers == 1
+        else f"the devices of this server's {workers} workers trains together"
+    )
     for index, datum in enumerate(datums):
         if len(datum) > longest:
             raise UserError(
-                f"datum {index}: the model input holds {len(datum)} tokens, and the memory of {device} up to {longest}; "
+                f"datum {index}: the model input holds {len(datum)} tokens, and the memory of {device} up to "
+                f"{longest}; "
                 "send a shorter one, or start the server with a smaller cache (--kv-cache-gib)"
             )
 
 
-def _prepare_datum(model_id: str, datum: Datum, loss: Loss, renderer: Renderer, recorded: Mapping[str, RecordedSequence]) -> CheckedDatum:
+def _prepare_datum(
+    model_id: str, datum: Datum, loss: Loss, renderer: Renderer, recorded: Mapping[str, RecordedSequence]
+) -> CheckedDatum:
     for name in datum.loss_fn_inputs:
         if name not in KNOWN_INPUTS:
             raise UserError(f"loss_fn_inputs has an unknown key {name!r}; known are {', '.join(KNOWN_INPUTS)}")
@@ -94,7 +105,10 @@ def _prepare_datum(model_id: str, datum: Datum, loss: Loss, renderer: Renderer, 
     _check_counted(loss, inputs)
     _check_unread(datum, loss, inputs)
     if "sequence_ratio_mask" in inputs and not inputs["sequence_ratio_mask"].any():
-        raise UserError(f"sequence_ratio_mask is 0 everywhere; {loss.name} takes the sequence's ratio over the positions where it is not 0")
+        raise UserError(
+            f"sequence_ratio_mask is 0 everywhere; {loss.name} takes the sequence's ratio over the "
+            "positions where it is not 0"
+        )
     return CheckedDatum(model_id, measured, targets, loss, inputs, renderer)
 
 
@@ -106,15 +120,19 @@ def _targets(datum: Datum, loss: Loss, length: int, vocab_size: int) -> NDArray[
         raise UserError(f"target_tokens is {targets.dtype}; send token ids as int64")
     if targets.ndim not in (1, 2) or targets.shape[0] != length or 0 in targets.shape:
         wanted = f"({length},) or ({length}, K)" if loss.many_targets else f"({length},)"
-        raise UserError(f"target_tokens has shape {targets.shape}, but the model input has {length} positions: send {wanted}")
+        raise UserError(
+            f"target_tokens has shape {targets.shape}, but the model input has {length} positions: send {wanted}"
+        )
     if targets.ndim == 2 and not loss.many_targets:
-        raise UserError(f"target_tokens has shape {targets.shape}, but {loss.name} takes one target a position: send ({length},)")
+        raise UserError(
+            f"target_tokens has shape {targets.shape}, but {loss.name} takes one target a position: send ({length},)"
+        )
     ignored = np.flatnonzero(targets == _IGNORED)
     if ignored.size:
         zero = "weights" if "weights" in loss.inputs else "advantages"
         raise UserError(
-            f"target_tokens at position {position_of(ignored[0], targets.shape)} is {_IGNORED}, with which other libraries leave a token "
-            f"out; send any token id there, and {zero} of 0"
+            f"target_tokens at position {position_of(ignored[0], targets.shape)} is {_IGNORED}, "
+            f"with which other libraries leave a token out; send any token id there, and {zero} of 0"
         )
     check_token_ids(targets, vocab_size, "target_tokens")
     return targets.astype(np.int64, copy=False)
@@ -130,7 +148,9 @@ def _loss_input(datum: Datum, loss: Loss, name: str, shape: tuple[int, ...]) -> 
         raise UserError(f"{name} has shape {values.shape}, target_tokens has {shape}; they must be equal")
     wrong = np.flatnonzero(~np.isfinite(values))
     if wrong.size:
-        raise UserError(f"{name} at position {position_of(wrong[0], shape)} is {values.flat[wrong[0]]}; it must be finite")
+        raise UserError(
+            f"{name} at position {position_of(wrong[0], shape)} is {values.flat[wrong[0]]}; it must be finite"
+        )
     return values.astype(np.float32)
 
 
@@ -140,13 +160,18 @@ def _check_thresholds(datum: Datum, loss: Loss, inputs: Mapping[str, FloatArray]
     if not brought:
         return
     if not loss.clips:
-        raise UserError(f"loss_fn_inputs has {brought[0]}, but {loss.name} does not clip; leave it out, or use ppo, cispo or gspo")
+        raise UserError(
+            f"loss_fn_inputs has {brought[0]}, but {loss.name} does not clip; leave it out, or use ppo, cispo or gspo"
+        )
     low, high = (inputs.get(name, np.full_like(inputs[brought[0]], loss.config[name])) for name in CLIP_THRESHOLDS)
     wrong = np.flatnonzero((low < 0) | (low > high))
     if wrong.size:
         first = wrong[0]
         bounds = f"clip_low_threshold={low[first]:g}, clip_high_threshold={high[first]:g}"
-        raise UserError(f"the bounds at position {first} are {bounds}; they must be at least 0, and the low one not above the high one")
+        raise UserError(
+            f"the bounds at position {first} are {bounds}; they must be at least 0, "
+            "and the low one not above the high one"
+        )
 
 
 def _check_counted(loss: Loss, inputs: Mapping[str, FloatArray]) -> None:
@@ -156,13 +181,14 @@ def _check_counted(loss: Loss, inputs: Mapping[str, FloatArray]) -> None:
             wrong = np.flatnonzero((inputs[name] != 0) & (inputs[name] != 1))
             if wrong.size:
                 raise UserError(
-                    f"{name} at position {wrong[0]} is {inputs[name][wrong[0]]:g}, but {loss.name} only asks whether a position counts: "
+                    f"{name} at position {wrong[0]} is {inputs[name][wrong[0]]:g}, but {loss.name} only asks whether a "
+                    "position counts: "
                     "send 1 for sampled tokens and 0 for others, and multiply the advantages by what weighs them"
                 )
 
 
 def _check_unread(datum: Datum, loss: Loss, inputs: Mapping[str, FloatArray]) -> None:
-    """Raise UserError for weights and masks that the loss does not read and that are not redundant: 1, or 0 where nothing counts."""
+    """Raise UserError for weights and masks that the loss does not read, unless they are 1 wherever a target counts."""
     factor = "weights" if "weights" in loss.inputs else "advantages"
     for name in COUNTED_BY:
         if name in inputs or name not in datum.loss_fn_inputs:
@@ -173,5 +199,6 @@ def _check_unread(datum: Datum, loss: Loss, inputs: Mapping[str, FloatArray]) ->
             first = wrong[0]
             raise UserError(
                 f"{name} at position {position_of(first, values.shape)} is {values.flat[first]:g} and {factor} is "
-                f"{inputs[factor].flat[first]:g}, but {loss.name} has no {name}; multiply the {factor} by them and leave them out"
+                f"{inputs[factor].flat[first]:g}, but {loss.name} has no {name}; "
+                f"multiply the {factor} by them and leave them out"
             )

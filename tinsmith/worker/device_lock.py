@@ -1,10 +1,10 @@
 """Locks a GPU for one server, unless several agreed to share it.
 
-Each GPU has a file, named by the GPU's UUID, in a directory of the user's. A worker with a `memory_share` below 1 locks it together with
-others that have one, any other worker alone. The kernel frees the lock when the process ends.
+Each GPU has a file, named by the GPU's UUID, in a directory of the user's. A worker with a `memory_share` below 1 locks
+it together with others that have one, any other worker alone. The kernel frees the lock when the process ends.
 
-The GPUs of vLLM servers are locked by the worker that starts these, once for its life: the servers come and go, and may share the worker's
-own GPU. Servers of --vllm-url lock nothing.
+The GPUs of vLLM servers are locked by the worker that starts these, once for its life: the servers come and go, and may
+share the worker's own GPU. Servers of --vllm-url lock nothing.
 
 Not seen are servers of other users, and those in containers that do not share the directory for temporary files.
 """
@@ -47,7 +47,8 @@ class DeviceLock:
 def lock_devices(config: Config, patience_s: float = PATIENCE_S) -> list[DeviceLock]:
     """Lock all GPUs that a worker and its vLLM servers use. A CPU is not locked.
 
-    Raises ConfigError if one cannot be had within `patience_s`, or if there is no GPU of which `memory_share` could be a share.
+    Raises ConfigError if one cannot be had within `patience_s`, or if there is no GPU of which `memory_share` could be
+    a share.
     """
     import torch  # here, because these take seconds
 
@@ -85,7 +86,9 @@ def _gpus_of_servers(config: Config) -> set[int]:
     from tinsmith.sampling.vllm.launch import gpus_of  # needs packages that are not there without vLLM
 
     device, seen = pick_device(config.models.device), torch.cuda.device_count()
-    return {gpu for name in base_model_sources(config) for server in gpus_of(name, config, device, seen) for gpu in server}
+    return {
+        gpu for name in base_model_sources(config) for server in gpus_of(name, config, device, seen) for gpu in server
+    }
 
 
 def lock(uuid: str, name: str, shared: bool, patience_s: float = PATIENCE_S) -> DeviceLock:
@@ -106,8 +109,8 @@ def lock(uuid: str, name: str, shared: bool, patience_s: float = PATIENCE_S) -> 
             os.close(file)
             os.close(directory)
             raise ConfigError(
-                f"{name} is used by another server{holders}; start both with --memory-share, such as --memory-share 0.5, or give each a "
-                "GPU of its own (--device, CUDA_VISIBLE_DEVICES)"
+                f"{name} is used by another server{holders}; start both with --memory-share, such as --memory-share "
+                "0.5, or give each a GPU of its own (--device, CUDA_VISIBLE_DEVICES)"
             )
         if not told:
             log.info("waiting up to %.0f s for another server to leave %s", patience_s, name)
@@ -126,20 +129,24 @@ def _locked(file: int, wanted: int) -> bool:
 def _directory() -> int:
     """Open this user's directory for locks, made if missing, which nobody else can write to.
 
-    It is locked too, which keeps services that tidy up temporary files away from it. Raises ConfigError if it is not ours alone.
+    It is locked too, which keeps services that tidy up temporary files away from it. Raises ConfigError if it is not
+    ours alone.
     """
     path = Path(tempfile.gettempdir()) / f"tinsmith-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise ConfigError(f"{path}, which holds the locks of GPUs, cannot be used as a directory: {error.strerror}; remove it") from error
+        raise ConfigError(
+            f"{path}, which holds the locks of GPUs, cannot be used as a directory: {error.strerror}; remove it"
+        ) from error
     found = os.fstat(directory)
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(directory)
         raise ConfigError(
-            f"{path}, which holds the locks of GPUs, must be this user's (it belongs to user {found.st_uid}) and closed to others (its "
-            f"mode is {stat.S_IMODE(found.st_mode):o}); remove it, or name another place for temporary files with TMPDIR"
+            f"{path}, which holds the locks of GPUs, must be this user's (it belongs to user {found.st_uid}) and "
+            f"closed to others (its mode is {stat.S_IMODE(found.st_mode):o}); "
+            "remove it, or name another place for temporary files with TMPDIR"
         )
     fcntl.flock(directory, fcntl.LOCK_SH)
     return directory

@@ -44,10 +44,15 @@ class DeviceMemory:
             return 0
         tokens, most = plan.longest, plan.sizes.max_context
         if tokens == 0:
-            log.warning("%s: the memory of %s has no room to train any sequence; lower --kv-cache-gib", name, plan.place.name)
+            log.warning(
+                "%s: the memory of %s has no room to train any sequence; lower --kv-cache-gib", name, plan.place.name
+            )
         elif tokens < most:
             log.info(
-                "%s: sequences of up to %d tokens train, of the %d of its context: then the memory of %s ends (--kv-cache-gib)",
+                (
+                    "%s: sequences of up to %d tokens train, of the %d of its context: "
+                    "then the memory of %s ends (--kv-cache-gib)"
+                ),
                 *(name, tokens, most, plan.place.name),
             )
         else:
@@ -58,7 +63,12 @@ class DeviceMemory:
         """Return and log the longest sequence that trains if all workers compute it together."""
         plan = self.plans[name]
         tokens = plan.together
-        log.info("%s: sequences of up to %d tokens train on all %d workers together (sequence parallel)", name, tokens, plan.workers)
+        log.info(
+            "%s: sequences of up to %d tokens train on all %d workers together (sequence parallel)",
+            name,
+            tokens,
+            plan.workers,
+        )
         return tokens
 
 

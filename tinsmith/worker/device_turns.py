@@ -2,8 +2,8 @@
 
     sampling -> falling asleep -> training -> waking -> sampling ...
 
-Who has the GPU keeps it for a turn if there is enough to do, however much waits on the other side, and no longer if anything waits there.
-Without a length of turns the trainer always has it, and nobody sleeps.
+Who has the GPU keeps it for a turn if there is enough to do, however much waits on the other side, and no longer if
+anything waits there. Without a length of turns the trainer always has it, and nobody sleeps.
 """
 
 import logging
@@ -39,14 +39,23 @@ class DeviceTurns:
     """Decides, for the worker's thread, whether training or the samplers' servers have the GPU."""
 
     def __init__(
-        self, sleepers: Sequence[Sleeper], turn_s: float, leave: Callable[[], None], clock: Callable[[], float] = time.monotonic
+        self,
+        sleepers: Sequence[Sleeper],
+        turn_s: float,
+        leave: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Let the servers of `sleepers` have it first, because they start at once. `leave` gives back the trainer's spare memory."""
+        """Let the servers of `sleepers` have it first, because they start at once.
+
+        `leave` gives back the trainer's spare memory.
+        """
         self.sleepers = sleepers if turn_s else ()
         self.turn_s = turn_s
         self.leave = leave
         self.clock = clock
-        self.state: Literal["sampling", "falling asleep", "training", "waking"] = "sampling" if self.sleepers else "training"
+        self.state: Literal["sampling", "falling asleep", "training", "waking"] = (
+            "sampling" if self.sleepers else "training"
+        )
         self._switching: list[Future[None]] = []
         self._since = self._busy_at = clock()
 
@@ -95,6 +104,8 @@ class DeviceTurns:
         for future in self._switching:
             future.result()
         asleep = self.state == "falling asleep"
-        log.info("the GPU is %s now, after %.2f s", "the trainer's" if asleep else "the vLLM servers'", now - self._since)
+        log.info(
+            "the GPU is %s now, after %.2f s", "the trainer's" if asleep else "the vLLM servers'", now - self._since
+        )
         self.state, self._switching = "training" if asleep else "sampling", []
         self._since = self._busy_at = now

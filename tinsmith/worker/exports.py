@@ -1,8 +1,10 @@
 """Writes external weights: a PEFT adapter, or a whole transformers model if all of it was trained.
 
-With recipients every file is encrypted with age (age-encryption.org) and named `.age`; nothing in plain text stays behind.
+With recipients every file is encrypted with age (age-encryption.org) and named `.age`; nothing in plain text stays
+behind.
 
-`python -m tinsmith.worker.exports STATE DIRECTORY` writes a transformers model of the full weights whose checkpoint lies in STATE.
+`python -m tinsmith.worker.exports STATE DIRECTORY` writes a transformers model of the full weights whose checkpoint
+lies in STATE.
 """
 
 import subprocess
@@ -36,12 +38,17 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
         except pyrage.RecipientError as error:
             # Not all of it: it may be the secret key.
             shown = text[:_SHOWN_CHARACTERS] + ("..." if len(text) > _SHOWN_CHARACTERS else "")
-            raise UserError(f"age_encryption_recipients.{place}: {shown!r} is no age1... key and no SSH public key: {error}") from error
+            raise UserError(
+                f"age_encryption_recipients.{place}: {shown!r} is no age1... key and no SSH public key: {error}"
+            ) from error
     return recipients
 
 
 def write_external(state: SavedState, layout: Layout, directory: Path, recipients: Sequence[Any]) -> None:
-    """Write the files of a model's copied state to `directory`, made if missing; `layout` is that of the base. Any thread may do this."""
+    """Write the files of a model's copied state to `directory`, made if missing; `layout` is that of the base.
+
+    Any thread may do this.
+    """
     _write_encrypted(partial(_write_plain, state, layout), directory, recipients)
 
 
@@ -62,7 +69,7 @@ def _write_encrypted(write: Callable[[Path], None], directory: Path, recipients:
 
 
 def encrypt(plain: Path, encrypted: Path, recipients: Sequence[Any]) -> None:
-    """Encrypt a file in blocks: `pyrage.encrypt_file` lets no other thread run, and the server would miss the heartbeats."""
+    """Encrypt a file in blocks: `pyrage.encrypt_file` blocks all threads, and the server would miss heartbeats."""
     with plain.open("rb") as source, encrypted.open("wb") as target:
         pyrage.encrypt_io(source, target, recipients)
 
@@ -86,10 +93,13 @@ def _scratch(directory: Path) -> Iterator[Path]:
 
 
 def merge(state: Path, directory: Path) -> None:
-    """Write the model in a process of its own, and wait for that. Raises TinsmithError with the last line of what it says.
+    """Write the model in a process of its own, and wait for that.
 
-    While transformers builds a network it sets torch's default dtype, and replaces functions of torch, for the whole process: what the
-    device's thread made meanwhile would be of the wrong precision, and after two builds at once it would stay so.
+    Raises TinsmithError with the last line of what it says.
+
+    While transformers builds a network it sets torch's default dtype, and replaces functions of torch, for the whole
+    process: what the device's thread made meanwhile would be of the wrong precision, and after two builds at once it
+    would stay so.
     """
     ended = subprocess.run(
         [sys.executable, "-P", "-m", "tinsmith.worker.exports", str(state), str(directory)],

@@ -1,15 +1,16 @@
 """Copies of models on disk, from which new workers restore them when this one dies.
 
-After a step of a LoRA model its weights and what AdamW remembers are copied, and a thread writes them as the files of a checkpoint. They
-are to outlive this process, not a power cut, so they are synced only where workers run on several hosts: there a copy has to outlive its
-host. The step is answered when its copy is complete, while other models use the device. So with a share of 1 there is a copy of every step
-that a client knows to have been taken. With less, steps that come before the last copy has paid off leave none.
+After a step of a LoRA model its weights and what AdamW remembers are copied, and a thread writes them as the files of a
+checkpoint. They are to outlive this process, not a power cut, so they are synced only where workers run on several
+hosts: there a copy has to outlive its host. The step is answered when its copy is complete, while other models use the
+device. So with a share of 1 there is a copy of every step that a client knows to have been taken. With less, steps that
+come before the last copy has paid off leave none.
 
-A copy is a directory named by the seq_id of its step. It appears when it is complete; the one before it stays until the next step, because
-a worker may die between the copy and the answer.
+A copy is a directory named by the seq_id of its step. It appears when it is complete; the one before it stays until the
+next step, because a worker may die between the copy and the answer.
 
-The limit is for all workers together. So beside the directory of a model's copies lies an empty file, whose name ends with the number of
-bytes that were taken for them.
+The limit is for all workers together. So beside the directory of a model's copies lies an empty file, whose name ends
+with the number of bytes that were taken for them.
 """
 
 import logging
@@ -47,11 +48,13 @@ class KeptCopies:
     threads: Background
     place: Place
     reserved: dict[str, int] = field(default_factory=dict)
-    """Bytes on the disk for the copies of each model that this worker writes: two, as the former stays while the next is written."""
+    """Disk bytes for this worker's copies of each model: two copies, as one stays while the next is written."""
     paid_off_at: dict[str, float] = field(default_factory=dict)
     """Monotonic time at which the last copy of each model will have taken no more than its share."""
 
-    def keep(self, backend: LocalBackend, model_id: str, directory: Path, before: str, then: Callable[[bool], None]) -> None:
+    def keep(
+        self, backend: LocalBackend, model_id: str, directory: Path, before: str, then: Callable[[bool], None]
+    ) -> None:
         """Copy a model as it is now; `then` is told later whether `directory` holds the copy.
 
         The model's other copies but `before` are deleted. One that cannot be kept is logged and costs no step.
@@ -68,7 +71,9 @@ class KeptCopies:
                 then(False)
                 return
             base = backend.base
-            about = About(base.name, base.tokenizer_id, base.family.model_type, model.weights.shape, base.known_fingerprint)
+            about = About(
+                base.name, base.tokenizer_id, base.family.model_type, model.weights.shape, base.known_fingerprint
+            )
             state = backend.copied(model, about, optimizer=True)
         except (TinsmithError, OSError, MemoryError, RuntimeError) as error:
             self._not_kept(model_id, error)
@@ -121,7 +126,9 @@ class KeptCopies:
         then(error is None)
 
     def _not_kept(self, model_id: str, why: object) -> None:
-        log.warning("model %s would be lost with this worker until it is saved: no copy of it could be kept: %s", model_id, why)
+        log.warning(
+            "model %s would be lost with this worker until it is saved: no copy of it could be kept: %s", model_id, why
+        )
 
 
 def _room(parameters: int) -> int:

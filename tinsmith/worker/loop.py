@@ -2,8 +2,8 @@
 
     new messages -> at most one pass or call -> decode steps for as long as that took -> again
 
-Neither training nor sampling starves the other, and nothing that touches weights needs a lock. What needs no device runs in threads beside
-it. With no work the thread sleeps on its socket.
+Neither training nor sampling starves the other, and nothing that touches weights needs a lock. What needs no device
+runs in threads beside it. With no work the thread sleeps on its socket.
 """
 
 import logging
@@ -92,7 +92,7 @@ class Worker:
         place: Place | None = None,
         compared: dict[str, BaseModel] | None = None,
     ) -> None:
-        """Join a `group`, if given, whose workers hold the same models and share each pass; without a `place` this one is alone.
+        """Join `group`, whose workers hold the same models and share each pass; without a `place` this one is alone.
 
         `compared` are whole base models for the sampler, where those that train are sharded (`worker/bases.py`).
         """
@@ -120,7 +120,11 @@ class Worker:
             backend.memory.share_host(self.memory.host, [each.memory for each in backends.values()])
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         sampling = config.sampling
-        memory, disk, idle_s = sampling.snapshot_gib * 2**30, disk_for_snapshots(config, place), sampling.snapshot_idle_h * 3600
+        memory, disk, idle_s = (
+            sampling.snapshot_gib * 2**30,
+            disk_for_snapshots(config, place),
+            sampling.snapshot_idle_h * 3600,
+        )
         spill = Path(config.data_dir) / SNAPSHOTS_DIR / (str(place.rank) if group else "")
         shared = None if config.training.trains else SharedCheckpoints(files)
         self.snapshots = Snapshots(self.sampled_bases, records, files, spill, memory, disk, idle_s, shared)
@@ -133,12 +137,18 @@ class Worker:
         elif sampling.sampler == "local":
             sampled = local_samplers(self.bases, renderers, config, self.memory)
         self.samples = Samples(sampled, self.snapshots, self.rendering, self.images, self.disk, records, self.send)
-        trained = {name: training_base(backends[name], renderers[name], config, self.memory, group) for name in self.bases}
+        trained = {
+            name: training_base(backends[name], renderers[name], config, self.memory, group) for name in self.bases
+        }
         self.longest_trained = {name: each.longest for name, each in trained.items()}
-        self.passes = Passes(trained, self.rendering, self.images, self.send, self.due.append, records.find, self._dropped)
+        self.passes = Passes(
+            trained, self.rendering, self.images, self.send, self.due.append, records.find, self._dropped
+        )
         room = config.training.kept_copies_gib * 2**30
         kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, place)
-        self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
+        self.models = Models(
+            backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept
+        )
         self.turns = DeviceTurns(sleepers, config.vllm.vllm_turn_s, self._give_back_memory)
         self.status = WorkerStatusReporter(self.samples, self.send)
         self.stopping = False
@@ -185,9 +195,9 @@ class Worker:
             threads.deliver()
 
     def _dropped(self) -> set[str]:
-        """Return, in the middle of a pass, the operations that the engine has dropped meanwhile, and answer steps whose copies are kept.
+        """Return operations that the engine dropped during a pass, and answer steps whose copies are kept.
 
-        Its messages are handled after the pass.
+        The engine's messages are handled after the pass.
         """
         self.copies.deliver()
         self.early += self.link.receive(0.0)

@@ -1,7 +1,7 @@
 """Calls of the engine to models: create, step, snapshot, save, export, load. Each is answered once.
 
-The device's thread computes and copies. Threads beside it write from the copy, and read, so that nobody's save or load keeps others from
-training and sampling. A model goes on as soon as the engine has heard that its copy is there.
+The device's thread computes and copies. Threads beside it write from the copy, and read, so that nobody's save or load
+keeps others from training and sampling. A model goes on as soon as the engine has heard that its copy is there.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +42,10 @@ from tinsmith.worker.snapshots import Snapshots
 
 @dataclass(eq=False)
 class Models:
-    """The models of a worker. `enqueue` lets the device's thread do something; `check` raises UserError if a shape cannot be sampled."""
+    """The models of a worker.
+
+    `enqueue` lets the device's thread do something; `check` raises UserError if a shape cannot be sampled.
+    """
 
     backends: Mapping[str, LocalBackend]
     snapshots: Snapshots
@@ -83,7 +86,7 @@ class Models:
         self.kept.forget(model_id)
 
     def _step(self, backend: LocalBackend, message: OptimStep) -> None:
-        """Take a step, which is answered when a copy of it is kept: then nothing that ends this process can take it back."""
+        """Take a step, answered once a copy is kept: then nothing that ends this process can take it back."""
         settings = message.settings | {"betas": tuple(message.settings["betas"])}
         metrics = backend.optim_step(message.model_id, AdamSettings(**settings))
 
@@ -99,7 +102,8 @@ class Models:
         """Copy a model, or this worker's part of one that is sharded, for a thread to write."""
         optimizer, recipients = False, []
         if isinstance(message, ExportModel):
-            recipients = parse_recipients(message.recipients)  # bad ones are refused on all workers, before they exchange anything
+            # Bad ones are refused on all workers, before they exchange anything
+            recipients = parse_recipients(message.recipients)
         else:
             optimizer = message.optimizer
         part = backend.copy_part(message.model_id, optimizer)
@@ -128,7 +132,9 @@ class Models:
             backend.help_to_snapshot(message.model_id)
             return
         followed = message.model_id if message.inflight else None
-        weights = backend.snapshot(message.model_id, WeightsRef(message.base_model, message.request_id, message.request_id, followed))
+        weights = backend.snapshot(
+            message.model_id, WeightsRef(message.base_model, message.request_id, message.request_id, followed)
+        )
         device = self.snapshots.bases[message.base_model].device
         if isinstance(weights, Adapter) and weights.flat.device != device:
             weights = replace(weights, flat=weights.flat.to(device))
@@ -141,7 +147,8 @@ class Models:
         def then(ended: "Future[dict[str, Any]]") -> None:
             with failing_into(partial(self._failed, message)):
                 result = ended.result()
-                self.snapshots.forget(message.checkpoint["tinker_path"])  # one of this path may have been sampled before
+                # One of this path may have been sampled before
+                self.snapshots.forget(message.checkpoint["tinker_path"])
                 self._answer(message, result)
 
         self.disk.run(work, then)
@@ -157,10 +164,13 @@ class Models:
     def _restore(self, message: LoadModel, ended: "Future[SavedState]") -> None:
         with failing_into(partial(self._failed, message)):
             state = ended.result()
-            if self.kept.place.count == 1:  # of several, one that refuses would not have what the others have; samples are refused then
+            # Of several, one that refuses would not have what the others have; samples are refused then
+            if self.kept.place.count == 1:
                 self.check(message.base_model, state.about.shape)
             self.backends[message.base_model].restore(message.model_id, state)
-            self.kept.restored(message.model_id, message.directory, sum(tensor.numel() for tensor in state.tensors.values()))
+            self.kept.restored(
+                message.model_id, message.directory, sum(tensor.numel() for tensor in state.tensors.values())
+            )
             self._answer(message, {})
 
     def _copied(self, message: SaveModel | ExportModel) -> None:

@@ -1,7 +1,7 @@
 """Forward and forward_backward operations on the worker: checks their datums and computes passes.
 
-Operations are checked and measured as they come, and threads decode the images of a pass, so that the device never waits for what a
-processor could have done before.
+Operations are checked and measured as they come, and threads decode the images of a pass, so that the device never
+waits for what a processor could have done before.
 """
 
 import logging
@@ -49,7 +49,11 @@ class TrainingBase:
 
     def together(self, datums: Sequence[CheckedDatum]) -> list[int]:
         """Indices of datums that all workers compute together."""
-        return [index for index, datum in enumerate(datums) if self.longest_alone is not None and len(datum) > self.longest_alone]
+        return [
+            index
+            for index, datum in enumerate(datums)
+            if self.longest_alone is not None and len(datum) > self.longest_alone
+        ]
 
 
 @dataclass(eq=False)
@@ -88,7 +92,9 @@ class Passes:
         self.preparing[message.operation] = message
         if unpacked_size(message.payload, len(message.payload)) > SMALL_BYTES or message.image_digests:
             session = ids.session_of(message.model_id)
-            self.rendering.run(partial(self._check, message), lambda checked: self._answer(message, *checked.result()), session)
+            self.rendering.run(
+                partial(self._check, message), lambda checked: self._answer(message, *checked.result()), session
+            )
         else:
             self._answer(message, *self._check(message))
 
@@ -106,7 +112,9 @@ class Passes:
             self._notice(datums[0].loss.notice)
             pixels = [{digest.hex(): size for digest, size in datum.undecoded.items()} for datum in datums]
             lengths = [len(datum) for datum in datums]
-            return Prepared(message.number, message.operation, backward, lengths, pixels, trained.together(datums)), datums
+            return Prepared(
+                message.number, message.operation, backward, lengths, pixels, trained.together(datums)
+            ), datums
         return PrepareFailed(message.number, message.operation, backward, type_of(failures[0]), str(failures[0])), []
 
     def _notice(self, notice: str) -> None:
@@ -133,7 +141,9 @@ class Passes:
         pieces = [((operation, index), self.datums[operation][index]) for operation, index in message.pieces]
         self.passes[message.number] = message
         late = [place for place, (_, datum) in enumerate(pieces) if datum.undecoded]
-        self.rendered[message.number] = [None if place in late else _render(*piece) for place, piece in enumerate(pieces)]
+        self.rendered[message.number] = [
+            None if place in late else _render(*piece) for place, piece in enumerate(pieces)
+        ]
         if late:
             self.of_images.add(message.number)
         for place in late:
@@ -149,8 +159,9 @@ class Passes:
     def _enqueue(self) -> None:
         """Give the device what can be computed now.
 
-        Passes of a model keep their order, because another would round the sums of its gradients otherwise, and so do all around one that
-        exchanges something. Of passes with images the device has one at a time: what comes meanwhile goes ahead of the next.
+        Passes of a model keep their order, because another would round the sums of its gradients otherwise, and so do
+        all around one that exchanges something. Of passes with images the device has one at a time: what comes
+        meanwhile goes ahead of the next.
         """
         waiting: set[str] = set()
         """Models of passes whose images are being decoded, or that wait for such."""
@@ -158,7 +169,9 @@ class Passes:
             models = {operation.rpartition("/")[0] for operation, _ in message.pieces}
             rendered = [datum for datum in self.rendered[number] if datum is not None]
             is_held = waiting and (self._exchanges(message) or not waiting.isdisjoint(models))
-            has_one = number in self.of_images and not self._exchanges(message) and not self.of_images <= self.passes.keys()
+            has_one = (
+                number in self.of_images and not self._exchanges(message) and not self.of_images <= self.passes.keys()
+            )
             if is_held or has_one or len(rendered) < len(self.rendered[number]):
                 if self._exchanges(message):
                     return
@@ -189,7 +202,9 @@ class Passes:
         if message.together:
             results, failures = _compute_together(backend, message, rendered)
         else:  # one that exchanges something is to be computed by all workers or by none
-            results, failures = _compute_share(backend, message, rendered, None if exchanges else partial(self._look, message))
+            results, failures = _compute_share(
+                backend, message, rendered, None if exchanges else partial(self._look, message)
+            )
         watch.stop()
         if not exchanges and not failures:
             self.timed.append((message, watch))
@@ -198,7 +213,8 @@ class Passes:
         for piece in [piece for piece, result in results.items() if np.isnan(result.logprobs).any()]:
             del results[piece]
             failures[piece] = UserError(
-                f"datum {piece[1]}: a log-probability is NaN, so the model's weights are not finite, or what they compute; "
+                f"datum {piece[1]}: a log-probability is NaN, so the model's weights are not finite, "
+                "or what they compute; "
                 "go on from a checkpoint of before that"
             )
         self._forget(results)
@@ -212,7 +228,12 @@ class Passes:
                 backend.passes.tokens_per_pass,
                 [list(result.metrics) for result in results.values()],
                 self._took(),
-                b"".join([np.array(numbers, dtype=np.float64).tobytes(), *(result.logprobs.tobytes() for result in results.values())]),
+                b"".join(
+                    [
+                        np.array(numbers, dtype=np.float64).tobytes(),
+                        *(result.logprobs.tobytes() for result in results.values()),
+                    ]
+                ),
             )
         )
 
@@ -247,9 +268,13 @@ Outcome = tuple[dict[Piece, DatumResult], dict[Piece, TinsmithError]]
 """Results and errors of a pass by datum."""
 
 
-def _compute_share(backend: LocalBackend, message: RunPass, rendered: "list[Rendered]", look: Callable[[], None] | None) -> Outcome:
+def _compute_share(
+    backend: LocalBackend, message: RunPass, rendered: "list[Rendered]", look: Callable[[], None] | None
+) -> Outcome:
     """Compute a pass, or this worker's share of one; an operation with a broken image contributes nothing."""
-    failures = {piece: type(work)(f"datum {piece[1]}: {work}") for piece, work in rendered if isinstance(work, TinsmithError)}
+    failures = {
+        piece: type(work)(f"datum {piece[1]}: {work}") for piece, work in rendered if isinstance(work, TinsmithError)
+    }
     broken = {operation for operation, _ in failures}
     chosen = [(piece, work) for piece, work in rendered if isinstance(work, DatumWork) and piece[0] not in broken]
     results: dict[Piece, DatumResult] = {}
@@ -267,7 +292,7 @@ def _compute_share(backend: LocalBackend, message: RunPass, rendered: "list[Rend
 
 
 def _compute_together(backend: LocalBackend, message: RunPass, rendered: "list[Rendered]") -> Outcome:
-    """Compute a sequence with all workers; one whose images are broken here takes part too, so that the others hear of it."""
+    """Compute a sequence with all workers, even if its images are broken here, so that the others hear of it."""
     ((piece, work),) = rendered
     results: dict[Piece, DatumResult] = {}
     failures: dict[Piece, TinsmithError] = {}

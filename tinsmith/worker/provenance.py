@@ -1,8 +1,8 @@
 """Finds the recorded samples that a datum's tokens come from, and lays them over the datum's positions.
 
-A client that samples with record_stability_info names the sequences that each datum's tokens come from (`Datum.with_provenance` of the
-SDK), as sampled tokens or as parts of their prompts. All of it is checked: a ratio to the log-probability of another token would silently
-train something else.
+A client that samples with record_stability_info names the sequences that each datum's tokens come from
+(`Datum.with_provenance` of the SDK), as sampled tokens or as parts of their prompts. All of it is checked: a ratio to
+the log-probability of another token would silently train something else.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,19 +27,25 @@ def sequence_ids(data: Iterable[Datum], model_id: str) -> set[str]:
 
 
 def with_recorded(
-    datum: Datum, model_input: NDArray[np.int64], targets: NDArray[np.int64], model_id: str, recorded: Mapping[str, RecordedSequence]
+    datum: Datum,
+    model_input: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    model_id: str,
+    recorded: Mapping[str, RecordedSequence],
 ) -> Datum:
-    """Add two inputs to the datum: "logprobs", as recorded, and "sequence_ratio_mask", 1 at sampled positions; 0 elsewhere.
+    """Add inputs "logprobs", as recorded, and "sequence_ratio_mask", 1 at sampled positions and 0 elsewhere.
 
-    `model_input` [n] are its tokens, -1 in images, and `targets` [n] its target tokens. Raises UserError for spans that do not fit the
-    datum or what was recorded, and for an advantage at a position that was not sampled.
+    `model_input` [n] are its tokens, -1 in images, and `targets` [n] its target tokens. Raises UserError for spans that
+    do not fit the datum or what was recorded, and for an advantage at a position that was not sampled.
     """
     if not datum.model_input_spans or not datum.target_spans:
         raise UserError(
-            "the datum does not say which sampled sequences its tokens come from; stable_reinforce needs that: sample with "
-            "record_stability_info=True, and name the sequences with Datum.with_provenance"
+            "the datum does not say which sampled sequences its tokens come from; stable_reinforce needs that: "
+            "sample with record_stability_info=True, and name the sequences with Datum.with_provenance"
         )
-    for field, spans, tokens in zip(_FIELDS, (datum.model_input_spans, datum.target_spans), (model_input, targets), strict=True):
+    for field, spans, tokens in zip(
+        _FIELDS, (datum.model_input_spans, datum.target_spans), (model_input, targets), strict=True
+    ):
         _check_spans(field, spans, len(tokens), model_id, recorded)
     _check_tokens("model_input", model_input, datum.model_input_spans, recorded)
     _check_tokens("target_tokens", targets, datum.target_spans, recorded)
@@ -53,7 +59,10 @@ def with_recorded(
             mask[start:end] = 1
         start = end
     if not mask.any():
-        raise UserError("no target is a sampled token by its provenance, so stable_reinforce has nothing to train on; leave the datum out")
+        raise UserError(
+            "no target is a sampled token by its provenance, so stable_reinforce has nothing to train on; "
+            "leave the datum out"
+        )
     _check_advantages(datum, mask)
     return replace(datum, loss_fn_inputs=datum.loss_fn_inputs | {"logprobs": logprobs, "sequence_ratio_mask": mask})
 
@@ -68,28 +77,41 @@ def _check_spans(
             raise UserError(f"{name} has offset={span.offset}, length={span.length}; both must be at least 0")
         sequence = recorded.get(span.sequence_id)
         if sequence is None:
-            raise UserError(f"{name} names sequence {quoted(span.sequence_id)}, {_why_absent(span.sequence_id, model_id)}")
-        kind, most = ("sampled tokens", len(sequence.tokens)) if span.sampled else ("prompt tokens", sequence.prompt_length)
+            raise UserError(
+                f"{name} names sequence {quoted(span.sequence_id)}, {_why_absent(span.sequence_id, model_id)}"
+            )
+        kind, most = (
+            ("sampled tokens", len(sequence.tokens)) if span.sampled else ("prompt tokens", sequence.prompt_length)
+        )
         if span.offset + span.length > most:
             raise UserError(
-                f"{name} is [{span.offset}, {span.offset + span.length}) of the {kind} of sequence {span.sequence_id}, which has {most}"
+                f"{name} is [{span.offset}, {span.offset + span.length}) of the {kind} of sequence {span.sequence_id}, "
+                f"which has {most}"
             )
     covered = sum(span.length for span in spans)
     if covered != length:
-        raise UserError(f"the provenance spans of {field} cover {covered} positions, but it has {length}: each must be in exactly one span")
+        raise UserError(
+            f"the provenance spans of {field} cover {covered} positions, but it has {length}: "
+            "each must be in exactly one span"
+        )
 
 
 def _why_absent(sequence_id: str, model_id: str) -> str:
     session, own = ids.session_of(sequence_id), ids.session_of(model_id)
     if session != own:
-        return f"which is of session {quoted(session)}, but the model is of {own}; sample and train with clients of one ServiceClient"
+        return (
+            f"which is of session {quoted(session)}, but the model is of {own}; "
+            "sample and train with clients of one ServiceClient"
+        )
     return (
-        "which is not recorded: it was sampled without record_stability_info=True, or more than a day has passed since it was sampled or "
-        "trained on, or it had to make room for others (--recorded-sequences-gib); sample it again"
+        "which is not recorded: it was sampled without record_stability_info=True, or more than a day has passed since "
+        "it was sampled or trained on, or it had to make room for others (--recorded-sequences-gib); sample it again"
     )
 
 
-def _check_tokens(field: str, tokens: NDArray[np.int64], spans: Iterable[ProvenanceSpan], recorded: Mapping[str, RecordedSequence]) -> None:
+def _check_tokens(
+    field: str, tokens: NDArray[np.int64], spans: Iterable[ProvenanceSpan], recorded: Mapping[str, RecordedSequence]
+) -> None:
     """Raise if tokens marked as sampled differ from the recorded sample, in the targets or in their context."""
     start = 0
     for span in spans:
@@ -101,8 +123,9 @@ def _check_tokens(field: str, tokens: NDArray[np.int64], spans: Iterable[Provena
                 first = int(wrong[0])
                 found = tokens[start + first]
                 raise UserError(
-                    f"{field} at position {start + first} is {'of an image' if found < 0 else found}, but its provenance makes it token "
-                    f"{span.offset + first} of sequence {span.sequence_id}, which is {sampled[first]}; name the tokens that were sampled"
+                    f"{field} at position {start + first} is {'of an image' if found < 0 else found}, "
+                    f"but its provenance makes it token {span.offset + first} of sequence {span.sequence_id}, "
+                    f"which is {sampled[first]}; name the tokens that were sampled"
                 )
         start = end
 
@@ -115,6 +138,7 @@ def _check_advantages(datum: Datum, mask: NDArray[np.float32]) -> None:
     if wrong.size:
         first = wrong[0]
         raise UserError(
-            f"advantages at position {first} is {advantages[first]:g}, but its provenance says that the token was not sampled; "
+            f"advantages at position {first} is {advantages[first]:g}, but its provenance says that the token was not "
+            "sampled; "
             "stable_reinforce takes advantages of sampled tokens only: send 0 there"
         )

@@ -45,7 +45,9 @@ class SampleResults:
     finished: int = 0
 
     def fail(self, message: Sample, error: TinsmithError) -> None:
-        self.send(SampleFailed(message.request_id, message.run, str(error), error.category, isinstance(error, NotFoundError)))
+        self.send(
+            SampleFailed(message.request_id, message.run, str(error), error.category, isinstance(error, NotFoundError))
+        )
         log.warning("failed sample=%s: %s", message.request_id, error)
 
     def finish(self, result: SampleResult, started: Started) -> None:
@@ -75,7 +77,9 @@ class SampleResults:
         """Record what was sampled in a thread, then answer: a client may train on it as soon as it has the answer."""
         sequences = {
             ids.sequence_id(message.request_id, index): RecordedSequence(
-                result.prompt_tokens, np.array(sequence.tokens, dtype=np.int32), np.array(sequence.logprobs, dtype=np.float32)
+                result.prompt_tokens,
+                np.array(sequence.tokens, dtype=np.int32),
+                np.array(sequence.logprobs, dtype=np.float32),
             )
             for index, sequence in enumerate(result.sequences)
         }
@@ -132,7 +136,9 @@ class Samples:
     @property
     def has_work(self) -> bool:
         """Whether a `step` would do something."""
-        return any(base.sampler.has_work or base.next(self.admission.has_room) is not None for base in self.bases.values())
+        return any(
+            base.sampler.has_work or base.next(self.admission.has_room) is not None for base in self.bases.values()
+        )
 
     def load(self) -> tuple[int, int]:
         """Number of sequences that are decoded and that wait, on all base models."""
@@ -168,7 +174,7 @@ class Samples:
                     self._take(base)
 
     def _take(self, base: SamplingBase) -> None:
-        """Let a sampler do a step and answer what comes in the middle of it at once; an error of answering is raised behind it."""
+        """Let a sampler do a step, and answer at once what comes amid it; an error of answering is raised after it."""
         failures: list[TinsmithError] = []
 
         def deliver(events: Sequence[SampleEvent]) -> None:
@@ -199,7 +205,11 @@ class Samples:
 
     def _weights_in_use(self) -> set[Key]:
         bases = self.bases.values()
-        messages = [message for base in bases for message in (*base.waiting, *(started.message for started in base.started.values()))]
+        messages = [
+            message
+            for base in bases
+            for message in (*base.waiting, *(started.message for started in base.started.values()))
+        ]
         return {(message.base_model, message.weights_id) for message in messages if message.weights_id is not None}
 
     def _publish(self, base_model: str, weights: Weights) -> None:

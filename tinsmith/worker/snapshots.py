@@ -1,10 +1,11 @@
 """Frozen weights that sessions sample: ephemeral snapshots, and checkpoints, loaded when they are first sampled.
 
-Over `memory_bytes` the least recently sampled leave the memory and come back on use. An ephemeral snapshot is written to disk then, once; a
-checkpoint lies there already.
+Over `memory_bytes` the least recently sampled leave the memory and come back on use. An ephemeral snapshot is written
+to disk then, once; a checkpoint lies there already.
 
-Clients do not say when they are done with a snapshot, and a training run makes one at every step. So it is dropped when nobody has sampled
-it for `idle_s`, and over `disk_bytes` the least recently sampled are. The newest of each model and what is being sampled are kept.
+Clients do not say when they are done with a snapshot, and a training run makes one at every step. So it is dropped when
+nobody has sampled it for `idle_s`, and over `disk_bytes` the least recently sampled are. The newest of each model and
+what is being sampled are kept.
 """
 
 import logging
@@ -55,7 +56,10 @@ class WeightsReader:
     """Where checkpoints are looked for that are not among the `rows` of the database."""
 
     def checkpoint(self, key: Key) -> Snapshot:
-        """Read a checkpoint by its path. Raises NotFoundError if it is gone, UserError if it fits neither base nor memory."""
+        """Read a checkpoint by its path.
+
+        Raises NotFoundError if it is gone, UserError if it fits neither base nor memory.
+        """
         path = key[1]
         checkpoint = require_sampled(self.rows, self.shared, path)
         ref = WeightsRef(key[0], checkpoint.directory, path)
@@ -71,7 +75,8 @@ class WeightsReader:
         try:
             return Snapshot(self._read(key, written.directory, written.ref))
         except FileNotFoundError as error:
-            log.warning("%s, files of snapshot %s, was deleted", written.directory, key[1])  # clients are not told where it was
+            # Clients are not told where it was
+            log.warning("%s, files of snapshot %s, was deleted", written.directory, key[1])
             raise NotFoundError(f"the files of snapshot {key[1]} were deleted; save the weights again") from error
 
     def _read(self, key: Key, directory: Path, ref: WeightsRef) -> Weights:
@@ -104,7 +109,7 @@ class Snapshots:
         idle_s: float = math.inf,
         shared: SharedCheckpoints | None = None,
     ) -> None:
-        """Keep snapshots that memory has no room for in the directory `spill`, and delete what an earlier worker left there.
+        """Keep snapshots for which memory has no room in directory `spill`; delete what an earlier worker left there.
 
         Checkpoints that are not among the `rows` of the database are looked for among the `shared` ones.
         """
@@ -151,7 +156,10 @@ class Snapshots:
             self.newest.pop((key[0], model_id), None)
 
     def find(self, base_model: str, weights_id: str) -> Weights | None:
-        """Return weights by snapshot or path; None if they are to be read first (`reader`). Raises NotFoundError if they have expired."""
+        """Return weights by snapshot or path; None if they are to be read first (`reader`).
+
+        Raises NotFoundError if they have expired.
+        """
         key = (base_model, weights_id)
         held = self.held.get(key)
         if held is None:
@@ -167,7 +175,8 @@ class Snapshots:
     def reader(self, base_model: str, weights_id: str) -> Callable[[], Snapshot]:
         """Return a function for any thread that reads weights which are not in memory, for `hold`.
 
-        Both raise NotFoundError, with the reason, if they are gone; the function also UserError if they fit neither base nor memory.
+        Both raise NotFoundError, with the reason, if they are gone; the function also UserError if they fit neither
+        base nor memory.
         """
         key = (base_model, weights_id)
         if is_path(weights_id):

@@ -37,7 +37,10 @@ class _Leaving:
 
 
 class Spill:
-    """Snapshots on disk, by key, written by a thread of its own, one at a time. Until one is written it stays in memory."""
+    """Snapshots on disk, by key, written by a thread of its own, one at a time.
+
+    Until one is written it stays in memory.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Delete the snapshots of an earlier worker in the directory."""
@@ -60,7 +63,7 @@ class Spill:
             self._start(_Leaving(key, about, weights))
 
     def find(self, key: Key) -> Weights | Written | None:
-        """Return the weights if they are still in memory, or where they are on disk; None if they were never put here."""
+        """Return the weights if still in memory, or where they are on disk; None if they were never put here."""
         with self._lock:
             if self._leaving is not None and self._leaving.key == key:
                 return self._leaving.weights
@@ -90,7 +93,8 @@ class Spill:
         """Wait until all is on the disk. Raises what went wrong, which is tried again."""
         if self._writing is None:
             return
-        with ExitStack() as then:  # a frame of ours that named the error would keep it, and with it the weights of all its callers
+        # A frame of ours that named the error would keep it, and with it the weights of all its callers
+        with ExitStack() as then:
             then.callback(self._start_again)
             self._writing.result()
 

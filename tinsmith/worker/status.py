@@ -37,7 +37,7 @@ class WorkerStatusReporter:
         """Numbers of graphs that were already logged."""
 
     def report(self) -> None:
-        """Report and log what is due; call it whenever the worker has done something, and at least every few seconds."""
+        """Report and log what is due; call it after whatever the worker does, and at least every few seconds."""
         now = time.monotonic()
         if now < self.due:
             return
@@ -52,18 +52,31 @@ class WorkerStatusReporter:
             self.send(dataclasses.replace(status, memory=memory_held()))
 
     def sum_up(self) -> None:
-        """Log how much was sampled, and which graphs were made, since the last summary; nothing if there was nothing."""
+        """Log what was sampled and which graphs were made since the last summary; nothing if there was nothing."""
         since, samples, tokens = self.summed_up
         results = self.samples.results
         self.summed_up = (time.monotonic(), results.finished, results.sampled_tokens)
-        new, new_tokens, seconds = results.finished - samples, results.sampled_tokens - tokens, self.summed_up[0] - since
+        new, new_tokens, seconds = (
+            results.finished - samples,
+            results.sampled_tokens - tokens,
+            self.summed_up[0] - since,
+        )
         if new:
-            log.info("samples: %d finished, %d tokens in %.0f s (%.0f tokens/s)", new, new_tokens, seconds, new_tokens / seconds)
+            log.info(
+                "samples: %d finished, %d tokens in %.0f s (%.0f tokens/s)",
+                new,
+                new_tokens,
+                seconds,
+                new_tokens / seconds,
+            )
         made = graphs_made()
         more = {kind: count - self.graphs.get(kind, 0) for kind, count in made.items()}
         self.graphs = made
         if any(more.values()):
-            log.info("graphs of operations: %s", ", ".join(f"{count} {kind}, {more[kind]} of them new" for kind, count in made.items()))
+            log.info(
+                "graphs of operations: %s",
+                ", ".join(f"{count} {kind}, {more[kind]} of them new" for kind, count in made.items()),
+            )
 
 
 def graphs_made() -> dict[str, int]:

@@ -1,7 +1,7 @@
 """A local HTTP server with OpenAI's chat completions API, whose answers come from another thread.
 
-It turns any program that asks a model through this API into an environment: each request waits until the trainer's policy has answered it.
-A header of the requests says which conversation they belong to.
+It turns any program that asks a model through this API into an environment: each request waits until the trainer's
+policy has answered it. A header of the requests says which conversation they belong to.
 """
 
 import json
@@ -34,7 +34,10 @@ class ExternalChat:
         self._answers.put(None)
 
     def ask(self, body: dict[str, Any]) -> str | None:
-        """Put the question of a request and wait for its answer; None after `hang_up`. Raises UserError for tools and streaming."""
+        """Put the question of a request and wait for its answer; None after `hang_up`.
+
+        Raises UserError for tools and streaming.
+        """
         if tools := body.get("tools"):
             names = ", ".join(str(tool.get("function", tool).get("name")) for tool in tools)
             raise UserError(f"the program offers tools ({names}), and answers here are text")
@@ -48,7 +51,10 @@ class ExternalChat:
 
 
 class ChatEndpoint:
-    """The HTTP server, which runs in threads until `close`. The header `header` says which conversation a request belongs to."""
+    """The HTTP server, which runs in threads until `close`.
+
+    The header `header` says which conversation a request belongs to.
+    """
 
     def __init__(self, header: str) -> None:
         self.header = header
@@ -85,7 +91,11 @@ class ChatEndpoint:
         except UserError as error:
             chat.refusal = str(error)
             return 400, _error(str(error))
-        return (200, _completion(str(body.get("model")), text)) if text is not None else (410, _error("the conversation has ended"))
+        return (
+            (200, _completion(str(body.get("model")), text))
+            if text is not None
+            else (410, _error("the conversation has ended"))
+        )
 
 
 def _handler_of(endpoint: ChatEndpoint) -> type[BaseHTTPRequestHandler]:

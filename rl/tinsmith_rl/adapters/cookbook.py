@@ -1,8 +1,8 @@
 """Environments and policies of the Tinker Cookbook (0.6) for `tinsmith_rl`, and ours for the cookbook.
 
-The cookbook's environments exchange tokens with its policies (`TokenCompleter`); ours exchange messages. So its episodes are played by its
-own rollout code, and `CookbookRollouts` converts them to our trajectories. Ours are offered to the cookbook together with a chat template,
-as `CookbookEnv` and `CookbookEnvGroupBuilder`.
+The cookbook's environments exchange tokens with its policies (`TokenCompleter`); ours exchange messages. So its
+episodes are played by its own rollout code, and `CookbookRollouts` converts them to our trajectories. Ours are offered
+to the cookbook together with a chat template, as `CookbookEnv` and `CookbookEnvGroupBuilder`.
 """
 
 import asyncio
@@ -44,17 +44,24 @@ class PolicyOfCompleter:
         """One answer. The completer decides on temperature, top_p and seed."""
         stop: list[Any] = list(request.stop_ids) or list(request.stop) or self.stop
         answer = await self.completer(prompt, stop, max_tokens=request.max_tokens)
-        return Completion(np.array(answer.tokens, np.int32), np.array(answer.logprobs, np.float32), answer.stop_reason == "stop")
+        return Completion(
+            np.array(answer.tokens, np.int32), np.array(answer.logprobs, np.float32), answer.stop_reason == "stop"
+        )
 
 
 class CompleterOfPolicy(TokenCompleter):
-    """One of our policies for the cookbook's rollouts. If the request has a seed, each answer gets another one derived from it."""
+    """One of our policies for the cookbook's rollouts.
+
+    If the request has a seed, each answer gets another one derived from it.
+    """
 
     def __init__(self, policy: Policy, request: SamplingRequest) -> None:
         self.policy, self.request = policy, request
         self.answers = 0
 
-    async def __call__(self, model_input: tinker.ModelInput, stop: Any, *, max_tokens: int | None = None) -> TokensWithLogprobs:
+    async def __call__(
+        self, model_input: tinker.ModelInput, stop: Any, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
         """One answer, which ends at any of `stop`: texts or token ids."""
         number, self.answers = self.answers, self.answers + 1
         request = replace(
@@ -65,7 +72,9 @@ class CompleterOfPolicy(TokenCompleter):
             stop_ids=tuple(end for end in stop if isinstance(end, int)),
         )
         answer = await self.policy.complete(model_input, request)
-        return TokensWithLogprobs(answer.tokens.tolist(), answer.logprobs.tolist(), "stop" if answer.stopped else "length")
+        return TokensWithLogprobs(
+            answer.tokens.tolist(), answer.logprobs.tolist(), "stop" if answer.stopped else "length"
+        )
 
 
 class CookbookEnv(TheirEnv):
@@ -103,21 +112,36 @@ class CookbookEnv(TheirEnv):
 class CookbookEnvGroupBuilder(EnvGroupBuilder):
     """A group of episodes of one prompt, for the cookbook."""
 
-    def __init__(self, name: str, options: dict[str, Any], prompt: Prompt, template: ChatTemplate, group_size: int) -> None:
-        self.name, self.options, self.prompt, self.template, self.group_size = name, options, prompt, template, group_size
+    def __init__(
+        self, name: str, options: dict[str, Any], prompt: Prompt, template: ChatTemplate, group_size: int
+    ) -> None:
+        self.name, self.options, self.prompt, self.template, self.group_size = (
+            name,
+            options,
+            prompt,
+            template,
+            group_size,
+        )
 
     async def make_envs(self) -> Sequence[TheirEnv]:
         return [CookbookEnv(self.name, self.options, self.prompt, self.template) for _ in range(self.group_size)]
 
 
 class CookbookRollouts:
-    """Rollouts of the cookbook's environments. `env` names a function (prompt, group_size, **options) -> EnvGroupBuilder.
+    """Rollouts of the cookbook's environments.
+
+    `env` names a function (prompt, group_size, **options) -> EnvGroupBuilder.
 
     They run in the event loop, with the limits of `settings` unless an environment has its own.
     """
 
     def __init__(
-        self, env: str, options: Mapping[str, Any], settings: RolloutSettings, template: ChatTemplate, in_flight: int = 4096
+        self,
+        env: str,
+        options: Mapping[str, Any],
+        settings: RolloutSettings,
+        template: ChatTemplate,
+        in_flight: int = 4096,
     ) -> None:
         self.env, self.options = env, dict(options)
         self.settings, self.template = settings, template
@@ -126,11 +150,12 @@ class CookbookRollouts:
     async def play_group(self, policy: Policy, prompt: Prompt, episodes: Sequence[EpisodeId]) -> tuple[Trajectory, ...]:
         """Play a group. The rewards that the builder computes for the group are added to the last sampled tokens.
 
-        An exception in an environment ends its episode, one in the group's builder ends all episodes of the group. Raises ConfigError if
-        the builder makes a wrong number of environments, and what the policy raises.
+        An exception in an environment ends its episode, one in the group's builder ends all episodes of the group.
+        Raises ConfigError if the builder makes a wrong number of environments, and what the policy raises.
         """
         try:
-            # TypeError and our own errors mean wrong options and other mistakes in the configuration: no episode could begin.
+            # TypeError and our own errors mean wrong options and other mistakes in the configuration: no episode could
+            # begin.
             with environment_code(TypeError, RlError):
                 builder: EnvGroupBuilder = find(self.env)(prompt, len(episodes), **self.options)
             async with ended_by(lambda: _guarded(builder.cleanup())):
@@ -138,38 +163,55 @@ class CookbookRollouts:
         except EnvError as error:
             return tuple(_failed(episode, error) for episode in episodes)
 
-    async def _played(self, builder: EnvGroupBuilder, policy: Policy, episodes: Sequence[EpisodeId]) -> tuple[Trajectory, ...]:
+    async def _played(
+        self, builder: EnvGroupBuilder, policy: Policy, episodes: Sequence[EpisodeId]
+    ) -> tuple[Trajectory, ...]:
         envs = await _guarded(builder.make_envs())
         if len(envs) != len(episodes):
             raise ConfigError(f"env={self.env!r} made {len(envs)} environments for a group of {len(episodes)}")
         async with task_group() as tasks:
-            playing = [tasks.create_task(self._rollout(env, policy, episode)) for env, episode in zip(envs, episodes, strict=True)]
+            playing = [
+                tasks.create_task(self._rollout(env, policy, episode))
+                for env, episode in zip(envs, episodes, strict=True)
+            ]
         outcomes = [task.result() for task in playing]
-        finished = [(env, outcome) for env, outcome in zip(envs, outcomes, strict=True) if not isinstance(outcome, EnvError)]
+        finished = [
+            (env, outcome) for env, outcome in zip(envs, outcomes, strict=True) if not isinstance(outcome, EnvError)
+        ]
         rewards = iter(await _group_rewards(builder, [played for _, played in finished], [env for env, _ in finished]))
         return tuple(
-            _failed(episode, outcome) if isinstance(outcome, EnvError) else self._trajectory(episode, outcome, *next(rewards))
+            _failed(episode, outcome)
+            if isinstance(outcome, EnvError)
+            else self._trajectory(episode, outcome, *next(rewards))
             for episode, outcome in zip(episodes, outcomes, strict=True)
         )
 
     async def _rollout(self, env: TheirEnv, policy: Policy, episode: EpisodeId) -> TheirTrajectory | EnvError:
         settings = self.settings
         limits = RolloutLimits(
-            max_turns=settings.max_turns, max_trajectory_tokens=settings.max_context, max_turn_tokens=settings.request.max_tokens
+            max_turns=settings.max_turns,
+            max_trajectory_tokens=settings.max_context,
+            max_turn_tokens=settings.request.max_tokens,
         )
         seed = None if settings.seed is None else derived_seed(settings.seed, episode.group, episode.member)
         completer = CompleterOfPolicy(policy, replace(settings.request, seed=seed))
         async with self._slots:
             try:
-                return await run_rollout(completer, _Guarded(env), limits=getattr(env, "rollout_limits", None) or limits)
+                return await run_rollout(
+                    completer, _Guarded(env), limits=getattr(env, "rollout_limits", None) or limits
+                )
             except EnvError as error:
                 return error
             except PromptRefusedError as error:
                 return EnvError(str(error))
 
-    def _trajectory(self, episode: EpisodeId, played: TheirTrajectory, reward: float, metrics: Mapping[str, Any]) -> Trajectory:
+    def _trajectory(
+        self, episode: EpisodeId, played: TheirTrajectory, reward: float, metrics: Mapping[str, Any]
+    ) -> Trajectory:
         turns = [
-            Turn(sequence_of(step.ob, self.template), np.array(step.ac.tokens, np.int32), _logprobs(step.ac), step.reward)
+            Turn(
+                sequence_of(step.ob, self.template), np.array(step.ac.tokens, np.int32), _logprobs(step.ac), step.reward
+            )
             for step in played.transitions
         ]
         if turns:
@@ -228,7 +270,10 @@ def _stop_reason(played: TheirTrajectory) -> StopReason:
 
 
 def sequence_of(model_input: tinker.ModelInput, template: ChatTemplate) -> TokenSequence:
-    """A ModelInput as a sequence. Its images must have `expected_tokens`. Raises UserError for chunks of other types."""
+    """A ModelInput as a sequence.
+
+    Its images must have `expected_tokens`. Raises UserError for chunks of other types.
+    """
     parts = []
     for chunk in model_input.chunks:
         if isinstance(chunk, tinker.types.ImageChunk):

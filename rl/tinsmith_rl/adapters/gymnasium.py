@@ -23,15 +23,16 @@ from tinsmith_rl.errors import ConfigError
 class GymnasiumEnv(Env):
     """An episode of `env`, reset with the prompt's seed. Each turn shows an image and asks `question`.
 
-    `action_of` maps the model's answer (stripped, without reasoning) to an action. If it raises ValueError or KeyError, as `list.index` and
-    dictionaries do, the episode ends without a reward. The image is the observation if that is one ([height, width, 1 or 3], uint8), else
-    what `render` returns.
+    `action_of` maps the model's answer (stripped, without reasoning) to an action. If it raises ValueError or KeyError,
+    as `list.index` and dictionaries do, the episode ends without a reward. The image is the observation if that is one
+    ([height, width, 1 or 3], uint8), else what `render` returns.
     """
 
     def __init__(self, env: "gymnasium.Env[Any, Any]", action_of: Callable[[str], Any], question: str) -> None:
         if not _is_image_space(env.observation_space) and env.render_mode != "rgb_array":
             raise ConfigError(
-                f"{env} neither observes an image nor renders one; make it with render_mode='rgb_array' (it is {env.render_mode!r})"
+                f"{env} neither observes an image nor renders one; make it with render_mode='rgb_array' (it is "
+                f"{env.render_mode!r})"
             )
         self.env, self.action_of, self.question = env, action_of, question
         self.steps, self.invalid = 0, False

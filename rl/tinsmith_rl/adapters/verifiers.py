@@ -1,10 +1,13 @@
-"""Environments of the `verifiers` library (0.4). `verifiers` runs its own episodes, and asks us where it would ask a model.
+"""Environments of the `verifiers` library (0.4).
+
+`verifiers` runs its own episodes, and asks us where it would ask a model.
 
     register("wordle", VerifiersEpisodes({"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": PLAYER}))
 
-where PLAYER = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}} is a configuration of `verifiers`. Everything between two
-answers, and how an episode is scored, is up to `verifiers`, its harness and its runtime. Images are supported. Tools are refused, because
-models answer in text here. Run it in threads (`workers: thread`): each episode occupies one while it waits.
+where PLAYER = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}} is a configuration of `verifiers`.
+Everything between two answers, and how an episode is scored, is up to `verifiers`, its harness and its runtime. Images
+are supported. Tools are refused, because models answer in text here. Run it in threads (`workers: thread`): each
+episode occupies one while it waits.
 """
 
 import asyncio
@@ -104,7 +107,8 @@ class VerifiersEnv(Env):
         previous, self._question = self._question, question
         if question[: len(previous)] != previous:
             raise UserError("the environment changed earlier messages of its conversation; it may only append messages")
-        return Step(question[len(previous) + 1 :], 0.0, False)  # without the answer itself, which follows the previous messages
+        # Without the answer itself, which follows the previous messages
+        return Step(question[len(previous) + 1 :], 0.0, False)
 
     def close(self) -> None:
         """End the episode."""

@@ -1,10 +1,11 @@
-"""Find the way to the goal of a maze: every turn shows an image of it, and the answer is `up`, `down`, `left` or `right`.
+"""Find the way to the goal of a maze: each turn shows an image, and the answer is `up`, `down`, `left` or `right`.
 
-A cell is 32 pixels wide and high: white is free, black a wall, blue the player, green the goal. Reward 1 for reaching the goal. A move into
-a wall or off the board, and an answer that is no move, end the episode (`bumps_end=False`: they only cost a move). Only the image says
-where everything is. It shows the whole board, or with `view="player"` the cells up to `reach` cells away from the player: cells off the
-board are black, and a goal farther away appears at the edge, in its direction. `lines` is the width in pixels of black lines on those sides
-of each free cell that lead into a wall or off the board, so that the pixels of a cell say where one can go from it.
+A cell is 32 pixels wide and high: white is free, black a wall, blue the player, green the goal. Reward 1 for reaching
+the goal. A move into a wall or off the board, and an answer that is no move, end the episode (`bumps_end=False`: they
+only cost a move). Only the image says where everything is. It shows the whole board, or with `view="player"` the cells
+up to `reach` cells away from the player: cells off the board are black, and a goal farther away appears at the edge, in
+its direction. `lines` is the width in pixels of black lines on those sides of each free cell that lead into a wall or
+off the board, so that the pixels of a cell say where one can go from it.
 """
 
 from collections import deque
@@ -77,7 +78,9 @@ class Maze2D(Env, Teacher):
     def demonstrate(self) -> str:
         """A move on a shortest path."""
         distances = self._distances()
-        return next(name for name, cell in self._neighbours(self.player) if distances.get(cell) == distances[self.player] - 1)
+        return next(
+            name for name, cell in self._neighbours(self.player) if distances.get(cell) == distances[self.player] - 1
+        )
 
     def metrics(self) -> dict[str, float]:
         """Whether the goal was reached, and how many moves were made."""

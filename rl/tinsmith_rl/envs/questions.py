@@ -1,4 +1,7 @@
-"""Small environments that ask questions: sums, colours, digits and a guessing game. Models of any size learn them within minutes."""
+"""Small environments that ask questions: sums, colours, digits and a guessing game.
+
+Models of any size learn them within minutes.
+"""
 
 import time
 from dataclasses import dataclass
@@ -11,7 +14,13 @@ from PIL import Image
 
 from tinsmith_rl.env import ChatMessage, Env, Prompt, Step, Teacher, choose, generator, user, visible
 
-COLORS = {"red": (220, 30, 30), "green": (30, 170, 60), "blue": (40, 60, 220), "yellow": (240, 210, 40), "black": (10, 10, 10)}
+COLORS = {
+    "red": (220, 30, 30),
+    "green": (30, 170, 60),
+    "blue": (40, 60, 220),
+    "yellow": (240, 210, 40),
+    "black": (10, 10, 10),
+}
 TRAINING_SCANS = 1500
 
 
@@ -19,7 +28,7 @@ TRAINING_SCANS = 1500
 class Arithmetic(Env, Teacher):
     """One question, one answer: `What is 3 + 4?` Reward 1 for the right number.
 
-    The sum has `terms` numbers from 0 to `largest`. `delay_s` makes checking an answer slow, to try out asynchronous training.
+    The sum has `terms` numbers from 0 to `largest`. `delay_s` slows the check, to try out asynchronous training.
     """
 
     largest: int = 9
@@ -43,7 +52,8 @@ class Arithmetic(Env, Teacher):
 class ColorSquare(Env, Teacher):
     """Two turns that only images can answer: name the colour of a square, then the other colour of the next one.
 
-    Half of the reward for each turn; the second square is shown whatever the first answer was. Images are `side` pixels wide and high.
+    Half of the reward for each turn; the second square is shown whatever the first answer was. Images are `side` pixels
+    wide and high.
     """
 
     side: int = 64
@@ -74,10 +84,10 @@ class ColorSquare(Env, Teacher):
 
 @dataclass
 class DigitSum(Env, Teacher):
-    """Add handwritten digits: each of `turns` turns shows `scans` scans and asks for their sum, for an equal share of the reward.
+    """Add handwritten digits: each turn shows `scans` scans and asks for their sum, for an equal share of the reward.
 
-    The scans are the 1,797 of scikit-learn (8 x 8 pixels, enlarged to `side`), of digits from 0 to `largest`. The first 1,500 of a fixed
-    shuffle are for training; `held_out` takes the others.
+    The scans are the 1,797 of scikit-learn (8 x 8 pixels, enlarged to `side`), of digits from 0 to `largest`. The first
+    1,500 of a fixed shuffle are for training; `held_out` takes the others.
     """
 
     turns: int = 2
@@ -130,7 +140,7 @@ def _scans(held_out: bool, largest: int) -> tuple[NDArray[np.uint8], NDArray[np.
 class GuessNumber(Env, Teacher):
     """Find a number from 1 to `largest` with `guesses` guesses; after each the environment says `higher` or `lower`.
 
-    Reward 1 for the number, at any guess. A guess that is no number ends the game. 0 guesses: as many as bisection needs.
+    Reward 1 for the number, at any guess; what is no number ends the game. 0 guesses: as many as bisection needs.
     """
 
     largest: int = 7
@@ -142,7 +152,9 @@ class GuessNumber(Env, Teacher):
         self.left = self.guesses or self.largest.bit_length()
         self.low, self.high = 1, self.largest  # the numbers that are still possible
         self.found = False
-        return [user(f"Guess my number from 1 to {self.largest}. You have {self.left} guesses.")], {"number": self.number}
+        return [user(f"Guess my number from 1 to {self.largest}. You have {self.left} guesses.")], {
+            "number": self.number
+        }
 
     def step(self, text: str) -> Step:
         """Compare a guess with the number."""

@@ -51,13 +51,17 @@ class InProcess(v1.Harness[v1.HarnessConfig]):
     NEEDS_CONTAINER = False
     tools: Any = None
 
-    async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any) -> Any:
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
+    ) -> Any:
         prompt = data.prompt if isinstance(data.prompt, list) else [v1.UserMessage(content=data.prompt)]
         body = {"model": ctx.model, "messages": [message.model_dump(exclude_none=True) for message in prompt]}
         if data.answer == "dead":
             body["tools"] = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
         async with httpx.AsyncClient(timeout=60) as client:
-            reply = await client.post(f"{endpoint}/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"})
+            reply = await client.post(
+                f"{endpoint}/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"}
+            )
         return v1.ProgramResult(exit_code=0 if reply.is_success else 1, stdout="", stderr=reply.text)
 
 

@@ -15,7 +15,10 @@ def identity(tensors: dict[str, Tensor]) -> str:
 
 def tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(size, generator=generator).to(dtype) for name, size in (("a", (8, 64)), ("b", (96, 8)), ("norm", (64,)))}
+    return {
+        name: torch.randn(size, generator=generator).to(dtype)
+        for name, size in (("a", (8, 64)), ("b", (96, 8)), ("norm", (64,)))
+    }
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
@@ -46,7 +49,10 @@ def test_it_is_the_same_tomorrow() -> None:
 
 def test_tensors_of_one_shape_count_each_under_its_own_name() -> None:
     """They are added up together."""
-    first = {f"layer{i}": tensor for i, tensor in enumerate(torch.randn(40, 8, 64, generator=torch.Generator().manual_seed(1)))}
+    first = {
+        f"layer{i}": tensor
+        for i, tensor in enumerate(torch.randn(40, 8, 64, generator=torch.Generator().manual_seed(1)))
+    }
     alone = sum(int(identity({name: tensor}), 16) for name, tensor in first.items()) % 2**64
     assert f"{alone:016x}" == identity(first) == identity(dict(reversed(first.items())))
     assert identity(first | {"layer3": first["layer7"], "layer7": first["layer3"]}) != identity(first)
@@ -55,7 +61,10 @@ def test_tensors_of_one_shape_count_each_under_its_own_name() -> None:
     assert identity(changed) != identity(first)
 
 
-A, B = torch.randn(4, 12, generator=torch.Generator().manual_seed(0)), torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+A, B = (
+    torch.randn(4, 12, generator=torch.Generator().manual_seed(0)),
+    torch.randn(24, 4, generator=torch.Generator().manual_seed(1)),
+)
 RANK = 16
 """Slots have room for adapters of this rank."""
 

@@ -1,7 +1,8 @@
-"""Weights from one process to others: what arrives is what was sent, and an end that is lost, or does not receive, is noticed.
+"""Weights from one process to others: what arrives is what was sent, and an end that is lost, or does not receive, is
+noticed.
 
-On GPUs (TINSMITH_TEST_DEVICE=cuda) each has one of its own. There the trainer is not told of an end that is lost: it gives up, as
-`tests/sampling/vllm/test_transfers.py` shows.
+On GPUs (TINSMITH_TEST_DEVICE=cuda) each has one of its own. There the trainer is not told of an end that is lost: it
+gives up, as `tests/sampling/vllm/test_transfers.py` shows.
 """
 
 import multiprocessing
@@ -26,7 +27,11 @@ from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TRAINER, 
 from tinsmith.training.parallel.process_group import LOOPBACK, set_communication_variables
 
 ON_GPU = os.environ.get("TINSMITH_TEST_DEVICE") == "cuda"
-SENT = [torch.arange(6, dtype=torch.float32).reshape(2, 3).T, torch.tensor([1.5, -2.0], dtype=torch.bfloat16), torch.zeros(0)]
+SENT = [
+    torch.arange(6, dtype=torch.float32).reshape(2, 3).T,
+    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    torch.zeros(0),
+]
 SHAPES = [(tensor.shape, tensor.dtype) for tensor in SENT]
 
 with_gloo = pytest.mark.skipif(ON_GPU, reason="it is about what Gloo says")
@@ -54,8 +59,11 @@ def work(meeting_point: str, rank: int, size: int, pipe: Connection, plan: Seque
         if what == "leaves":
             pipe.recv()
             return
-        # A single error that is kept would keep the group, by its traceback, until after Python's end, and then Gloo may abort.
-        lacks = {"lacks memory": [MemoryError] * 9, "lacks memory once": [buffers[0], MemoryError, *buffers[1:]]}.get(what)
+        # A single error that is kept would keep the group, by its traceback, until after Python's end, and then Gloo
+        # may abort.
+        lacks = {"lacks memory": [MemoryError] * 9, "lacks memory once": [buffers[0], MemoryError, *buffers[1:]]}.get(
+            what
+        )
         try:
             with patch.object(torch, "empty", side_effect=lacks) if lacks else nullcontext():
                 group.receive(SHAPES, fail if what == "fails" else lambda tensors: pipe.send(values_of(tensors)))
@@ -73,7 +81,9 @@ def joined(directory: Path, *plans: Sequence[str]) -> tuple[TransferGroup, list[
     for rank, plan in enumerate(plans, FIRST_WORKER):
         ours, theirs = multiprocessing.Pipe()
         workers.append(
-            multiprocessing.get_context("spawn").Process(target=work, args=(meeting_point, rank, size, theirs, plan), daemon=True)
+            multiprocessing.get_context("spawn").Process(
+                target=work, args=(meeting_point, rank, size, theirs, plan), daemon=True
+            )
         )
         workers[-1].start()
         pipes.append(ours)
@@ -115,7 +125,9 @@ def test_a_worker_that_fails_keeps_nobody_waiting_and_takes_the_next_update(tmp_
 
 
 @with_gloo
-def test_a_worker_that_cannot_receive_ends_if_others_would_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_receive_ends_if_others_would_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Alone it is an error: the trainer hears of it from vLLM, and gives up."""
     monkeypatch.setattr(transfer_group, "_LONGEST_WITH_GLOO", timedelta(seconds=5))
     (tmp_path / "alone").mkdir()

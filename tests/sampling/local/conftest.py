@@ -17,7 +17,8 @@ def any_base(request: pytest.FixtureRequest, family_base: Callable[[str], BaseMo
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots of states are full of NaN whenever they are free, so that one that is stale, foreign or computed twice shows."""
+    """Slots of states are full of NaN whenever they are free, so that one that is stale, foreign or computed twice
+    shows."""
 
     def spoil(states: StateSlots) -> None:
         if states.free:

@@ -1,6 +1,8 @@
-"""Decoding steps as CUDA graphs, on a GPU: `TINSMITH_TEST_DEVICE=cuda pytest tests/sampling/local/test_decode_graph.py`.
+"""Decoding steps as CUDA graphs, on a GPU: `TINSMITH_TEST_DEVICE=cuda pytest
+tests/sampling/local/test_decode_graph.py`.
 
-Invariant: A captured step computes what the same step computes launch by launch, with the newest weights, whatever moves or runs out.
+Invariant: A captured step computes what the same step computes launch by launch, with the newest weights, whatever
+moves or runs out.
 """
 
 from collections.abc import Callable
@@ -39,9 +41,14 @@ def graphs_of(sampler: LocalSampler) -> dict[decode_graph.Kind, decode_graph.Cap
 
 @pytest.mark.parametrize("any_base", ["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True)
 @pytest.mark.parametrize(("blocks", "prefill"), [(400, 4096), (30, 24)])
-def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(any_base: BaseModel, blocks: int, prefill: int) -> None:
-    """With adapters, all ways to choose a token, joins, ends, prompts in pieces, and preemptions where the cache is small."""
-    captured, eager = (sampler_of(any_base, blocks, prefill_tokens=prefill, max_running=24, eager=eager) for eager in (False, True))
+def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(
+    any_base: BaseModel, blocks: int, prefill: int
+) -> None:
+    """With adapters, all ways to choose a token, joins, ends, prompts in pieces, and preemptions where the cache is
+    small."""
+    captured, eager = (
+        sampler_of(any_base, blocks, prefill_tokens=prefill, max_running=24, eager=eager) for eager in (False, True)
+    )
     before = decode_graph.captures()
     check_equal(answers(captured, 24), answers(eager, 24))
     assert graphs_of(captured)
@@ -51,8 +58,13 @@ def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(any_base: BaseM
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-def test_in_half_precision_too_a_replayed_graph_reads_the_newest_weights(family_dir: Callable[[str], Path], family: str) -> None:
-    """On the kernels of half precision, after the columns of adapters have grown, and of full weights. Versions lie nats apart."""
+def test_in_half_precision_too_a_replayed_graph_reads_the_newest_weights(
+    family_dir: Callable[[str], Path], family: str
+) -> None:
+    """On the kernels of half precision, after the columns of adapters have grown, and of full weights.
+
+    Versions lie nats apart.
+    """
     base = load(family_dir(family), dtype="bfloat16")
     sampler, rendered = sampler_of(base), prompt_of(base, (0, 20))
     backend = LocalBackend(base, TrainingConfig(logits_chunk=16))

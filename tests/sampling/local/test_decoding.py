@@ -1,7 +1,8 @@
-"""Decoding steps: what lies in the rows on the device, what a step reads, and steps that are launched before the last one is read.
+"""Decoding steps: what lies in the rows on the device, what a step reads, and steps that are launched before the last
+one is read.
 
-Invariant: Rows on the device are what the host knows; a decoding step waits for nothing; dead rows, steps launched ahead and weights in
-batches of their own change no token.
+Invariant: Rows on the device are what the host knows; a decoding step waits for nothing; dead rows, steps launched
+ahead and weights in batches of their own change no token.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.bases import random_adapter, renderer
 from tests.sampling.local import test_sampler as local
-from tests.sampling.local.test_sampler import PARAMS, Bench, ask, full_weights, of_session, prompt_of, prompts, run, sampler_of, tokens_of
+from tests.sampling.local.test_sampler import (
+    PARAMS,
+    Bench,
+    ask,
+    full_weights,
+    of_session,
+    prompt_of,
+    prompts,
+    run,
+    sampler_of,
+    tokens_of,
+)
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter
 from tinsmith.rendering.rendered import RenderedInput
@@ -33,7 +45,8 @@ from tinsmith.wire.sample import SampleRequest, StopRule
 
 
 def mixed(base: BaseModel, number: int = 8) -> dict[str, tuple[RenderedInput, SampleRequest, Adapter | None]]:
-    """Requests of two sessions that come and go at different times, of several adapters, with all ways to choose a token."""
+    """Requests of two sessions that come and go at different times, of several adapters, with all ways to choose a
+    token."""
     adapters = [None, random_adapter(base, 4, 1), random_adapter(base, 8, 2, train_unembed=False), None]
     chunks = prompts(base)
     asked = {}
@@ -47,7 +60,9 @@ def mixed(base: BaseModel, number: int = 8) -> dict[str, tuple[RenderedInput, Sa
             seed=2**64 - 1 - index,
         )
         request = ask(params, 1 + index % 3, prompt_logprobs=index % 4 == 3)
-        request = replace(request, topk_sample_logprobs=3 * (index % 2), sampling_session_id=f"{'ab'[index % 2]}:sample:0")
+        request = replace(
+            request, topk_sample_logprobs=3 * (index % 2), sampling_session_id=f"{'ab'[index % 2]}:sample:0"
+        )
         asked[str(index)] = renderer(base).render(chunks[index % len(chunks)]), request, adapters[index % 4]
     return asked
 
@@ -60,10 +75,14 @@ def answers(sampler: LocalSampler, number: int = 8) -> dict[str, SampleResult]:
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
-def answered_alone(request: pytest.FixtureRequest, family_base: Callable[[str], BaseModel]) -> tuple[BaseModel, dict[str, SampleResult]]:
+def answered_alone(
+    request: pytest.FixtureRequest, family_base: Callable[[str], BaseModel]
+) -> tuple[BaseModel, dict[str, SampleResult]]:
     """A model, and its answers to mixed requests, each of a sampler that has nothing else to do."""
     base = family_base(request.param)
-    return base, {name: local.sampled(sampler_of(base, runs_ahead=False), *asked) for name, asked in mixed(base).items()}
+    return base, {
+        name: local.sampled(sampler_of(base, runs_ahead=False), *asked) for name, asked in mixed(base).items()
+    }
 
 
 def check_equal(done: dict[str, SampleResult], expected: dict[str, SampleResult]) -> None:
@@ -103,7 +122,9 @@ def test_each_gets_what_it_would_get_alone(answered_alone: tuple[BaseModel, dict
         sampler.cache.keys[:, 0] = sampler.cache.values[:, 0] = float("nan")
         if sampler.states:
             sampler.states.memory[:, sampler.states.scratch] = float("nan")
-        assert torch.equal(batch.state[rows.count :], torch.from_numpy(batch.dead_row()).expand(len(batch.state) - rows.count, FIELDS))
+        assert torch.equal(
+            batch.state[rows.count :], torch.from_numpy(batch.dead_row()).expand(len(batch.state) - rows.count, FIELDS)
+        )
         together = [(slice(None), batch.table.shape[1])]
         return inner(batch, replace(rows, count=rung_of(rows.count, len(batch.state)), groups=together))
 
@@ -118,17 +139,26 @@ class NoWaiting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         name = func.name()
-        masks = name.startswith(("aten::index.", "aten::index_put")) and any(x is not None and x.dtype == torch.bool for x in args[1])
-        if masks or name.startswith(("aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::masked_select", "aten::equal")):
+        masks = name.startswith(("aten::index.", "aten::index_put")) and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
+        if masks or name.startswith(
+            ("aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::masked_select", "aten::equal")
+        ):
             raise AssertionError(f"{name} waits for the device")
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("any_base", ["qwen3_vl", "qwen3_5"], indirect=True)
 def test_a_step_waits_for_nothing(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With adapters, full weights and all ways to choose tokens, so it can be captured. Attention reads its lengths on the device here."""
+    """With adapters, full weights and all ways to choose tokens, so it can be captured.
+
+    Attention reads its lengths on the device here.
+    """
     monkeypatch.setattr(decode_step, "paged_attention", paged_reference)
     sampler, full = sampler_of(any_base, runs_ahead=True), full_weights(any_base)
     inner, seen = DecodeStep.__call__, list[StepRows]()
@@ -138,7 +168,11 @@ def test_a_step_waits_for_nothing(any_base: BaseModel, monkeypatch: pytest.Monke
         if rows.owner is full:
             assert step.can_be_captured(batch, rows)
             with monkeypatch.context() as patch:  # here each row copies what it attends to
-                patch.setattr(decode_step, "MOST_GATHERED", rows.count * batch.table.shape[1] * 2 * step.cache.keys[0, 0].nbytes - 1)
+                patch.setattr(
+                    decode_step,
+                    "MOST_GATHERED",
+                    rows.count * batch.table.shape[1] * 2 * step.cache.keys[0, 0].nbytes - 1,
+                )
                 assert not step.can_be_captured(batch, rows)
         with NoWaiting():
             return inner(step, batch, rows, in_place)
@@ -175,7 +209,9 @@ def test_what_happens_between_steps_finds_one_under_way(any_base: BaseModel, whe
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_likeliest_tokens_that_are_not_had_fail_their_job(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool) -> None:
+def test_likeliest_tokens_that_are_not_had_fail_their_job(
+    any_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
     """The step is done by then, and is not computed again."""
     bench, calls = Bench(any_base, runs_ahead=runs_ahead), []
 
@@ -187,7 +223,11 @@ def test_likeliest_tokens_that_are_not_had_fail_their_job(any_base: BaseModel, m
 
     monkeypatch.setattr(decoding, "likeliest", failing)
     for index, name in enumerate(["asks", "other", "third"]):
-        bench.add(name, prompt_of(any_base, (index, 20)), replace(ask(num_samples=2), topk_sample_logprobs=3 * (name == "asks")))
+        bench.add(
+            name,
+            prompt_of(any_base, (index, 20)),
+            replace(ask(num_samples=2), topk_sample_logprobs=3 * (name == "asks")),
+        )
     ended = local.outcomes(bench.sampler)
     assert isinstance(failure := ended["asks"], SampleFailure)
     assert "OutOfMemoryError('injected')" in str(failure.error)
@@ -198,7 +238,8 @@ def test_likeliest_tokens_that_are_not_had_fail_their_job(any_base: BaseModel, m
 
 
 def test_adapters_without_room_or_with_nan_run_apart(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three adapters find 32 columns, two large ones do not, and one has no finite weights; full rows of the base are beside them.
+    """Three adapters find 32 columns, two large ones do not, and one has no finite weights; full rows of the base are
+    beside them.
 
     Afterwards another adapter takes the columns of those that nobody samples any more.
     """
@@ -221,8 +262,13 @@ def test_adapters_without_room_or_with_nan_run_apart(text_base: BaseModel, monke
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("injected")])
-def test_running_sequences_go_on_amid_a_pass(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
-    """A pass over prompts. With `error` one of them fails there, while another sample of its job is being computed again."""
+def test_running_sequences_go_on_amid_a_pass(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """A pass over prompts.
+
+    With `error` one of them fails there, while another sample of its job is being computed again.
+    """
     bench = Bench(text_base, runs_ahead=True, prefill_tokens_beside=20)
     sampler = bench.sampler
     bench.add("first", prompt_of(text_base, (0, 9)), ask(num_samples=2))
@@ -250,7 +296,9 @@ def test_running_sequences_go_on_amid_a_pass(text_base: BaseModel, monkeypatch: 
     assert ("first" in bench.check(ended)) == (error is None)
 
 
-def test_what_a_lack_of_memory_preempts_is_not_launched_with_the_next_group(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_lack_of_memory_preempts_is_not_launched_with_the_next_group(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The base and an adapter that decodes apart, one of which finds no memory once."""
     bench, adapter = Bench(text_base), random_adapter(text_base, 4, 1)
     of_sampler = bench.sampler.decoding

@@ -1,7 +1,7 @@
-"""The local sampler of a model with gated delta nets: its states are those of the tokens so far, whatever happens to a sequence.
+"""The local sampler of a model with gated delta nets: its states are those of the tokens so far, whatever happens.
 
-Invariant: The state of a gated delta net is that of its sequence's tokens, whatever is preempted, forked, cancelled, published or fails;
-no slot is lost.
+Invariant: The state of a gated delta net is that of its sequence's tokens, whatever is preempted, forked, cancelled,
+published or fails; no slot is lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,19 +33,29 @@ from tinsmith.sampling.sampler import SampleResult
 from tinsmith.wire.prompt_scores import PromptQuestions
 
 ANY_ROUNDING = 1e-3
-"""How far log-probabilities may be apart for arbitrary tokens. A wrong state shows in tenths and more. In float32 the trainer's own are up
-to 2.5e-4 away from those in float64, at single tokens of this tiny model with random adapters."""
+"""How far logprobs may be apart for arbitrary tokens; a wrong state shows in tenths and more.
+
+The trainer's own in float32 are up to 2.5e-4 from float64, at single tokens of this tiny model with random adapters.
+"""
 
 # What begins alike
 
 
-def test_prompts_that_share_a_beginning_compute_it_once(hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_share_a_beginning_compute_it_once(
+    hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of those that come together the first saves the state where they part."""
     bench = Bench(hybrid_base)
     passes = count_tokens(bench.sampler, monkeypatch)
     for number in range(5):
         bench.add(str(number), prompt_of(hybrid_base, (0, 100), (1 + number, 20)))
-    assert {name: result.cached_tokens for name, result in bench.run().items()} == {"0": 0, "1": 96, "2": 96, "3": 96, "4": 96}
+    assert {name: result.cached_tokens for name, result in bench.run().items()} == {
+        "0": 0,
+        "1": 96,
+        "2": 96,
+        "3": 96,
+        "4": 96,
+    }
     assert passes == [96, 16 + 4 * 24, 8]  # the first saves its own last block too
 
 
@@ -72,9 +82,11 @@ def test_a_model_without_attention_keeps_states_alone(tmp_path: Path) -> None:
 
 
 class Failing:
-    """Calls a function, but raises `error` in call number `at`, counted from 0; with `after`, when the function has done its work."""
+    """Calls a function; at call number `at`, from 0, it raises `error` instead, or after the call with `after`."""
 
-    def __init__(self, inner: Callable[..., Any], at: Sequence[int], error: Callable[[], Exception], after: bool = False) -> None:
+    def __init__(
+        self, inner: Callable[..., Any], at: Sequence[int], error: Callable[[], Exception], after: bool = False
+    ) -> None:
         self.inner, self.at, self.error, self.after, self.calls = inner, at, error, after, 0
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -114,9 +126,16 @@ PLACES: dict[str, Place] = {
 BOTH = ["a later layer of a prompt", "copies", "logits of a step", "changed rows"]
 
 
-@pytest.mark.parametrize(("error", "place"), [*(("out of memory", place) for place in PLACES), *(("another", place) for place in BOTH)])
-def test_what_fails_steps_no_state(hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: str, place: str) -> None:
-    """All is answered rightly. Of what is tried alone an error that is no lack of memory may hit one. Steps run ahead, or not."""
+@pytest.mark.parametrize(
+    ("error", "place"), [*(("out of memory", place) for place in PLACES), *(("another", place) for place in BOTH)]
+)
+def test_what_fails_steps_no_state(
+    hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: str, place: str
+) -> None:
+    """All is answered rightly.
+
+    Of what is tried alone an error that is no lack of memory may hit one. Steps run ahead, or not.
+    """
     bench = Bench(hybrid_base, runs_ahead=error == "out of memory", prefill_tokens=60 if "layer" in place else 30)
     found, at = PLACES[place]
     holder, name = found(bench.sampler)
@@ -126,7 +145,8 @@ def test_what_fails_steps_no_state(hybrid_base: BaseModel, monkeypatch: pytest.M
     for number in range(4):
         bench.add(str(number), prompt_of(bench.base, (number, 10 + 25 * number)), ask(num_samples=2))
     ended = local.outcomes(bench.sampler)
-    assert failing.calls > max(at) or DEVICE != "cpu"  # on a GPU only prompts call the delta rule: a kernel steps what runs
+    # On a GPU only prompts call the delta rule: a kernel steps what runs
+    assert failing.calls > max(at) or DEVICE != "cpu"
     assert len(bench.check(ended)) >= (3 if error == "another" else 4)
 
 
@@ -156,9 +176,13 @@ class Play:
     def add(self) -> None:
         if self.to_come:
             number, (beginning, pieces, own, samples, scores, whose, session) = self.to_come.pop(0)
-            request = replace(of_session(session, 5 + 4 * samples, samples, seed=number), questions=PromptQuestions(logprobs=scores))
+            request = replace(
+                of_session(session, 5 + 4 * samples, samples, seed=number), questions=PromptQuestions(logprobs=scores)
+            )
             weights = (None, self.fixed, self.versions[-1])[whose]
-            self.bench.add(str(number), prompt_of(self.bench.base, (beginning, 40 * pieces), (10 + number, own)), request, weights)
+            self.bench.add(
+                str(number), prompt_of(self.bench.base, (beginning, 40 * pieces), (10 + number, own)), request, weights
+            )
 
     def step(self) -> None:
         for event in self.bench.sampler.step():
@@ -167,7 +191,9 @@ class Play:
 
     def fail(self, error: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(states_module, "gated_delta_rule", Failing(gated_delta_rule, [1 + len(self.done) % 3], ERRORS[error]))
+            patch.setattr(
+                states_module, "gated_delta_rule", Failing(gated_delta_rule, [1 + len(self.done) % 3], ERRORS[error])
+            )
             self.step()
 
     def publish(self) -> None:
@@ -196,15 +222,21 @@ EVENTS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(HAPPENS)), max_si
 """What happens after so many steps."""
 
 
-@settings(max_examples=amount(4, 15), phases=[Phase.reuse, Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=amount(4, 15),
+    phases=[Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     requests=st.lists(REQUESTS, min_size=1, max_size=6),
     events=EVENTS,
     cache=st.sampled_from([(400, 40), (30, 6), (24, 1), (400, 3), (20, 12)]),
     settings=st.fixed_dictionaries({"prefill_tokens": st.sampled_from([40, 64, 4096]), "runs_ahead": st.booleans()}),
 )
-def test_states_are_right_whatever_happens(hybrid_base: BaseModel, requests: Any, events: Any, cache: Any, settings: Any) -> None:
-    """Requests come, are cancelled, go on with newer weights, and passes fail, in any order, in large and in tiny caches."""
+def test_states_are_right_whatever_happens(
+    hybrid_base: BaseModel, requests: Any, events: Any, cache: Any, settings: Any
+) -> None:
+    """Requests come, are cancelled, get newer weights, and passes fail, in any order, in large and in tiny caches."""
     play = Play(Bench(hybrid_base, *cache, **settings), requests)
     play.add()
     for steps, event in events:

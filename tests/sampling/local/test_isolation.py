@@ -1,7 +1,7 @@
 """What goes wrong with one sample is its failure alone: the others get the tokens that they would have got without it.
 
-Invariant: A sample that cannot be computed, scored, decoded or written fails alone; out of memory changes no other's tokens.
-Also: `tests/worker/test_samples.py`.
+Invariant: A sample that cannot be computed, scored, decoded or written fails alone; out of memory changes no other's
+tokens. Also: `tests/worker/test_samples.py`.
 """
 
 import gc
@@ -17,7 +17,17 @@ import pytest
 import torch
 
 from tests.bases import load, random_adapter
-from tests.sampling.local.test_sampler import PARAMS, ask, of_session, outcomes, prompt_of, run, sampled, sampler_of, tokens_of
+from tests.sampling.local.test_sampler import (
+    PARAMS,
+    ask,
+    of_session,
+    outcomes,
+    prompt_of,
+    run,
+    sampled,
+    sampler_of,
+    tokens_of,
+)
 from tinsmith.errors import UserError
 from tinsmith.kernels.device import upload
 from tinsmith.models.attention import PassPlan
@@ -58,8 +68,11 @@ def without(expected: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fault", [torch.OutOfMemoryError, RuntimeError])
-def test_a_pass_that_failed_holds_no_tensors(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]) -> None:
-    """Its errors are not kept in a circle with their tracebacks, until garbage is collected: the next attempt needs the memory."""
+def test_a_pass_that_failed_holds_no_tensors(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
+) -> None:
+    """Its errors are not kept in a circle with their tracebacks, until garbage is collected: the next attempt needs the
+    memory."""
     sampler, held = neighbours(text_base), []
 
     def full(*arguments: Any, **options: Any) -> None:
@@ -95,7 +108,9 @@ def test_a_stop_rule_that_raises_fails_its_request_alone(text_base: BaseModel, m
     assert ended == without(expected, "3")
 
 
-def test_scores_and_weights_that_cannot_be_computed_fail_their_requests_alone(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_and_weights_that_cannot_be_computed_fail_their_requests_alone(
+    any_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the others are under way. When scores are computed, all layers have stepped."""
     expected = undisturbed(any_base)
 
@@ -116,7 +131,9 @@ def test_scores_and_weights_that_cannot_be_computed_fail_their_requests_alone(an
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_step_that_always_fails_for_a_job_fails_it_alone(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool) -> None:
+def test_a_step_that_always_fails_for_a_job_fails_it_alone(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
     expected, inner = undisturbed(text_base), DecodeStep.__call__
 
     def failing(step: DecodeStep, batch: DeviceBatch, rows: StepRows) -> torch.Tensor:
@@ -133,7 +150,9 @@ def test_a_step_that_always_fails_for_a_job_fails_it_alone(text_base: BaseModel,
 # Memory
 
 
-def test_blocks_that_cannot_be_cleared_for_want_of_memory_are_cleared_later(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_cannot_be_cleared_for_want_of_memory_are_cleared_later(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, sampler = undisturbed(text_base), neighbours(text_base)
     sampler.cache.keys.fill_(float("nan"))
     failures = list[Any]()
@@ -149,7 +168,9 @@ def test_blocks_that_cannot_be_cleared_for_want_of_memory_are_cleared_later(text
     assert len(failures) == 2
 
 
-def test_memory_that_never_suffices_fails_one_request_after_the_other(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_never_suffices_fails_one_request_after_the_other(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, sampler = undisturbed(text_base), neighbours(text_base)
 
     def full(*_: Any, **__: Any) -> torch.Tensor:
@@ -166,10 +187,15 @@ def test_memory_that_never_suffices_fails_one_request_after_the_other(text_base:
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_memory_for_one_sequence_alone_serves_all_of_them(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, prompts: int) -> None:
-    """Neither two sequences fit, nor a token of a prompt beside one that runs: then the prompt waits until nothing runs."""
+def test_memory_for_one_sequence_alone_serves_all_of_them(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, prompts: int
+) -> None:
+    """Neither two sequences fit, nor a token of a prompt beside one that runs: then the prompt waits until nothing
+    runs."""
     asked = [(of_session(str(number), 12), prompt_of(text_base, (number, 20))) for number in range(1 + prompts)]
-    expected = {str(number): tokens_of(sampled(sampler_of(text_base), *each[::-1])) for number, each in enumerate(asked)}
+    expected = {
+        str(number): tokens_of(sampled(sampler_of(text_base), *each[::-1])) for number, each in enumerate(asked)
+    }
     sampler, inner, compute, refused = sampler_of(text_base), text_base.hidden_states, DecodeStep.__call__, list[str]()
 
     def alone_only(row: PackedRow, plan: PassPlan, **others: Any) -> torch.Tensor:
@@ -195,10 +221,16 @@ def test_memory_for_one_sequence_alone_serves_all_of_them(text_base: BaseModel, 
 
 
 @pytest.mark.alone
-def test_a_step_that_really_runs_out_of_memory_is_taken_back_and_changes_nothing(family_dir: Callable[[str], Path]) -> None:
-    """The address space is limited to so little more that not even one prompt is computed at first, and then to more and more."""
+def test_a_step_that_really_runs_out_of_memory_is_taken_back_and_changes_nothing(
+    family_dir: Callable[[str], Path],
+) -> None:
+    """The address space is limited to so little more that not even one prompt is computed at first, and then to more
+    and more."""
     base = load(family_dir("qwen3"), device="cpu")
-    asked = [(prompt_of(base, (i, 2000)), ask(replace(PARAMS, max_tokens=5, seed=i), prompt_logprobs=True)) for i in range(12)]
+    asked = [
+        (prompt_of(base, (i, 2000)), ask(replace(PARAMS, max_tokens=5, seed=i), prompt_logprobs=True))
+        for i in range(12)
+    ]
     expected = {str(i): tokens_of(sampled(sampler_of(base, 200), *each)) for i, each in enumerate(asked)}
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     for spare_mib in (1, 2, 4, 8, 16):  # what a pass once had is not given back to the system

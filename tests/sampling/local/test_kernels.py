@@ -1,6 +1,7 @@
 """Numbers that a step of the sampler computes from its caches, against plain formulas.
 
-Kernels are compared with their references; on a CPU they run in Triton's interpreter, which knows no bfloat16, on CUDA as they are.
+Kernels are compared with their references; on a CPU they run in Triton's interpreter, which knows no bfloat16, on CUDA
+as they are.
 """
 
 import itertools
@@ -29,7 +30,9 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize(("head_dim", "dtype"), [(8, torch.float32), *([] if DEVICE == "cpu" else [(n, HALF) for n in (64, 128, 256)])])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(8, torch.float32), *([] if DEVICE == "cpu" else [(n, HALF) for n in (64, 128, 256)])]
+)
 def test_pieces_give_what_the_whole_gives(head_dim: int, dtype: torch.dtype, window: int | None) -> None:
     """Three sequences go through several rows of fresh and continued windows of all widths."""
     generator = torch.Generator().manual_seed(0)
@@ -37,11 +40,18 @@ def test_pieces_give_what_the_whole_gives(head_dim: int, dtype: torch.dtype, win
     cuts = [[0, 20, 21, 22, 23], [0, 1, 30, 33, 70], [0, 4, 5, 6, 9]]
     cache = KVCache(CacheShape((Attention(2, head_dim),), dtype, torch.device(DEVICE)), 20)
     blocks = [cache.take(blocks_for(n)) for n in lengths]
-    query, key, value = ([torch.randn(n, heads, head_dim, generator=generator).to(DEVICE, dtype) for n in lengths] for heads in (4, 2, 2))
+    query, key, value = (
+        [torch.randn(n, heads, head_dim, generator=generator).to(DEVICE, dtype) for n in lengths] for heads in (4, 2, 2)
+    )
     parts: list[list[torch.Tensor]] = [[], [], []]
     for step in range(4):
-        windows = [Window(own[: blocks_for(cut[step + 1])], cut[step], cut[step + 1]) for own, cut in zip(blocks, cuts, strict=True)]
-        q, k, v = (torch.cat([x[w.start : w.end] for x, w in zip(xs, windows, strict=True)]) for xs in (query, key, value))
+        windows = [
+            Window(own[: blocks_for(cut[step + 1])], cut[step], cut[step + 1])
+            for own, cut in zip(blocks, cuts, strict=True)
+        ]
+        q, k, v = (
+            torch.cat([x[w.start : w.end] for x, w in zip(xs, windows, strict=True)]) for xs in (query, key, value)
+        )
         out = CachedPlan(cache, windows).attend(0, q, k, v, SCALE, window)
         for own, piece in zip(parts, out.split([len(w) for w in windows]), strict=True):
             own.append(piece)
@@ -52,7 +62,8 @@ def test_pieces_give_what_the_whole_gives(head_dim: int, dtype: torch.dtype, win
 
 
 def test_a_piece_of_a_long_prompt_takes_no_memory_for_all_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 on CUDA PyTorch's kernel without them takes no groups of heads: 2048 tokens behind 30000 took 19 GiB, and 1.3 without."""
+    """In float32 on CUDA PyTorch's kernel without them takes no groups of heads: 2048 tokens behind 30000 took 19 GiB,
+    and 1.3 without."""
     calls = list[tuple[Tensor, Tensor, Tensor, bool]]()
 
     def counted(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: float, enable_gqa: bool = False) -> Tensor:
@@ -79,7 +90,10 @@ def whole(query: Tensor, key: Tensor, value: Tensor, last: int, window: int | No
 
 
 class Cached:
-    """Rows of random length with keys and values in scattered blocks. All else is NaN: other blocks, and places behind a row's length."""
+    """Rows of random length with keys and values in scattered blocks.
+
+    All else is NaN: other blocks, and places behind a row's length.
+    """
 
     def __init__(self, lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(sum(lengths))
@@ -96,7 +110,9 @@ class Cached:
         self.keys, self.values = (self._scatter(memory) for memory in self.of_rows)
 
     def _scatter(self, memory: Tensor) -> Tensor:
-        blocks = torch.full((self.table.numel() + 1, BLOCK, *memory.shape[2:]), math.nan, dtype=memory.dtype, device=DEVICE)
+        blocks = torch.full(
+            (self.table.numel() + 1, BLOCK, *memory.shape[2:]), math.nan, dtype=memory.dtype, device=DEVICE
+        )
         blocks[self.table.flatten().long()] = memory.view(-1, *blocks.shape[1:])
         return blocks
 
@@ -119,18 +135,24 @@ SHAPES = [(4, 2, 64), (2, 1, 128), (3, 3, 256), (18, 1, 24)]
 
 USUAL = [(HALF, 0, None), (HALF, 1, 20), (HALF, 2, None), (HALF, 3, 20), (torch.float32, 0, 20)]
 """Each shape once in half precision, with a window or without, and one in float32."""
-OTHERS = [case for case in itertools.product((HALF, torch.float32), range(len(SHAPES)), (None, 1, 20)) if case not in USUAL]
+OTHERS = [
+    case for case in itertools.product((HALF, torch.float32), range(len(SHAPES)), (None, 1, 20)) if case not in USUAL
+]
 
 
 @pytest.mark.parametrize(("dtype", "heads", "window"), [*USUAL, *slow(*OTHERS)])
-def test_the_kernel_is_the_reference_and_stores_the_newest_token_on_the_way(dtype: torch.dtype, heads: int, window: int | None) -> None:
-    """Its key and value lie in wider rows, as those of a joint projection, and in the cache is still a NaN in their place."""
+def test_the_kernel_is_the_reference_and_stores_the_newest_token_on_the_way(
+    dtype: torch.dtype, heads: int, window: int | None
+) -> None:
+    """Its key and value lie in wider rows, as those of a joint projection, and in the cache is still a NaN in their
+    place."""
     pytest.importorskip("triton")
     from tinsmith.kernels.paged_attention import paged_kernel
 
     if dtype == torch.float32 and DEVICE == "cuda":
         pytest.skip("its products of float32 are less exact there: `paged_attention` does not use it")
-    splits = [[530, *[7] * others] for others in amount((2,), (0, 2, 39))]  # a row alone is shared by more programs than one among many
+    # A row alone is shared by more programs than one among many
+    splits = [[530, *[7] * others] for others in amount((2,), (0, 2, 39))]
     for lengths in [*LENGTHS, *(splits if (dtype, heads, window) == USUAL[0] else [])]:
         cached = Cached(lengths, *SHAPES[heads], dtype)
         query = torch.stack([cached.query, cached.query], 1)[:, 0]  # rows that do not lie next to each other
@@ -147,7 +169,9 @@ def test_the_kernel_is_the_reference_and_stores_the_newest_token_on_the_way(dtyp
                 place = int(cached.table[row, (length - 1) // BLOCK]), (length - 1) % BLOCK
                 key[row], value[row] = keys[place], values[place]
                 keys[place], values[place] = math.nan, math.nan
-        found = paged_kernel(cached.query, keys, values, cached.table, cached.lengths, SCALE, window, newest=(key, value))
+        found = paged_kernel(
+            cached.query, keys, values, cached.table, cached.lengths, SCALE, window, newest=(key, value)
+        )
         torch.testing.assert_close(found, out, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
         assert torch.equal(keys.nan_to_num(9.0), cached.keys.nan_to_num(9.0))
         assert torch.equal(values.nan_to_num(9.0), cached.values.nan_to_num(9.0))
@@ -164,23 +188,42 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
 
 
-def net(rows: int, seed: int = 0, key_dim: int = 16, value_dim: int = 24, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Query, key, value, decay and beta of two heads of keys and four of values; the first three are parts of wider rows."""
-    heads = drawn(rows, 2, 2 * key_dim, seed=seed, dtype=dtype), drawn(rows, 4, value_dim + 3, seed=seed + 1, dtype=dtype)
+def net(
+    rows: int, seed: int = 0, key_dim: int = 16, value_dim: int = 24, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """Query, key, value, decay and beta of two heads of keys and four of values; the first three are parts of wider
+    rows."""
+    heads = (
+        drawn(rows, 2, 2 * key_dim, seed=seed, dtype=dtype),
+        drawn(rows, 4, value_dim + 3, seed=seed + 1, dtype=dtype),
+    )
     query, key = heads[0].split(key_dim, 2)
     value = heads[1][..., :value_dim]
-    return [query, key, value, -drawn(rows, 4, seed=seed + 2, dtype=dtype).abs(), drawn(rows, 4, seed=seed + 3, dtype=dtype).sigmoid()]
+    return [
+        query,
+        key,
+        value,
+        -drawn(rows, 4, seed=seed + 2, dtype=dtype).abs(),
+        drawn(rows, 4, seed=seed + 3, dtype=dtype).sigmoid(),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize(("key_dim", "value_dim", "channels", "taps"), [(16, 24, 300, 4), (5, 3, 7, 2), *slow((128, 128, 300, 2))])
-def test_the_kernels_are_the_references(dtype: torch.dtype, key_dim: int, value_dim: int, channels: int, taps: int) -> None:
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "channels", "taps"), [(16, 24, 300, 4), (5, 3, 7, 2), *slow((128, 128, 300, 2))]
+)
+def test_the_kernels_are_the_references(
+    dtype: torch.dtype, key_dim: int, value_dim: int, channels: int, taps: int
+) -> None:
     """Slots that no row has stay as they are."""
     pytest.importorskip("triton")
     from tinsmith.kernels.delta_step import convolve_kernel, delta_kernel
 
     slots = torch.tensor([[3, 9], [0, 9], [5, 9]], device=DEVICE)[:, 0]  # a column of a wider table
-    memory, earlier = drawn(SLOTS, 4, key_dim, value_dim, dtype=torch.float32), drawn(SLOTS, taps - 1, channels, dtype=dtype)
+    memory, earlier = (
+        drawn(SLOTS, 4, key_dim, value_dim, dtype=torch.float32),
+        drawn(SLOTS, taps - 1, channels, dtype=dtype),
+    )
     memory[[1, 2, 4]] = earlier[[1, 2, 4]] = math.nan
     expected_memory, expected_earlier = memory.clone(), earlier.clone()
     weight = drawn(channels, taps, seed=5, dtype=dtype)
@@ -192,6 +235,9 @@ def test_the_kernels_are_the_references(dtype: torch.dtype, key_dim: int, value_
         torch.testing.assert_close(out.float(), expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
         torch.testing.assert_close(memory, expected_memory, atol=1e-5, rtol=1e-5, equal_nan=True)
         x = drawn(3, channels + 2, seed=step + 10, dtype=dtype)[:, :channels]
-        out, expected = convolve_kernel(x, weight, earlier, slots.int()), convolve_step_reference(x, weight, expected_earlier, slots.int())
+        out, expected = (
+            convolve_kernel(x, weight, earlier, slots.int()),
+            convolve_step_reference(x, weight, expected_earlier, slots.int()),
+        )
         torch.testing.assert_close(out, expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
         torch.testing.assert_close(earlier, expected_earlier, atol=0, rtol=0, equal_nan=True)

@@ -3,12 +3,11 @@
 Invariant: Sampler logprobs equal the trainer's; seeds ignore batch mates; a small cache changes nothing.
 Also: `tests/sampling/local/test_decoding.py`, `tests/acceptance/test_sampling.py`.
 
-Invariant: A prompt in pieces, a prefix from the cache, a cut image change nothing; nothing is shared between weights or images.
-Also: `tests/sampling/local/test_kernels.py`.
+Invariant: A prompt in pieces, a prefix from the cache, a cut image change nothing; nothing is shared between weights or
+images. Also: `tests/sampling/local/test_kernels.py`.
 
-Invariant: Tokens that are read while they come are those of the result, each once, whatever weights replace others and whatever server is
-lost.
-Also: `tests/sampling/vllm/test_sampler.py`, `tests/with_vllm/test_a_sampler.py`.
+Invariant: Tokens that are read while they come are those of the result, each once, whatever weights replace others and
+whatever server is lost. Also: `tests/sampling/vllm/test_sampler.py`, `tests/with_vllm/test_a_sampler.py`.
 """
 
 import itertools
@@ -48,7 +47,9 @@ def ask(params: SamplingParams = PARAMS, num_samples: int = 1, prompt_logprobs: 
     return SampleRequest("s:sample:0", 0, num_samples, [], params, PromptQuestions(logprobs=prompt_logprobs))
 
 
-def sampler_of(base: BaseModel, blocks: int = 400, slots: int = 40, runs_ahead: bool | None = None, **settings: Any) -> LocalSampler:
+def sampler_of(
+    base: BaseModel, blocks: int = 400, slots: int = 40, runs_ahead: bool | None = None, **settings: Any
+) -> LocalSampler:
     """A sampler with that many cache blocks, and that many slots for states if the model has any.
 
     It launches steps ahead as is best for the device, unless `runs_ahead` says otherwise.
@@ -90,11 +91,15 @@ def forward_logprobs(base: BaseModel, weights: Weights | None, rendered: Rendere
     return forward_of_answers(base, weights, rendered, [answer])[0]
 
 
-def forward_of_answers(base: BaseModel, weights: Weights | None, rendered: RenderedInput, answers: list[list[int]]) -> list[Scores]:
+def forward_of_answers(
+    base: BaseModel, weights: Weights | None, rendered: RenderedInput, answers: list[list[int]]
+) -> list[Scores]:
     """`forward_logprobs` of each of several answers to a prompt, in one pass."""
     backend = LocalBackend(base, TrainingConfig())
     backend.optimizers["a"] = ModelOptimizer(weights or random_adapter(base, b_scale=0.0))
-    results = backend.run_pass([datum("a", followed_by(rendered, answer)) for answer in answers], backward=False).results
+    results = backend.run_pass(
+        [datum("a", followed_by(rendered, answer)) for answer in answers], backward=False
+    ).results
     found = [result.logprobs for result in results if result is not None]
     return [(logprobs[: len(rendered) - 1], logprobs[len(rendered) - 1 : -1]) for logprobs in found]
 
@@ -110,7 +115,11 @@ def prompts(base: BaseModel) -> list[list[Chunk]]:
     plain: list[list[Chunk]] = [[random_tokens(i, n)] for i, n in enumerate([5, BLOCK, 40, 1, 2 * BLOCK - 1])]
     if not base.family.takes_images:
         return plain
-    return [*plain, image_chunks(base, 20, 6), [*image_chunks(base, 22, 4, width=64, height=160), *image_chunks(base, 24, 5)]]
+    return [
+        *plain,
+        image_chunks(base, 20, 6),
+        [*image_chunks(base, 22, 4, width=64, height=160), *image_chunks(base, 24, 5)],
+    ]
 
 
 def prompt_of(base: BaseModel, *parts: tuple[int, int]) -> RenderedInput:
@@ -123,7 +132,9 @@ def of_session(name: str, max_tokens: int, num_samples: int = 1, seed: int = 0) 
     return replace(request, sampling_session_id=f"{name}:sample:0")
 
 
-def sampled(sampler: LocalSampler, rendered: RenderedInput, asked: SampleRequest | None = None, weights: Any = None) -> SampleResult:
+def sampled(
+    sampler: LocalSampler, rendered: RenderedInput, asked: SampleRequest | None = None, weights: Any = None
+) -> SampleResult:
     """What comes of a single request."""
     sampler.add("x", asked or ask(), rendered, weights)
     return run(sampler)["x"]
@@ -133,7 +144,9 @@ def tokens_of(result: SampleResult) -> list[list[int]]:
     return [sequence.tokens for sequence in result.sequences]
 
 
-def check(base: BaseModel, rendered: RenderedInput, weights: Weights | None, result: SampleResult, allowed: float = 1e-4) -> None:
+def check(
+    base: BaseModel, rendered: RenderedInput, weights: Weights | None, result: SampleResult, allowed: float = 1e-4
+) -> None:
     """All that was sampled, and asked about the prompt, has the trainer's log-probabilities."""
     expected = forward_of_answers(base, weights, rendered, tokens_of(result))
     for sequence, (prompt, answer) in zip(result.sequences, expected, strict=True):
@@ -145,10 +158,15 @@ def check(base: BaseModel, rendered: RenderedInput, weights: Weights | None, res
             np.testing.assert_allclose(scored[1:][text], prompt[text], atol=allowed)
 
 
-def check_versions(base: BaseModel, rendered: RenderedInput, versions: list[Weights], result: SampleResult, allowed: float = 1e-4) -> None:
+def check_versions(
+    base: BaseModel, rendered: RenderedInput, versions: list[Weights], result: SampleResult, allowed: float = 1e-4
+) -> None:
     """Each token has the log-probability of the version that its span names: v0, v1 and so on."""
     for sequence in result.sequences:
-        assert [0, *(span.end for span in sequence.versions)] == [*(span.start for span in sequence.versions), len(sequence.tokens)]
+        assert [0, *(span.end for span in sequence.versions)] == [
+            *(span.start for span in sequence.versions),
+            len(sequence.tokens),
+        ]
         for span in sequence.versions:
             _, expected = forward_logprobs(base, versions[int(span.version[1:])], rendered, sequence.tokens)
             where = slice(span.start, span.end)
@@ -181,13 +199,17 @@ def sick_adapter(base: BaseModel) -> Adapter:
 
 
 class Bench:
-    """A sampler, and what it was asked: all that it samples at temperature 1 must have the trainer's log-probabilities."""
+    """A sampler and its requests: what it samples at temperature 1 must have the trainer's log-probabilities."""
 
-    def __init__(self, base: BaseModel, blocks: int = 400, slots: int = 40, runs_ahead: bool | None = None, **settings: Any) -> None:
+    def __init__(
+        self, base: BaseModel, blocks: int = 400, slots: int = 40, runs_ahead: bool | None = None, **settings: Any
+    ) -> None:
         self.base, self.sampler = base, sampler_of(base, blocks, slots, runs_ahead, **settings)
         self.asked: dict[str, tuple[RenderedInput, Weights | None]] = {}
 
-    def add(self, name: str, rendered: RenderedInput, asked: SampleRequest | None = None, weights: Weights | None = None) -> None:
+    def add(
+        self, name: str, rendered: RenderedInput, asked: SampleRequest | None = None, weights: Weights | None = None
+    ) -> None:
         self.asked[name] = rendered, weights
         self.sampler.add(name, asked or ask(), rendered, weights)
 
@@ -207,7 +229,9 @@ class Bench:
         """Step until nothing is left; nothing may fail."""
         return self.check({**run(self.sampler)})
 
-    def answer(self, rendered: RenderedInput, asked: SampleRequest | None = None, weights: Weights | None = None) -> SampleResult:
+    def answer(
+        self, rendered: RenderedInput, asked: SampleRequest | None = None, weights: Weights | None = None
+    ) -> SampleResult:
         """What comes of a single request."""
         self.add("x", rendered, asked, weights)
         return self.run()["x"]
@@ -215,13 +239,23 @@ class Bench:
 
 # A family with windows, one that takes images and one that keeps states; the others have the layers of these.
 @pytest.mark.parametrize("prefill_tokens", [4096, 7])
-@pytest.mark.parametrize("any_base", ["mistral", "qwen3_vl", "qwen3_5", *slow("llama", "qwen2", "qwen3", "qwen2_5_vl")], indirect=True)
+@pytest.mark.parametrize(
+    "any_base", ["mistral", "qwen3_vl", "qwen3_5", *slow("llama", "qwen2", "qwen3", "qwen2_5_vl")], indirect=True
+)
 def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(any_base: BaseModel, prefill_tokens: int) -> None:
     bench, render = Bench(any_base, prefill_tokens=prefill_tokens), renderer(any_base)
-    without_unembed, without_mlp = random_adapter(any_base, 8, 2, train_unembed=False), random_adapter(any_base, 2, 3, train_mlp=False)
+    without_unembed, without_mlp = (
+        random_adapter(any_base, 8, 2, train_unembed=False),
+        random_adapter(any_base, 2, 3, train_mlp=False),
+    )
     weights = [None, random_adapter(any_base, 4, 1), without_unembed, without_mlp]
     for number, chunks in enumerate(prompts(any_base)):
-        bench.add(str(number), render.render(chunks), ask(replace(PARAMS, max_tokens=20), prompt_logprobs=True), weights[number % 4])
+        bench.add(
+            str(number),
+            render.render(chunks),
+            ask(replace(PARAMS, max_tokens=20), prompt_logprobs=True),
+            weights[number % 4],
+        )
     assert {len(tokens) for result in bench.run().values() for tokens in tokens_of(result)} == {20}
 
 
@@ -238,7 +272,9 @@ def test_without_a_seed_two_requests_differ(text_base: BaseModel) -> None:
     assert first != second
 
 
-def test_a_sample_takes_the_room_that_there_is_and_what_can_never_fit_is_refused_with_both_numbers(text_base: BaseModel) -> None:
+def test_a_sample_takes_the_room_that_there_is_and_what_can_never_fit_is_refused_with_both_numbers(
+    text_base: BaseModel,
+) -> None:
     sampler, rendered = sampler_of(text_base, blocks=4), prompt_of(text_base, (0, 30))
     with pytest.raises(UserError, match=f"is 70 tokens, but the key/value cache holds {4 * BLOCK}"):
         sampler.add("x", ask(replace(PARAMS, max_tokens=40)), rendered, None)
@@ -249,7 +285,9 @@ def test_a_sample_takes_the_room_that_there_is_and_what_can_never_fit_is_refused
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_prompt_that_fills_the_context_and_the_cache_is_scored(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_a_prompt_that_fills_the_context_and_the_cache_is_scored(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
     """As compute_logprobs asks for it: with one token, which is drawn and not computed."""
     monkeypatch.setattr(text_base, "max_context", 2 * BLOCK)
     bench, full = Bench(text_base, blocks=2 * count), prompt_of(text_base, (0, 2 * BLOCK))
@@ -298,7 +336,9 @@ def test_a_broken_model_does_not_reach_another_through_the_cache(text_base: Base
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_cancelled_or_abandoned_request_is_forgotten_wherever_it_is(any_base: BaseModel, runs_ahead: bool) -> None:
     bench = Bench(any_base, 30, 8, runs_ahead=runs_ahead, prefill_tokens=20, max_running=3)
-    asked = [(prompt_of(any_base, (number, 30)), ask(replace(PARAMS, seed=number), num_samples=2)) for number in range(4)]
+    asked = [
+        (prompt_of(any_base, (number, 30)), ask(replace(PARAMS, seed=number), num_samples=2)) for number in range(4)
+    ]
     for number, each in enumerate(asked):
         bench.add(str(number), *each)
     bench.step(3)
@@ -354,8 +394,12 @@ def test_a_conversation_that_grows_computes_only_its_tail(any_base: BaseModel, m
         chunks += [text(*tokens), random_tokens(turn + 1, 9)]
 
 
-@pytest.mark.parametrize(("any_base", "computed"), [("qwen3", [70, 7 * 6]), ("qwen3_5", [64, 8 * 6])], indirect=["any_base"])
-def test_equal_prompts_are_computed_once(any_base: BaseModel, computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("any_base", "computed"), [("qwen3", [70, 7 * 6]), ("qwen3_5", [64, 8 * 6])], indirect=["any_base"]
+)
+def test_equal_prompts_are_computed_once(
+    any_base: BaseModel, computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By requests that come together, and by one that comes later: all but its last tokens."""
     bench, rendered = Bench(any_base), prompt_of(any_base, (0, 70))
     passes = count_tokens(bench.sampler, monkeypatch)
@@ -381,7 +425,7 @@ def test_what_is_asked_about_a_prompt_is_computed_whatever_is_cached_and_spares_
 
 
 def test_nothing_is_shared_between_weights(text_base: BaseModel) -> None:
-    """Not even between a snapshot and the next of the same model, nor with one that takes the place of a freed one in memory."""
+    """Not even between two snapshots of a model, or with one that takes a freed one's place in memory."""
     bench, rendered = Bench(text_base), prompt_of(text_base, (0, 70))
     for seed in range(4):
         assert bench.answer(rendered, weights=random_adapter(text_base, 4, seed)).cached_tokens == 0
@@ -406,7 +450,10 @@ CACHES = [("qwen3_vl", 400, False), ("qwen3_vl", 12, True), ("qwen3_5", 12, Fals
 @pytest.mark.parametrize(("any_base", "blocks", "runs_ahead"), CACHES, indirect=["any_base"])
 def test_samples_go_on_with_the_weights_that_replace_theirs(any_base: BaseModel, blocks: int, runs_ahead: bool) -> None:
     """Twice, with other samples beside them: each token is what its version gives after all tokens before it."""
-    sampler, rendered = sampler_of(any_base, blocks, runs_ahead=runs_ahead), renderer(any_base).render(prompts(any_base)[-1])
+    sampler, rendered = (
+        sampler_of(any_base, blocks, runs_ahead=runs_ahead),
+        renderer(any_base).render(prompts(any_base)[-1]),
+    )
     versions = versions_of(any_base, 3)
     sampler.add("follows", ask(num_samples=2), rendered, versions[0])
     sampler.add("fixed", ask(), rendered, versions[0].snapshot(new_ref("v0")))
@@ -466,9 +513,12 @@ def test_tokens_of_a_streamed_sample_come_step_by_step(text_base: BaseModel, blo
     for index, sequence in enumerate(read.sequences):
         versions = [span.version for span in sequence.versions for _ in range(span.start, span.end)]
         expected = [
-            ([token], [logprob], version) for token, logprob, version in zip(sequence.tokens, sequence.logprobs, versions, strict=True)
+            ([token], [logprob], version)
+            for token, logprob, version in zip(sequence.tokens, sequence.logprobs, versions, strict=True)
         ]
-        assert [([*event.tokens], [*event.logprobs], event.version) for event in told if event.index == index] == expected
+        assert [
+            ([*event.tokens], [*event.logprobs], event.version) for event in told if event.index == index
+        ] == expected
     assert {event.version for event in told} == {"v0", "v1"}
 
 

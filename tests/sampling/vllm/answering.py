@@ -26,7 +26,9 @@ def in_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]
 
 
 @asynccontextmanager
-async def answering(directory: Path, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[Connection]:
+async def answering(
+    directory: Path, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> AsyncIterator[Connection]:
     """A connection with a server that answers so, whatever it is asked."""
     app = web.Application(client_max_size=2**30)
     app.router.add_route("*", "/{path:.*}", answer)
@@ -80,7 +82,11 @@ class Agreeing:
 
     async def generate(self, _: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """What it says to one who asks for tokens."""
-        answered = {"choices": [], "prompt_logprobs": scores(body["token_ids"], self.canary), "model": self.name or body["model"]}
+        answered = {
+            "choices": [],
+            "prompt_logprobs": scores(body["token_ids"], self.canary),
+            "model": self.name or body["model"],
+        }
         return web.json_response(answered)
 
 

@@ -1,4 +1,5 @@
-"""A process that answers as a vLLM server does to those who ask whether it lives: `python stub_server.py [--sleeps] --uds SOCKET`.
+"""A process that answers as a vLLM server does to those who ask whether it lives: `python stub_server.py [--sleeps]
+--uds SOCKET`.
 
 With `--sleeps` it takes the requests to sleep and to wake up.
 """
@@ -31,7 +32,8 @@ async def answer(request: web.Request) -> web.Response:
         case "/busy":  # for so many seconds its engine answers nothing, as during a long step
             engine_free.clear()
             asyncio.get_running_loop().call_later(float(request.query["for_s"]), engine_free.set)
-        case "/never":  # the engine ends while this is under way: vLLM tells all who ask from now on, and answers nothing to this one
+        # The engine ends while this is under way: vLLM tells all who ask from now on, and answers nothing to this one
+        case "/never":
             engine_ended.set()
             await asyncio.Event().wait()
         case "/lose_worker":

@@ -41,7 +41,9 @@ def test_pixel_values_travel_as_they_are_and_what_the_server_knows_as_a_hash(vis
 
 
 @in_a_loop
-async def test_a_image_that_a_server_forgot_in_its_sleep_is_sent_again_beside_a_new_one(vision_base: BaseModel, tmp_path: Path) -> None:
+async def test_a_image_that_a_server_forgot_in_its_sleep_is_sent_again_beside_a_new_one(
+    vision_base: BaseModel, tmp_path: Path
+) -> None:
     """The new image waits for a server that sleeps; what that knew before, it does not know afterwards."""
     rendered = two_images(vision_base)
     names = [image.sha256.hex() for image in rendered.images]
@@ -89,7 +91,9 @@ def job_of(base: BaseModel, *stop: str) -> Job:
 
 def segment(version: str, tokens: list[int], reason: Any = "length") -> SampledSequence:
     top = TopLogprobs(np.array(tokens, dtype=np.int32)[:, None], -np.array(tokens, dtype=np.float32)[:, None])
-    return SampledSequence(tokens, [-float(token) for token in tokens], reason, top, (VersionSpan(version, 0, len(tokens)),))
+    return SampledSequence(
+        tokens, [-float(token) for token in tokens], reason, top, (VersionSpan(version, 0, len(tokens)),)
+    )
 
 
 def test_a_stop_string_that_two_versions_wrote_ends_the_sample(text_base: BaseModel) -> None:

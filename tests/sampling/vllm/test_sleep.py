@@ -1,4 +1,5 @@
-"""Servers that sleep together while the trainer has their GPU: real processes on real sockets, which only say that they live."""
+"""Servers that sleep together while the trainer has their GPU: real processes on real sockets, which only say that they
+live."""
 
 import asyncio
 import signal
@@ -20,14 +21,22 @@ SLEEPS = [*STUB, "--sleeps"]
 
 
 @asynccontextmanager
-async def starting(directory: Path, command: list[str], hung_s: float = 600, try_out: TryOut | None = None) -> AsyncIterator[Server]:
-    async with asyncio.timeout(600), supervised(launch_of(directory, command), hung_s=hung_s, try_out=try_out) as servers:
+async def starting(
+    directory: Path, command: list[str], hung_s: float = 600, try_out: TryOut | None = None
+) -> AsyncIterator[Server]:
+    async with (
+        asyncio.timeout(600),
+        supervised(launch_of(directory, command), hung_s=hung_s, try_out=try_out) as servers,
+    ):
         yield servers.all[0]
 
 
 @in_a_loop
-async def test_what_keeps_a_server_awake_ends_first_what_comes_later_waits_and_nothing_is_taken_for_known(tmp_path: Path) -> None:
-    """A server goes on as soon as it is awake itself, and others may need long: what was compared is forgotten before the slowest wakes."""
+async def test_what_keeps_a_server_awake_ends_first_what_comes_later_waits_and_nothing_is_taken_for_known(
+    tmp_path: Path,
+) -> None:
+    """A server goes on as soon as it is awake itself, and others may need long: what was compared is forgotten before
+    the slowest wakes."""
     async with starting(tmp_path, SLEEPS) as server:
         sleep_mode, instance, done = server.sleep_mode, await ready(server), list[str]()
         instance.images["known"] = 1
@@ -62,7 +71,9 @@ async def test_what_keeps_a_server_awake_ends_first_what_comes_later_waits_and_n
 
 
 @in_a_loop
-async def test_a_server_that_does_not_obey_is_ended_and_starts_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_that_does_not_obey_is_ended_and_starts_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It ends before the trainer has the GPU, and starts when it may. The stub knows no sleep, and answers 404."""
     async with starting(tmp_path, STUB) as server:
         sleep_mode, instance = server.sleep_mode, await ready(server)
@@ -106,7 +117,9 @@ async def test_a_server_that_dies_while_it_is_tried_out_lets_nobody_wait_for_eve
 
 
 @in_a_loop
-async def test_a_server_that_hangs_keeps_the_trainer_waiting_as_long_as_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_hangs_keeps_the_trainer_waiting_as_long_as_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is loading an adapter that nobody samples yet, which keeps it awake."""
     monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
     async with starting(tmp_path, SLEEPS, HUNG_S) as server:

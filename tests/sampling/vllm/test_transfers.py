@@ -1,4 +1,6 @@
-"""Full weights on their way to a server that does not take them. `tests/with_vllm/test_transfers.py` has those that arrive.
+"""Full weights on their way to a server that does not take them.
+
+`tests/with_vllm/test_transfers.py` has those that arrive.
 
 On GPUs (TINSMITH_TEST_DEVICE=cuda) the trainer has the first, and the server's worker the second.
 """
@@ -45,7 +47,9 @@ class Stub:
                 meeting_point = (await request.json())["init_info"]["meeting_point"]
                 ours, theirs = multiprocessing.Pipe()
                 arguments = (meeting_point, FIRST_WORKER, 2, theirs, ["receives"] if self.workers else ["leaves"])
-                self.workers.append(multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True))
+                self.workers.append(
+                    multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True)
+                )
                 self.workers[-1].start()
                 self.pipes.append(ours)
             return web.Response()
@@ -74,7 +78,8 @@ REFUSED, SILENT, NOT_SENT = "the server refuses", "the server takes nothing", "t
     [
         (REFUSED, LARGE, RefusedError, "no memory left"),  # nobody receives then, but the server's end is still open
         (SILENT, LARGE, ServerFailedError, "has not taken new weights for 0.5 s"),
-        # A tensor without data stands for one that the trainer has no memory to copy. The words are those of Gloo, or NCCL.
+        # A tensor without data stands for one that the trainer has no memory to copy. The words are those of Gloo, or
+        # NCCL.
         (NOT_SENT, torch.ones(4, device="meta"), ValueError if ON_GPU else RuntimeError, "meta|must be CUDA"),
     ],
 )
@@ -106,21 +111,29 @@ async def test_a_broadcast_that_fails_ends_with_its_error_and_the_next_server_ge
         monkeypatch.undo()
         following = BroadcastTransfer(tmp_path, TRAINER_DEVICE)
         await following.open(server)
-        await following.send(server, {str(number): tensor.to(TRAINER_DEVICE) for number, tensor in enumerate(SENT)}, "0" * 16)
+        await following.send(
+            server, {str(number): tensor.to(TRAINER_DEVICE) for number, tensor in enumerate(SENT)}, "0" * 16
+        )
         assert await asyncio.to_thread(told, stub.pipes[1]) == values_of(SENT)
         assert await asyncio.to_thread(ended, stub.workers[1:]) == [0]
 
 
 @pytest.mark.parametrize(("comes", "words"), [(True, "nowhere0"), (False, "it took more than 0.5 s")])
 @pytest.mark.skipif(ON_GPU, reason="it names an interface for Gloo")
-def test_what_keeps_both_from_connecting_is_said(comes: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_both_from_connecting_is_said(
+    comes: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a remedy. The thread that waits for workers that never come ends, too: `asyncio.run` waits for it."""
     if comes:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
 
     async def refused() -> None:
         async with connected(tmp_path, Stub(comes)) as server:
-            with pytest.raises(ServerFailedError, match=rf"cannot be connected for new weights: .*{words}.*--vllm-transfer file"):
-                await BroadcastTransfer(tmp_path, TRAINER_DEVICE, longest_s=LONGEST_BROADCAST_S if comes else 0.5).open(server)
+            with pytest.raises(
+                ServerFailedError, match=rf"cannot be connected for new weights: .*{words}.*--vllm-transfer file"
+            ):
+                await BroadcastTransfer(tmp_path, TRAINER_DEVICE, longest_s=LONGEST_BROADCAST_S if comes else 0.5).open(
+                    server
+                )
 
     asyncio.run(refused())

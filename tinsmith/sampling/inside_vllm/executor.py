@@ -1,7 +1,8 @@
 """vLLM's executor for a model that is divided over several workers, with a repair. It runs in vLLM's engine process.
 
-All workers answer a call, and vLLM reads the answers up to the first error. The others stay in their queues and are taken for the answers
-to the next call: an error is told one call late, or an adapter taken for compared. Here all answers are read before the error is raised.
+All workers answer a call, and vLLM reads the answers up to the first error. The others stay in their queues and are
+taken for the answers to the next call: an error is told one call late, or an adapter taken for compared. Here all
+answers are read before the error is raised.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,10 @@ class _Queue:
         self.is_last = is_last
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> tuple[Any, Any]:
-        """Return the next answer: status and result. An error is kept for the last queue, which answers with the first of all."""
+        """Return the next answer: status and result.
+
+        An error is kept for the last queue, which answers with the first of all.
+        """
         status, result = self.queue.dequeue(timeout=timeout, indefinite=indefinite)
         if status != WorkerProc.ResponseStatus.SUCCESS:
             self.errors.append((status, result))

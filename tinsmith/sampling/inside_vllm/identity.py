@@ -1,7 +1,8 @@
 """The identity of a set of weights: a number that trainer and vLLM each compute from names and bits of the tensors.
 
-It is the same on every device, for every order of the tensors, and for any zero padding. Sets that differ in one value always have
-different numbers; sets that differ in more almost always do. It guards against mistakes, not against attackers.
+It is the same on every device, for every order of the tensors, and for any zero padding. Sets that differ in one value
+always have different numbers; sets that differ in more almost always do. It guards against mistakes, not against
+attackers.
 """
 
 import hashlib
@@ -58,7 +59,10 @@ def identity(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _sums(matrices: list[Tensor]) -> Tensor:
-    """Sum each matrix's bits, times a number for the row and one for the column, modulo 2^64: [matrices]. Zeros add nothing."""
+    """Sum each matrix's bits, times a number for the row and one for the column, modulo 2^64: [matrices].
+
+    Zeros add nothing.
+    """
     stack = matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)  # [matrices, rows, columns]
     rows, columns = (_odd(size, stack.device) for size in stack.shape[1:])
     step = max(1, _AT_ONCE[stack.device.type] // (len(stack) * stack.shape[2]))
@@ -84,9 +88,10 @@ def _key(name: str) -> int:
 
 
 def share_of(whole: Tensor, slot: Tensor, rank: int, ranks: int) -> Tensor:
-    """Return the part of a whole matrix that is to lie in a worker's slot, whose size says along which dimension it was divided.
+    """Return the part of a whole matrix that is to lie in a worker's slot.
 
-    A slot has room for adapters of any rank, so it may be larger. Heads of keys and values that are fewer than workers are on several.
+    The slot's size says along which dimension the matrix was divided. It has room for any rank, so it may be larger.
+    Heads of keys and values that are fewer than workers are on several.
     """
     share = whole
     for dimension, (size, room) in enumerate(zip(whole.shape, slot.shape, strict=True)):

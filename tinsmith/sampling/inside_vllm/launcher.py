@@ -1,7 +1,8 @@
-"""`python -m tinsmith.sampling.inside_vllm.launcher OPTIONS`: vLLM's API server, ended together with the process that started it.
+"""`python -m tinsmith.sampling.inside_vllm.launcher OPTIONS`: vLLM's API server, which ends with its parent.
 
-Its standard input is a pipe from that process. When the pipe is closed, the whole process group ends: vLLM's workers too, which would
-outlive a killed parent. vLLM starts its workers with this file as their main module, so nothing but definitions stands at its top level.
+Its standard input is a pipe from the process that started it. When the pipe is closed, the whole process group ends:
+vLLM's workers too, which would outlive a killed parent. vLLM starts its workers with this file as their main module, so
+nothing but definitions stands at its top level.
 """
 
 import os
@@ -19,7 +20,7 @@ _ALWAYS_SO_BEFORE = ("--enable-scale-out", "--no-mm-device-do-normalize")
 
 
 def end_with_parent() -> None:
-    """End this process group when standard input is closed: first politely, so that vLLM gives its shared memory back."""
+    """End this process group when standard input closes: first politely, so that vLLM frees its shared memory."""
 
     def watch() -> None:
         os.read(sys.stdin.fileno(), 1)
@@ -48,7 +49,8 @@ def _vllm_version() -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    # A group, to end all that vLLM starts. Not a session: where the scheduler groups processes by session, vLLM's starved ours for seconds.
+    # A group, to end all that vLLM starts. Not a session: where the scheduler groups processes by session, vLLM's
+    # starved ours for seconds.
     os.setpgrp()
     end_with_parent()
     serve()

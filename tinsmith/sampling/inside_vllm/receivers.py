@@ -56,7 +56,7 @@ class IpcUpdate(Update):
     """Memory of the trainer on this GPU."""
 
     handles: str
-    """Name -> arguments of `rebuild_cuda_tensor`, pickled, in base64. They come through a socket that only the user can reach."""
+    """Name -> arguments of `rebuild_cuda_tensor`, pickled, in base64, from a socket that only the user can reach."""
 
 
 @dataclass
@@ -90,7 +90,8 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
         Raises ValueError if other weights have come than were sent.
         """
         with ExitStack() as failing:
-            failing.callback(self.finish_weight_update)  # otherwise the layers loaded so far would count for the next update
+            # Otherwise the layers loaded so far would count for the next update
+            failing.callback(self.finish_weight_update)
             self._receive(self.parse_update_info(update_info))
             failing.pop_all()
         if self.device.type != "cpu":
@@ -100,7 +101,9 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
         self.received = Identity()
         self.receive_weights(update)
         if str(self.received) != update.identity:
-            raise ValueError(f"other weights have come than the trainer's: their identity is {self.received}, not {update.identity}")
+            raise ValueError(
+                f"other weights have come than the trainer's: their identity is {self.received}, not {update.identity}"
+            )
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         wrapped = _wrapped(self.model) if _OLDER else frozenset()
@@ -170,7 +173,9 @@ class BroadcastReceiver(_LayerByLayer):
 def _wrapped(model: torch.nn.Module) -> frozenset[str]:
     """Return the last part of the checkpoint's names of layers that vLLM has wrapped for adapters."""
     packed = getattr(model, "packed_modules_mapping", {})
-    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, BaseLayerWithLoRA)}
+    leaves = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, BaseLayerWithLoRA)
+    }
     return frozenset(part for leaf in leaves for part in packed.get(leaf, [leaf]))
 
 
@@ -181,13 +186,17 @@ def _inside(name: str, wrapped: frozenset[str]) -> str:
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """Pack the output projection again: on a CPU vLLM computes with a packed copy, which it does not renew where embeddings are tied."""
+    """Renew the packed output projection that vLLM uses on a CPU, and does not renew if embeddings are tied."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
-RECEIVERS: dict[TransferKind, type[_LayerByLayer]] = {"file": FileReceiver, "ipc": IpcReceiver, "broadcast": BroadcastReceiver}
+RECEIVERS: dict[TransferKind, type[_LayerByLayer]] = {
+    "file": FileReceiver,
+    "ipc": IpcReceiver,
+    "broadcast": BroadcastReceiver,
+}
 
 
 def register() -> None:

@@ -1,7 +1,8 @@
 """A process group of the trainer and the vLLM workers of one server, to send weights from one GPU to the others.
 
-All ends use this module, which needs PyTorch only. It is NCCL between GPUs, Gloo between CPUs. All are on one machine, and their
-environment says so (`communication_variables` of `training/parallel/process_group.py`): no port is open to others.
+All ends use this module, which needs PyTorch only. It is NCCL between GPUs, Gloo between CPUs. All are on one machine,
+and their environment says so (`communication_variables` of `training/parallel/process_group.py`): no port is open to
+others.
 """
 
 import logging
@@ -19,8 +20,10 @@ log = logging.getLogger(__name__)
 
 TRAINER, FIRST_WORKER = 0, 1
 _LONGEST = timedelta(minutes=5)
-"""Longest wait of one end for the others, unless told otherwise; and, with NCCL, for each tensor. NCCL then ends the whole process, so the
-trainer gives up before that."""
+"""Longest wait of one end for the others, unless told otherwise; and, with NCCL, for each tensor.
+
+NCCL then ends the whole process, so the trainer gives up before that.
+"""
 _LONGEST_WITH_GLOO = timedelta(seconds=30)
 """The same for each tensor with Gloo, which cannot be told to give up."""
 
@@ -28,12 +31,17 @@ _LONGEST_WITH_GLOO = timedelta(seconds=30)
 class TransferGroup:
     """One end. For one thread at a time."""
 
-    def __init__(self, meeting_point: str, rank: int, size: int, device: torch.device, within: timedelta = _LONGEST) -> None:
-        """Connect to the other ends, `size` in all. `meeting_point` is the path of a file that does not exist yet, the same for all.
+    def __init__(
+        self, meeting_point: str, rank: int, size: int, device: torch.device, within: timedelta = _LONGEST
+    ) -> None:
+        """Connect to the other ends, `size` in all.
 
-        NCCL connects with the first tensor, and waits for ever for an end that never comes, or has no memory to receive it in. So each end
-        first takes that memory and says that it is there, and a small tensor is exchanged here. Raises RuntimeError if another end does not
-        come `within` this time. An end that is lost between that and NCCL's connection leaves the others waiting.
+        `meeting_point` is the path of a file that does not exist yet, the same for all.
+
+        NCCL connects with the first tensor, and waits for ever for an end that never comes, or has no memory to receive
+        it in. So each end first takes that memory and says that it is there, and a small tensor is exchanged here.
+        Raises RuntimeError if another end does not come `within` this time. An end that is lost between that and NCCL's
+        connection leaves the others waiting.
         """
         self.device = device
         self._size = size
@@ -52,16 +60,22 @@ class TransferGroup:
         self._finish()
 
     def send(self, tensors: Iterable[Tensor]) -> None:
-        """Send tensors from the trainer; all have been sent when it returns. Raises RuntimeError if another end is lost."""
+        """Send tensors from the trainer; all have been sent when it returns.
+
+        Raises RuntimeError if another end is lost.
+        """
         for tensor in tensors:
             self._broadcast(tensor.detach().contiguous())
         self._finish()
 
-    def receive(self, shapes: Sequence[tuple[torch.Size, torch.dtype]], load: Callable[[Iterator[Tensor]], None]) -> None:
-        """Receive tensors of these shapes and types in a worker, in the order in which they are sent, and give them to `load`.
+    def receive(
+        self, shapes: Sequence[tuple[torch.Size, torch.dtype]], load: Callable[[Iterator[Tensor]], None]
+    ) -> None:
+        """Receive tensors of these shapes and types in a worker, in the order of sending, and give them to `load`.
 
-        If that fails, or does not want them all, the others are received nevertheless: the other workers get each at the same time. A
-        worker that cannot receive one, because it has no memory for example, ends its process if there are others: they would wait for it.
+        If that fails, or does not want them all, the others are received nevertheless: the other workers get each at
+        the same time. A worker that cannot receive one, because it has no memory for example, ends its process if there
+        are others: they would wait for it.
         """
         tensors = _Received(self, shapes)
         with ExitStack() as rest:
@@ -113,7 +127,9 @@ class _Received(Iterator[Tensor]):
         except (RuntimeError, MemoryError):
             if self._group._size > FIRST_WORKER + 1:
                 log.exception(
-                    "this worker ends: it cannot receive tensor %d of %d, and others would wait for it", self.count, len(self._shapes)
+                    "this worker ends: it cannot receive tensor %d of %d, and others would wait for it",
+                    self.count,
+                    len(self._shapes),
                 )
                 os.kill(os.getpid(), signal.SIGKILL)
             raise

@@ -1,11 +1,11 @@
 """Code in vLLM's workers: receivers of full weights, a check of adapters, and repairs to how they are applied.
 
-vLLM imports this module (`--worker-extension-cls`) before it loads the model. `tests/with_vllm/test_inside_vllm.py` lists what it and
-`receivers.py` touch of vLLM.
+vLLM imports this module (`--worker-extension-cls`) before it loads the model. `tests/with_vllm/test_inside_vllm.py`
+lists what it and `receivers.py` touch of vLLM.
 
-An adapter's name ends with the identity of its weights, as the trainer computes it (`identity.py`). What lies in its slot of each layer
-must have that identity; otherwise loading it is an error. With tensor parallelism the whole matrices that the worker has loaded must have
-it, and its slots must hold its shares of them.
+An adapter's name ends with the identity of its weights, as the trainer computes it (`identity.py`). What lies in its
+slot of each layer must have that identity; otherwise loading it is an error. With tensor parallelism the whole matrices
+that the worker has loaded must have it, and its slots must hold its shares of them.
 """
 
 import logging
@@ -65,10 +65,10 @@ def check_adapters_that_are_loaded() -> None:
 
 
 def _end_worker(name: str, _type: object, error: BaseException | None, _traceback: object) -> None:
-    """End this worker: an adapter that was there before cannot be loaded again, and other workers have the rest of the model.
+    """End this worker, because an adapter that was there before cannot be loaded again.
 
-    That happens in the middle of a step, with which the others would go on and add up what does not belong together. Without this worker
-    the whole server is started again.
+    That happens in the middle of a step. Other workers, which have the rest of the model, would go on with it and add
+    up what does not belong together. Without this worker the whole server is started again.
     """
     log.error("this worker ends: adapter %s cannot be loaded again", name, exc_info=error)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -80,7 +80,8 @@ def _compare(manager: Any, request: Any, expected: str) -> None:
     found = identity(in_slot.items())
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     if ranks > 1:
-        device = next(iter(in_slot.values())).device  # of the slots: in the host's memory adding up hundreds of matrices takes long
+        # Of the slots: in the host's memory adding up hundreds of matrices takes long
+        device = next(iter(in_slot.values())).device
         whole = {name: tensor.to(device) for name, tensor in _as_loaded(manager, request).items()}
         shares = {name: share_of(whole[name], tensor, rank, ranks) for name, tensor in in_slot.items() if name in whole}
         if not shares.keys() == in_slot.keys() == whole.keys() or identity(shares.items()) != found:
@@ -88,7 +89,9 @@ def _compare(manager: Any, request: Any, expected: str) -> None:
         else:
             found = identity(whole.items())
     if found != expected:
-        raise ValueError(f"vLLM holds other weights than the trainer's under {request.lora_name}: their identity is {found}")
+        raise ValueError(
+            f"vLLM holds other weights than the trainer's under {request.lora_name}: their identity is {found}"
+        )
     _CHECKED.add(request.lora_name)
 
 
@@ -109,7 +112,7 @@ def _in_slot(manager: Any, request: Any) -> dict[str, Tensor]:
 
 
 def _as_loaded(manager: Any, request: Any) -> dict[str, Tensor]:
-    """Return the whole matrices that the worker keeps of an adapter, for the layers to which it applies adapters, by the same names."""
+    """Return the whole matrices of an adapter that the worker keeps for layers with adapters, by the same names."""
     names = _names_in_file(manager.model, Path(request.lora_path))
     adapter = manager.get_adapter(request.lora_int_id)
     tensors: dict[str, Tensor] = {}
@@ -138,7 +141,9 @@ def _names_in_file(model: Any, directory: Path) -> dict[str, str]:
         # vLLM 0.26 calls it get_unstacked_mapper.
         mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
     with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
-        return {parse_fine_tuned_lora_name(key, mapper)[0]: parse_fine_tuned_lora_name(key)[0] for key in file.offset_keys()}
+        return {
+            parse_fine_tuned_lora_name(key, mapper)[0]: parse_fine_tuned_lora_name(key)[0] for key in file.offset_keys()
+        }
 
 
 # Repairs
@@ -147,8 +152,9 @@ def _names_in_file(model: Any, directory: Path) -> dict[str, str]:
 def map_prompt_logprobs_to_adapters() -> None:
     """Let vLLM apply the right adapter to the logits of a prompt.
 
-    While these are computed, vLLM's table of adapters still describes one row for each running request. With another number of rows that is
-    a wrong adapter, or on a CPU an error that ends the engine. So each request gets a table of its own.
+    While these are computed, vLLM's table of adapters still describes one row for each running request. With another
+    number of rows that is a wrong adapter, or on a CPU an error that ends the engine. So each request gets a table of
+    its own.
     """
     original = GPUModelRunner._get_prompt_logprobs_dict
 
@@ -182,8 +188,8 @@ def _map_rows_to(runner: Any, request_id: str, scheduled: dict[str, int]) -> Non
 def take_delta_net_parts_apart() -> None:
     """Let queries, keys and values of a gated delta net have adapters of their own.
 
-    vLLM fuses `in_proj_qkv` and `in_proj_z` to one layer with a slot for each of q, k, v and z, but reads one adapter for q, k and v
-    together, of three times the rank. All slots of all layers would have to be that large.
+    vLLM fuses `in_proj_qkv` and `in_proj_z` to one layer with a slot for each of q, k, v and z, but reads one adapter
+    for q, k and v together, of three times the rank. All slots of all layers would have to be that large.
     """
     original = model_manager.process_packed_modules_mapping
 
@@ -199,8 +205,8 @@ def take_delta_net_parts_apart() -> None:
 def keep_adapters_in_pageable_memory() -> None:
     """Let vLLM copy an adapter to the device from pageable memory.
 
-    It would pin each of several hundred matrices, some of them twice. That takes longer than the copy, and most adapters are copied once,
-    when they are published.
+    It would pin each of several hundred matrices, some of them twice. That takes longer than the copy, and most
+    adapters are copied once, when they are published.
     """
     lora_model.PIN_MEMORY = model_manager.PIN_MEMORY = False
 
@@ -208,14 +214,16 @@ def keep_adapters_in_pageable_memory() -> None:
 def take_back_draws_after_pieces_of_prompts() -> None:
     """Let a seed give the same tokens on a CPU however the prompt is cut into pieces.
 
-    After each piece vLLM samples a token that it drops, and sets the random generator back by an offset, which a CPU's generator does not
-    have: the engine would end. Here the generator's state is put back.
+    After each piece vLLM samples a token that it drops, and sets the random generator back by an offset, which a CPU's
+    generator does not have: the engine would end. Here the generator's state is put back.
     """
     sample, account = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
 
     def sample_and_put_back(self: Any, *arguments: Any, **keywords: Any) -> Any:
         dropped = self.discard_request_mask.np
-        states = [(generator, generator.get_state()) for row, generator in self.input_batch.generators.items() if dropped[row]]
+        states = [
+            (generator, generator.get_state()) for row, generator in self.input_batch.generators.items() if dropped[row]
+        ]
         output = sample(self, *arguments, **keywords)
         for generator, state in states:
             generator.set_state(state)
@@ -242,7 +250,13 @@ def replace_cpu_delta() -> None:
 
     original = gdn_attention.cpu_gdn_attention_core
 
-    def core(mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor, layer_name: LayerNameType) -> None:
+    def core(
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+        layer_name: LayerNameType,
+    ) -> None:
         context = get_forward_context()
         layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
         if context.attn_metadata is None or cpu.kernels_take(layer, mixed_qkv):

@@ -1,7 +1,7 @@
-"""Attention to cached keys and values: of windows of new tokens in a packed row, and of one new token of each row of a batch.
+"""Attention to cached keys and values, for windows of a packed row and for one new token of each batch row.
 
-Keys and values are stored first. Windows that begin their sequence attend among themselves, as in training; the others attend to their
-cached tokens.
+Keys and values are stored first. Windows that begin their sequence attend among themselves, as in training; the others
+attend to their cached tokens.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,10 @@ from tinsmith.sampling.local.states import StatefulPlan, StateSlots, StateSteps
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Tokens [start, end) of a sequence that a pass computes. `blocks` hold the tokens before, and have room for these."""
+    """Tokens [start, end) of a sequence that a pass computes.
+
+    `blocks` hold the tokens before, and have room for these.
+    """
 
     blocks: list[int]
     start: int
@@ -41,7 +44,9 @@ class Window:
 class CachedPlan(StatefulPlan):
     """The `PassPlan` of a row of windows."""
 
-    def __init__(self, cache: KVCache, windows: Sequence[Window], states: StateSlots | None = None, stable: bool = False) -> None:
+    def __init__(
+        self, cache: KVCache, windows: Sequence[Window], states: StateSlots | None = None, stable: bool = False
+    ) -> None:
         """If `stable`, attention is computed as in `models/attention.py`."""
         device, dtype = cache.keys.device, cache.keys.dtype
         starts, total = [], 0
@@ -59,7 +64,9 @@ class CachedPlan(StatefulPlan):
         self.fresh = upload(np.array(rows, dtype=np.int64), device)
         self.packed = PackedPlan([len(windows[i]) for i in fresh], device, dtype) if fresh else None
         later = [i for i, window in enumerate(windows) if window.start > 0]
-        self.continued = ContinuedWindows([starts[i] for i in later], [windows[i] for i in later], device) if later else None
+        self.continued = (
+            ContinuedWindows([starts[i] for i in later], [windows[i] for i in later], device) if later else None
+        )
         self.by_token = _by_token(windows, device) if stable else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -74,12 +81,14 @@ class CachedPlan(StatefulPlan):
             q, k, v = (x[self.fresh] for x in (query, key, value))
             out[self.fresh] = self.packed.attend(layer, q, k, v, scale, window)
         if self.continued:
-            out[self.continued.rows] = self.continued.attend(query[self.continued.rows], *self.cache.of_layer(layer), scale, window)
+            out[self.continued.rows] = self.continued.attend(
+                query[self.continued.rows], *self.cache.of_layer(layer), scale, window
+            )
         return out
 
 
 def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the blocks [tokens, most blocks] that each token of the windows sees, and how many tokens in them [tokens]."""
+    """Return each token's visible blocks [tokens, most blocks] and how many tokens in them it sees [tokens]."""
     most = max(len(window.blocks) for window in windows)
     tables = np.array([window.blocks + window.blocks[:1] * (most - len(window.blocks)) for window in windows])
     owner = np.repeat(np.arange(len(windows)), [len(window) for window in windows])
@@ -98,15 +107,20 @@ class ContinuedWindows:
         places = [(np.array(w.blocks)[:, np.newaxis] * BLOCK + within).ravel()[: w.end] for w in windows]
         self.rows, self.places = upload(np.concatenate(rows), device), upload(np.concatenate(places), device)
         """[tokens]: the rows of the windows; the places of what they see, block · BLOCK + offset."""
-        self.cu_query, self.cu_key = (upload(np.cumsum([0, *counts], dtype=np.int32), device) for counts in (self.widths, self.lengths))
+        self.cu_query, self.cu_key = (
+            upload(np.cumsum([0, *counts], dtype=np.int32), device) for counts in (self.widths, self.lengths)
+        )
         self.longest = max(self.widths), max(self.lengths)
 
     def gather(self, memory: Tensor) -> Tensor:
-        """Gather the visible keys or values [blocks, BLOCK, kv_heads, head_dim] of one layer: [tokens, kv_heads, head_dim]."""
+        """Gather one layer's visible keys or values as [tokens, kv_heads, head_dim].
+
+        `memory` is [blocks, BLOCK, kv_heads, head_dim].
+        """
         return memory.flatten(0, 1).index_select(0, self.places)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-        """Compute the attention of query [tokens of the windows, heads, head_dim] to keys and values as `gather` takes them."""
+        """Attend from `query` [tokens of the windows, heads, head_dim] to keys and values as `gather` takes them."""
         k, v = self.gather(keys), self.gather(values)
         if half_on_gpu(query.device, query.dtype):
             return flash_attention(query, k, v, self.cu_query, self.cu_key, self.longest, scale, window)
@@ -115,7 +129,10 @@ class ContinuedWindows:
 
 
 def _attend_last(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attend from the last tokens of a sequence to all of it: query [tokens, heads, head_dim], key and value [all, kv_heads, head_dim]."""
+    """Attend from the last tokens of a sequence to all of it.
+
+    `query` is [tokens, heads, head_dim]; `key` and `value` are [all, kv_heads, head_dim].
+    """
     columns = torch.arange(len(key), device=key.device)
     places = columns[-len(query) :].unsqueeze(1)
     seen = columns <= places
@@ -139,12 +156,12 @@ def paged_attention(
 ) -> Tensor:
     """Compute the attention [rows, heads, head_dim] of query [rows, heads, head_dim] to what each row has in the cache.
 
-    keys and values [blocks, BLOCK, kv_heads, head_dim] are those of one layer. `table` [rows, most blocks] int32 names the blocks of each
-    row, and `lengths` [rows] int32 says how many tokens lie in them, the new one included, which is stored already. `window` is the number
-    of last tokens that a row sees; None means all. A row of length 0 gets zeros. Other blocks, and places behind its length, may hold
-    anything, NaN included, if the table names blocks that exist.
+    keys and values [blocks, BLOCK, kv_heads, head_dim] are those of one layer. `table` [rows, most blocks] int32 names
+    the blocks of each row, and `lengths` [rows] int32 says how many tokens lie in them, the new one included, which is
+    stored already. `window` is the number of last tokens that a row sees; None means all. A row of length 0 gets zeros.
+    Other blocks, and places behind its length, may hold anything, NaN included, if the table names blocks that exist.
 
-    On CUDA in half precision a Triton kernel computes it, which a CUDA graph can capture: lengths are read on the device.
+    In half precision on CUDA a Triton kernel computes it, which reads lengths on the device, as CUDA graphs require.
     """
     if on_paged_kernel(query):
         from tinsmith.kernels.paged_attention import paged_kernel
@@ -166,9 +183,10 @@ def store_and_attend(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Compute `paged_attention` by the kernel, which also stores key and value [rows, kv_heads, head_dim] of the newest token of each row.
+    """Compute `paged_attention` by the kernel, which also stores the key and value of each row's newest token.
 
-    `on_paged_kernel` must say that there is one. No row may read where the newest token of another is stored.
+    Both are [rows, kv_heads, head_dim]. `on_paged_kernel` must say that there is a kernel. No row may read where the
+    newest token of another is stored.
     """
     from tinsmith.kernels.paged_attention import paged_kernel
 
@@ -183,7 +201,8 @@ def paged_reference(
     kv_heads = keys.shape[2]
     index = table.flatten().long()
     k, v = (
-        memory.index_select(0, index).view(rows, -1, kv_heads, head_dim).transpose(1, 2)  # [rows, kv_heads, table · BLOCK, head_dim]
+        # [rows, kv_heads, table · BLOCK, head_dim]
+        memory.index_select(0, index).view(rows, -1, kv_heads, head_dim).transpose(1, 2)
         for memory in (keys, values)
     )
     places = torch.arange(table.shape[1] * BLOCK, device=table.device)
@@ -193,11 +212,15 @@ def paged_reference(
     seen = seen[:, None, :]  # [rows, 1, table · BLOCK]
     # Attention multiplies what it masks by 0, and a NaN there would get through.
     k, v = (torch.where(seen.unsqueeze(-1), memory, 0) for memory in (k, v))
-    folded = query.view(rows, kv_heads, heads // kv_heads, head_dim)  # heads that share a key/value head are the query rows of one call
+    # Heads that share a key/value head are the query rows of one call
+    folded = query.view(rows, kv_heads, heads // kv_heads, head_dim)
     out = scaled_dot_product_attention(folded, k, v, attn_mask=seen.unsqueeze(2), scale=scale).flatten(1, 2)
     return torch.where((lengths > 0)[:, None, None], out, 0)
 
 
 def gathered_bytes(keys: Tensor, rows: int, blocks: int) -> int:
-    """Return the bytes of a call's copies of keys and values like `keys` [blocks, BLOCK, kv_heads, head_dim], `blocks` a row."""
+    """Return the bytes of keys and values that a call copies for `rows` of `blocks` blocks; 0 with the kernel.
+
+    `keys` [blocks, BLOCK, kv_heads, head_dim] are one layer's.
+    """
     return 0 if on_paged_kernel(keys) else 2 * rows * blocks * keys[0].nbytes

@@ -1,12 +1,12 @@
 """Decoding steps as CUDA graphs: a captured step is replayed with one call, instead of a thousand launches from Python.
 
-There is a graph for each number of rows of a ladder, and for what changes the kernels of a step. A batch between two rungs is computed with
-the dead rows behind it. A graph reads and writes where the tensors lay when it was captured: it sees newer weights there, and if a tensor
-moves, all graphs are dropped.
+There is a graph for each number of rows of a ladder, and for what changes the kernels of a step. A batch between two
+rungs is computed with the dead rows behind it. A graph reads and writes where the tensors lay when it was captured: it
+sees newer weights there, and if a tensor moves, all graphs are dropped.
 
-A graph is captured when its rung is first needed, in the thread that computes passes and steps; other threads launch only copies, which do
-not disturb that. On a CPU, and where capturing fails, the same function runs as it is; what failed is tried again later, because memory may
-have been short.
+A graph is captured when its rung is first needed, in the thread that computes passes and steps; other threads launch
+only copies, which do not disturb that. On a CPU, and where capturing fails, the same function runs as it is; what
+failed is tried again later, because memory may have been short.
 """
 
 import logging
@@ -101,7 +101,9 @@ class StepRunner:
             self.wanted = wanted, (self.wanted[1] + 1 if self.wanted[0] == wanted else 1)
             if self.wanted[1] >= PATIENCE:
                 return self._capture(batch, replace(rows, count=rung), wanted)
-        larger = (self.graphs.get(_kind(above, rows)) for above in (*RUNGS, len(batch.state)) if rung < above <= 2 * rung)
+        larger = (
+            self.graphs.get(_kind(above, rows)) for above in (*RUNGS, len(batch.state)) if rung < above <= 2 * rung
+        )
         return next((graph for graph in larger if graph is not None), None)
 
     def _capture(self, batch: DeviceBatch, rows: StepRows, kind: Kind) -> Captured | None:
@@ -115,7 +117,8 @@ class StepRunner:
             if self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                logits = self.step(batch, rows, in_place=True)  # a replay computes all of it or, if the device is lost, nothing that counts
+                # A replay computes all of it or, if the device is lost, nothing that counts
+                logits = self.step(batch, rows, in_place=True)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             reason = str(error).strip().partition("\n")[0]
             if kind not in self.eager:

@@ -114,13 +114,15 @@ class DecodeStep:
         self.states = states
         self.adapters = adapters
         vocabulary = (0, base.vocab_size)
-        self.head = JoinedLinear(base.layout.projections[LM_HEAD], (vocabulary,), (WeightPiece(vocabulary, base.lm_head, None),))
+        self.head = JoinedLinear(
+            base.layout.projections[LM_HEAD], (vocabulary,), (WeightPiece(vocabulary, base.lm_head, None),)
+        )
 
     def __call__(self, batch: DeviceBatch, rows: StepRows, in_place: bool = False) -> Tensor:
         """Compute the first rows of the batch and advance them; returns their logits [rows, vocabulary] in float32.
 
-        What was drawn lies in `batch.drawn`. If it raises, the rows are wrong, but states of gated delta nets have been stepped only if
-        `in_place`.
+        What was drawn lies in `batch.drawn`. If it raises, the rows are wrong, but states of gated delta nets have been
+        stepped only if `in_place`.
         """
         state, table = batch.state[: rows.count], batch.table[: rows.count]
         steps: StateSteps | StepsInPlace | None = None
@@ -143,21 +145,24 @@ class DecodeStep:
         return logits
 
     def can_be_captured(self, batch: DeviceBatch, rows: StepRows) -> bool:
-        """Return whether a CUDA graph can hold such a step: our decoder reads nothing on the host, transformers' modules may.
+        """Return whether a CUDA graph can hold such a step.
 
-        A graph attends to all blocks that a row could have. Where no kernel does that, these are copied, and graphs keep the memory.
+        Our decoder reads nothing on the host; transformers' modules may. A graph attends to all blocks that a row could
+        have. Where no kernel does that, these are copied, and graphs keep the memory.
         """
         known = self.base.decoder is not None and (rows.owner is None or isinstance(rows.owner, FullWeights))
         return known and gathered_bytes(self.cache.keys[0], rows.count, batch.table.shape[1]) <= MOST_GATHERED
 
     def places(self) -> Hashable:
-        """Return the addresses of all that steps read except the batch: while they are equal, a captured step can be replayed."""
+        """Return the addresses of what steps read beside the batch: while equal, a captured step can be replayed."""
         tensors = [self.cache.keys, self.cache.values, self.base.lm_head, next(self.base.language_model.parameters())]
         if self.states:
             tensors += [self.states.inputs, self.states.memory]
         return self.adapters.generation, *(tensor.data_ptr() for tensor in tensors)
 
-    def _logits(self, decoder: Decoder, state: Tensor, positions: Tensor, plan: DecodePlan, has_adapters: bool) -> Tensor:
+    def _logits(
+        self, decoder: Decoder, state: Tensor, positions: Tensor, plan: DecodePlan, has_adapters: bool
+    ) -> Tensor:
         """Compute the logits of rows of the base and of adapters that have columns."""
         embeddings = self.base.language_model.get_input_embeddings()(state[:, TOKEN])
         adapters = self.adapters.for_rows(state[:, COLUMNS : COLUMNS + 2]) if has_adapters else BareRows()

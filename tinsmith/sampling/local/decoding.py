@@ -1,7 +1,7 @@
 """Decoding steps on the host: it tells the device to compute one, and reads later what was drawn.
 
-Meanwhile it may tell the device to compute the next step, or anything else. A sequence that has left its row gets none of the tokens that
-were drawn for it.
+Meanwhile it may tell the device to compute the next step, or anything else. A sequence that has left its row gets none
+of the tokens that were drawn for it.
 """
 
 import logging
@@ -61,8 +61,8 @@ class Flight:
 class Decoding:
     """The batches of one sampler.
 
-    The base and its adapters share one. Full weights, adapters that hold a NaN or find no room, and all adapters of a model that runs
-    through transformers' modules or computes deterministically, have batches of their own.
+    The base and its adapters share one. Full weights, adapters that hold a NaN or find no room, and all adapters of a
+    model that runs through transformers' modules or computes deterministically, have batches of their own.
     """
 
     def __init__(self, base: BaseModel, cache: KVCache, states: StateSlots | None, places: int, eager: bool) -> None:
@@ -111,7 +111,10 @@ class Decoding:
         return self._launch(self._batch(len(sequences)), sequences, self.step)
 
     def _launch(
-        self, batch: DeviceBatch, sequences: Sequence[SequenceState], run: Callable[[DeviceBatch, StepRows], Tensor | None]
+        self,
+        batch: DeviceBatch,
+        sequences: Sequence[SequenceState],
+        run: Callable[[DeviceBatch, StepRows], Tensor | None],
     ) -> Flight:
         with torch.no_grad(), threads_for(self.base, len(sequences)):
             self.cache.clean()
@@ -163,7 +166,8 @@ class Decoding:
     def _find_room(self, adapter: Adapter) -> bool:
         try:
             return self.adapters.place(adapter) is not None
-        except (UserError, RuntimeError) as error:  # it is not finite, there is no memory, or its matrices are misshapen
+        # It is not finite, there is no memory, or its matrices are misshapen
+        except (UserError, RuntimeError) as error:
             log.warning("an adapter is decoded apart from others, which is slower: %s", error)
             return False
 

@@ -1,8 +1,8 @@
 """The running sequences as rows of tensors on the device: what a decoding step reads, and what it changes itself.
 
-A sequence that starts to run gets a row, a `Seat`. Then the device advances token and length by itself, and the host only says what the
-device cannot know, such as a new block, in one copy behind the step that is being computed. Rows are compact: when a sequence leaves, the
-last row takes its place.
+A sequence that starts to run gets a row, a `Seat`. Then the device advances token and length by itself, and the host
+only says what the device cannot know, such as a new block, in one copy behind the step that is being computed. Rows are
+compact: when a sequence leaves, the last row takes its place.
 
 Dead rows, which nobody has, compute a sequence of one token in the scratch block and the scratch slot, for ever.
 """
@@ -43,7 +43,12 @@ class DeviceBatch:
     """Rows for so many sequences."""
 
     def __init__(
-        self, places: int, blocks: int, device: torch.device, scratch_slot: int, columns: Callable[[SequenceState], Columns]
+        self,
+        places: int,
+        blocks: int,
+        device: torch.device,
+        scratch_slot: int,
+        columns: Callable[[SequenceState], Columns],
     ) -> None:
         """`blocks` is the most that one sequence has; `columns` says which are those of its adapter."""
         self.device = device
@@ -52,7 +57,7 @@ class DeviceBatch:
         self.state = upload(np.tile(self.dead_row(), (places, 1)), device)
         """[places, FIELDS] int64"""
         self.table = torch.zeros(places, blocks + 1, dtype=torch.int32, device=device)
-        """The blocks of each row, in order, then the scratch block: a sequence that has ended may write one token there."""
+        """The blocks of each row, in order, then the scratch block: an ended sequence may write one token there."""
         self.drawn = torch.zeros(places, 2, dtype=torch.float64, device=device)
         self.seats: list[Seat] = []
         self.is_wrong = False
@@ -134,7 +139,12 @@ class DeviceBatch:
         return places, numbers
 
     def _send(
-        self, moves: Sequence[tuple[int, int]], dead: Iterable[int], joined: Sequence[Seat], places: Sequence[int], blocks: Sequence[int]
+        self,
+        moves: Sequence[tuple[int, int]],
+        dead: Iterable[int],
+        joined: Sequence[Seat],
+        places: Sequence[int],
+        blocks: Sequence[int],
     ) -> None:
         """Change rows and table in one copy."""
         gone = [*dead]
@@ -145,7 +155,9 @@ class DeviceBatch:
         parts = [np.array(part, dtype=np.int64) for part in (sources, targets, gone, rows, places, blocks)]
         values = [self._row(seat.sequence) for seat in joined]
         sent = upload(np.concatenate([*parts, *values]), self.device)
-        source, target, gone_rows, new_rows, where, numbers, state = sent.split([*map(len, parts), len(values) * FIELDS])
+        source, target, gone_rows, new_rows, where, numbers, state = sent.split(
+            [*map(len, parts), len(values) * FIELDS]
+        )
         if moves:
             self.state.index_copy_(0, target, self.state.index_select(0, source))
             self.table.index_copy_(0, target, self.table.index_select(0, source))
@@ -166,12 +178,14 @@ class DeviceBatch:
         row[SEED] = np.array(job.seed, dtype=np.uint64).view(np.int64)
         row[COLUMNS : COLUMNS + 2] = self.columns(sequence)
         row[SAMPLE], row[TOP_K], row[SLOT] = sequence.index, job.params.top_k, max(sequence.slot, 0)
-        row[[TEMPERATURE, TOP_P]] = np.array([job.params.temperature, job.params.top_p], dtype=np.float32).astype(np.float64).view(np.int64)
+        row[[TEMPERATURE, TOP_P]] = (
+            np.array([job.params.temperature, job.params.top_p], dtype=np.float32).astype(np.float64).view(np.int64)
+        )
         return row
 
 
 def write_places(state: Tensor, table: Tensor) -> Tensor:
-    """Return the place [rows] int64 of each row's newest token, block · BLOCK + offset, from `DeviceBatch.state` and `table`."""
+    """Return the place [rows] int64 of each row's newest token in `DeviceBatch`: block · BLOCK + offset."""
     last = state[:, LENGTH] - 1
     block = table.gather(1, (last // BLOCK).unsqueeze(1)).squeeze(1)
     return block * BLOCK + last % BLOCK

@@ -1,8 +1,8 @@
 """The memory of sampling: blocks of keys and values that sequences own, share, and leave for others that begin alike.
 
-A block of `BLOCK` tokens is in use (by one or more sequences), idle (by none, but it holds tokens under a known key, `sampling/prefix.py`)
-or free. Idle blocks are found again by their key, until their memory is needed: then the least recently used goes first. Gated delta nets
-keep a state of fixed size for each sequence instead, in slots (`states.py`).
+A block of `BLOCK` tokens is in use (by one or more sequences), idle (by none, but it holds tokens under a known key,
+`sampling/prefix.py`) or free. Idle blocks are found again by their key, until their memory is needed: then the least
+recently used goes first. Gated delta nets keep a state of fixed size for each sequence instead, in slots (`states.py`).
 """
 
 from collections import OrderedDict
@@ -18,7 +18,10 @@ from tinsmith.sampling.local.states import StateSlots
 
 
 class KVCache:
-    """The cache and the use of its blocks. Block 0 is scratch: what is computed for nobody is written there, and nothing reads it."""
+    """The cache and the use of its blocks.
+
+    Block 0 is scratch: what is computed for nobody is written there, and nothing reads it.
+    """
 
     def __init__(self, shape: CacheShape, blocks: int) -> None:
         kind = shape.attention
@@ -51,7 +54,10 @@ class KVCache:
         self.key_of.clear()
 
     def take(self, count: int) -> list[int]:
-        """Take that many blocks; call `clean` before they are read. Raises KeyError when there are fewer than that `available`."""
+        """Take that many blocks; call `clean` before they are read.
+
+        Raises KeyError when there are fewer than that `available`.
+        """
         while len(self.free) < count:
             block, _ = self.idle.popitem(last=False)
             del self.block_of[self.key_of.pop(block)]
@@ -123,12 +129,12 @@ class KVCache:
 
 # Decides what a sequence need not compute, because another with the same beginning has computed it or is about to.
 #
-# Keys and values can be shared up to any full block. A state of gated delta nets cannot be cut, so a sequence can only go on behind a
-# block at whose end one was saved:
+# Keys and values can be shared up to any full block. A state of gated delta nets cannot be cut, so a sequence can only
+# go on behind a block at whose end one was saved:
 #
 # - at the last full block of a prompt, for other requests with this prompt;
 # - where two prompts that begin alike part, for all that follow with the same beginning, such as a system prompt;
-# - at the last full block of a sequence that grows, for the next turn of a conversation, and for itself if it is preempted.
+# - at the last full block of a sequence that grows, for a conversation's next turn, and for itself if preempted.
 #
 # The first two cut a prompt once more, so they must spare others at least `WORTH_SAVING` blocks.
 
@@ -172,9 +178,9 @@ class PrefixCache:
         return known
 
     def worth_saving(self, sequence: SequenceState, found: int) -> set[int]:
-        """Return after how many blocks the state of a sequence is to be saved that is computed from behind its first `found` blocks.
+        """Return block counts after which to save the state of a sequence that is computed from block `found` on.
 
-        If more blocks than these are known, an earlier prompt began with them and went on in another way, or its state is lost.
+        If more than `found` are known, an earlier prompt began with them and went on otherwise, or its state is lost.
         """
         saves: set[int] = set()
         if self.states:
@@ -185,7 +191,7 @@ class PrefixCache:
         return saves
 
     def end_of_piece(self, sequence: SequenceState, most: int) -> int:
-        """Return where a chunk of at most so many prompt tokens ends: at a state to save, or at least at a full block."""
+        """Return the end of a chunk of at most `most` prompt tokens: a state to save, else a full block if possible."""
         end = min(sequence.length, sequence.stored + most)
         if self.states:
             saved = [blocks * BLOCK for blocks in sequence.saves if sequence.stored < blocks * BLOCK <= end]
@@ -198,8 +204,8 @@ class PrefixCache:
     def save_state(self, sequence: SequenceState, may_evict: bool) -> None:
         """Save the state of a sequence that a pass has computed to the end of a block.
 
-        What `SequenceState.saves` does not name replaces what the sequence saved so before; if there is none, a saved state gives up its
-        slot only if it `may_evict` one.
+        What `SequenceState.saves` does not name replaces what the sequence saved so before; if there is none, a saved
+        state gives up its slot only if it `may_evict` one.
         """
         if self.states is None or sequence.stored % BLOCK:
             return

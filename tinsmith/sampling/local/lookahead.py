@@ -1,4 +1,4 @@
-"""Decoding steps one after the other: each gives every running sequence a token, and the next is launched before its tokens are read."""
+"""Decoding steps, each of one token per running sequence, launched before the former's tokens are read."""
 
 import logging
 from collections.abc import Sequence
@@ -19,7 +19,10 @@ class Lookahead:
     """The steps of one sampler that are under way."""
 
     def __init__(self, schedule: Schedule, decoding: Decoding, outcomes: SequenceOutcomes, runs_ahead: bool) -> None:
-        """`runs_ahead` says whether a step is launched before the tokens of the one before are read. It saves nothing on a CPU."""
+        """`runs_ahead` says whether a step is launched before the tokens of the one before are read.
+
+        It saves nothing on a CPU.
+        """
         self.schedule = schedule
         self.decoding = decoding
         self.outcomes = outcomes
@@ -60,7 +63,10 @@ class Lookahead:
         return events
 
     def _launch(self, events: list[SampleEvent]) -> list[Flight]:
-        """Start the next step of all running sequences. If that fails they are tried one by one, whose events are added."""
+        """Start the next step of all running sequences.
+
+        If that fails they are tried one by one, whose events are added.
+        """
         flights: list[Flight] = []
         failed: list[list[SequenceState]] = []
         self.must_settle = False

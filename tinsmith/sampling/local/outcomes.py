@@ -23,7 +23,7 @@ class SequenceOutcomes:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.failed_meanwhile: list[SampleJob] | None = None
-        """Jobs that failed in the middle of a pass over prompts, which computes theirs too: they are dropped behind it."""
+        """Jobs that failed during a pass over prompts, which computes theirs too: they are dropped after it."""
 
     def append(self, drawn: Iterable[Drawn]) -> list[SampleEvent]:
         """Give each sequence its next token, and end complete ones. An error of one fails its job only."""
@@ -54,7 +54,7 @@ class SequenceOutcomes:
         return events
 
     def fail(self, job: SampleJob, events: list[SampleEvent], error: Exception) -> None:
-        """End a job with the error that it raised; it is not raised again, which would keep the tensors of the failed pass."""
+        """End a job with the error that it raised; raising it again would keep the tensors of the failed pass."""
         if job.failed:
             return
         if not isinstance(error, TinsmithError):

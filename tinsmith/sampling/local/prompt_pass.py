@@ -35,7 +35,9 @@ class PromptPasses:
         self.logits_chunk = logits_chunk
 
     def run(self, windows: PromptWindows, between: Callable[[], list[SampleEvent]]) -> list[SampleEvent]:
-        """Compute the windows in a pass, and append the tokens that follow. `between` is called between parts of the layers.
+        """Compute the windows in a pass, and append the tokens that follow.
+
+        `between` is called between parts of the layers.
 
         If the pass fails each job is computed in one of its own, so that only jobs fail that cannot be computed.
         """
@@ -52,7 +54,9 @@ class PromptPasses:
                     self._pass(own, between, events)
         return events
 
-    def _pass(self, windows: PromptWindows, between: Callable[[], list[SampleEvent]], events: list[SampleEvent]) -> None:
+    def _pass(
+        self, windows: PromptWindows, between: Callable[[], list[SampleEvent]], events: list[SampleEvent]
+    ) -> None:
         with self.outcomes.failures_kept():
             drawn = self._compute(windows, lambda: events.extend(between()))
         events += self.outcomes.append(drawn)
@@ -74,24 +78,36 @@ class PromptPasses:
                 plans.append(plan)
             samples = [s.job.sequences if s.starts_job else [s] for s in ready]
             growing = [s for group in samples for s in group]
-            following = choose(_for_each(_joined(logits), [len(group) for group in samples]), [s.choice() for s in growing])
+            following = choose(
+                _for_each(_joined(logits), [len(group) for group in samples]), [s.choice() for s in growing]
+            )
             forks = self.schedule.forks(windows)
             for plan in plans:
                 plan.commit()
             self.schedule.computed(windows, forks)
         return [(s, c.token, c.logprob, c.top if s.job.topk else None) for s, c in zip(growing, following, strict=True)]
 
-    def _row(self, windows: PromptWindows, between: Callable[[], None]) -> tuple[list[SequenceState], Tensor, CachedPlan]:
+    def _row(
+        self, windows: PromptWindows, between: Callable[[], None]
+    ) -> tuple[list[SequenceState], Tensor, CachedPlan]:
         """Compute a row of windows, whose plan is returned last and not committed yet.
 
         Returns the sequences that are computed to their end, and the logits [sequences, vocabulary] there.
         """
         order = packing_order([len(window) for _, window in windows], [s.job.weights for s, _ in windows])
         windows = [windows[i] for i in order]
-        row = pack([s.part(window.start, window.end) for s, window in windows], [s.job.weights for s, _ in windows], self.base.device)
-        plan = CachedPlan(self.schedule.cache, [window for _, window in windows], self.schedule.states, self.base.deterministic)
+        row = pack(
+            [s.part(window.start, window.end) for s, window in windows],
+            [s.job.weights for s, _ in windows],
+            self.base.device,
+        )
+        plan = CachedPlan(
+            self.schedule.cache, [window for _, window in windows], self.schedule.states, self.base.deterministic
+        )
         part = -(-len(self.base.layout.layers) // PARTS)  # layers
-        hidden = self.base.hidden_states(row, plan, before_layer=lambda layer: between() if layer and layer % part == 0 else None)
+        hidden = self.base.hidden_states(
+            row, plan, before_layer=lambda layer: between() if layer and layer % part == 0 else None
+        )
         ready, last, start = [], [], 0
         for sequence, window in windows:
             if sequence.job.scores:
@@ -106,7 +122,9 @@ class PromptPasses:
 
     def _logits(self, hidden: Tensor, owners: Sequence[Weights | None]) -> Tensor:
         """[sequences, vocabulary] float32, each with the LM head of its owner; owners may share a row."""
-        parts = [self._head_logits(owners[s.start], hidden[s.start : s.end]) for s in segments_of([1] * len(owners), owners)]
+        parts = [
+            self._head_logits(owners[s.start], hidden[s.start : s.end]) for s in segments_of([1] * len(owners), owners)
+        ]
         return _joined(parts) if parts else torch.empty(0, self.base.vocab_size, device=hidden.device)
 
     def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:

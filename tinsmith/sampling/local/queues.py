@@ -1,9 +1,10 @@
 """The sequences of one sampler: which wait, whose prompts are computed, which run, and the memory that they hold.
 
-    waiting -> filling (has its blocks; the prompt is computed, perhaps in several passes) -> running (one token a step) -> ended
+    waiting -> filling (has its blocks; the prompt is computed, perhaps in several passes) -> running (one token a step)
+    -> ended
 
-When blocks run out, a sequence is preempted: it gives its blocks back and waits to be computed again, which is little work if nobody needed
-them meanwhile.
+When blocks run out, a sequence is preempted: it gives its blocks back and waits to be computed again, which is little
+work if nobody needed them meanwhile.
 """
 
 from bisect import insort
@@ -35,7 +36,10 @@ class Queues:
         self.admissions = 0
 
     def fill(self, sequence: SequenceState, found: list[int]) -> None:
-        """Let a sequence that waits be computed, behind the blocks that were `found` of its beginning. If it fails, nothing has changed."""
+        """Let a sequence that waits be computed, behind the blocks that were `found` of its beginning.
+
+        If it fails, nothing has changed.
+        """
         blocks = [self.cache.share(block) for block in found]
         with ExitStack() as undo:
             undo.callback(self.cache.give_back, blocks)
@@ -63,7 +67,7 @@ class Queues:
         self.waiting.put_back(sequence.job.session, sequence)
 
     def drop(self, gone: Callable[[SequenceState], bool]) -> None:
-        """Forget sequences, wherever they are, and free their blocks, which stay in the cache for others that begin alike."""
+        """Forget sequences, wherever they are; their freed blocks stay in the cache for others that begin alike."""
         for sequence in (*self.running, *self.filling):
             if gone(sequence):
                 self._release(sequence)
@@ -72,7 +76,10 @@ class Queues:
         self.waiting.drop(gone)
 
     def restart(self, chosen: Callable[[SequenceState], bool]) -> list[SampleJob]:
-        """Preempt sequences whose weights are about to be replaced, to compute them from their first token. Returns their jobs."""
+        """Preempt sequences whose weights are about to be replaced, to compute them from their first token.
+
+        Returns their jobs.
+        """
         for group in (self.filling, self.running):
             for sequence in [s for s in reversed(group) if chosen(s)]:
                 self.preempt(sequence)
@@ -92,7 +99,7 @@ class Queues:
             self.states.clear()
 
     def youngest_of_largest(self) -> SequenceState:
-        """Return the youngest sequence of the session that holds most; of several such sessions, the youngest of all."""
+        """Return the youngest sequence of the session that holds most; on a tie, the youngest of these sessions."""
         held = self.held()
         most = max(held.values())
         return next(s for s in (*reversed(self.filling), *reversed(self.running)) if held[s.job.session] == most)

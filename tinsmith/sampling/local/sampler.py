@@ -1,7 +1,7 @@
-"""The local sampler: continuous batching over the training weights, with a paged cache, and slots for the states of gated delta nets.
+"""The local sampler: continuous batching on the training weights, with a paged cache and slots for gated delta nets.
 
-Each `step` gives every running sequence its next token (`decoding.py`), and computes a piece of the prompts that wait in a pass, whatever
-models and snapshots they belong to. `queues.py` has the sequences, `schedule.py` decides what is computed.
+Each `step` gives every running sequence its next token (`decoding.py`), and computes a piece of the waiting prompts in
+one pass, whatever their models and snapshots. `queues.py` has the sequences, `schedule.py` decides what is computed.
 """
 
 import secrets
@@ -35,8 +35,13 @@ from tinsmith.wire.sample import SampleRequest
 class LocalSampler:
     """The `Sampler` of one base model in this process."""
 
-    def __init__(self, base: BaseModel, config: SamplingConfig, logits_chunk: int, sizes: CacheSizes | None = None) -> None:
-        """`sizes` are the cache's; None divides `config.kv_cache_gib`. Raises ConfigError if that does not hold one sequence."""
+    def __init__(
+        self, base: BaseModel, config: SamplingConfig, logits_chunk: int, sizes: CacheSizes | None = None
+    ) -> None:
+        """`sizes` are the cache's; None divides `config.kv_cache_gib`.
+
+        Raises ConfigError if that does not hold one sequence.
+        """
         self.base = base
         shape = CacheShape(base.layout.layers, base.dtype, base.device)
         sizes = sizes or shape.divide(int(config.kv_cache_gib * 2**30) or CPU_CACHE, config.max_running)
@@ -51,10 +56,14 @@ class LocalSampler:
         self.steps = Lookahead(self.schedule, self.decoding, outcomes, runs_ahead=base.device.type == "cuda")
 
     def capacity(self) -> str:
+        """Say how many tokens and states fit, for the log."""
         tokens = f"{self.cache.total * BLOCK:,} tokens"
         if self.states is None:
             return tokens
-        return f"{tokens} and {self.states.total:,} states of sequences, of which {self.schedule.max_running:,} run at once"
+        return (
+            f"{tokens} and {self.states.total:,} states of sequences, of which "
+            f"{self.schedule.max_running:,} run at once"
+        )
 
     @property
     def longest(self) -> int:
@@ -75,7 +84,14 @@ class LocalSampler:
     def check_model(self, shape: LoraShape) -> None:
         """It samples whatever can be trained."""
 
-    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:
+    def add(
+        self,
+        request_id: str,
+        request: SampleRequest,
+        rendered: RenderedInput,
+        weights: Weights | None,
+        stream: bool = False,
+    ) -> None:
         params = request.params
         request.questions.check(len(rendered), self.base.vocab_size)
         seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -109,9 +125,11 @@ class LocalSampler:
                 job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
 
     def step(self, deliver: Callable[[Sequence[SampleEvent]], None] | None = None) -> list[SampleEvent]:
-        """Compute a token of every running sequence, and a piece of the prompts that wait. `deliver` is given what comes before that piece.
+        """Compute a token of every running sequence, and a piece of the prompts that wait.
 
-        What runs out of memory leaves no trace, and is smaller the next time. Raises errors of deciding what to compute.
+        `deliver` is given what comes before that piece.
+
+        What runs out of memory leaves no trace, and is smaller next time. Raises errors of deciding what to compute.
         """
         try:
             if not self.steps.flights:
@@ -132,7 +150,7 @@ class LocalSampler:
         return events
 
     def _between_layers(self, deliver: Callable[[Sequence[SampleEvent]], None] | None) -> list[SampleEvent]:
-        """Read the steps that were launched ahead, in the middle of a pass over prompts: running sequences do not wait for all of it."""
+        """Read steps launched ahead amid a pass over prompts: running sequences need not wait for its end."""
         events = self.steps.read()
         if deliver is None or not events:
             return events
@@ -154,7 +172,8 @@ class LocalSampler:
             longest = max(1, min(longest, room))
         if longest > max(room, int(longest == 1 and room == 0)):  # one token behind the prompt needs no place
             raise UserError(
-                f"prompt length plus max_tokens is {prompt + longest} tokens, but the key/value cache holds {self.cache.total * BLOCK}; "
+                f"prompt length plus max_tokens is {prompt + longest} tokens, but the key/value cache holds "
+                f"{self.cache.total * BLOCK}; "
                 "ask for fewer tokens or start the server with a larger --kv-cache-gib"
             )
         return longest

@@ -1,4 +1,4 @@
-"""Decides what is computed next: who is admitted, which pieces of prompts, and less of both after memory has run out."""
+"""Decides what is computed next: who is admitted, which pieces of prompts, and less of both after memory ran out."""
 
 import logging
 from collections import Counter
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 # Decides which of the sequences that wait are computed.
 #
-# Sessions take turns. A session of which nothing is computed is admitted at once, for which the session with most sequences gives up its
-# youngest; otherwise a short sample would wait for a long one of another client. A session whose prompt finds no room is overtaken by
-# some sequences of others; then nothing else is admitted until it fits.
+# Sessions take turns. A session of which nothing is computed is admitted at once, for which the session with most
+# sequences gives up its youngest; otherwise a short sample would wait for a long one of another client. A session whose
+# prompt finds no room is overtaken by some sequences of others; then nothing else is admitted until it fits.
 
 _OVERTAKES = 32
 """Sequences of other sessions that are admitted before a session that was first but finds no room."""
@@ -43,10 +43,10 @@ class Admission:
             self._admit_absent_sessions(max_running)
 
     def _admit(self, max_running: int, prefill_tokens: int) -> None:
-        """Admit waiting sequences, in turn, as long as there are prompt tokens for the next pass, places to run, and cache blocks.
+        """Admit waiting sequences in turn while there are prompt tokens for the next pass, places, and cache blocks.
 
-        A job that is larger than all places or the cache waits until it is alone, and starts what fits. A sequence that begins like a
-        prompt that is being computed waits for its blocks.
+        A job that is larger than all places or the cache waits until it is alone, and starts what fits. A sequence that
+        begins like a prompt that is being computed waits for its blocks.
         """
         tokens = sum(s.length - s.stored for s in self.queues.filling)
         places = len(self.queues.running) + sum(1 + s.forks for s in self.queues.filling)
@@ -69,7 +69,7 @@ class Admission:
             coming.update(self.prefix_cache.coming([sequence]))
 
     def _admit_absent_sessions(self, max_running: int) -> None:
-        """Admit one sequence of each session that waits and of which nothing is computed, and preempt others for it if need be."""
+        """Admit one sequence of each waiting session of which nothing is computed, preempting others if need be."""
         held = self.queues.held()
         absent = [session for session in self.queues.waiting.sessions if not held[session]]
         coming = self.prefix_cache.coming(self.queues.filling) if absent else {}
@@ -95,7 +95,10 @@ class Admission:
         spare = sum(len(s.blocks) for s in (*self.queues.running, *self.queues.filling) if held[s.job.session] > 1)
         if self._needed(sequence, found) > self.cache.available + spare:
             return False
-        while len(self.queues.running) + len(self.queues.filling) >= max_running or self._needed(sequence, found) > self.cache.available:
+        while (
+            len(self.queues.running) + len(self.queues.filling) >= max_running
+            or self._needed(sequence, found) > self.cache.available
+        ):
             if held.total() == 0 or max(held.values()) < 2:
                 return False
             youngest = self.queues.youngest_of_largest()
@@ -136,7 +139,10 @@ PromptWindows = list[tuple[SequenceState, Window]]
 
 @dataclass(frozen=True, eq=False)
 class Fork:
-    """A sequence that is about to run beside the first of its job. Its blocks are those of the prompt, the last one copied."""
+    """A sequence that is about to run beside the first of its job.
+
+    Its blocks are those of the prompt, the last one copied.
+    """
 
     first: SequenceState
     sequence: SequenceState
@@ -185,7 +191,10 @@ class Schedule:
         return True
 
     def prompt_windows(self) -> PromptWindows:
-        """Choose pieces of the prompts for one pass. Sessions share it equally; what one does not need goes to the others."""
+        """Choose pieces of the prompts for one pass.
+
+        Sessions share it equally; what one does not need goes to the others.
+        """
         windows = []
         sessions: dict[str, list[SequenceState]] = {}
         for sequence in self.queues.filling:
@@ -203,30 +212,38 @@ class Schedule:
         return windows
 
     def decoded(self, sequences: Sequence[SequenceState]) -> None:
-        """Note that the device has been told to compute the newest token of these sequences, all of whose tokens are known."""
+        """Note that the device was told to compute these sequences' newest token; all their tokens are known."""
         if self.states:
-            # Saved states of sequences that run are not evicted for those of others: copies for nothing, a tenth of the time of 256 rows.
+            # Saved states of sequences that run are not evicted for those of others: copies for nothing, a tenth of the
+            # time of 256 rows.
             kept = sum(sequence.newest_save in self.states.saved for sequence in self.queues.running)
             for sequence in sequences:
                 before = sequence.newest_save in self.states.saved
-                self.prefix_cache.save_state(sequence, may_evict=kept < self.states.available and not self.queues.waiting)
+                self.prefix_cache.save_state(
+                    sequence, may_evict=kept < self.states.available and not self.queues.waiting
+                )
                 kept += (sequence.newest_save in self.states.saved) - before
 
     def forks(self, windows: PromptWindows) -> list[Fork]:
-        """Return the other samples of jobs whose prompt the pass completed, with their blocks, as many as fit; the rest will wait.
+        """Return as many other samples as fit, with their blocks, of jobs whose prompt the pass completed.
 
-        This is the only step after a pass that can fail, and it leaves no trace if it does.
+        The rest will wait. This is the only step after a pass that can fail, and it leaves no trace if it does.
         """
         for sequence, window in windows:
             sequence.keys_of(window.end // BLOCK)
         starting = [s for s, window in windows if s.starts_job and window.end == s.length]
-        places = self.max_running - len(self.queues.running) - len(self.queues.filling)  # those that start now are among the latter
+        # Those that start now are among the latter
+        places = self.max_running - len(self.queues.running) - len(self.queues.filling)
         forks: list[Fork] = []
         with ExitStack() as undo:
             for first in starting:
                 full, rest = divmod(first.length, BLOCK)
                 for other in first.job.sequences[1:]:
-                    if places <= 0 or (rest and not self.cache.available) or (self.states and not self.states.available):
+                    if (
+                        places <= 0
+                        or (rest and not self.cache.available)
+                        or (self.states and not self.states.available)
+                    ):
                         break
                     fork = Fork(first, other, [], self.states.take(None) if self.states else -1)
                     undo.callback(self.queues.give_back, fork.blocks, fork.slot)
@@ -238,7 +255,7 @@ class Schedule:
         return forks
 
     def computed(self, windows: PromptWindows, forks: Sequence[Fork]) -> None:
-        """Note that a pass has computed pieces of prompts and its states are committed: prompts that begin alike find them now.
+        """Note the pieces that a pass computed, now that its states are committed; prompts that begin alike find them.
 
         A prompt that is complete runs, with its forks.
         """
@@ -271,13 +288,16 @@ class Schedule:
         if tokens >= 2:
             self.prefill_tokens = max(1, sum(_cost(sequence, window.end) for sequence, window in windows) // 2)
         else:
-            if len(self.queues.running) == 1:  # and one token of a prompt, which then waits until the running sequence has ended
+            # And one token of a prompt, which then waits until the running sequence has ended
+            if len(self.queues.running) == 1:
                 for sequence in list(reversed(self.queues.filling)):
                     self.queues.preempt(sequence)
             self.max_running = max(1, len(self.queues.running) // 2)
             while len(self.queues.running) > self.max_running:
                 self.queues.preempt(self.queues.running[-1])
-        log.warning("out of memory: passes take %d prompt tokens and %d sequences now", self.prefill_tokens, self.max_running)
+        log.warning(
+            "out of memory: passes take %d prompt tokens and %d sequences now", self.prefill_tokens, self.max_running
+        )
         return True
 
 
@@ -289,5 +309,7 @@ def _cost(sequence: SequenceState, end: int) -> int:
 def _window(sequence: SequenceState, end: int) -> Window:
     if sequence.stored >= end:
         # The logits would be taken from the row before its first, which belongs to another sequence.
-        raise AssertionError(f"sample={sequence.job.request_id}: all {end} tokens are computed already, nothing follows from them")
+        raise AssertionError(
+            f"sample={sequence.job.request_id}: all {end} tokens are computed already, nothing follows from them"
+        )
     return Window(sequence.blocks[: blocks_for(end)], sequence.stored, end, sequence.slot)

@@ -54,7 +54,9 @@ class SampleJob:
     def result(self) -> SampleResult:
         """Return the reply, once every sequence has ended."""
         answers = self.scores.answers if self.scores else PromptAnswers()
-        return SampleResult(self.request_id, [s.sampled() for s in self.sequences], answers, len(self.rendered), self.cached_tokens)
+        return SampleResult(
+            self.request_id, [s.sampled() for s in self.sequences], answers, len(self.rendered), self.cached_tokens
+        )
 
 
 @dataclass(eq=False)
@@ -90,8 +92,7 @@ class SequenceState:
     slot: int = -1
     """Slot of its state, in a model with gated delta nets; -1 while it waits."""
     stored: int = 0
-    """Number of its tokens that are computed, or that the device has been told to compute: keys and values lie in `blocks`, the state after
-    them in `slot`."""
+    """Number of its tokens computed or launched: keys and values lie in `blocks`, the state after them in `slot`."""
     seat: Seat | None = None
     """Its row on the device, while it runs."""
     saves: set[int] = field(default_factory=set)
@@ -143,11 +144,13 @@ class SequenceState:
             return rendered.part(start, end)
         answer = slice(max(0, start - prompt), end - prompt)
         where = torch.arange(answer.start, answer.stop) + rendered.next_position
-        tail = RenderedInput(np.array(self.tokens[answer], dtype=np.int32), (), (), where.expand(rendered.positions.shape[0], -1))
+        tail = RenderedInput(
+            np.array(self.tokens[answer], dtype=np.int32), (), (), where.expand(rendered.positions.shape[0], -1)
+        )
         return tail if start >= prompt else rendered.part(start, prompt).followed_by(tail)
 
     def append(self, token: int, logprob: float, top: tuple[list[int], list[float]] | None) -> None:
-        """Take the next token, its log-probability and, if asked for, the likeliest tokens there; it may end the sequence."""
+        """Take the next token, its logprob and, if asked for, the likeliest tokens there; it may end the sequence."""
         job = self.job
         if not self.starts or self.starts[-1][0] != job.ref.label:
             self.starts.append((job.ref.label, len(self.tokens)))
@@ -174,5 +177,7 @@ class SequenceState:
             ids, logprobs = zip(*self.tops, strict=True)
             top = TopLogprobs(np.array(ids, dtype=np.int32), np.array(logprobs, dtype=np.float32))
         ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
-        versions = tuple(VersionSpan(version, start, end) for (version, start), end in zip(self.starts, ends, strict=True))
+        versions = tuple(
+            VersionSpan(version, start, end) for (version, start), end in zip(self.starts, ends, strict=True)
+        )
         return SampledSequence(self.tokens, self.logprobs, self.reason or "length", top, versions)

@@ -1,16 +1,17 @@
-"""The states of gated delta nets: a slot for each sequence that runs, and saved states from which others that begin alike go on.
+"""States of gated delta nets: a slot for each running sequence, and saved states for others that begin alike.
 
-A state cannot be shared or cut as keys and values can: it is what a layer remembers after exactly the tokens so far. So a sequence owns a
-slot, and others begin with a copy, saved at the end of a full block under that block's key (`sampling/prefix.py`). Saved states are evicted
-least recently used first.
+A state cannot be shared or cut as keys and values can: it is what a layer remembers after exactly the tokens so far. So
+a sequence owns a slot, and others begin with a copy, saved at the end of a full block under that block's key
+(`sampling/prefix.py`). Saved states are evicted least recently used first.
 
-A key that is written twice does no harm, but a state that is stepped twice is wrong for good, and nothing shows it. So a pass reads the
-slots, and what it has computed replaces the states only when all of it has succeeded (`StateSteps.commit`). Until then a slot holds the
-state after `SequenceState.stored` tokens, and a failed pass can be tried again in any pieces. The price is memory for a second state of
-each sequence in a pass.
+A key that is written twice does no harm, but a state that is stepped twice is wrong for good, and nothing shows it. So
+a pass reads the slots, and what it has computed replaces the states only when all of it has succeeded
+(`StateSteps.commit`). Until then a slot holds the state after `SequenceState.stored` tokens, and a failed pass can be
+tried again in any pieces. The price is memory for a second state of each sequence in a pass.
 
-A decoding step that is not tried again steps states in place. On CUDA Triton kernels compute it (`kernels/delta_step.py`), elsewhere the
-references; which slot is a row's is read on the device, so that a CUDA graph can capture it.
+A decoding step that is not tried again steps states in place. On CUDA Triton kernels compute it
+(`kernels/delta_step.py`), elsewhere the references; which slot is a row's is read on the device, so that a CUDA graph
+can capture it.
 """
 
 from collections import OrderedDict
@@ -38,7 +39,9 @@ class StateSlots:
         self.scratch = slots
         """A slot more, for rows of a batch that nobody has."""
         self.inputs = reserve_zeros((layers, slots + 1, kind.taps - 1, kind.channels), shape.dtype, shape.device)
-        self.memory = reserve_zeros((layers, slots + 1, kind.value_heads, kind.key_dim, kind.value_dim), torch.float32, shape.device)
+        self.memory = reserve_zeros(
+            (layers, slots + 1, kind.value_heads, kind.key_dim, kind.value_dim), torch.float32, shape.device
+        )
         self.total = slots
         self.free: list[int] = []
         self.saved: OrderedDict[bytes, int] = OrderedDict()
@@ -201,11 +204,14 @@ def convolve_step_reference(x: Tensor, weight: Tensor, inputs: Tensor, slots: Te
     return out
 
 
-def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor) -> Tensor:
+def delta_step(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor
+) -> Tensor:
     """Apply the gated delta rule to one token of each row: [rows, value_heads, value_dim].
 
-    query and key [rows, key_heads, key_dim], value [rows, value_heads, value_dim], decay (a logarithm) and beta [rows, value_heads]. memory
-    [slots, value_heads, key_dim, value_dim] float32 holds the states of every slot, in place; `slots` [rows] says which is whose.
+    query and key [rows, key_heads, key_dim], value [rows, value_heads, value_dim], decay (a logarithm) and beta [rows,
+    value_heads]. memory [slots, value_heads, key_dim, value_dim] float32 holds the states of every slot, in place;
+    `slots` [rows] says which is whose.
     """
     if on_kernels("delta_step", query):
         from tinsmith.kernels.delta_step import delta_kernel
@@ -214,7 +220,9 @@ def delta_step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     return delta_step_reference(query, key, value, decay, beta, memory, slots)
 
 
-def delta_step_reference(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor) -> Tensor:
+def delta_step_reference(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor
+) -> Tensor:
     """Compute `delta_step` in PyTorch."""
     index = slots.long()
     out, after = gated_delta_rule(query, key, value, decay, beta, (1,) * len(query), memory.index_select(0, index))

@@ -1,4 +1,4 @@
-"""The client of one base model's vLLM servers: an event loop in a thread of its own, in which all requests run side by side.
+"""The client of one base model's vLLM servers: an event loop in its own thread runs all requests side by side.
 
 A request whose server is lost is sent to another, or to the same one once that is back with the weights it needs.
 """
@@ -77,7 +77,9 @@ class VLLMClient:
     async def _open(self, sources: list[Launch | str], slots: int, hung_s: float) -> Servers:
         changed = asyncio.Condition()
         try_out = self.publisher.tryout.try_out
-        return Servers([Server(source, slots, hung_s, changed, try_out, self.sleep_mode) for source in sources], changed)
+        return Servers(
+            [Server(source, slots, hung_s, changed, try_out, self.sleep_mode) for source in sources], changed
+        )
 
     async def sample(self, job: Job) -> SampleResult:
         """Return the result of a job, on whatever servers it takes. For the client's loop."""
@@ -105,9 +107,10 @@ class VLLMClient:
 
     @contextmanager
     def _newest(self, job: Job) -> Iterator[NewestWeights | None]:
-        """Hold the weights that the job follows; None if it needs no segments. A streamed job that is not inflight follows its own.
+        """Hold the weights that the job follows; None if it needs no segments.
 
-        They are forgotten with the last job, and not when its error is: what failed would be followed by the next.
+        A streamed job that is not inflight follows its own. The weights are forgotten with the last job, and not when
+        its error is: what failed would be followed by the next.
         """
         model_id = job.published.ref.inflight_of
         if model_id is None:
@@ -126,7 +129,9 @@ class VLLMClient:
         await self.publisher.loader.forget(self.servers.instances, key)
 
     async def _publish(self, published: PublishedWeights) -> None:
-        instances = [server.instance for server in self.servers.all if server.state == "ready" and server.instance is not None]
+        instances = [
+            server.instance for server in self.servers.all if server.state == "ready" and server.instance is not None
+        ]
         model_id = published.ref.inflight_of
         if model_id is not None and model_id in self.newest:
             self.newest[model_id].replace(published)

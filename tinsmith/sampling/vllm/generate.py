@@ -1,8 +1,8 @@
 """One generate request to one vLLM server, and the images that it needs there.
 
-vLLM gets our pixel values in MessagePack, in base64, as it writes its own `MultiModalKwargsItem`: for each name a tensor (dtype, shape,
-bytes) and how items are concatenated. An image travels to a server once, in a request for a single token ahead of the first that needs it;
-all others name it by its hash.
+vLLM gets our pixel values in MessagePack, in base64, as it writes its own `MultiModalKwargsItem`: for each name a
+tensor (dtype, shape, bytes) and how items are concatenated. An image travels to a server once, in a request for a
+single token ahead of the first that needs it; all others name it by its hash.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ async def generate(
     answer: tuple[int, ...] = (),
     name: str | None = None,
 ) -> dict[str, Any]:
-    """Return the reply to a prompt followed by `answer`, for one sample in a slot of its own. Raises as `Connection.post`.
+    """Return the reply to a prompt followed by `answer`, for one sample in a slot of its own.
 
-    With a `name` vLLM can be told to abort the request while `instance.running` has it.
+    Raises as `Connection.post`. With a `name` vLLM can be told to abort the request while `instance.running` has it.
     """
     await send_images(instance, rendered, model)
     async with instance.slots.reserve(1), _named(instance, name):
@@ -48,7 +48,12 @@ async def generate(
 
 
 async def generate_stream(
-    instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...], name: str
+    instance: Instance,
+    rendered: RenderedInput,
+    params: dict[str, Any],
+    model: str | None,
+    answer: tuple[int, ...],
+    name: str,
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Stream the reply: chunks with new tokens, and at last one with the usage only. They do not name the adapter."""
     await send_images(instance, rendered, model)
@@ -59,7 +64,9 @@ async def generate_stream(
             begun = False
             await instance.sleep_mode.until_awake()
             try:
-                stream = instance.connection.stream(_PATH, body | {"features": features_of(rendered, () if retry else known)})
+                stream = instance.connection.stream(
+                    _PATH, body | {"features": features_of(rendered, () if retry else known)}
+                )
                 async with aclosing(stream):
                     async for chunk in stream:
                         begun = True
@@ -71,15 +78,22 @@ async def generate_stream(
                 return
 
 
-async def score(instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """Return the reply to a prompt, in a slot that samples never use: they may fill all others while they wait for it."""
+async def score(
+    instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None
+) -> dict[str, Any]:
+    """Return the reply to a prompt, in the spare slot: samples that wait for the reply may hold all others."""
     await send_images(instance, rendered, model, instance.spare_slot)
     async with instance.spare_slot:
         return await ask(instance, rendered, params, model)
 
 
 async def ask(
-    instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...] = (), **more: str
+    instance: Instance,
+    rendered: RenderedInput,
+    params: dict[str, Any],
+    model: str | None,
+    answer: tuple[int, ...] = (),
+    **more: str,
 ) -> dict[str, Any]:
     """Return the reply to a request that has its slots, and whose images were sent.
 
@@ -105,12 +119,16 @@ async def _named(instance: Instance, name: str | None) -> AsyncIterator[None]:
         instance.running.discard(name or "")
 
 
-def _body(rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...]) -> dict[str, Any]:
+def _body(
+    rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...]
+) -> dict[str, Any]:
     return {"token_ids": [*rendered.token_ids.tolist(), *answer], "sampling_params": params, "model": model}
 
 
-async def _post(instance: Instance, rendered: RenderedInput, body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Raises TinsmithError if the reply names another adapter than the request did, because that means other weights."""
+async def _post(
+    instance: Instance, rendered: RenderedInput, body: dict[str, Any], known: Collection[str]
+) -> dict[str, Any]:
+    """Return the reply; raises TinsmithError if it names another adapter, and so other weights, than the request."""
     await instance.sleep_mode.until_awake()
     reply = in_new_form(await instance.connection.post(_PATH, body | {"features": features_of(rendered, known)}))
     if body["model"] is not None and reply["model"] not in (body["model"], None):
@@ -122,7 +140,7 @@ async def _post(instance: Instance, rendered: RenderedInput, body: dict[str, Any
 
 
 def features_of(rendered: RenderedInput, known: Collection[str]) -> dict[str, Any] | None:
-    """Return the images of a prompt, without pixel values where the server has `known` the hash; None if there are no images."""
+    """Return the images of a prompt, without pixel values for `known` hashes; None if there are no images."""
     if not rendered.images:
         return None
     hashes = [image.sha256.hex() for image in rendered.images]
@@ -130,7 +148,10 @@ def features_of(rendered: RenderedInput, known: Collection[str]) -> dict[str, An
         "mm_hashes": {"image": hashes},
         "mm_placeholders": {"image": [{"offset": span.offset, "length": span.length} for span in rendered.spans]},
         "kwargs_data": {
-            "image": [None if key in known else encode_image(image) for key, image in zip(hashes, rendered.images, strict=True)]
+            "image": [
+                None if key in known else encode_image(image)
+                for key, image in zip(hashes, rendered.images, strict=True)
+            ]
         },
     }
 
@@ -165,23 +186,28 @@ def _sizes(instance: Instance, rendered: RenderedInput) -> dict[str, int]:
 
 
 async def send_images(instance: Instance, rendered: RenderedInput, model: str | None, slot: Slot | None = None) -> None:
-    """Return when the server knows the prompt's images. A request that carries some runs in `slot`, or in one of the samples'.
+    """Return when the server knows the prompt's images.
 
-    Raises as `Connection.post` for the caller that sends them.
+    A request that carries some runs in `slot`, or in one of the samples'. Raises as `Connection.post` for the caller
+    that sends them.
     """
     sizes = _sizes(instance, rendered)
     while arriving := {instance.arriving[key] for key in sizes if key in instance.arriving}:
         await asyncio.wait(arriving)  # if one fails, the first caller that waited sends its images
     if new := sizes.keys() - _known(instance, rendered):
         task = asyncio.create_task(
-            _send_with_one_token(instance, rendered, model, {key: sizes[key] for key in new}, slot or instance.slots.reserve(1))
+            _send_with_one_token(
+                instance, rendered, model, {key: sizes[key] for key in new}, slot or instance.slots.reserve(1)
+            )
         )
         instance.arriving |= dict.fromkeys(new, task)
         task.add_done_callback(partial(_arrived, instance, new))
         await asyncio.shield(task)
 
 
-async def _send_with_one_token(instance: Instance, rendered: RenderedInput, model: str | None, new: dict[str, int], slot: Slot) -> None:
+async def _send_with_one_token(
+    instance: Instance, rendered: RenderedInput, model: str | None, new: dict[str, int], slot: Slot
+) -> None:
     async with slot:
         await ask(instance, rendered, _ONE_TOKEN, model)
     instance.images.update(new)

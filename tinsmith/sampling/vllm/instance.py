@@ -1,7 +1,7 @@
 """One instance of a vLLM server, from a start of its process to the end: what it holds, and who may use it.
 
-A restarted server is a new instance, which has none of the weights and images of the former. Instances that share a GPU with the trainer
-(--vllm-turn-s) sleep while it computes. Everything here belongs to one event loop.
+A restarted server is a new instance, which has none of the weights and images of the former. Instances that share a GPU
+with the trainer (--vllm-turn-s) sleep while it computes. Everything here belongs to one event loop.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ _SWITCHES_WITHIN_S = 120.0
 class SleepMode:
     """Sleep mode of the servers of a base model (vLLM's level 1), which begin awake.
 
-    A server that sleeps has its weights and adapters in the host's memory, and no cache. Samples under way go on when it has woken, which
-    computes their keys and values again. Whatever would write to its memory waits.
+    A server that sleeps has its weights and adapters in the host's memory, and no cache. Samples under way go on when
+    it has woken, which computes their keys and values again. Whatever would write to its memory waits.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,10 @@ class SleepMode:
 
     @asynccontextmanager
     async def kept_awake(self) -> AsyncIterator[None]:
-        """Run the body while the servers are awake and stay so. It must not come here again: they may be falling asleep."""
+        """Run the body while the servers are awake and stay so.
+
+        It must not come here again: they may be falling asleep.
+        """
         await self.until_awake()
         self._kept += 1
         self._idle.clear()
@@ -91,7 +94,9 @@ async def _obeyed(instance: "Instance", post: Coroutine[Any, Any, Any]) -> None:
         async with asyncio.timeout(_SWITCHES_WITHIN_S):
             await post
     except (TinsmithError, TimeoutError):
-        log.exception("the vLLM server at %s is ended, because it does not fall asleep, or wake", instance.connection.url)
+        log.exception(
+            "the vLLM server at %s is ended, because it does not fall asleep, or wake", instance.connection.url
+        )
         await instance.end()
 
 
@@ -113,10 +118,10 @@ class Slots(asyncio.Semaphore):
 
     @asynccontextmanager
     async def reserve(self, at_most: int) -> AsyncIterator[int]:
-        """Hold slots while the body runs, which is told how many: `at_most`, or fewer if fewer are free or somebody waits.
+        """Hold `at_most` slots while the body runs, fewer if fewer are free or somebody waits; yields how many.
 
-        Several are returned together, when the longest of their sequences has ended: those who wait could have used the others. One who
-        has waited gets one, for meanwhile others may have taken what it wanted more for.
+        Several are returned together, when the longest of their sequences has ended: those who wait could have used the
+        others. One who has waited gets one, for meanwhile others may have taken what it wanted more for.
         """
         async with AsyncExitStack() as held:
             waits = self.locked()
@@ -138,8 +143,8 @@ class _Waiting:
 class WeightsLock:
     """A lock that gives a server to one set of full weights at a time, in order of arrival.
 
-    Requests for the weights that are there run side by side. A request for others waits until those have ended, replaces the weights, and
-    lets all run that wait for the same.
+    Requests for the weights that are there run side by side. A request for others waits until those have ended,
+    replaces the weights, and lets all run that wait for the same.
     """
 
     def __init__(self) -> None:
@@ -149,7 +154,10 @@ class WeightsLock:
 
     @asynccontextmanager
     async def holding(self, key: str, replace: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-        """Run the body while the server computes with the weights of that key. If others are there, `replace` is called before, alone."""
+        """Run the body while the server computes with the weights of that key.
+
+        If others are there, `replace` is called before, alone.
+        """
         must_replace = await self._wait(key)
         try:
             if must_replace:
@@ -247,7 +255,7 @@ class Instance:
     facts: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     """Tasks that find out label and refusal, and the kinds below (`verify.py`)."""
     merged_kinds: frozenset[str] = frozenset()
-    """Kinds of layers to which it applies no adapters (`verify.py`). Adapters that train one are merged into the base."""
+    """Kinds of layers to which it applies no adapters (`verify.py`); adapters that train one are merged."""
     refused_kinds: frozenset[str] = frozenset()
     """Those of them with which it differs from the trainer even then."""
     images: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_IMAGE_CACHE, getsizeof=lambda size: size))
@@ -268,7 +276,8 @@ class Instance:
     async def answers(self) -> bool:
         """Return whether server, engine and all workers answer, between two steps.
 
-        For a moment the server does not know that its engine ends, and for some seconds the engine does not know that a worker has ended.
+        For a moment the server does not know that its engine ends, and for some seconds the engine does not know that a
+        worker has ended.
         """
         return (
             await self.is_alive()
@@ -281,10 +290,10 @@ class Instance:
         return await _succeeds(self.connection.get("/health"))
 
     async def look(self, within_s: float) -> Literal["answers", "silent", "lost"]:
-        """Wait until its engine `answers` or is `lost` (it has ended, or the whole server has); `silent` after that long.
+        """Wait until its engine `answers` or is `lost`, with or without the server; `silent` after `within_s`.
 
-        A server whose engine hangs still takes requests. One whose engine has ended waits for its requests before it ends too, some of
-        which vLLM never answers; only /health tells of that.
+        A server whose engine hangs still takes requests. One whose engine has ended waits for its requests before it
+        ends too, some of which vLLM never answers; only /health tells of that.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):

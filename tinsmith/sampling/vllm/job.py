@@ -1,12 +1,13 @@
-"""A sample request on one server: all its samples at once, or each in segments while its weights are replaced or its tokens are read.
+"""A sample request on one server: all samples at once, or in segments while weights change or tokens are streamed.
 
-When a model has new weights (`inflight`), the server loads and compares them while it samples. Then vLLM aborts the samples from the former
-weights, and each goes on as a request with its tokens so far behind its prompt. (vLLM could load an adapter in place under the name that it
-has. But then it reads the files again at every step, goes on with keys and values of the former weights, and computes with the new ones
-before they are compared.)
+When a model has new weights (`inflight`), the server loads and compares them while it samples. Then vLLM aborts the
+samples from the former weights, and each goes on as a request with its tokens so far behind its prompt. (vLLM could
+load an adapter in place under the name that it has. But then it reads the files again at every step, goes on with keys
+and values of the former weights, and computes with the new ones before they are compared.)
 
-Tokens that were given out while they came stay: if a server is lost, another goes on behind them. vLLM streams no scores of the prompt, and
-no log-probabilities over the whole vocabulary with top_k or top_p: then the tokens of a segment are given out at its end.
+Tokens that were given out while they came stay: if a server is lost, another goes on behind them. vLLM streams no
+scores of the prompt, and no log-probabilities over the whole vocabulary with top_k or top_p: then the tokens of a
+segment are given out at its end.
 """
 
 import asyncio
@@ -94,18 +95,26 @@ class Job:
 
 
 async def sample(publisher: Publisher, instance: Instance, job: Job) -> SampleResult:
-    """Return the job's result. Raises as `Connection.post`, and TinsmithError if the server computes something else than the trainer."""
+    """Return the job's result.
+
+    Raises as `Connection.post`, and TinsmithError if the server computes something else than the trainer.
+    """
     async with publisher.using(instance, job.published) as loaded:
         left, found = deque(range(job.request.num_samples)), dict[int, SampledSequence]()
         await in_parallel([_some(instance, job, loaded.model, left, found) for _ in left])
         sequences = [found[index] for index in range(job.request.num_samples)]
         if truncates(job.request):
-            sequences = await in_parallel([score_again(instance, job, loaded.model, (), sequence) for sequence in sequences])
+            sequences = await in_parallel(
+                [score_again(instance, job, loaded.model, (), sequence) for sequence in sequences]
+            )
     return result_of(job, sequences)
 
 
 async def in_parallel(work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all, in order. The first error ends the others, and is raised alone: its class decides what happens next."""
+    """Return the results of all, in order.
+
+    The first error ends the others, and is raised alone: its class decides what happens next.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -114,18 +123,26 @@ async def in_parallel(work: list[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def _some(instance: Instance, job: Job, model: str | None, left: deque[int], found: dict[int, SampledSequence]) -> None:
-    """Compute several of the samples that are `left` in one request, as many as there are free slots. Later callers may find none left."""
+async def _some(
+    instance: Instance, job: Job, model: str | None, left: deque[int], found: dict[int, SampledSequence]
+) -> None:
+    """Compute several of the samples that are `left` in one request, as many as there are free slots.
+
+    Later callers may find none left.
+    """
     await send_images(instance, job.rendered, model)
     if not left:
         return
-    most = instance.samples_per_request if job.request.params.temperature else 1  # vLLM refuses several greedy samples in one request
+    # vLLM refuses several greedy samples in one request
+    most = instance.samples_per_request if job.request.params.temperature else 1
     async with instance.slots.reserve(min(len(left), most)) as slots:
         taken = [left.popleft() for _ in range(min(slots, len(left)))]
         if not taken:
             return
         reply = await ask(instance, job.rendered, job.params(taken[0], len(taken)), model)
-    sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, instance.label, job.published.ref.label)
+    sequences = sequences_of(
+        reply, len(taken), job.request.topk_sample_logprobs, instance.label, job.published.ref.label
+    )
     found.update(zip(taken, sequences, strict=True))
     job.drafts[taken[0]].reply = reply
 
@@ -214,7 +231,9 @@ def _append(job: Job, index: int, segment: SampledSequence, reply: dict[str, Any
     draft.segments.append(segment)
 
 
-async def _generate(instance: Instance, job: Job, published: PublishedWeights, loaded: Loaded, index: int, name: str) -> dict[str, Any]:
+async def _generate(
+    instance: Instance, job: Job, published: PublishedWeights, loaded: Loaded, index: int, name: str
+) -> dict[str, Any]:
     """Compute one segment: vLLM's reply to a request that goes on behind the tokens so far."""
     draft = job.drafts[index]
     done = draft.tokens
@@ -229,7 +248,9 @@ async def _generate(instance: Instance, job: Job, published: PublishedWeights, l
             async for chunk in stream:
                 chunks.append(chunk)
                 for choice in chunk["choices"]:
-                    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]] if choice["token_ids"] else []
+                    logprobs = (
+                        [entry["logprob"] for entry in choice["logprobs"]["content"]] if choice["token_ids"] else []
+                    )
                     _tell(job, index, choice["token_ids"], logprobs, published.ref.label)
         reply = joined_stream(chunks)
         broken.pop_all()
@@ -248,7 +269,7 @@ def _may_stream(instance: Instance, job: Job, draft: Draft, params: dict[str, An
 
 
 def _may_tell(job: Job, draft: Draft) -> bool:
-    """Return whether the tokens of the next segment are final: vLLM cannot see a stop string that began in the segment before."""
+    """Return whether the next segment's tokens are final: vLLM misses a stop string that began in the one before."""
     return not (job.request.params.stop.strings and draft.segments)
 
 
@@ -267,10 +288,14 @@ def _tell_rest(job: Job, index: int, sequence: SampledSequence) -> None:
 
 def _keep_told(job: Job, index: int, chunks: list[dict[str, Any]], published: PublishedWeights) -> None:
     """Make a segment of the tokens that have come before a stream broke off, perhaps behind its last token."""
-    job.drafts[index].ended = any(choice["finish_reason"] in ("stop", "length") for chunk in chunks for choice in chunk["choices"])
+    job.drafts[index].ended = any(
+        choice["finish_reason"] in ("stop", "length") for chunk in chunks for choice in chunk["choices"]
+    )
     last = {"index": 0, "token_ids": [], "logprobs": None, "finish_reason": "abort", "weight_versions": None}
     reply = joined_stream([*chunks, {"choices": [] if job.drafts[index].ended else [last], "usage": {}}])
-    (segment,) = sequences_of(reply, 1, job.request.topk_sample_logprobs, None, published.ref.label, may_be_aborted=True)
+    (segment,) = sequences_of(
+        reply, 1, job.request.topk_sample_logprobs, None, published.ref.label, may_be_aborted=True
+    )
     _append(job, index, segment, reply)
 
 
@@ -282,9 +307,11 @@ async def _prepare(publisher: Publisher, instance: Instance, newest: NewestWeigh
 
 
 async def _until(
-    replacement: Coroutine[Any, Any, None], instance: Instance, generating: Callable[[str], Coroutine[Any, Any, dict[str, Any]]]
+    replacement: Coroutine[Any, Any, None],
+    instance: Instance,
+    generating: Callable[[str], Coroutine[Any, Any, dict[str, Any]]],
 ) -> dict[str, Any] | None:
-    """Return the reply to a request, which is aborted when the `replacement` is ready; None if it was not sent until then."""
+    """Return the reply to a request, aborted when the `replacement` is ready; None if it was not sent until then."""
     name = uuid.uuid4().hex
     request = asyncio.create_task(generating(name))
     ready = asyncio.create_task(replacement)
@@ -307,7 +334,11 @@ def joined(job: Job, draft: Draft) -> SampledSequence:
     tokens = list(draft.tokens)
     logprobs = [logprob for segment in draft.segments for logprob in segment.logprobs]
     tops = [segment.topk for segment in draft.segments if segment.topk is not None]
-    top = TopLogprobs(np.concatenate([t.token_ids for t in tops]), np.concatenate([t.logprobs for t in tops])) if tops else None
+    top = (
+        TopLogprobs(np.concatenate([t.token_ids for t in tops]), np.concatenate([t.logprobs for t in tops]))
+        if tops
+        else None
+    )
     reason, end = draft.segments[-1].stop_reason, len(tokens)
     if len(draft.segments) > 1 and (stopped := _stop_across(job, tokens, draft.told)) is not None:
         reason, end = "stop", stopped
@@ -316,7 +347,7 @@ def joined(job: Job, draft: Draft) -> SampledSequence:
 
 
 def _stop_across(job: Job, tokens: list[int], told: int) -> int | None:
-    """Find the end of a stop string that lies in two segments, where vLLM could not see it; only behind the `told` tokens."""
+    """Find the end of a stop string across segments, where vLLM could not see it, behind the `told` tokens."""
     stop = job.request.params.stop
     if not stop.strings:
         return None

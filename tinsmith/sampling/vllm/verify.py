@@ -1,7 +1,8 @@
 """Checks with each set of new weights that vLLM computes what the trainer does.
 
-The canary is a prompt on whose log-probabilities vLLM and the trainer must agree before a client gets a sample. Pixel values that are
-normalized twice, or a transfer that is half done, are no error to vLLM, but change these. Probes try out each new server.
+The canary is a prompt on whose log-probabilities vLLM and the trainer must agree before a client gets a sample. Pixel
+values that are normalized twice, or a transfer that is half done, are no error to vLLM, but change these. Probes try
+out each new server.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 _TOKENS = 12
 """Text tokens before the image, and behind it."""
 _WITHIN_LAYERS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Mean difference in nats that is allowed for rounding within layers. Random tokens are unlikely, where bfloat16 rounds coarsely."""
+"""Mean difference in nats allowed for rounding within layers; bfloat16 is coarse at random, so unlikely, tokens."""
 _ROUNDINGS = 2
 """The trainer rounds its logits to the base's dtype, and vLLM its own."""
 Scores = Sequence[dict[str, Any] | None]
@@ -69,13 +70,13 @@ class Expectation:
 
 
 def allowed_difference(logit_size: float, dtype: torch.dtype) -> float:
-    """Return the allowed mean difference of log-probabilities in nats, where the largest logits have this absolute value.
+    """Return the allowed mean difference of logprobs in nats, where the largest logits have this absolute value.
 
         limit = (0.001 in float32, 0.1 in bfloat16) + 2 * unit * logit_size
 
-    A logit of size x is rounded by up to x * unit, which is x * 2^-8 in bfloat16 (half of `eps`), and the logarithm of the sum over the
-    vocabulary is no more exact than its largest logit. Trainer and vLLM each round once. The added part is less than a hundredth of the
-    logits, to which the effect of wrong weights is in proportion too.
+    A logit of size x is rounded by up to x * unit, which is x * 2^-8 in bfloat16 (half of `eps`), and the logarithm of
+    the sum over the vocabulary is no more exact than its largest logit. Trainer and vLLM each round once. The added
+    part is less than a hundredth of the logits, to which the effect of wrong weights is in proportion too.
     """
     return _WITHIN_LAYERS[dtype] + _ROUNDINGS * torch.finfo(dtype).eps / 2 * logit_size
 
@@ -111,7 +112,7 @@ def score_prompt(
     chunk: int,
     look_at: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Let the trainer's own model answer what `scores` asks about a prompt; returns the logits [1, vocabulary] behind it.
+    """Let the trainer's model answer what `scores` asks about a prompt; returns the logits [1, vocabulary] behind it.
 
     Logits [positions, vocabulary] exist for `chunk` positions at a time; `look_at` is given them.
     """
@@ -145,7 +146,14 @@ class Canary:
         """Compute the canary with the trainer's model, in the trainer's thread."""
         scores = PromptScores(self.rendered, _QUESTIONS, _PARAMS, 0)
         sizes: list[torch.Tensor] = []
-        score_prompt(self.base, self.rendered, weights, scores, len(self.rendered), lambda logits: sizes.append(logits.abs().amax(-1)))
+        score_prompt(
+            self.base,
+            self.rendered,
+            weights,
+            scores,
+            len(self.rendered),
+            lambda logits: sizes.append(logits.abs().amax(-1)),
+        )
         assert scores.answers.logprobs is not None
         limit = allowed_difference(float(torch.cat(sizes).mean()), self.base.dtype)
         return Expectation(scores.answers.logprobs[self.text], limit)
@@ -156,21 +164,23 @@ class Canary:
         return scores
 
     def compare(self, scores: Scores, expected: Expectation, what: str) -> None:
-        """Raise TinsmithError if a server's scores of the canary differ from the trainer's, or the trainer's are not all finite."""
+        """Raise TinsmithError if a server's canary scores differ from the trainer's, or these are not all finite."""
         if not expected.is_finite:
             raise TinsmithError(
-                f"the trainer itself computes infinite or NaN log-probabilities with {what}, so vLLM cannot be compared with it; nothing "
-                "is sampled from these weights: go back to an earlier checkpoint, and train on with a lower learning rate"
+                f"the trainer itself computes infinite or NaN log-probabilities with {what}, so vLLM cannot be "
+                "compared with it; nothing is sampled from these weights: go back to an earlier checkpoint, and train "
+                "on with a lower learning rate"
             )
         difference = self.difference(scores, expected)
         if not difference <= expected.limit:
             raise TinsmithError(
-                f"vLLM computes other log-probabilities than the trainer with {what}: {difference:.4g} nats apart on average on "
-                f"{len(expected.logprobs)} tokens, where {expected.limit:.3g} is the limit; nothing is sampled from these weights"
+                f"vLLM computes other log-probabilities than the trainer with {what}: {difference:.4g} nats apart on "
+                f"average on {len(expected.logprobs)} tokens, where {expected.limit:.3g} is the limit; nothing is "
+                "sampled from these weights"
             )
 
     def difference(self, scores: Scores, expected: Expectation) -> float:
-        """Return the mean difference of a server's scores of the canary from the trainer's, in nats; NaN if one of them is."""
+        """Return the mean difference of a server's canary scores from the trainer's, in nats; NaN if one of them is."""
         got = prompt_answers(scores, self.rendered, _QUESTIONS).logprobs
         assert got is not None
         return float(np.abs(got[self.text] - expected.logprobs).mean())
@@ -182,11 +192,12 @@ def _image() -> ImageChunk:
     return ImageChunk(hashlib.sha256(file.getvalue()).digest(), file.getvalue(), "png", None)
 
 
-# Probes: adapters that each change one kind of layer as much as its own weights do, tried once on each new instance of a server.
+# Probes: adapters that each change one kind of layer as much as its own weights do, tried once on each new instance of
+# a server.
 #
-# If a server leaves out a part of an adapter, that is no error to vLLM, and changes less than rounding while the adapter has learned
-# little. Where a server differs from the trainer with a probe, adapters that reach such layers are sent there merged into the base's
-# weights.
+# If a server leaves out a part of an adapter, that is no error to vLLM, and changes less than rounding while the
+# adapter has learned little. Where a server differs from the trainer with a probe, adapters that reach such layers are
+# sent there merged into the base's weights.
 
 _SIZE = 2.0
 """Size of a probe's change of a weight, as a multiple of the weight's (Frobenius norms)."""
@@ -250,15 +261,21 @@ def _adapter(files: WeightFiles, names: list[str]) -> Adapter:
     for name in names:
         a, b = adapter.masters[name]
         b.copy_(torch.randn(b.shape, generator=generator))
-        b.mul_(_SIZE * torch.linalg.vector_norm(files.base_weight(name), dtype=torch.float32) / (adapter.scale * a.norm() * b.norm()))
+        b.mul_(
+            _SIZE
+            * torch.linalg.vector_norm(files.base_weight(name), dtype=torch.float32)
+            / (adapter.scale * a.norm() * b.norm())
+        )
     adapter.refresh()
     return adapter
 
 
 class TryOut:
-    """Finds out for each instance once whether it may be sampled from, and to which kinds of layers it applies adapters."""
+    """Finds out once for each instance whether it may be sampled from, and which kinds of layers take adapters."""
 
-    def __init__(self, canary: Canary, loader: WeightLoader, served_on: torch.device, probes: Sequence[AdapterProbe]) -> None:
+    def __init__(
+        self, canary: Canary, loader: WeightLoader, served_on: torch.device, probes: Sequence[AdapterProbe]
+    ) -> None:
         """Servers compute on devices like `served_on`."""
         self.canary = canary
         self.loader = loader
@@ -266,20 +283,22 @@ class TryOut:
         self.probes = probes
 
     async def try_out(self, instance: Instance) -> None:
-        """Ask an instance which probes it applies, once. Nothing is known if that has failed, and the next call asks again.
+        """Ask an instance which probes it applies, once.
 
-        Raises as `Connection.post`, and TinsmithError if it differs from the trainer with the base's weights.
+        Nothing is known if that has failed, and the next call asks again. Raises as `Connection.post`, and
+        TinsmithError if it differs from the trainer with the base's weights.
         """
         await once(instance.facts, "probes", partial(self._probe, instance))
 
     async def learn_about(self, instance: Instance) -> None:
-        """Ask a server once what it calls its full weights, which vLLM 0.26 cannot say, and whether it can be sampled from."""
+        """Ask a server once if it can be sampled from, and the name of its full weights (vLLM 0.26 gives none)."""
         await once(instance.facts, "version", partial(self._ask_version, instance))
 
     def is_merged(self, instance: Instance, targets: Iterable[str]) -> bool:
-        """Return whether an instance takes adapters with these targets merged into the base's weights. Full weights have no targets.
+        """Return whether an instance takes adapters with these targets merged into the base's weights.
 
-        Raises UserError if it can compute with them in neither way, or is not sampled from at all.
+        Full weights have no targets. Raises UserError if it can compute with them in neither way, or is not sampled
+        from at all.
         """
         if instance.refusal is not None:
             raise UserError(instance.refusal)
@@ -290,13 +309,14 @@ class TryOut:
         if LM_HEAD in kinds and self.canary.base.head_name != HEAD_WEIGHT:
             left_out = ", ".join(sorted(kinds & instance.merged_kinds))
             raise UserError(
-                f"vLLM applies no adapters to {left_out} of {self.canary.base.name}. They cannot be merged either, because its output "
-                "projection is its embedding too: create the model with train_unembed=False, or serve it with --sampler local"
+                f"vLLM applies no adapters to {left_out} of {self.canary.base.name}. They cannot be merged either, "
+                "because its output projection is its embedding too: create the model with train_unembed=False, or "
+                "serve it with --sampler local"
             )
         if refused:
             raise UserError(
-                f"vLLM cannot compute with trained {', '.join(sorted(refused))} of {self.canary.base.name}, as adapters or merged; "
-                "serve it with --sampler local"
+                f"vLLM cannot compute with trained {', '.join(sorted(refused))} of {self.canary.base.name}, as "
+                "adapters or merged; serve it with --sampler local"
             )
         return True
 
@@ -307,23 +327,39 @@ class TryOut:
             return
         async with instance.weights_lock.holding(BASE, partial(self.loader.replace, instance, None)):
             if self.probes:  # weights that are not the trainer's are left alone: they may be somebody else's
-                self.canary.compare(await self.canary.scored_by(instance, None), self.probes[0].bare, "the base weights")
-            left_out = [probe for probe in self.probes if not await self._shows(instance, probe, self._as_adapter(instance, probe))]
+                self.canary.compare(
+                    await self.canary.scored_by(instance, None), self.probes[0].bare, "the base weights"
+                )
+            left_out = [
+                probe
+                for probe in self.probes
+                if not await self._shows(instance, probe, self._as_adapter(instance, probe))
+            ]
         instance.merged_kinds = frozenset(probe.kind for probe in left_out)
         for probe in left_out:
-            merged = instance.weights_lock.holding(f"probe/{probe.kind}", partial(self.loader.replace, instance, probe.adapter))
+            merged = instance.weights_lock.holding(
+                f"probe/{probe.kind}", partial(self.loader.replace, instance, probe.adapter)
+            )
             if not await self._shows(instance, probe, merged):
                 instance.refused_kinds |= {probe.kind}
         if left_out:
             log.warning(
-                "the vLLM server at %s applies no adapters to %s; what trains these is merged into the base's weights, or refused with %s",
+                (
+                    "the vLLM server at %s applies no adapters to %s; what trains these is merged into the base's "
+                    "weights, or refused with %s"
+                ),
                 instance.connection.url,
                 ", ".join(sorted(instance.merged_kinds)),
                 ", ".join(sorted(instance.refused_kinds)) or "none",
             )
 
-    async def _shows(self, instance: Instance, probe: AdapterProbe, loaded: AbstractAsyncContextManager[str | None]) -> bool:
-        """Return whether a server computes what the trainer does while it has a probe `loaded`. One that refuses the probe does not."""
+    async def _shows(
+        self, instance: Instance, probe: AdapterProbe, loaded: AbstractAsyncContextManager[str | None]
+    ) -> bool:
+        """Return whether a server computes what the trainer does while it has a probe `loaded`.
+
+        One that refuses the probe does not.
+        """
         try:
             async with loaded as name:
                 scores = await self.canary.scored_by(instance, name)
@@ -344,7 +380,9 @@ class TryOut:
 
     async def _ask_version(self, instance: Instance) -> None:
         if not instance.started_by_us and has_delta_nets(self.canary.base):
-            instance.refusal = refusal(self.canary.base, (await instance.connection.get("/version"))["version"], self.served_on)
+            instance.refusal = refusal(
+                self.canary.base, (await instance.connection.get("/version"))["version"], self.served_on
+            )
         with suppress(RefusedError):
             instance.label = (await instance.connection.get("/weight_info"))["weight_version"]
         if not instance.started_by_us and (instance.label is None or instance.label.startswith(LABEL)):

@@ -1,4 +1,4 @@
-"""Weights on their way to vLLM servers: adapters as PEFT directories, full weights through a transfer into the running server.
+"""Weights on their way to vLLM servers: adapters as PEFT directories, full weights by transfer to a running server.
 
 Every adapter has a directory of its own, because vLLM caches what it computes under an adapter's name and path.
 `inside_vllm/receivers.py` has the other ends of the transfers.
@@ -43,8 +43,10 @@ PREFIX = "tinsmith-weights-"
 """Prefix of directories of weights."""
 _MEMORY = Path("/dev/shm")
 LONGEST_BROADCAST_S = 240.0
-"""Seconds that trainer and server may take to connect, where one is usual, and that a broadcast may take. After five minutes NCCL would end
-the trainer (`inside_vllm/transfer_group.py`)."""
+"""Seconds that trainer and server may take to connect, where one is usual, and that a broadcast may take.
+
+After five minutes NCCL would end the trainer (`inside_vllm/transfer_group.py`).
+"""
 
 Tensors = Mapping[str, Tensor]
 """Tensors by their names in the checkpoint. They must not change before `Transfer.send` has returned."""
@@ -54,9 +56,13 @@ class WeightFiles:
     """The files of one base model's weights. Used from several threads."""
 
     def __init__(self, base: BaseModel, directory: str) -> None:
-        """Files go below `directory`; an empty text chooses one in memory. What dead processes of this machine have left is deleted."""
+        """Files go below `directory`; an empty text chooses one in memory.
+
+        What dead processes of this machine have left is deleted.
+        """
         self.base = base
-        # Read now: while a pass with full weights runs, in another thread, these stand where the base's parameters are looked up.
+        # Read now: while a pass with full weights runs, in another thread, these stand where the base's parameters are
+        # looked up.
         self.parameters = base.full_targets(LoraShape(rank=0, seed=0))
         parent = Path(directory or (_MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()))
         self._own = OwnDirectory(PREFIX, parent)
@@ -64,7 +70,7 @@ class WeightFiles:
         self._count = itertools.count(1)
 
     def write(self, adapter: Adapter) -> Path:
-        """Write an adapter to a new directory, which is returned: in the base's dtype, to which vLLM would round it anyway."""
+        """Write an adapter to a new directory and return that. It is in the base's dtype, to which vLLM would round."""
         directory = self.root / str(next(self._count))
         pairs = adapter.form.pairs(on_device(adapter.flat_working, torch.device("cpu")))
         names = {name: self._name_at_server(name) for name in pairs}
@@ -73,7 +79,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def identity(self, adapter: Adapter) -> str:
-        """Compute the identity of an adapter as vLLM's layers hold it: in the dtype of the base, with B multiplied by the scale."""
+        """Compute the identity of an adapter as vLLM's layers hold it: in the base's dtype, with B times the scale."""
         whole = Identity()
         for name, pair in adapter.working.items():
             module = self._name_at_server(name)
@@ -82,7 +88,7 @@ class WeightFiles:
         return str(whole)
 
     def _name_at_server(self, name: str) -> str:
-        """Return the server's name for a target of LoRA: that of transformers, but parts of a layer have names of their own."""
+        """Return the server's name for a LoRA target: that of transformers, but parts of a layer have their own."""
         if self.base.layout.targets[name].rows is None:
             return self.base.layout.module_name(name)
         layer, part = name.rsplit(".", 2)[0], ".".join(name.rsplit(".", 2)[1:])
@@ -107,7 +113,10 @@ class WeightFiles:
         Raises UserError if the adapter has a part on an output projection that is the embedding too.
         """
         if LM_HEAD in adapter.working and self.base.head_name != HEAD_WEIGHT:
-            raise UserError("its part on the output projection cannot be merged: it would change the embedding, which is the same matrix")
+            raise UserError(
+                "its part on the output projection cannot be merged: it would change the embedding, "
+                "which is the same matrix"
+            )
         changed: dict[str, Tensor] = {}
         for name, pair in adapter.working.items():
             key = self._parameter(name)
@@ -118,12 +127,15 @@ class WeightFiles:
         return changed
 
     def tensors(self, weights: Weights | None) -> dict[str, Tensor]:
-        """Return all that full-parameter training can change, by checkpoint name: from `weights`, and from the base what they lack.
+        """Return all that full-parameter training can change, by checkpoint name; the base has what `weights` lack.
 
         Only weights into which an adapter is merged are copied. Raises UserError as `merged`.
         """
         own = self.merged(weights) if isinstance(weights, Adapter) else weights.working if weights is not None else {}
-        return {self.base.layout.parameter_name(name): own.get(name, parameter) for name, parameter in self.parameters.items()}
+        return {
+            self.base.layout.parameter_name(name): own.get(name, parameter)
+            for name, parameter in self.parameters.items()
+        }
 
     def remove(self, directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -176,10 +188,12 @@ class IpcTransfer:
 
 
 class BroadcastTransfer:
-    """From the trainer's GPU to all of the server's at the same time, tensor by tensor (`inside_vllm/transfer_group.py`)."""
+    """From the trainer's GPU to all of the server's at once, tensor by tensor (`inside_vllm/transfer_group.py`)."""
 
-    def __init__(self, directory: Path, device: torch.device, ranks: int = 1, longest_s: float = LONGEST_BROADCAST_S) -> None:
-        """Trainer and workers, `ranks` of them, find each other through a file in `directory`, which only the user can enter.
+    def __init__(
+        self, directory: Path, device: torch.device, ranks: int = 1, longest_s: float = LONGEST_BROADCAST_S
+    ) -> None:
+        """Trainer and `ranks` workers find each other through a file in `directory`, which only the user can enter.
 
         `open` and `send` are given up after `longest_s` seconds each.
         """
@@ -190,7 +204,10 @@ class BroadcastTransfer:
         self._group: TransferGroup | None = None
 
     async def open(self, server: Connection) -> None:
-        """Join the server's workers in a process group. Raises ServerFailedError if they cannot be connected, or as `Connection.post`."""
+        """Join the server's workers in a process group.
+
+        Raises ServerFailedError if they cannot be connected, or as `Connection.post`.
+        """
         set_communication_variables(LOOPBACK)
         path, within = str(self.meeting_point), timedelta(seconds=self.longest_s)
         joined = server.post("/init_weight_transfer_engine", {"init_info": {"meeting_point": path}})
@@ -202,15 +219,19 @@ class BroadcastTransfer:
         except (RuntimeError, TimeoutError) as error:  # RuntimeError: as PyTorch raises
             reason = f"it took more than {self.longest_s:g} s" if isinstance(error, TimeoutError) else str(error)
             raise ServerFailedError(
-                f"trainer and vLLM server at {server.url} cannot be connected for new weights: {reason}; NCCL_DEBUG=INFO lets NCCL say "
-                "why, and --vllm-transfer file sends them in another way"
+                f"trainer and vLLM server at {server.url} cannot be connected for new weights: {reason}; "
+                "NCCL_DEBUG=INFO lets NCCL say why, and --vllm-transfer file sends them in another way"
             ) from error
 
     async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
         assert self._group is not None, "open comes first"
-        outline = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
+        outline = [
+            (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()
+        ]
         sending = asyncio.create_task(asyncio.to_thread(self._group.send, tensors.values()))
-        posting = asyncio.create_task(server.post("/update_weights", {"update_info": {"outline": outline, "identity": identity}}))
+        posting = asyncio.create_task(
+            server.post("/update_weights", {"update_info": {"outline": outline, "identity": identity}})
+        )
         try:
             async with AsyncExitStack() as failing:
                 failing.push_async_callback(_give_up, self._group, sending, posting)
@@ -219,8 +240,8 @@ class BroadcastTransfer:
                 failing.pop_all()
         except TimeoutError:
             raise ServerFailedError(
-                f"the vLLM server at {server.url} has not taken new weights for {self.longest_s:g} s; its log may say why, and "
-                "--vllm-transfer file sends them in another way"
+                f"the vLLM server at {server.url} has not taken new weights for {self.longest_s:g} s; its log may say "
+                "why, and --vllm-transfer file sends them in another way"
             ) from None
 
 
@@ -230,8 +251,13 @@ async def _give_up(group: TransferGroup, sending: "asyncio.Task[None]", posting:
     await asyncio.wait([sending, posting])  # a thread cannot be cancelled, and it still has the tensors
 
 
-def new_transfer(kind: TransferKind, directory: Path, device: torch.device, ranks: int, longest_broadcast_s: float) -> Transfer:
-    """Make a way into one server of `ranks` workers, which can read `directory`. The trainer's tensors are on `device`."""
+def new_transfer(
+    kind: TransferKind, directory: Path, device: torch.device, ranks: int, longest_broadcast_s: float
+) -> Transfer:
+    """Make a way into one server of `ranks` workers, which can read `directory`.
+
+    The trainer's tensors are on `device`.
+    """
     match kind:
         case "file":
             return FileTransfer(directory)
@@ -243,7 +269,11 @@ def new_transfer(kind: TransferKind, directory: Path, device: torch.device, rank
 
 def _write(tensors: Tensors, file: Path) -> None:
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            file,
+            metadata={"format": "pt"},
+        )
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a file system that is full
         raise TinsmithError(
             f"weights for vLLM do not fit into {file.parent}: {error}; make room there, or name another --vllm-dir"

@@ -6,7 +6,15 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tinsmith.server.body import read_json
-from tinsmith.server.descriptions import NO_PROJECT, OWNER, as_texts, describe_checkpoint, describe_run, describe_session, timestamp
+from tinsmith.server.descriptions import (
+    NO_PROJECT,
+    OWNER,
+    as_texts,
+    describe_checkpoint,
+    describe_run,
+    describe_session,
+    timestamp,
+)
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
 from tinsmith.store import catalog
@@ -57,7 +65,9 @@ async def list_checkpoints(request: Request) -> Response:
     asked = parse_query(CheckpointsQuery, request.query_params)
     page = catalog.Page(asked.limit, asked.offset)
     found, total = await hub_of(request).store.read(catalog.list_checkpoints, page)
-    return json_reply({"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in found], "cursor": _cursor(page, total)})
+    return json_reply(
+        {"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in found], "cursor": _cursor(page, total)}
+    )
 
 
 def _describe(hub: Hub, run: TrainingRun) -> dict[str, Any]:
@@ -72,7 +82,9 @@ def _cursor(page: catalog.Page, total: int) -> dict[str, int]:
 async def list_sessions(request: Request) -> Response:
     """A page of session ids, newest first."""
     asked = parse_query(SessionsQuery, request.query_params)
-    return json_reply({"sessions": await hub_of(request).store.read(catalog.list_sessions, catalog.Page(asked.limit, asked.offset))})
+    return json_reply(
+        {"sessions": await hub_of(request).store.read(catalog.list_sessions, catalog.Page(asked.limit, asked.offset))}
+    )
 
 
 @router.get("/sessions/{session_id}")
@@ -110,12 +122,18 @@ async def search_sessions(request: Request) -> Response:
     reply = {"sessions": [describe_session(session) for session in page]}
     if len(found) > len(page):
         last = page[-1]
-        return json_reply(reply | {"next_cursor": {"last_created_at": timestamp(last.created_at), "last_session_id": last.session_id}})
+        return json_reply(
+            reply | {"next_cursor": {"last_created_at": timestamp(last.created_at), "last_session_id": last.session_id}}
+        )
     return json_reply(reply)
 
 
 def _filter(asked: SearchSessionsRequest) -> catalog.SessionFilter:
-    projects = None if asked.project_ids is None else [None if project == NO_PROJECT else project for project in asked.project_ids]
+    projects = (
+        None
+        if asked.project_ids is None
+        else [None if project == NO_PROJECT else project for project in asked.project_ids]
+    )
     cursor = asked.cursor
     return catalog.SessionFilter(
         session_id=asked.session_id,

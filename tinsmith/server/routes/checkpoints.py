@@ -78,12 +78,17 @@ async def copy_weights(request: Request) -> Response:
     session_id, model_seq_id = asked.session_id, asked.model_seq_id
     if session_id is None or model_seq_id is None:
         session_id, model_seq_id = await _session_for_copy(hub, request, asked), 0
-    path = await hub.store.write(catalog.copy_checkpoint, asked.source_path, session_id, model_seq_id, asked.ttl_seconds)
+    path = await hub.store.write(
+        catalog.copy_checkpoint, asked.source_path, session_id, model_seq_id, asked.ttl_seconds
+    )
     return json_reply({"tinker_path": path})
 
 
 async def _session_for_copy(hub: Hub, request: Request, asked: CopyWeightsRequest) -> str:
-    """A session of the destination project, finished from the start. A retry has the same key and gets the same session."""
+    """A session of the destination project, finished from the start.
+
+    A retry has the same key and gets the same session.
+    """
     await hub.store.read(Store.require_checkpoint, asked.source_path)
     key = request.headers.get("x-idempotency-key") or uuid.uuid4().hex
     session_id = str(uuid.uuid5(_COPIES, f"{key}\n{asked.destination_project_id}\n{asked.source_path}"))

@@ -134,10 +134,14 @@ def _signed_url(request: Request, place: str, expires: int, *parts: str) -> str:
 
 
 def trace_of(operations: Sequence[LoggedOperation]) -> dict[str, Any]:
-    """A trace for ui.perfetto.dev or chrome://tracing: a span for each operation, from arrival to end. Samples are not in the log."""
+    """A trace for ui.perfetto.dev or chrome://tracing: a span for each operation, from arrival to end.
+
+    Samples are not in the log.
+    """
     tracks = {model_id: number for number, model_id in enumerate(dict.fromkeys(o.model_id for o in operations), 1)}
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": model_id}} for model_id, number in tracks.items()
+        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": model_id}}
+        for model_id, number in tracks.items()
     ]
     for operation in operations:
         span = {

@@ -56,7 +56,9 @@ async def retrieve_futures(request: Request) -> Response:
         if number % _FORGOTTEN_AT_A_TIME == 0:
             await asyncio.sleep(0)
     longest = hub.config.server.long_poll_s
-    reports = await hub.sample_reports.after(client, asked.prev_cursor, longest if asked.timeout is None else min(asked.timeout, longest))
+    reports = await hub.sample_reports.after(
+        client, asked.prev_cursor, longest if asked.timeout is None else min(asked.timeout, longest)
+    )
     cursor = reports[-1].cursor if reports else asked.prev_cursor
     return json_reply({"completions": [report.to_json() for report in reports], "cursor": cursor})
 
@@ -89,7 +91,10 @@ async def _look_for_operation(hub: Hub, request_id: str) -> Outcome | None:
         if status is None:
             raise NotFoundError(f"request_id={request_id!r} does not exist")
         if status == "dropped":
-            raise GoneError(f"the result of {request_id} is not kept any more: its session is finished, or it is older than result_ttl_s")
+            raise GoneError(
+                f"the result of {request_id} is not kept any more: its session is finished, or it is older than "
+                "result_ttl_s"
+            )
         return outcome
     return None
 
@@ -124,4 +129,6 @@ async def _reason_unknown(hub: Hub, request_id: str) -> Exception:
     if key is None:
         return NotFoundError(f"request_id={request_id!r} does not exist")
     await hub.sampling_sessions.find(key[0])
-    return GoneError(f"sample {request_id} is not known any more: it was lost with its engine, or fetched too late; send it again")
+    return GoneError(
+        f"sample {request_id} is not known any more: it was lost with its engine, or fetched too late; send it again"
+    )

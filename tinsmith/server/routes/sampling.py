@@ -52,8 +52,13 @@ async def join_sampling_session(request: Request) -> Response:
 
 
 async def _base_model_of(hub: Hub, asked: CreateSamplingSessionRequest, from_here: bool) -> str:
-    """The base model that the request or its checkpoint names. Raises UserError or NotFoundError if it cannot be sampled."""
-    checkpoint = None if asked.model_path is None else await hub.store.read(require_sampled, hub.shared, asked.model_path)
+    """The base model that the request or its checkpoint names.
+
+    Raises UserError or NotFoundError if it cannot be sampled.
+    """
+    checkpoint = (
+        None if asked.model_path is None else await hub.store.read(require_sampled, hub.shared, asked.model_path)
+    )
     name = asked.base_model or (checkpoint.base_model if checkpoint else "")
     facts = hub.base_models.find(name, from_here)
     if checkpoint is not None:
@@ -65,7 +70,8 @@ async def _check_repeat(hub: Hub, session: SamplingSession) -> None:
     first = await hub.store.read(Store.sampling_session, session.sampling_session_id)
     if first is None or (first.base_model, first.weights_id) != (session.base_model, session.weights_id):
         raise UserError(
-            f"sampling session {session.sampling_session_id} exists already for other weights; use another sampling_session_seq_id"
+            f"sampling session {session.sampling_session_id} exists already for other weights; "
+            "use another sampling_session_seq_id"
         )
 
 
@@ -79,7 +85,10 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
 
 @router.post("/asample")
 async def asample(request: Request) -> Response:
-    """Start a sample. A repeat with the same key gets the same answer and starts nothing; another sample of that key is refused."""
+    """Start a sample.
+
+    A repeat with the same key gets the same answer and starts nothing; another sample of that key is refused.
+    """
     hub = hub_of(request)
     _require_sampler(hub)
     limits = hub.config.requests
@@ -106,7 +115,9 @@ async def _start(hub: Hub, request_id: str, session: SamplingSession, received: 
     try:
         hub.sample_reports.expect(request_id)
         count = sample.num_samples
-        message = Sample(request_id, sample.run, facts.name, session.weights_id, count, stream=False, payload=received.body)
+        message = Sample(
+            request_id, sample.run, facts.name, session.weights_id, count, stream=False, payload=received.body
+        )
         await hub.engine.send(message)
     except TinsmithError:
         hub.samples.remove(request_id)

@@ -27,7 +27,7 @@ NEWEST = "0.38.0"
 """The newest SDK that was tested."""
 
 FLAGS_FOR_OLDER = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True, "create_model_via_load_weights": True}
-"""Flags for what SDKs from 0.25.0 on do anyway: all passes in protobuf, one request to create a model from a checkpoint."""
+"""Flags for what SDKs from 0.25.0 on do anyway: passes in protobuf, one request to create a model from a checkpoint."""
 
 _TELEMETRY_BYTES = 8 * 2**20
 """Limit of a telemetry body, which is not parsed."""
@@ -47,7 +47,9 @@ async def readyz(request: Request) -> Response:
     reason = hub.store.missing() or hub.lifetimes.damage or ("" if hub.engine.is_ready else hub.engine.reason)
     if reason:
         return json_reply({"status": "unavailable", "detail": hub.told(reason)}, 503)
-    return json_reply({"status": "ok"} if hub.config.training.trains else {"status": "ok", "detail": "it samples only (--train none)"})
+    return json_reply(
+        {"status": "ok"} if hub.config.training.trains else {"status": "ok", "detail": "it samples only (--train none)"}
+    )
 
 
 @router.post("/client/config")
@@ -105,7 +107,9 @@ async def create_session(request: Request) -> Response:
     hub.lifetimes.began(session_id)
     log.info("session %s begins (SDK %s)", session_id, description.sdk_version)
     told = _objection(description.sdk_version)
-    return json_reply({"type": "create_session", "session_id": session_id} | ({} if told is None else {"error_message": told}))
+    return json_reply(
+        {"type": "create_session", "session_id": session_id} | ({} if told is None else {"error_message": told})
+    )
 
 
 @router.post("/session_heartbeat")
@@ -137,7 +141,11 @@ def _objection(sdk_version: str) -> str | None:
         release = Version(Version(sdk_version).base_version)  # without a suffix such as rc1
         if not Version(OLDEST) <= release <= Version(NEWEST):
             too_old = release < Version(OLDEST)
-            fault = "is too old for this server: training will fail" if too_old else "is newer than what this server was tested with"
+            fault = (
+                "is too old for this server: training will fail"
+                if too_old
+                else "is newer than what this server was tested with"
+            )
             return f"tinker {sdk_version} {fault}. It works with {OLDEST} to {NEWEST}; pip install tinker=={NEWEST}"
     return None
 
@@ -147,12 +155,19 @@ async def status(request: Request) -> Response:
     """What the server does, for people: no part of the Tinker API."""
     hub = hub_of(request)
     bases = [
-        {"name": facts.name, "architecture": facts.architecture, "max_context": facts.max_context, "takes_images": facts.takes_images}
+        {
+            "name": facts.name,
+            "architecture": facts.architecture,
+            "max_context": facts.max_context,
+            "takes_images": facts.takes_images,
+        }
         for facts in (hub.base_models.all() if hub.engine.takes_messages else [])
     ]
     engine = {"state": hub.engine.state, "reason": hub.told(hub.engine.reason), "busy_s": hub.engine.busy_s}
     trains = hub.config.training.trains
-    return json_reply({"version": __version__, "engine": engine, "trains": trains, "base_models": bases, **hub.activity.describe()})
+    return json_reply(
+        {"version": __version__, "engine": engine, "trains": trains, "base_models": bases, **hub.activity.describe()}
+    )
 
 
 @router.get("/billing/usage/events")

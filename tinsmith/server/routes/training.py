@@ -1,7 +1,7 @@
 """Models and training operations.
 
-An operation with a readable model_id and seq_id always gets a request_id; what else is wrong with it, its future says. Refused here, it
-would leave a hole in the sequence.
+An operation with a readable model_id and seq_id always gets a request_id; what else is wrong with it, its future says.
+Refused here, it would leave a hole in the sequence.
 """
 
 import hashlib
@@ -36,10 +36,12 @@ log = logging.getLogger(__name__)
 router = APIRouter()
 
 
-async def _require_training(request: Request) -> None:  # as a plain function it would be called in a thread for every request
+# As a plain function it would be called in a thread for every request
+async def _require_training(request: Request) -> None:
     if not hub_of(request).config.training.trains:
         raise UserError(
-            "this server does not train: it was started with --train none and samples base models and checkpoints only; "
+            "this server does not train: it was started with --train none and samples base models and checkpoints "
+            "only; "
             "send training operations to a server that was started without it"
         )
 
@@ -56,7 +58,8 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
     request_id = ids.request_id(command.model_id, command.seq_id)
     size = unpacked_size(command.payload, len(command.payload)) + sum(len(image) for image in command.images.values())
     counted = hub.queued.admit(command.model_id, command.seq_id, size)
-    hub.waiters.expect(request_id)  # before it is in the log: the engine may be done with it, or dead, before we hear that it is
+    # Before it is in the log: the engine may be done with it, or dead, before we hear that it is
+    hub.waiters.expect(request_id)
     queued = False
     try:
         queued = await hub.store.append(command)
@@ -104,7 +107,11 @@ async def get_info(request: Request) -> Response:
         {
             "type": "get_info",
             "model_id": model.model_id,
-            "model_data": {"arch": facts.architecture, "model_name": facts.name, "tokenizer_id": facts.tokenizer_id if tells else None},
+            "model_data": {
+                "arch": facts.architecture,
+                "model_name": facts.name,
+                "tokenizer_id": facts.tokenizer_id if tells else None,
+            },
             "is_lora": model.lora_config["rank"] > 0,
             "lora_rank": model.lora_config["rank"] or None,
             "model_name": facts.name,
@@ -128,7 +135,13 @@ async def forward_backward(request: Request) -> Response:
         return await _submit(hub, refused)
     stored = received.stored
     command = NewCommand(
-        key.model_id, key.seq_id, "forward_backward", stored.payload, stored.image_digests, stored.images, digest=received.digest
+        key.model_id,
+        key.seq_id,
+        "forward_backward",
+        stored.payload,
+        stored.image_digests,
+        stored.images,
+        digest=received.digest,
     )
     return await _submit(hub, command)
 
@@ -192,8 +205,8 @@ async def load_weights(request: Request) -> Response:
 async def save_weights_for_sampler(request: Request) -> Response:
     """Weights to sample from: a checkpoint, or a snapshot.
 
-    A snapshot's sampling session is created with the command, under the id of the first request. A retry asks for another id, and finds the
-    first in the result.
+    A snapshot's sampling session is created with the command, under the id of the first request. A retry asks for
+    another id, and finds the first in the result.
     """
     hub = hub_of(request)
     body = await operation_body(request)
@@ -213,7 +226,8 @@ async def save_weights_for_sampler(request: Request) -> Response:
     repeated = asked.model_copy(update={"sampling_session_seq_id": 0}).model_dump_json().encode()
     digest = hashlib.sha256(repeated).digest()
     return await _submit(
-        hub, NewCommand(key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=session, digest=digest)
+        hub,
+        NewCommand(key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=session, digest=digest),
     )
 
 

@@ -1,1 +1,1 @@
-"""Training on several GPUs: collectives between workers, all-reduced gradients, sharded weights, and sequence parallelism."""
+"""Training on several GPUs: collectives, all-reduced gradients, sharded weights, and sequence parallelism."""

@@ -1,7 +1,8 @@
 """The optimizer step of a model that all workers hold, each with the gradients of its own datums (data parallelism).
 
-Gradients are summed over all workers in float32 (all-reduce), and each takes the step for itself. The sum has the same bits everywhere,
-and so have the weights afterwards. That is checked every time, by the norm of the gradient and the sum of the bits of all weights.
+Gradients are summed over all workers in float32 (all-reduce), and each takes the step for itself. The sum has the same
+bits everywhere, and so have the weights afterwards. That is checked every time, by the norm of the gradient and the sum
+of the bits of all weights.
 """
 
 import logging
@@ -28,8 +29,8 @@ _NO_SIGN = 2**63 - 1
 def all_reduce_step(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
     """Take a step with the gradients of all workers, which all call this.
 
-    Raises what `step` raises if it does so on all, TinsmithError if one had no memory before anything changed, and DeviceLostError if the
-    weights differ now.
+    Raises what `step` raises if it does so on all, TinsmithError if one had no memory before anything changed, and
+    DeviceLostError if the weights differ now.
     """
     accumulator = optimizer.accumulator
     if not any(group.gather(accumulator.totals is not None)):
@@ -47,7 +48,8 @@ def all_reduce_step(optimizer: Optimizer, settings: AdamSettings, group: Process
     if any(group.gather(lacking is not None)):
         accumulator.totals = None
         raise lacking or TinsmithError(
-            "the step was refused, the gradients are cleared and the weights stay as they were: another worker has no memory for them; "
+            "the step was refused, the gradients are cleared and the weights stay as they were: "
+            "another worker has no memory for them; "
             "end other models or their sampling"
         )
     for total in accumulator.totals or ():
@@ -72,7 +74,9 @@ def state_after(optimizer: Optimizer, grad_norm: float) -> int:
     """Return 63 bits that differ, as good as always, where the norm of the gradient or any bit of a weight does."""
     norm: int = struct.unpack("<q", struct.pack("<d", grad_norm))[0]
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [leaf.detach().view(kinds[leaf.dtype.itemsize]).sum(dtype=torch.int64) for leaf in optimizer.weights.compared()]
+    sums = [
+        leaf.detach().view(kinds[leaf.dtype.itemsize]).sum(dtype=torch.int64) for leaf in optimizer.weights.compared()
+    ]
     total = int(torch.stack(sums).sum().item())
     return (total * 0x9E3779B97F4A7C15 ^ norm) & _NO_SIGN
 
@@ -90,7 +94,9 @@ def _same_on_all(optimizer: Optimizer, settings: AdamSettings, group: ProcessGro
         failure, said = error, _FAILED
     heard = group.gather(said)
     if len(set(heard)) > 1:
-        raise DeviceLostError(f"{group.place.name} took another step than the others, or none where they took one: {failure or metrics}")
+        raise DeviceLostError(
+            f"{group.place.name} took another step than the others, or none where they took one: {failure or metrics}"
+        )
     if failure is not None:
         raise failure
     return metrics

@@ -1,6 +1,6 @@
-"""A worker's part of a copied state whose weights are sharded (`sharded_weights.py`), as pieces of a checkpoint's files.
+"""A worker's part of a copied state with sharded weights (`sharded_weights.py`), as pieces of a checkpoint's files.
 
-All workers write these files together (`store/pieces.py`). They are those that `checkpoint.write_state` writes of the whole copy.
+All workers write these files together (`store/pieces.py`), as `checkpoint.write_state` writes them of the whole copy.
 """
 
 import json
@@ -59,7 +59,7 @@ class CheckpointShard:
     masters: Mapping[str, Tensor]
     """This worker's part of each row, by the row's name. float32."""
     moments: Mapping[str, Mapping[str, Tensor]] | None
-    """Moments by entry, each laid out like the masters; empty before the first step, None if only the weights are saved."""
+    """Moments by entry, laid out like the masters; empty before the first step, None if only weights are saved."""
     step: Tensor | None
     """Number of steps of the model, the same on all workers."""
 
@@ -72,7 +72,9 @@ class CheckpointShard:
             remembered = {f"{name}.{entry}": shape for name, shape in shapes.items() for entry in ENTRIES}
             steps = {f"{name}.step": Size() for name in shapes}
             optimizer = TensorFile.of(remembered | steps if self.moments else {})
-            yield from self._in_file(OPTIMIZER_FILE, optimizer, {f".{entry}": parts for entry, parts in self.moments.items()})
+            yield from self._in_file(
+                OPTIMIZER_FILE, optimizer, {f".{entry}": parts for entry, parts in self.moments.items()}
+            )
             if self.about is not None and self.step is not None:
                 yield from (FilePiece(OPTIMIZER_FILE, optimizer.starts[name], _bytes_of(self.step)) for name in steps)
         if self.about is not None:

@@ -46,9 +46,9 @@ class FlatRow:
 
     @torch.no_grad()
     def fill(self, stretch: Tensor, start: int, tensors: Sequence[Tensor | None]) -> None:
-        """Copy the numbers of the row from `start` on into `stretch`, in its precision. None stands for a tensor of zeros.
+        """Copy the numbers of the row from `start` on into `stretch`, in its precision.
 
-        Contiguous tensors are copied without other memory.
+        None stands for a tensor of zeros. Contiguous tensors are copied without other memory.
         """
         stretch.zero_()
         for number, there, inside in self.within(start, len(stretch)):
@@ -58,12 +58,12 @@ class FlatRow:
 
     @torch.no_grad()
     def read(self, stretch: Tensor, start: int, tensors: Sequence[Tensor]) -> None:
-        """Copy the numbers of `stretch`, which are those of the row from `start` on, into contiguous tensors of any precision."""
+        """Copy `stretch`, the numbers of the row from `start` on, into contiguous tensors of any precision."""
         for number, there, inside in self.within(start, len(stretch)):
             tensors[number].detach().view(-1)[inside].copy_(stretch[there])
 
     def within(self, start: int, count: int) -> Iterator[tuple[int, slice, slice]]:
-        """The tensors of a stretch: number of each, where its numbers are in the stretch, and which of the tensor's they are."""
+        """Yield each tensor in a stretch: its number, its slice of the stretch, and its own numbers that lie there."""
         for number, (shape, begins) in enumerate(zip(self.shapes.values(), self.starts[:-1], strict=True)):
             first, last = max(start, begins), min(start + count, begins + shape.numel())
             if first < last:

@@ -1,7 +1,8 @@
 """Computations of several workers with exchanges in between, which either all finish or all leave at the same place.
 
-A worker that fails alone, as where its memory ends, would let the others wait in the next exchange for ever. So before each exchange all
-agree, over the processors, that everybody has come to it; one that has failed says so in its place, and all stop there.
+A worker that fails alone, as where its memory ends, would let the others wait in the next exchange for ever. So before
+each exchange all agree, over the processors, that everybody has come to it; one that has failed says so in its place,
+and all stop there.
 """
 
 import logging
@@ -28,7 +29,7 @@ class OthersFailedError(Exception):
 
 
 def raise_on_all(group: ProcessGroup, failure: Exception | None) -> None:
-    """Raise on all workers if one has failed at what each does for itself: UserError if all failures are, TinsmithError otherwise."""
+    """Raise on all workers if one failed at its own work: UserError if all failures are, TinsmithError otherwise."""
     said = group.gather(_GOES_ON if failure is None else _FAILED if isinstance(failure, UserError) else _OUT_OF_MEMORY)
     if not any(said):
         return
@@ -40,7 +41,7 @@ def raise_on_all(group: ProcessGroup, failure: Exception | None) -> None:
 
 @contextmanager
 def failing_on_all(group: ProcessGroup, *kinds: type[Exception]) -> Iterator[None]:
-    """Run what each worker does for itself; if that fails with one of `kinds` on any, raise on all, as `raise_on_all` does."""
+    """Run each worker's own work; if it fails with one of `kinds` on any, raise on all, as `raise_on_all` does."""
     try:
         yield
     except kinds as error:
@@ -62,7 +63,9 @@ class JointWork:
         self.group = group
 
     def attempt(self, compute: Callable[[], T]) -> T | PassFailure:
-        """Return the result of `compute` if it succeeds on all workers, or the same failure on all. It may exchange with the methods below.
+        """Return the result of `compute` if it succeeds on all workers, or the same failure on all.
+
+        It may exchange with the methods below.
 
         Raises DeviceLostError if this worker does: nobody can go on then.
         """
@@ -83,12 +86,15 @@ class JointWork:
         return PassFailure(names[first], reasons[first], severest == _OUT_OF_MEMORY)
 
     def agree_to_go_on(self) -> None:
-        """Before something is exchanged, when all that it needs is in memory. Raises OthersFailedError if not all have come here."""
+        """Before something is exchanged, when all that it needs is in memory.
+
+        Raises OthersFailedError if not all have come here.
+        """
         if any(self.group.gather(_GOES_ON)):
             raise OthersFailedError
 
     def all_to_all(self, sent: Tensor, sizes: Sequence[int], received_sizes: Sequence[int]) -> Tensor:
-        """Give each worker the next of `sizes` numbers of `sent`; returns what each gives to this one, `received_sizes` numbers."""
+        """Give each worker the next of `sizes` numbers of `sent`; return what each gives, `received_sizes` numbers."""
         sent = sent.contiguous()  # one column of a matrix, made flat, still lies apart in memory
         received = sent.new_empty(sum(received_sizes))
         self.agree_to_go_on()

@@ -1,6 +1,7 @@
 """Collectives of workers: sums and parts of tensors, and small numbers, over NCCL between GPUs and gloo between CPUs.
 
-All workers must call the same methods in the same order. One that never comes lets the others wait, until the engine ends all of them.
+All workers must call the same methods in the same order. One that never comes lets the others wait, until the engine
+ends all of them.
 """
 
 import logging
@@ -27,8 +28,8 @@ log = logging.getLogger(__name__)
 
 # Lets workers of several hosts find each other: the first opens a port, and tells the engine, which tells the others.
 #
-# Nobody has to choose a free port. The engine's messages are private; what workers say to each other afterwards, over this port, gloo and
-# NCCL, is neither encrypted nor authenticated.
+# Nobody has to choose a free port. The engine's messages are private; what workers say to each other afterwards, over
+# this port, gloo and NCCL, is neither encrypted nor authenticated.
 
 _LOOK_S = 0.1
 
@@ -39,36 +40,45 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def set_communication_variables(interface: str) -> None:
-    """Set in this process what `communication_variables` says, except for variables that the environment has already."""
+    """Set `communication_variables` in this process, except for variables that the environment has already."""
     for variable, value in communication_variables(interface).items():
         os.environ.setdefault(variable, value)
 
 
 def communication_variables(interface: str) -> dict[str, str]:
-    """The variables of the environment that let gloo and NCCL use a network interface, and NCCL no multicast of the NVLink switch (NVLS).
+    """Environment variables for gloo and NCCL: the network interface, and no multicast of the NVLink switch (NVLS).
 
-    NCCL 2.29, which torch 2.13 brings, connects no three GPUs where multicast is there and does not work, as in many containers on rented
-    GPUs (https://github.com/NVIDIA/nccl/issues/2077). What `benchmarks/` says of several GPUs was measured without it.
+    NCCL 2.29, which torch 2.13 brings, connects no three GPUs where multicast is there and does not work, as in many
+    containers on rented GPUs (https://github.com/NVIDIA/nccl/issues/2077). What `benchmarks/` says of several GPUs was
+    measured without it.
     """
     return dict(zip(_INTERFACES, (interface, f"={interface}"), strict=True)) | {"NCCL_NVLS_ENABLE": "0"}
 
 
 def interface_of(host: str) -> str:
-    """The network interface of this host that has the address `host`, by which the others reach it. Raises ConfigError if none has."""
+    """The network interface of this host that has the address `host`, by which the others reach it.
+
+    Raises ConfigError if none has.
+    """
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address.partition("%")[0] == host for address in addresses):
             return name
     if host.startswith("127."):
         return LOOPBACK
     raise ConfigError(
-        f"no network interface here has the address {host}, by which Ray knows this host; start Ray with the right --node-ip-address, or "
-        f"name the interface between workers in {' and '.join(_INTERFACES)}"
+        f"no network interface here has the address {host}, by which Ray knows this host; "
+        "start Ray with the right --node-ip-address, or name the interface between workers in "
+        f"{' and '.join(_INTERFACES)}"
     )
 
 
 def meet(place: Place, ask: Answers) -> dist.Store:
-    """Return the store through which all workers of a group on several hosts meet. Raises ConfigError for a host that is not this."""
-    named = all(variable in os.environ for variable in _INTERFACES)  # then they need not be found, and stay what they are
+    """Return the store through which all workers of a group on several hosts meet.
+
+    Raises ConfigError for a host that is not this.
+    """
+    # Then they need not be found, and stay what they are
+    named = all(variable in os.environ for variable in _INTERFACES)
     set_communication_variables(LOOPBACK if named else interface_of(place.host))
     if place.rank == 0:
         with listening_at(place.host):
@@ -86,26 +96,38 @@ def meet(place: Place, ask: Answers) -> dist.Store:
 
 
 def _store(place: Place, host: str, port: int, listener: int | None) -> dist.Store:
-    return dist.TCPStore(host, port, place.count, listener is not None, timeout=CONNECT, wait_for_workers=False, master_listen_fd=listener)
+    return dist.TCPStore(
+        host,
+        port,
+        place.count,
+        listener is not None,
+        timeout=CONNECT,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
 
 
 # The collectives of workers that have met.
 
 LONGEST_WAIT = timedelta(hours=2)
-"""Longest wait for a worker that still computes. The engine notices much earlier that one has ended, or that all wait for each other."""
+"""Longest wait for a worker that still computes. The engine notices an ended worker or a deadlock much earlier."""
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 """Gathers one tensor of each worker. torch 2.13 has given it another name."""
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 """The sum of one tensor of each worker, of which each gets its part. It has another name there too."""
 _FIRST_SIZES = {"cuda": (64, 2**22), "cpu": (64,)}
-"""Numbers of all workers in the first exchanges of a group: NCCL connects GPUs in one way for little, in another for much."""
+"""Numbers of all workers in a group's first exchanges: NCCL connects GPUs differently for little and for much."""
 
 
 class ProcessGroup:
     """All workers, seen from one of them. For the thread of its device."""
 
-    def __init__(self, place: Place, device: torch.device, ask: Answers | None = None, exchanges: Exchanges | None = None) -> None:
-        """Meet the others; returns when all are there. Workers of several hosts `ask` the engine where. `exchanges` shows what it does.
+    def __init__(
+        self, place: Place, device: torch.device, ask: Answers | None = None, exchanges: Exchanges | None = None
+    ) -> None:
+        """Meet the others; returns when all are there.
+
+        Workers of several hosts `ask` the engine where. `exchanges` shows what it does.
 
         Raises ConfigError if this host has not the address that others are told.
         """
@@ -123,10 +145,13 @@ class ProcessGroup:
                 dist.init_process_group(backend, place.meeting, LONGEST_WAIT, place.count, place.rank)
 
     def connect(self) -> None:
-        """Exchange something in every way that there is. To be called by all, before the memory of the devices is divided.
+        """Exchange something in every way that there is.
 
-        NCCL takes its buffers when two GPUs first exchange something so: hundreds of megabytes that PyTorch does not count. Taken now, they
-        are gone from the memory that is divided later, and no pass runs out of memory in them: that ends workers.
+        To be called by all, before the memory of the devices is divided.
+
+        NCCL takes its buffers when two GPUs first exchange something so: hundreds of megabytes that PyTorch does not
+        count. Taken now, they are gone from the memory that is divided later, and no pass runs out of memory in them:
+        that ends workers.
         """
         before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         for most in _FIRST_SIZES[self.device.type]:
@@ -139,10 +164,16 @@ class ProcessGroup:
         if self.device.type == "cuda":
             del part, whole
             with self._not_alone():
-                torch.cuda.synchronize(self.device)  # what cannot be exchanged is said here, and not in the middle of a pass
+                # What cannot be exchanged is said here, and not in the middle of a pass
+                torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             taken = before - torch.cuda.mem_get_info(self.device)[0]
-            log.info("%s is connected to the others: %.0f MiB of %s are taken", self.place.name, max(0, taken) / 2**20, self.device)
+            log.info(
+                "%s is connected to the others: %.0f MiB of %s are taken",
+                self.place.name,
+                max(0, taken) / 2**20,
+                self.device,
+            )
 
     @property
     def count(self) -> int:
@@ -154,7 +185,9 @@ class ProcessGroup:
             dist.all_reduce(tensor)
 
     def begin_all_gather(self, whole: Tensor, part: Tensor) -> Callable[[], None]:
-        """Begin to gather the parts of all workers, of one size and by rank. What is returned waits until `whole` is there.
+        """Begin to gather the parts of all workers, of one size and by rank.
+
+        What is returned waits until `whole` is there.
 
         Until then neither tensor may be touched.
         """
@@ -163,7 +196,9 @@ class ProcessGroup:
         return self._waits_for(work)
 
     def begin_reduce_scatter(self, part: Tensor, whole: Tensor) -> Callable[[], None]:
-        """Begin to add up the `whole` of all workers. What is returned waits until `part` is this worker's part of the sum, by rank.
+        """Begin to add up the `whole` of all workers.
+
+        What is returned waits until `part` is this worker's part of the sum, by rank.
 
         Until then neither tensor may be touched.
         """
@@ -195,12 +230,18 @@ class ProcessGroup:
         return [row[:size].numpy().tobytes().decode().rstrip("\0") for row, size in zip(found, sizes, strict=True)]
 
     def workers_beside(self) -> list[int]:
-        """Return the number of workers on each worker's host, itself included, by rank. To be called by all at the same time."""
+        """Return the number of workers on each worker's host, itself included, by rank.
+
+        To be called by all at the same time.
+        """
         hosts = self.texts(self.place.host)
         return [hosts.count(host) for host in hosts]
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]) -> None:
-        """Give each worker its part of `sent`, and take a part of `received` from each. Both are flat, the parts in order of the ranks."""
+        """Give each worker its part of `sent`, and take a part of `received` from each.
+
+        Both are flat, the parts in order of the ranks.
+        """
         with self._not_alone():
             dist.all_to_all_single(received, sent, list(received_sizes), list(sizes))
 

@@ -1,8 +1,8 @@
 """Computes one sequence on all workers together, because it is too long for one (sequence parallelism).
 
-Each worker computes a slice of the tokens (`SequenceSlices`), and the loss of the whole sequence from the gathered log-probabilities.
-Its backward takes the gradient of its own slice alone: a step, which sums over all workers, counts every token once. Whatever fails, fails
-on all (`joint_work.py`).
+Each worker computes a slice of the tokens (`SequenceSlices`), and the loss of the whole sequence from the gathered
+log-probabilities. Its backward takes the gradient of its own slice alone: a step, which sums over all workers, counts
+every token once. Whatever fails, fails on all (`joint_work.py`).
 """
 
 import logging
@@ -37,15 +37,15 @@ from tinsmith.training.step import results_and_gradients
 
 log = logging.getLogger(__name__)
 
-# One sequence on several workers: slices of its tokens become slices of heads and back (Ulysses, Jacobs et al., arXiv 2309.14509).
+# One sequence on several workers: slices of tokens become slices of heads and back (Ulysses, arXiv:2309.14509).
 #
-# What mixes tokens gets all tokens of some heads: an exchange gives each worker the heads that it computes, and another brings the
-# results back to the tokens. The backward of the one is the other.
+# What mixes tokens gets all tokens of some heads: an exchange gives each worker the heads that it computes, and another
+# brings the results back to the tokens. The backward of the one is the other.
 
 
 @dataclass(frozen=True)
 class HeadShares:
-    """The heads that each worker computes, where groups of heads share one of another kind: queries share keys and values."""
+    """Heads of each worker, where groups of heads share one of another kind: queries share keys and values."""
 
     heads: tuple[slice, ...]
     """Heads of each worker, perhaps none. They cover all heads."""
@@ -65,7 +65,10 @@ def share_heads(heads: int, shared: int, count: int) -> HeadShares:
     unit = group if shared >= count else 1
     bounds = [unit * (heads // unit * rank // count) for rank in range(count + 1)]
     own = tuple(slice(*pair) for pair in pairwise(bounds))
-    theirs = tuple(slice(part.start // group, -(-part.stop // group) if part.stop > part.start else part.start // group) for part in own)
+    theirs = tuple(
+        slice(part.start // group, -(-part.stop // group) if part.stop > part.start else part.start // group)
+        for part in own
+    )
     places = tuple(_places(part, part_shared, group) for part, part_shared in zip(own, theirs, strict=True))
     return HeadShares(own, theirs, places)
 
@@ -105,7 +108,7 @@ class SequenceSlices:
     def to_heads(self, *parts: tuple[Tensor, tuple[slice, ...]]) -> tuple[Tensor, ...]:
         """Exchange x [own tokens, heads, ...] for [tokens, own heads, ...], each with all workers' heads.
 
-        Several at once, so that the backward brings all of them back, also those that a worker without heads does not use.
+        Several at once, so that the backward brings all back, also those that a worker without heads does not use.
         """
         compute: Any = _ToHeads.apply
         out: tuple[Tensor, ...] = compute(self, tuple(heads for _, heads in parts), *(x for x, _ in parts))
@@ -153,8 +156,12 @@ class SequenceSlices:
         rest, mine = y.shape[2:], _length(heads[self.rank])
         own, width = _length(self.own), math.prod(rest)
         sizes = [own * _length(part) * width for part in heads]
-        received = self.joint.all_to_all(y.reshape(-1), [_length(tokens) * mine * width for tokens in self.slices], sizes)
-        pieces = [piece.view(own, _length(part), *rest) for part, piece in zip(heads, received.split(sizes), strict=True)]
+        received = self.joint.all_to_all(
+            y.reshape(-1), [_length(tokens) * mine * width for tokens in self.slices], sizes
+        )
+        pieces = [
+            piece.view(own, _length(part), *rest) for part, piece in zip(heads, received.split(sizes), strict=True)
+        ]
         if sum(map(_length, heads)) == count:
             return torch.cat(pieces, 1)
         out = y.new_zeros(own, count, *rest)
@@ -163,12 +170,14 @@ class SequenceSlices:
         return out
 
     def to_neighbour(self, x: Tensor, step: int) -> Tensor | None:
-        """Give x [rows, channels] to the worker `step` ranks further, and return what this one is given; None if that is nothing."""
+        """Give x [rows, channels] to the worker `step` ranks further; return what this one gets, None if nothing."""
         ranks = range(len(self.slices))
         to, giver = self.rank + step, self.rank - step
         size = x.numel()
         sent = x.reshape(-1) if to in ranks else x.new_empty(0)
-        received = self.joint.all_to_all(sent, [size * (rank == to) for rank in ranks], [size * (rank == giver) for rank in ranks])
+        received = self.joint.all_to_all(
+            sent, [size * (rank == to) for rank in ranks], [size * (rank == giver) for rank in ranks]
+        )
         return received.view(x.shape) if giver in ranks else None
 
 
@@ -178,14 +187,23 @@ def _length(part: slice) -> int:
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, slices: SequenceSlices, heads: tuple[tuple[slice, ...], ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, slices: SequenceSlices, heads: tuple[tuple[slice, ...], ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.slices, ctx.heads, ctx.counts = slices, heads, [x.shape[1] for x in tensors]
         return tuple(slices.scatter_heads(x, own) for x, own in zip(tensors, heads, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = zip(grads, ctx.heads, ctx.counts, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *(ctx.slices.collect_heads(grad, heads, count) if needed else None for grad, heads, count, needed in wanted)
+        return (
+            None,
+            None,
+            *(
+                ctx.slices.collect_heads(grad, heads, count) if needed else None
+                for grad, heads, count, needed in wanted
+            ),
+        )
 
 
 class _ToTokens(torch.autograd.Function):
@@ -233,7 +251,7 @@ class _Whole(torch.autograd.Function):
 
 
 class SequenceParallelPlan:
-    """A `PassPlan` of a slice of one sequence: attention and delta rules by heads, convolutions with the neighbour's last tokens."""
+    """`PassPlan` of a slice of one sequence: exchanges heads for attention and delta rules, tokens for convolutions."""
 
     def __init__(self, slices: SequenceSlices, device: torch.device, dtype: torch.dtype) -> None:
         self.slices = slices
@@ -255,7 +273,10 @@ class SequenceParallelPlan:
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         heads = value.shape[1]
         shares = self._shares(heads, key.shape[1])
-        of_keys, of_values = ((x, shares.shared) for x in (query, key)), ((x, shares.heads) for x in (value, decay, beta))
+        of_keys, of_values = (
+            ((x, shares.shared) for x in (query, key)),
+            ((x, shares.heads) for x in (value, decay, beta)),
+        )
         query, key, value, decay, beta = self.slices.to_heads(*of_keys, *of_values)
         query, key = self._matched(query, shares), self._matched(key, shares)
         out = value if value.shape[1] == 0 else self.whole.delta_rule(layer, query, key, value, decay, beta)
@@ -265,7 +286,7 @@ class SequenceParallelPlan:
         return share_heads(heads, shared, len(self.slices.slices))
 
     def _matched(self, x: Tensor, shares: HeadShares) -> Tensor:
-        """Repeat shared heads [tokens, heads, width] for the heads that share them, where these are not as many of each."""
+        """Repeat shared heads [tokens, heads, width] for the heads that share them, if these are not equal groups."""
         places = shares.places[self.slices.rank]
         return x if places is None else x[:, list(places)]
 
@@ -280,10 +301,18 @@ Computed = tuple[DatumResult, list[Callable[[], None]]]
 
 
 class SequenceParallel:
-    """Sequences that all workers of a group compute together. `promised` returns free bytes of the device that others will still take."""
+    """Sequences that all workers of a group compute together.
+
+    `promised` returns free bytes of the device that others will still take.
+    """
 
     def __init__(
-        self, base: BaseModel, logits_chunk: int, group: ProcessGroup, optimizers: Mapping[str, Optimizer], promised: Callable[[], int]
+        self,
+        base: BaseModel,
+        logits_chunk: int,
+        group: ProcessGroup,
+        optimizers: Mapping[str, Optimizer],
+        promised: Callable[[], int],
     ) -> None:
         self.base = base
         self.logits_chunk = logits_chunk
@@ -294,10 +323,10 @@ class SequenceParallel:
         self.memory_retries = MemoryRetries(memory, base.device, logits_chunk, promised, agree=self._most_of_all)
 
     def run(self, number: int, work: DatumWork | TinsmithError, backward: bool) -> DatumResult:
-        """Compute one datum, which is the pass `number`; with `backward` its gradients go to the optimizer of its model.
+        """Compute one datum as the pass `number`; with `backward` its gradients go to the optimizer of its model.
 
-        `work` may be why this worker cannot compute it. Raises the same error on all workers if one cannot, and DeviceLostError if they are
-        not at the same pass.
+        `work` may be why this worker cannot compute it. Raises the same error on all workers if one cannot, and
+        DeviceLostError if they are not at the same pass.
         """
         self.group.agree(number, "the pass that comes next")
         ready = self.joint.attempt(lambda: self._ready(work))
@@ -305,9 +334,14 @@ class SequenceParallel:
             raise error_of(ready.error_type, ready.reason)
         datum, optimizer = ready
         tokens = -(-len(datum.rendered) // self.group.count)
-        outcome = self.memory_retries.run(partial(self._attempt, datum, optimizer, backward), tokens, backward, alone=True)
+        outcome = self.memory_retries.run(
+            partial(self._attempt, datum, optimizer, backward), tokens, backward, alone=True
+        )
         if isinstance(outcome, PassFailure):
-            needs = f"a sequence of {len(datum.rendered)} tokens needs more memory than {self.group.count} workers together have left: "
+            needs = (
+                f"a sequence of {len(datum.rendered)} tokens needs more memory than {self.group.count} workers "
+                "together have left: "
+            )
             raise TinsmithError(f"the pass failed: {needs if outcome.out_of_memory else ''}{outcome.reason}")
         result, ready_to_add = outcome
         for add in ready_to_add:  # from here on nothing allocates, on no worker
@@ -319,18 +353,22 @@ class SequenceParallel:
         if isinstance(work, TinsmithError):
             raise work
         if len(work.rendered) < SHORTEST_SLICE * self.group.count:
-            raise TinsmithError(f"a sequence of {len(work.rendered)} tokens is too short to be divided among {self.group.count} workers")
+            raise TinsmithError(
+                f"a sequence of {len(work.rendered)} tokens is too short to be divided among {self.group.count} workers"
+            )
         return work, self.optimizers[work.model_id]
 
     def _most_of_all(self, choose: Choice) -> Recomputation | None:
-        """Return the most that any worker chooses, because what is computed again exchanges again; None if one has nothing to choose."""
+        """Return the most that any worker chooses, as recomputing exchanges again; None if one has no choice left."""
         own = self.joint.attempt(choose)
         if isinstance(own, PassFailure):
             raise error_of(own.error_type, own.reason)
         chosen = self.group.gather(-1 if own is None else 2 * own.recompute + own.offload)
         return None if min(chosen) < 0 else Recomputation(max(chosen) // 2, max(chosen) % 2 == 1)
 
-    def _attempt(self, datum: DatumWork, optimizer: Optimizer, backward: bool, recomputation: Recomputation) -> Computed | PassFailure:
+    def _attempt(
+        self, datum: DatumWork, optimizer: Optimizer, backward: bool, recomputation: Recomputation
+    ) -> Computed | PassFailure:
         slices = SequenceSlices(self.joint, slices_of(len(datum.rendered), self.group.count))
         own = slices.own
 
@@ -346,7 +384,9 @@ class SequenceParallel:
             torch.cuda.empty_cache()
         return outcome
 
-    def _scored(self, datum: DatumWork, optimizer: Optimizer, slices: SequenceSlices, recomputation: Recomputation) -> Scored:
+    def _scored(
+        self, datum: DatumWork, optimizer: Optimizer, slices: SequenceSlices, recomputation: Recomputation
+    ) -> Scored:
         """Compute log-probabilities and losses of the whole sequence from the slices of all workers."""
         base, owner, own = self.base, optimizer.weights, slices.own
         row = pack([datum.rendered.part(own.start, own.stop)], [owner], base.device)
@@ -358,5 +398,7 @@ class SequenceParallel:
         targets = upload(np.ascontiguousarray(datum.target_tokens.reshape(-1, width)[own]), base.device)
         wanted = trained_positions([loss])[own]
         keep = rows_to_keep(self.logits_chunk, base.dtype)
-        logprobs: Tensor = target_logprobs(hidden, base.head(owner), targets, row.segments, self.logits_chunk, keep, wanted)
+        logprobs: Tensor = target_logprobs(
+            hidden, base.head(owner), targets, row.segments, self.logits_chunk, keep, wanted
+        )
         return loss.computed(slices.whole(logprobs))  # [tokens, K]

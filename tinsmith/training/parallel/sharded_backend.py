@@ -37,23 +37,29 @@ from tinsmith.training.update_check import ENTRIES
 
 # Passes over a base model whose layers are sharded over the workers: every worker takes part in every pass.
 #
-# Gathering is a collective, so a pass is a number of attempts in which all take part. The lowest rank with work decides which layers come
-# next: the base's, with LoRA, or those of one full-parameter model. Ranks that need the same ones compute, the others only contribute
-# their slices. The pass ends when no rank has work left. A rank is without work if its share is empty or done, while another repeats its
-# share in halves after it ran out of memory.
+# Gathering is a collective, so a pass is a number of attempts in which all take part. The lowest rank with work decides
+# which layers come next: the base's, with LoRA, or those of one full-parameter model. Ranks that need the same ones
+# compute, the others only contribute their slices. The pass ends when no rank has work left. A rank is without work if
+# its share is empty or done, while another repeats its share in halves after it ran out of memory.
 #
-# A LoRA attempt that fails concerns its own worker alone. Gradients of all weights are summed over all workers during the backward
-# (`sharded_weights.py`), so if such an attempt fails on one, all drop their sums, and those that did not fail compute it again.
+# A LoRA attempt that fails concerns its own worker alone. Gradients of all weights are summed over all workers during
+# the backward (`sharded_weights.py`), so if such an attempt fails on one, all drop their sums, and those that did not
+# fail compute it again.
 
 NOTHING, FROZEN = 0, 1
-"""Numbers that workers exchange for no work and for the base's layers; each model with weights of its own has a larger one."""
+"""Numbers that workers exchange for no work and for the base's layers. Each full-parameter model has a larger one."""
 
 
 class ShardedPasses(PassRunner):
     """Computes the work of one of several workers that share the layers of the base."""
 
     def __init__(
-        self, memory: ModelMemory, config: TrainingConfig, optimizers: Mapping[str, Optimizer], group: ProcessGroup, layers: ShardedLayers
+        self,
+        memory: ModelMemory,
+        config: TrainingConfig,
+        optimizers: Mapping[str, Optimizer],
+        group: ProcessGroup,
+        layers: ShardedLayers,
     ) -> None:
         super().__init__(memory, config, optimizers, sharded=True)
         self.group = group
@@ -95,8 +101,10 @@ class ShardedPasses(PassRunner):
                 raise DeviceLostError(f"{self.group.place.name} has no part of a model that another one is to compute")
             self._with_all_weights(model, backward, list)
 
-    def _with_all_weights(self, model: ShardedOptimizer, backward: bool, compute: Callable[[], Outcome]) -> Outcome | None:
-        """Compute with a model's own weights, on all workers; None if another has failed, so that it is to be done again."""
+    def _with_all_weights(
+        self, model: ShardedOptimizer, backward: bool, compute: Callable[[], Outcome]
+    ) -> Outcome | None:
+        """Compute with a model's own weights on all workers; None if another failed, so that it must be done again."""
         layers = model.sharded.layers
         if backward and (lacking := self._without_room(model)) is not None:
             return lacking
@@ -136,8 +144,13 @@ class ShardedBackend(LocalBackend):
     group: ProcessGroup
     passes: ShardedPasses
 
-    def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup, gives_snapshots: bool = False) -> None:
-        """Take a `base` that `shard` has sharded. With `gives_snapshots` this worker samples, and can take snapshots of all weights."""
+    def __init__(
+        self, base: BaseModel, config: TrainingConfig, group: ProcessGroup, gives_snapshots: bool = False
+    ) -> None:
+        """Take a `base` that `shard` has sharded.
+
+        With `gives_snapshots` this worker samples, and can take snapshots of all weights.
+        """
         super().__init__(base, config, group)
         self.gives_snapshots = gives_snapshots
         if not isinstance(base.decoder, ShardedDecoder):
@@ -179,15 +192,20 @@ class ShardedBackend(LocalBackend):
         return optimizer
 
     def _new_sharded(self, shape: LoraShape) -> ShardedOptimizer:
-        """Create a model whose weights have no numbers yet. Raises UserError if this mode, or the memory of this worker, cannot."""
+        """Create a model whose weights have no numbers yet.
+
+        Raises UserError if this mode, or the memory of this worker, cannot.
+        """
         if self.memory.full_state != "float32":
             raise UserError(
-                f"the server shards the weights of {self.base.name} over its workers (--shard weights), and what it remembers of all "
-                f"weights is float32 then: it takes no --full-state {self.memory.full_state}; serve with --full-state float32, or with "
-                "--shard none"
+                f"the server shards the weights of {self.base.name} over its workers (--shard weights), "
+                "and what it remembers of all weights is float32 then: it takes no --full-state "
+                f"{self.memory.full_state}; serve with --full-state float32, or with --shard none"
             )
         needed = bytes_of(self.base, shape, self.group.count)
-        self.memory.require(f"a worker's part of full-parameter training of {self.base.name}", needed.device, self.base.device)
+        self.memory.require(
+            f"a worker's part of full-parameter training of {self.base.name}", needed.device, self.base.device
+        )
         return ShardedOptimizer(ShardedWeights(self.base, shape, self.group), needed.device)
 
     # ---- Copies that are sampled
@@ -218,7 +236,10 @@ class ShardedBackend(LocalBackend):
     # ---- What is saved
 
     def copy_part(self, model_id: str, optimizer: bool) -> CheckpointShard | None:
-        """Copy this worker's part of the weights; None of an adapter, of which each worker has all. To be called by all workers."""
+        """Copy this worker's part of the weights; None of an adapter, of which each worker has all.
+
+        To be called by all workers.
+        """
         model = self._agreed(model_id)
         if model is None:
             return None
@@ -228,7 +249,9 @@ class ShardedBackend(LocalBackend):
     def _copied_part(self, model_id: str, model: ShardedOptimizer, optimizer: bool) -> CheckpointShard:
         weights, place = model.sharded, self.group.place
         size = sum(master.nbytes for master in weights.masters.values()) * (3 if optimizer and model.moments() else 1)
-        self.memory.require("what the workers of this host copy to save it", size * self.neighbours, torch.device("cpu"))
+        self.memory.require(
+            "what the workers of this host copy to save it", size * self.neighbours, torch.device("cpu")
+        )
         about = About.of(self.base, weights.shape) if place.writes(model_id) else None
         moments: dict[str, dict[str, Tensor]] | None = {} if optimizer else None
         step = None
@@ -238,7 +261,10 @@ class ShardedBackend(LocalBackend):
         return CheckpointShard(about, weights.rows, place.rank, _on_host(weights.masters), moments, step)
 
     def _agreed(self, model_id: str) -> ShardedOptimizer | None:
-        """Return a model that all workers have; None if it is not sharded. Raises NotFoundError if none of them has it."""
+        """Return a model that all workers have; None if it is not sharded.
+
+        Raises NotFoundError if none of them has it.
+        """
         self.group.agree(model_id in self.optimizers, f"whether model {model_id} is there")
         model = self.optimizers[model_id]
         return model if isinstance(model, ShardedOptimizer) else None
@@ -249,7 +275,9 @@ class ShardedBackend(LocalBackend):
 
 
 def _empty(weights: ShardedWeights, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: torch.empty(shape, dtype=dtype) for row in weights.rows.values() for name, shape in row.shapes.items()}
+    return {
+        name: torch.empty(shape, dtype=dtype) for row in weights.rows.values() for name, shape in row.shapes.items()
+    }
 
 
 def _on_host(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

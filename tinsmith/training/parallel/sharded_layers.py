@@ -1,17 +1,17 @@
-"""A decoder with sharded layers (`--shard weights`): each worker keeps a slice of every layer, and all gather it when it is computed.
+"""A decoder with sharded layers (`--shard weights`): workers keep slices, and gather a layer when it is computed.
 
-What is sharded is the weights of all layers: of a base model, which LoRA leaves as they are, or of a model with weights of its own
-(`sharded_weights.py`). Embedding, LM head, last norm, vision tower and adapters are whole on each worker.
+What is sharded is the weights of all layers: of a base model, which LoRA leaves as they are, or of a model with weights
+of its own (`sharded_weights.py`). Embedding, LM head, last norm, vision tower and adapters are whole on each worker.
 
-The tensors of a layer lie end to end in a row of bytes, of which worker R of N keeps the part number R. A pass needs the layers in an order
-that all workers know before it begins:
+The tensors of a layer lie end to end in a row of bytes, of which worker R of N keeps the part number R. A pass needs
+the layers in an order that all workers know before it begins:
 
     0, 1, ... , last        forward
     last - 1, ... , 1, 0    backward, if there is one: the last layer is still there
 
-Every worker takes part in all of these steps: one that has no datum, or whose pass fails in the middle, goes through the rest of them with
-`finish`. While a layer is computed the next one is under way, in a second buffer; nothing is allocated in a pass, so a step cannot run out
-of memory.
+Every worker takes part in all of these steps: one that has no datum, or whose pass fails in the middle, goes through
+the rest of them with `finish`. While a layer is computed the next one is under way, in a second buffer; nothing is
+allocated in a pass, so a step cannot run out of memory.
 """
 
 import logging
@@ -88,7 +88,10 @@ class ShardedLayers:
     def _come_to(self, index: int) -> None:
         while self.step < 0 or self.order[self.step] != index:
             if self.step + 1 >= len(self.order):
-                raise RuntimeError(f"layer {index} is sharded over the workers, and no step of a pass of all of them comes to it any more")
+                raise RuntimeError(
+                    f"layer {index} is sharded over the workers, and no step of a pass of all of "
+                    "them comes to it any more"
+                )
             self._advance()
 
     def _leave(self) -> None:
@@ -167,8 +170,8 @@ def require_divisible(base: BaseModel) -> None:
     """Raise ConfigError if the layers of the model cannot be sharded."""
     if base.decoder is None:
         raise ConfigError(
-            f"{base.name} ({base.family.model_type}) cannot be served with --shard weights, which only models take whose layers Tinsmith's "
-            "own decoder computes; use --shard none"
+            f"{base.name} ({base.family.model_type}) cannot be served with --shard weights, which only models take "
+            "whose layers Tinsmith's own decoder computes; use --shard none"
         )
     if base.deterministic:
         raise ConfigError(f"{base.name}: --shard weights and --deterministic do not work together; leave one out")
@@ -211,7 +214,10 @@ def _without_memory(base: BaseModel, index: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ShardedDecoder(StreamedDecoder):
-    """A decoder whose layers are sharded. It computes within passes of all workers (`ShardedLayers.begin` and `finish`)."""
+    """A decoder whose layers are sharded.
+
+    It computes within passes of all workers (`ShardedLayers.begin` and `finish`).
+    """
 
     @property
     def sharded(self) -> ShardedLayers:

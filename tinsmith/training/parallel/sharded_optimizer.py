@@ -1,7 +1,7 @@
 """Optimizer of all weights of a model that are sharded over workers: each has AdamW for its part.
 
-AdamW computes number by number, so a step of the parts is a step of the whole. Agreed on are the norm of the gradient, and whether the step
-is taken at all; what may fail on one worker alone comes before that.
+AdamW computes number by number, so a step of the parts is a step of the whole. Agreed on are the norm of the gradient,
+and whether the step is taken at all; what may fail on one worker alone comes before that.
 """
 
 import math
@@ -22,7 +22,7 @@ from tinsmith.training.update_check import ENTRIES
 
 
 class ShardedAccumulator(GradientAccumulator):
-    """This worker's parts of gradients that are summed over all workers pass by pass: a pass counts if all have computed their datums."""
+    """This worker's parts of gradients that workers sum pass by pass. A pass counts if all computed their datums."""
 
     weights: ShardedWeights
 
@@ -49,10 +49,15 @@ class ShardedAccumulator(GradientAccumulator):
         return _nothing
 
     def keep_pass(self) -> None:
-        """Add the gradients of a pass to the totals. To be called by all workers, when all have computed it; takes no memory."""
+        """Add the gradients of a pass to the totals.
+
+        To be called by all workers, when all have computed it; takes no memory.
+        """
         weights = self.weights
         count = len(weights.layers.rows)
-        for row, gradient, part in zip(list(weights.rows.values())[count:], self.around, self.of_pass[count:], strict=True):
+        for row, gradient, part in zip(
+            list(weights.rows.values())[count:], self.around, self.of_pass[count:], strict=True
+        ):
             weights.sums.begin(row, [gradient], part)
         weights.sums.wait()
         if self.totals is None:
@@ -85,11 +90,18 @@ class ShardedOptimizer(ModelOptimizer):
         for name, row in weights.rows.items():
             state = self.adamw.state[weights.masters[name]]
             for entry in ENTRIES:
-                row.fill(state[entry], weights.group.place.rank * row.part, [moments[f"{each}.{entry}"] for each in row.shapes])
+                row.fill(
+                    state[entry],
+                    weights.group.place.rank * row.part,
+                    [moments[f"{each}.{entry}"] for each in row.shapes],
+                )
             state["step"].copy_(moments[f"{next(iter(row.shapes))}.step"])
 
     def parts_of(self, entry: str) -> dict[str, Tensor]:
-        """Return the optimizer's tensors that are laid out like the masters, by row name. The next step changes them."""
+        """Return the optimizer's tensors that are laid out like the masters, by row name.
+
+        The next step changes them.
+        """
         return {name: self.adamw.state[master][entry] for name, master in self.sharded.masters.items()}
 
     @property
@@ -100,7 +112,7 @@ class ShardedOptimizer(ModelOptimizer):
         return max(0, self.needed - weights.nbytes - held)
 
     def step(self, settings: AdamSettings) -> dict[str, float]:
-        """Take a step together: to be called by all workers, it is taken by all or, whatever one of them lacks, by none."""
+        """Take a step together: all workers call this, and all take it or, whatever one of them lacks, none."""
         group = self.sharded.group
         totals = self.accumulator.take()
         group.agree(totals is not None, "whether a model has gradients")
@@ -111,7 +123,9 @@ class ShardedOptimizer(ModelOptimizer):
         with self._lent(totals) as buffers:
             with failing_on_all(group, UserError, RuntimeError, MemoryError):
                 if settings.grad_clip_norm > 0:
-                    clip_grads_with_norm_(buffers, settings.grad_clip_norm, torch.tensor(grad_norm, device=group.device))
+                    clip_grads_with_norm_(
+                        buffers, settings.grad_clip_norm, torch.tensor(grad_norm, device=group.device)
+                    )
                 bounds = self._checked(totals, grad_norm, settings)
             with fatal(f"{group.place.name} failed within a step of all workers"):
                 self._update(settings)
@@ -122,7 +136,10 @@ class ShardedOptimizer(ModelOptimizer):
         return {"grad_norm": grad_norm, "learning_rate": settings.lr}
 
     def _norm_of_all(self, totals: Sequence[Tensor]) -> float:
-        """Return the norm of all workers' gradient. Raises on all, without new moments, if one has no memory for the step."""
+        """Return the norm of all workers' gradient.
+
+        Raises on all, without new moments, if one has no memory for the step.
+        """
         first = not self.moments()
         try:
             with failing_on_all(self.sharded.group, RuntimeError, MemoryError):

@@ -1,12 +1,14 @@
 """All weights of a model, sharded over the workers (`--shard weights`, rank 0).
 
-Each layer, and each tensor around them (embedding, last norm, LM head), is a flat row of numbers, of which every worker keeps a part: of
-the float32 masters, of what AdamW remembers, of the gradients, and of what passes read in the precision of the base. The tensors around
-the layers are whole on each worker as well, in the precision of the base: a pass needs them at both of its ends.
+Each layer, and each tensor around them (embedding, last norm, LM head), is a flat row of numbers, of which every worker
+keeps a part: of the float32 masters, of what AdamW remembers, of the gradients, and of what passes read in the
+precision of the base. The tensors around the layers are whole on each worker as well, in the precision of the base: a
+pass needs them at both of its ends.
 
-A layer is gathered to be computed (`sharded_layers.py`). As soon as its backward is done, its gradients are summed over all workers in
-float32, and each keeps its part of the sum: whole gradients of all layers would take more memory than what is sharded. A worker that has
-nothing to compute, or whose pass has failed, gives zeros. The gradients of a pass are kept apart until all workers have computed it.
+A layer is gathered to be computed (`sharded_layers.py`). As soon as its backward is done, its gradients are summed over
+all workers in float32, and each keeps its part of the sum: whole gradients of all layers would take more memory than
+what is sharded. A worker that has nothing to compute, or whose pass has failed, gives zeros. The gradients of a pass
+are kept apart until all workers have computed it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -119,7 +121,10 @@ class TrainedLayers(ShardedLayers):
 
 
 class ShardedWeights(FullWeights):
-    """This worker's part of them. `masters` and all that is laid out like these hold a flat part of each row, by the row's name."""
+    """This worker's part of them.
+
+    `masters` and all that is laid out like these hold a flat part of each row, by the row's name.
+    """
 
     def __init__(self, base: BaseModel, shape: LoraShape, group: ProcessGroup) -> None:
         """Allocate memory, which `take` gives numbers. Raises UserError for what cannot be sharded."""
@@ -135,7 +140,9 @@ class ShardedWeights(FullWeights):
         wide = base.dtype == torch.float32
         self.parts = self.masters if wide else {name: master.to(base.dtype) for name, master in self.masters.items()}
         """Working copies that passes read; the masters themselves if those have that precision."""
-        self.wholes = {name: torch.zeros(row.part * group.count, dtype=base.dtype, device=device) for name, row in around}
+        self.wholes = {
+            name: torch.zeros(row.part * group.count, dtype=base.dtype, device=device) for name, row in around
+        }
         """[part · workers] of the tensors around the layers, of which `working` are views."""
         self.working = {name: row.views(self.wholes[name])[name].requires_grad_() for name, row in around}
         self.anchor = torch.zeros((), dtype=base.dtype, device=device, requires_grad=True)
@@ -171,9 +178,11 @@ class ShardedWeights(FullWeights):
             self.group.begin_all_gather(whole, self.parts[name])()
 
     def snapshot(self, ref: WeightsRef) -> NoReturn:
+        """Raise `UserError`: no worker holds all weights, so none can be sampled."""
         raise UserError(
-            "all weights are sharded over the workers (--shard weights), and none of them has what is sampled: save them with "
-            "save_weights_for_sampler, and sample the checkpoint with a server that has --train none, or serve with --sampler vllm"
+            "all weights are sharded over the workers (--shard weights), and none of them has what is sampled: "
+            "save them with save_weights_for_sampler, and sample the checkpoint with a server that has --train none, "
+            "or serve with --sampler vllm"
         )
 
     def leaves(self) -> list[Tensor]:
@@ -195,12 +204,15 @@ class ShardedWeights(FullWeights):
 
 
 def rows_of(base: BaseModel, shape: LoraShape, workers: int) -> dict[str, FlatRow]:
-    """Return the trained rows: each layer as `layers.I`, then each tensor around them. Raises UserError for what cannot be sharded."""
+    """Return the trained rows: each layer as `layers.I`, then each tensor around them.
+
+    Raises UserError for what cannot be sharded.
+    """
     off = [name for name, on in (("train_attn", shape.train_attn), ("train_mlp", shape.train_mlp)) if not on]
     if off:
         raise UserError(
-            f"{off[0]}=False and lora_config.rank=0: a server with --shard weights trains whole layers; leave {off[0]} on, train LoRA "
-            "(a rank of 1 or more), or serve with --shard none"
+            f"{off[0]}=False and lora_config.rank=0: a server with --shard weights trains whole layers; "
+            f"leave {off[0]} on, train LoRA (a rank of 1 or more), or serve with --shard none"
         )
     decoder = base.decoder
     assert isinstance(decoder, ShardedDecoder)
@@ -210,7 +222,10 @@ def rows_of(base: BaseModel, shape: LoraShape, workers: int) -> dict[str, FlatRo
         own = {name: shapes.pop(name) for name in list(shapes) if name.startswith(f"layers.{index}.")}
         if own.keys() != parameters_of(template).keys():
             strange = min(own.keys() ^ parameters_of(template).keys())
-            raise UserError(f"{base.name} cannot be trained as a whole with --shard weights, because of its {strange}; use --shard none")
+            raise UserError(
+                f"{base.name} cannot be trained as a whole with --shard weights, because of its {strange}; "
+                "use --shard none"
+            )
         rows[f"layers.{index}"] = FlatRow(own, workers)
     return rows | {name: FlatRow({name: size}, workers) for name, size in shapes.items()}
 
