@@ -260,10 +260,13 @@ def tiny_model(
     typer.echo(f"wrote a random {kind} model to {directory}; serve it with: tinsmith serve --base-model {base_model}")
 
 
+_Server = Annotated[
+    str, typer.Argument(metavar="[URL]", envvar="TINKER_BASE_URL", help="URL of the server, without /api/v1.")
+]
+
+
 @app.command()
-def status(
-    url: Annotated[str, typer.Option(help="URL of the server, without /api/v1.")] = "http://127.0.0.1:8000",
-) -> None:
+def status(url: _Server = "http://127.0.0.1:8000") -> None:
     """Show what a running server does.
 
     Prints its models, their queues, tokens per second and memory.
@@ -277,9 +280,7 @@ def status(
 
 @app.command()
 def ping(
-    url: Annotated[
-        str, typer.Argument(metavar="[URL]", envvar="TINKER_BASE_URL", help="URL of the server, without /api/v1.")
-    ] = ("http://127.0.0.1:8000"),
+    url: _Server = "http://127.0.0.1:8000",
     base_model: Annotated[str, typer.Option(help="Name of a base model that it is to serve.")] = "",
     api_key: Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="Key that clients send.")] = "",
 ) -> None:

@@ -44,7 +44,7 @@ def test_a_running_server_shows_what_it_does(server: Server, service: tinker.Ser
         "takes_images": False,
     }
     assert "resident" in status["memory_bytes"]
-    command = [REAL_PYTHON, "-m", "tinsmith.cli", "status", "--url", server.url]
+    command = [REAL_PYTHON, "-m", "tinsmith.cli", "status", server.url]
     shown = subprocess.run(command, check=False, capture_output=True, text=True, timeout=START_S)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert re.search(r"tokens per second, last minute: [\d.]+ training, [\d.]+ sampling", shown.stdout)

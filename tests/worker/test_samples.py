@@ -218,9 +218,8 @@ def test_what_another_sampler_answers_is_looked_at_too(where: str, wrong: float 
     """VLLM writes NaN as null. Only a token that was drawn cannot be impossible."""
     number = np.array([-1.0, wrong], dtype=np.float32)
     top = TopLogprobs(np.zeros((2, 1), dtype=np.int32), number[:, None])
-    sequence = SampledSequence(
-        [5, 6], [-1.0, wrong if where == "sample" else -2.0], "length", top if where == "top" else None
-    )  # type: ignore[list-item]
+    logprobs: Any = [-1.0, wrong if where == "sample" else -2.0]
+    sequence = SampledSequence([5, 6], logprobs, "length", top if where == "top" else None)
     scores = np.array([np.nan, 0.0, *number], dtype=np.float32)
     targets = TargetLogprobs(TargetIds((1, 2), np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)), number)
     answers = PromptAnswers(
