@@ -18,10 +18,12 @@ RAW_STEP = types.AdamParams(learning_rate=0.05, beta1=0.0, beta2=0.0, eps=1.0)
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 
 
-def train(service: tinker.ServiceClient, base_model: str, rank: int = 8, seed: int = 3) -> tinker.TrainingClient:
+def train(
+    service: tinker.ServiceClient, base_model: str, rank: int = 8, seed: int = 3, train_unembed: bool = True
+) -> tinker.TrainingClient:
     """A new LoRA model; the same seed gives the same weights."""
     client: tinker.TrainingClient = service.create_lora_training_client(
-        base_model=base_model, rank=rank, seed=seed
+        base_model=base_model, rank=rank, seed=seed, train_unembed=train_unembed
     ).result()
     return client
 

@@ -4,6 +4,7 @@ Full weights get there as between two GPUs.
 """
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Literal
@@ -32,10 +33,12 @@ def check(model: Path, directory: Path, *options: str, images: bool) -> None:
     """vLLM agrees with the trainer on the base model, an adapter, a trained one and trained full weights."""
     with sampling_with_vllm(directory, "--base-model", f"tiny={model}", "--dtype", "bfloat16", *options) as server:
         wait_for_vllm(server)
-        assert "applies no adapters" not in server.log.read_text()
+        # vLLM 0.26 applies none to the output projection of Qwen3.5
+        left_out = re.findall("applies no adapters to ([^;]*)", server.log.read_text())
+        assert left_out in ([], ["lm_head"])
         with tinker.ServiceClient(base_url=server.url, api_key="tml-bfloat16") as service:
             for rank, steps in ((8, 0), (8, 1), (0, 1)):
-                client = train(service, "tiny", rank=rank)
+                client = train(service, "tiny", rank=rank, train_unembed=not (rank and left_out))
                 learn(client, steps=steps, images=images)
                 assert (
                     mean_difference(client, text_input(1, 30), *((image_input(client, 2),) if images else ()))
@@ -55,17 +58,18 @@ def mean_difference(client: tinker.TrainingClient, *prompts: types.ModelInput) -
     return float(np.mean(differences))
 
 
-# vLLM with gated delta nets on a GPU is refused: not tested. In float32 `test_agreement.py` has the others.
-@pytest.mark.parametrize("kind", ("qwen3-vl", "qwen3") if ON_GPU else slow("qwen3-5", "qwen3"))
+# In float32 `test_agreement.py` has the others.
+@pytest.mark.parametrize("kind", ("qwen3-vl", "qwen3", "qwen3-5") if ON_GPU else slow("qwen3-5", "qwen3"))
 def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3-5"], tmp_path: Path) -> None:
     """On a text model too: vLLM names the parts of its fused layers in another way there.
 
     On a hybrid model with vLLM's own kernels.
     """
     write_tiny_model(kind, tmp_path / "model")
-    if kind == "qwen3-5":  # vLLM's kernels of gated delta nets for a CPU take no heads of 16
-        write_changed(tmp_path / "model", linear_key_head_dim=64, linear_value_head_dim=64)
     transfer = () if ON_GPU else ("--vllm-transfer", "broadcast")
+    if kind == "qwen3-5":  # vLLM's kernels of gated delta nets take no heads of 16
+        heads = 128 if ON_GPU else 64
+        write_changed(tmp_path / "model", linear_key_head_dim=heads, linear_value_head_dim=heads)
     check(tmp_path / "model", tmp_path, *transfer, images=kind != "qwen3")
 
 

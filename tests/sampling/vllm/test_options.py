@@ -104,10 +104,11 @@ def test_gated_delta_nets_are_sampled_by_what_they_were_tested_with(
     hybrid_base: BaseModel, text_base: BaseModel
 ) -> None:
     """An installed vLLM is asked before it is started; this Python has none."""
-    for base, version, device in ((hybrid_base, "0.32.0", "cpu"), (text_base, "0.26.0", "cpu")):
+    run = ((hybrid_base, "0.32.0", "cpu"), (hybrid_base, "0.26.0", "cuda"), (text_base, "0.26.0", "cpu"))
+    for base, version, device in run:
         assert refusal(base, version, torch.device(device)) is None
     for version, device in (("0.26.0", "cpu"), ("0.32.0", "cuda")):
-        words = f"with which vLLM {version} was not tested on {device}, only 0.32 on cpu: serve it with --sampler local"
+        words = f"with which vLLM {version} was not tested on {device}, only 0.26 on cuda, 0.32 on cpu: serve it with"
         assert words in (refusal(hybrid_base, version, torch.device(device)) or "")
     check_installed(text_base, REAL_PYTHON, text_base.device)
     for python, words in (

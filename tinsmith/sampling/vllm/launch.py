@@ -154,6 +154,8 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, 
         options.append("--no-mm-device-do-normalize")  # pixel values come normalized, as the trainer's are
     if not on_gpu:
         options.append("--enforce-eager")
+    elif has_delta_nets(base):
+        options.append("--gdn-prefill-backend=triton")  # FlashInfer's kernels were not compared with the trainer
     launcher = [config.vllm.vllm_python or sys.executable, "-m", "tinsmith.sampling.inside_vllm.launcher"]
     return [*launcher, *options, *config.vllm.vllm_args]
 
@@ -354,7 +356,7 @@ def _asked_for(text: str, context: int) -> int:
 # Which vLLM samples models with gated delta nets: only what was run, and agreed with the trainer (the table in
 # docs/vllm.md). For other models the canary and the probes decide.
 
-RUN_WITH_DELTA_NETS = frozenset({("0.32", "cpu")})
+RUN_WITH_DELTA_NETS = frozenset({("0.32", "cpu"), ("0.26", "cuda")})
 """Version of vLLM, to the second number, and type of device."""
 _ASK = (
     "from importlib.metadata import distributions\n"
