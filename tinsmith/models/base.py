@@ -36,6 +36,7 @@ from tinsmith.models.network import (
     ATTENTION,
     ActivePass,
     attach_lora,
+    attach_to_experts,
     follow_plans,
     fuse_norms,
     recompute_layers,
@@ -133,9 +134,10 @@ class BaseModel:
         """The parameters that full-parameter training of this shape copies, by their names inside the language model.
 
         A switch that is off leaves out all attention blocks or MLPs, or the output projection, which is the embedding
-        too where they are tied. The rest is always trained.
+        too where they are tied. Routers of experts stay as they are. The rest is always trained.
         """
-        frozen = (*(() if shape.train_unembed else (self.head_name,)), *self.layout.frozen_blocks(shape))
+        unembed = () if shape.train_unembed else (self.head_name,)
+        frozen = (*unembed, *self.layout.frozen_blocks(shape), *self.layout.routers)
         parameters = dict(self.language_model.named_parameters()) | {self.head_name: self.lm_head}
         return {name: parameter for name, parameter in parameters.items() if not name.startswith(frozen)}
 
@@ -276,6 +278,7 @@ def load_base_model(
         require_attention_only(name, decoder)
     active = ActivePass()
     attach_lora(language_model, {name: target for name, target in layout.targets.items() if name != LM_HEAD}, active)
+    attach_to_experts(language_model, layout.experts, active)
     recompute_layers(language_model, active)
     return BaseModel(
         name=name,
@@ -388,7 +391,7 @@ SMALL_STEP = 2**22
 
 def threads_for(base: BaseModel, tokens: int) -> AbstractContextManager[None]:
     """Run a pass over that many tokens with one thread if it is small; then restore the number of threads."""
-    weights = sum(target.in_features * target.out_features for target in base.layout.targets.values())
+    weights = base.layout.active_weights
     return _one_thread() if base.device.type == "cpu" and tokens * weights < SMALL_PASS else nullcontext()
 
 

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from tinsmith.errors import UserError
 from tinsmith.kernels.dispatch import on_kernels
-from tinsmith.models.fused import Before, Normed
+from tinsmith.models.experts import ExpertStack, mix_bare, pairs_of
+from tinsmith.models.fused import Before, Normed, swiglu
+from tinsmith.models.grouped_product import grouped_product
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
 from tinsmith.models.lora import LORA_ALPHA, Adapter
@@ -53,12 +55,38 @@ class Matrices:
             yield name, a[start:end], self.b[first:last, start:end]
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertMatrices:
+    """The matrices of all adapters of a batch for one mixture of experts."""
+
+    a: Tensor
+    """[2, columns, hidden] of gate and up"""
+    b: Tensor
+    """[experts, 2 · width, columns] of gate and up, one below the other"""
+    inner: Tensor
+    """[experts, columns, width]: the A's of down"""
+    outer: Tensor
+    """[hidden, columns]: the B of down"""
+
+    def places(self, start: int, end: int) -> tuple[Tensor, ...]:
+        """Views of these columns: A and B of gate, of up and of down, as `ExpertFactors` has them."""
+        (gate, up), (of_gate, of_up) = self.a[:, start:end], self.b[:, :, start:end].chunk(2, 1)
+        return gate, of_gate, up, of_up, self.inner[:, start:end], self.outer[:, start:end]
+
+    def copy_from(self, old: "ExpertMatrices", columns: int) -> None:
+        """Copy the first columns of smaller buffers."""
+        for own, theirs in zip(self.places(0, columns), old.places(0, columns), strict=True):
+            own.copy_(theirs)
+
+
 class BatchedAdapters:
-    """The columns of the adapters of a batch, for all projections of a model."""
+    """The columns of the adapters of a batch, for all projections and mixtures of experts of a model."""
 
     def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, most: int) -> None:
         """Begins without columns; there are never more than the least power of two that is `most` or more."""
         self.projections = [projection for projection in layout.projections.values() if projection.targets]
+        self.targets = layout.targets
+        self.mixtures = [f"layers.{index}.mlp.experts" for index in layout.experts]
         self.device = device
         self.dtype = dtype
         self.most = most
@@ -66,6 +94,7 @@ class BatchedAdapters:
         self.generation = 0
         """Number of times the buffers were replaced: graphs captured with another number are stale."""
         self.matrices: dict[str, Matrices] = {}
+        self.experts: dict[str, ExpertMatrices] = {}
         self._placed: dict[int, tuple[Adapter, int, int]] = {}
         """Adapters and their columns [start, end), by identity."""
 
@@ -114,16 +143,29 @@ class BatchedAdapters:
         wanted = max(FEWEST, 1 << (columns - 1).bit_length())
         # All are made before one is replaced: where memory runs out, captured graphs go on reading what is there.
         grown = {projection.name: self._matrices(projection, wanted) for projection in self.projections}
+        experts = {name: self._expert_matrices(name, wanted) for name in self.mixtures}
         for name, old in self.matrices.items():
             grown[name].a[:, : self.columns].copy_(old.a)
             grown[name].b[:, : self.columns].copy_(old.b)
-        self.matrices, self.columns = grown, wanted
+        for name, smaller in self.experts.items():
+            experts[name].copy_from(smaller, self.columns)
+        self.matrices, self.experts, self.columns = grown, experts, wanted
         self.generation += 1
 
     def _matrices(self, projection: Projection, columns: int) -> Matrices:
         a = torch.zeros(len(projection.targets), columns, projection.in_features, dtype=self.dtype, device=self.device)
         b = torch.zeros(projection.out_features, columns, dtype=self.dtype, device=self.device)
         return Matrices(projection.targets, a, b, output_tiles(list(projection.targets.values()), self.device))
+
+    def _expert_matrices(self, name: str, columns: int) -> ExpertMatrices:
+        gate, down = self.targets[f"{name}.gate_proj"], self.targets[f"{name}.down_proj"]
+        shapes = (
+            (2, columns, gate.in_features),
+            (gate.experts, 2 * gate.out_features, columns),
+            (down.experts, columns, down.in_features),
+            (down.out_features, columns),
+        )
+        return ExpertMatrices(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes))
 
     @torch.no_grad()
     def _write(self, adapter: Adapter, start: int) -> None:
@@ -139,6 +181,13 @@ class BatchedAdapters:
                 else:
                     targets += (a, b)
                     sources += pair
+        for name, mixture in self.experts.items():
+            places, factors = mixture.places(start, start + adapter.shape.rank), adapter.experts(name)
+            if factors is None:
+                torch._foreach_zero_(places)
+            else:
+                targets += places
+                sources += [matrix for pair in factors for matrix in pair]
         torch._foreach_copy_(targets, sources)
 
 
@@ -147,10 +196,11 @@ class RowAdapters(Adapters):
 
     def __init__(self, batched: BatchedAdapters, columns: Tensor) -> None:
         self.matrices = batched.matrices
+        self.experts = batched.experts
         self.columns = columns
         some = next(iter(self.matrices.values()), None)
         self._uses_kernels = some is not None and on_kernels("lora", some.a)
-        if some is not None and not self._uses_kernels:
+        if some is not None and (self.experts or not self._uses_kernels):
             column = torch.arange(batched.columns, device=columns.device)
             start, end = columns.unsqueeze(-1).unbind(1)  # [rows, 1] each
             self._own = (column >= start) & (column < end)  # [rows, columns]
@@ -169,6 +219,28 @@ class RowAdapters(Adapters):
         else:
             self._add(y, x, matrices)
         return y
+
+    def mix(self, stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        matrices = self.experts.get(stack.name)
+        if matrices is None:
+            return mix_bare(stack, h, weights, chosen)
+        reduced = torch.stack([self._reduced(h, a) for a in matrices.a], 1)  # [rows, 2, columns]
+        pairs = pairs_of(stack.kind, weights, chosen, None, 1)
+        gate_up = grouped_product(h.index_select(0, pairs.tokens), stack.gate_up, pairs.ends)  # [pairs, 2 · width]
+        of_pairs = reduced.index_select(0, pairs.tokens)
+        for part, b, u in zip(gate_up.chunk(2, 1), matrices.b.chunk(2, 1), of_pairs.unbind(1), strict=True):
+            part += grouped_product(u, b, pairs.ends)
+        activated = swiglu(gate_up)
+        out = pairs.summed(grouped_product(activated, stack.down, pairs.ends) * pairs.weights)
+        inside = pairs.summed(grouped_product(activated, matrices.inner, pairs.ends) * pairs.weights)
+        return out.addmm_(self._own_of(inside), matrices.outer.t())
+
+    def _reduced(self, x: Tensor, a: Tensor) -> Tensor:
+        """Multiply rows with A [columns, in], and keep their own columns, times their scale: [rows, columns]."""
+        return self._own_of(x @ a.t())
+
+    def _own_of(self, reduced: Tensor) -> Tensor:
+        return torch.where(self._own, reduced, 0) * self._scale
 
     def _add(self, y: Tensor, x: Tensor, matrices: Matrices) -> None:
         reduced = (x @ matrices.a.flatten(0, 1).t()).unflatten(1, matrices.a.shape[:2])  # [rows, targets, columns]
@@ -206,6 +278,9 @@ class BareRows(Adapters):
 
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         return multiply(linear, x)
+
+    def mix(self, stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return mix_bare(stack, h, weights, chosen)
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         x, *others = inputs

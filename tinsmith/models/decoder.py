@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tinsmith.models.attention import PassPlan
+from tinsmith.models.experts import ExpertStack
 from tinsmith.models.fused import UNCHANGED, GatedNormed, Heads, Normed, SigmoidGated, SwiGLU, decay_and_beta
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layers import DeltaNet
@@ -250,25 +251,77 @@ class DeltaBlock:
 
 
 @dataclass(frozen=True, eq=False)
+class DenseMLP:
+    """A SwiGLU MLP: down(silu(gate(x)) · up(x))."""
+
+    gate_up: JoinedLinear
+    down: JoinedLinear
+
+    def __call__(self, x: Tensor, delta: Tensor, norm: Norm, shared: Pass) -> tuple[Tensor, Tensor]:
+        """Return the sum of x and delta [tokens, hidden], and the MLP's output for its norm."""
+        gate_up, x = shared.adapters.project(self.gate_up, norm.kind, x, delta, norm.weight)
+        return x, shared.adapters.project(self.down, SWIGLU, gate_up)[0]
+
+    def of_normed(self, normed: Tensor, shared: Pass) -> Tensor:
+        """Compute the MLP for what has gone through the norm: [tokens, hidden]."""
+        gate_up = shared.adapters.apply(self.gate_up, normed)
+        return shared.adapters.project(self.down, SWIGLU, gate_up)[0]
+
+    def with_weights(self, parameters: Mapping[str, Tensor]) -> "DenseMLP":
+        """Use these parameters, by name, in the place of its own."""
+        return DenseMLP(self.gate_up.with_weights(parameters), self.down.with_weights(parameters))
+
+
+@dataclass(frozen=True, eq=False)
+class SharedExpert:
+    """The expert that computes every token, times the sigmoid of a gate."""
+
+    mlp: DenseMLP
+    gate: JoinedLinear
+    """[1, hidden]; not trained by LoRA."""
+
+    def __call__(self, normed: Tensor, shared: Pass) -> Tensor:
+        """Compute it for what has gone through the norm: [tokens, hidden]."""
+        return shared.adapters.apply(self.gate, normed).sigmoid() * self.mlp.of_normed(normed, shared)
+
+    def with_weights(self, parameters: Mapping[str, Tensor]) -> "SharedExpert":
+        """Use these parameters, by name, in the place of its own."""
+        return SharedExpert(self.mlp.with_weights(parameters), self.gate.with_weights(parameters))
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertMLP:
+    """A mixture of experts, and the shared expert beside it if there is one."""
+
+    stack: ExpertStack
+    shared_expert: SharedExpert | None
+
+    def __call__(self, x: Tensor, delta: Tensor, norm: Norm, shared: Pass) -> tuple[Tensor, Tensor]:
+        """Return the sum of x and delta [tokens, hidden], and the experts' output for its norm."""
+        normed, total = norm.kind.with_sum(x, delta, norm.weight)
+        out = shared.adapters.mix(self.stack, normed, *self.stack.route(normed))
+        return total, out if self.shared_expert is None else out + self.shared_expert(normed, shared)
+
+    def with_weights(self, parameters: Mapping[str, Tensor]) -> "ExpertMLP":
+        """Use these parameters, by name, in the place of its own."""
+        own = None if self.shared_expert is None else self.shared_expert.with_weights(parameters)
+        return ExpertMLP(self.stack.with_weights(parameters), own)
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer of the decoder: attention or a gated delta net, then a SwiGLU MLP."""
+    """One layer of the decoder: attention or a gated delta net, then a SwiGLU MLP or a mixture of experts."""
 
     block: AttentionBlock | DeltaBlock
     first_norm: Norm
     second_norm: Norm
-    gate_up: JoinedLinear
-    down: JoinedLinear
+    mlp: DenseMLP | ExpertMLP
 
     def __call__(self, x: Tensor, delta: Tensor | None, shared: Pass) -> tuple[Tensor, Tensor]:
         """Map the sum of x and delta [tokens, hidden] to two such tensors whose sum is the output."""
-        x, delta = self.mlp(*self.block(x, delta, self.first_norm, shared), shared)
+        x, delta = self.mlp(*self.block(x, delta, self.first_norm, shared), self.second_norm, shared)
         shared.add_images(self.block.index, delta)
         return x, delta
-
-    def mlp(self, x: Tensor, delta: Tensor, shared: Pass) -> tuple[Tensor, Tensor]:
-        """Return the sum of x and delta, and what the MLP adds to it."""
-        gate_up, x = shared.adapters.project(self.gate_up, self.second_norm.kind, x, delta, self.second_norm.weight)
-        return x, shared.adapters.project(self.down, SWIGLU, gate_up)[0]
 
     def total(self, x: Tensor, shared: Pass) -> Tensor:
         """Map x to the output, both one tensor."""
@@ -281,8 +334,7 @@ class Layer:
             self.block.with_weights(parameters),
             self.first_norm.with_weights(parameters),
             self.second_norm.with_weights(parameters),
-            self.gate_up.with_weights(parameters),
-            self.down.with_weights(parameters),
+            self.mlp.with_weights(parameters),
         )
 
 

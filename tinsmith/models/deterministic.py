@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import PassPlan
-from tinsmith.models.decoder import AttentionBlock, Decoder, Deepstack, Pass
+from tinsmith.models.decoder import AttentionBlock, Decoder, Deepstack, ExpertMLP, Pass
 from tinsmith.models.lora import Adapter, Segment
 from tinsmith.models.packed_lora import SegmentAdapters
 
@@ -79,7 +79,7 @@ def stable_hidden_states(
         query, key, value = (tiles.join([parts[number] for parts in entered]) for number in (1, 2, 3))
         outs = tiles.cut(block.attend(plan, query, key, value))
         found = [
-            layer.mlp(parts[0], block.leave(out, parts[4:], own), own)
+            layer.mlp(parts[0], block.leave(out, parts[4:], own), layer.second_norm, own)
             for parts, out, own in zip(entered, outs, shared, strict=True)
         ]
         xs = [x for x, _ in found]
@@ -116,6 +116,8 @@ def require_attention_only(name: str, decoder: Decoder | None) -> None:
             f"deterministic: {name} has gated delta nets (layers {others[0]} and others), "
             f"which are not computed so; {remedy}"
         )
+    if any(isinstance(layer.mlp, ExpertMLP) for layer in decoder.layers):
+        raise ConfigError(f"deterministic: {name} has mixtures of experts, which are not computed so; {remedy}")
 
 
 class _Instead(torch.autograd.Function):

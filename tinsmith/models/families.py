@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tinsmith.errors import ConfigError
-from tinsmith.models.files import EXPERTS, code_of_its_own, require_usable
+from tinsmith.models.files import EXPERT_MODELS, EXPERTS, code_of_its_own, require_usable
 from tinsmith.models.layers import layers_of
 
 _UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
@@ -45,8 +45,8 @@ class Family:
 
 
 IMAGE_FAMILIES = {
-    family.model_type: family
-    for family in (Family(kind, takes_images=True, mrope=True) for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"))
+    kind: Family(kind, takes_images=True, mrope=True)
+    for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 }
 
 
@@ -144,10 +144,10 @@ def family_of(source: str, config: Any) -> Family:
     if config.is_encoder_decoder:
         raise ConfigError(f"{source}: {kind!r} has an encoder; Tinsmith trains decoders")
     for name in EXPERTS:
-        if (getattr(text, name, None) or 0) > 1:
+        if (getattr(text, name, None) or 0) > 1 and kind not in EXPERT_MODELS:
             raise ConfigError(
                 f"{source}: {kind!r} is a mixture of experts ({name}={getattr(text, name)}), which LoRA "
-                "does not reach yet"
+                f"does not reach yet; it reaches those of {', '.join(EXPERT_MODELS)}"
             )
     layers_of(source, kind, text)
     _check_rope(source, getattr(text, "rope_parameters", None) or {})

@@ -139,6 +139,14 @@ class Normed:
         compute: Callable[..., Tensor] = _Alone.apply
         return compute(self, x, delta, weight)
 
+    def with_sum(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the norm and the sum, for what is more than one linear layer; differentiable."""
+        if not torch.is_grad_enabled():
+            normed, (total,), _ = self.forward(x, delta, weight)
+            return normed, total
+        compute: Callable[..., tuple[Tensor, Tensor]] = _WithSum.apply
+        return compute(self, x, delta, weight)
+
     def backward(
         self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> Gradients:
@@ -159,6 +167,20 @@ class _Alone(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found, _ = ctx.kind.backward(ctx.saved_tensors, grads[0], (None,), ctx.needs_input_grad[1:])
+        return None, *found
+
+
+class _WithSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: Normed, *inputs: Any) -> tuple[Tensor, Tensor]:
+        ctx.kind = kind
+        normed, (total,), kept = kind.forward(*inputs)
+        ctx.save_for_backward(*kept)
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found, _ = ctx.kind.backward(ctx.saved_tensors, grads[0], grads[1:], ctx.needs_input_grad[1:])
         return None, *found
 
 

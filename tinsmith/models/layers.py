@@ -10,7 +10,7 @@ import torch
 
 from tinsmith.errors import ConfigError
 
-DELTA_NET_MODELS = ("qwen3_5", "qwen3_5_text")
+DELTA_NET_MODELS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """Model types whose `linear_attention` layers are the gated delta nets that `models/network.py` computes."""
 
 
@@ -56,6 +56,21 @@ class DeltaNet:
 
 
 LayerKind = Attention | DeltaNet
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in the place of an MLP: a router sends each token to the few experts that suit it best."""
+
+    count: int
+    per_token: int
+    """Experts that compute a token."""
+    width: int
+    """Numbers between gate and up, and down, of each expert."""
+    normalized: bool
+    """Whether the router's probabilities of the chosen experts are divided by their sum."""
+    shared_width: int
+    """The same width of the expert that computes every token, with a gate of its own; 0 if there is none."""
 
 
 def layers_of(source: str, model_type: str, text_config: Any) -> tuple[LayerKind, ...]:

@@ -3,15 +3,17 @@
 A configuration is enough to make it: the network is built on torch's meta device, which takes no memory.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from tinsmith.errors import ConfigError
 from tinsmith.models.families import Family, empty_network, family_of, read_config
-from tinsmith.models.layers import DeltaNet, LayerKind, layers_of
+from tinsmith.models.layers import DeltaNet, Experts, LayerKind, layers_of
 from tinsmith.protocol.shapes import LoraShape
 
 ATTENTION_LINEARS = (
@@ -75,11 +77,20 @@ class LoraTarget:
     out_features: int
     rows: tuple[int, int] | None = None
     """The outputs [start, end) of the layer; None means all."""
+    experts: int = 0
+    """Number of experts, each of which has such a layer; 0 for a linear that is alone."""
+    own_factor: Literal["a", "b"] | None = None
+    """The matrix that each expert has of its own: the one on its inside. The other, on the hidden side, all share."""
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of A and B of an adapter: [experts, ...] for the one that each expert has of its own."""
+        a, b = (rank, self.in_features), (self.out_features, rank)
+        return (self.experts, *a) if self.own_factor == "a" else a, (self.experts, *b) if self.own_factor == "b" else b
 
     @property
     def width(self) -> int:
         """Number of parameters that an adapter of rank 1 has here."""
-        return self.in_features + self.out_features
+        return sum(math.prod(shape) for shape in self.shapes(1))
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,8 @@ class Layout:
     head: str
     """Name of the output projection inside the transformers model."""
     layers: tuple[LayerKind, ...]
+    experts: dict[int, Experts]
+    """The mixtures of experts, by layer."""
     targets: dict[str, LoraTarget]
     """All that LoRA can train, by the module's name in the language model and in the order of modules; last `LM_HEAD`.
 
@@ -138,6 +151,20 @@ class Layout:
         groups = {*switched_on(shape), "unembed"}
         left = dict.fromkeys(target.module for target in self.targets.values() if target.group not in groups)
         return tuple(f"{module.rpartition('.')[0]}." for module in left)
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Prefixes of the parameters that choose experts, or weigh a shared one. They are never trained."""
+        return tuple(f"layers.{index}.mlp.{gate}." for index in self.experts for gate in ("gate", "shared_expert_gate"))
+
+    @property
+    def active_weights(self) -> int:
+        """Weights of what LoRA can train that a token is multiplied with: of experts, those of the chosen ones."""
+        total = 0
+        for target in self.targets.values():
+            chosen = self.experts[int(target.module.split(".")[1])].per_token if target.experts else 1
+            total += chosen * target.in_features * target.out_features
+        return total
 
     def module_name(self, name: str) -> str:
         """The name that transformers gives the module of a target."""
@@ -194,11 +221,14 @@ def layout_of(source: str, family: Family, network: Any) -> Layout:
     linears = {name: module for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
     config = network.config
     layers = layers_of(source, config.model_type, config.get_text_config())
+    experts: dict[int, Experts] = {}
     targets: dict[str, LoraTarget] = {}
-    for name, linear in linears.items():
-        group = _group(name)
-        if group is not None:
-            targets |= _targets(name, linear, group, layers)
+    for name, module in language_model.named_modules():
+        if name.endswith(".mlp") and hasattr(module, "experts"):
+            experts[int(name.split(".")[1])] = kind = _experts(source, name, module)
+            targets |= _expert_targets(f"{name}.experts", kind, config.get_text_config().hidden_size)
+        elif name in linears and (group := _group(name)) is not None:
+            targets |= _targets(name, linears[name], group, layers)
     for group, what, known in (("attn", "attention", ATTENTION_LINEARS), ("mlp", "MLP", MLP_LINEARS)):
         if not any(target.group == group for target in targets.values()):
             found = ", ".join(sorted({_last_part(name) for name in linears})) or "no linear layer at all"
@@ -209,9 +239,43 @@ def layout_of(source: str, family: Family, network: Any) -> Layout:
         raise ConfigError(f"{source}: its output projection is {head}; Tinsmith needs a linear layer without a bias")
     targets[LM_HEAD] = LoraTarget("unembed", LM_HEAD, head.in_features, head.out_features)
     names = {module: name for name, module in network.named_modules()}
-    return Layout(
-        family, names[language_model], names[head], layers, targets, _projections(linears | {LM_HEAD: head}, targets)
+    projections = _projections(linears | {LM_HEAD: head}, targets)
+    return Layout(family, names[language_model], names[head], layers, experts, targets, projections)
+
+
+def _experts(source: str, name: str, module: Any) -> Experts:
+    """Read a mixture of experts. Raises ConfigError for weights in another layout than we compute."""
+    stack, router = module.experts, module.gate
+    count, width = stack.num_experts, stack.intermediate_dim
+    shared = getattr(module, "shared_expert", None)
+    expected = {
+        "gate_up_proj": (count, 2 * width, stack.hidden_dim),
+        "down_proj": (count, stack.hidden_dim, width),
+    }
+    found = {parameter: tuple(tensor.shape) for parameter, tensor in stack.named_parameters()}
+    if found != expected or not is_silu(stack.act_fn):
+        raise ConfigError(f"{source}: the experts of {name} are not those that Tinsmith computes: {found}")
+    return Experts(
+        count,
+        router.top_k,
+        width,
+        getattr(router, "norm_topk_prob", True),
+        0 if shared is None else shared.gate_proj.out_features,
     )
+
+
+def is_silu(activation: Any) -> bool:
+    """Whether an activation is silu(x) = x · sigmoid(x)."""
+    x = torch.linspace(-8, 8, 33, device="cpu")
+    return torch.equal(activation(x), nn.functional.silu(x))
+
+
+def _expert_targets(name: str, kind: Experts, hidden: int) -> dict[str, LoraTarget]:
+    gate, up = (
+        LoraTarget("mlp", f"{name}.{part}_proj", hidden, kind.width, None, kind.count, "b") for part in ("gate", "up")
+    )
+    down = LoraTarget("mlp", f"{name}.down_proj", kind.width, hidden, None, kind.count, "a")
+    return {target.module: target for target in (gate, up, down)}
 
 
 def _targets(name: str, linear: nn.Linear, group: Group, layers: tuple[LayerKind, ...]) -> dict[str, LoraTarget]:

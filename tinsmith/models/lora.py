@@ -22,12 +22,28 @@ LORA_ALPHA = 32.0
 
 
 class LoraPair(NamedTuple):
-    """The two matrices of one module."""
+    """The two matrices of one module, or of a layer of all experts of a mixture, of which all share one matrix."""
 
     a: Tensor
-    """[rank, in_features]"""
+    """[rank, in_features]; [experts, rank, in_features] of `down_proj` of experts"""
     b: Tensor
-    """[out_features, rank]"""
+    """[out_features, rank]; [experts, out_features, rank] of `gate_proj` and `up_proj` of experts"""
+
+
+class ExpertFactors(NamedTuple):
+    """An adapter's working matrices of a mixture of experts."""
+
+    gate: LoraPair
+    up: LoraPair
+    down: LoraPair
+
+    @property
+    def rank(self) -> int:
+        return len(self.gate.a)
+
+    def own(self, number: int) -> Tensor:
+        """The matrices that each expert has of its own, of gate (0), up (1) or down (2): [experts, ...]."""
+        return self.down.a if number == 2 else self[number].b
 
 
 class TargetGroup(NamedTuple):
@@ -126,6 +142,16 @@ class Adapter:
             names = tuple(name for name in projection.targets if name in self.working)
             self._stacks[projection.name] = _stack(self, projection, names) if names else None
         return self._stacks[projection.name]
+
+    def experts(self, name: str) -> ExpertFactors | None:
+        """Its working matrices of the mixture of experts of this name; None if it covers nothing of it."""
+        found = [self.working.get(f"{name}.{part}_proj") for part in ("gate", "up", "down")]
+        gate, up, down = found
+        if gate is None or up is None or down is None:
+            if any(pair is not None for pair in found):
+                raise ValueError(f"an adapter covers only some of gate, up and down of {name}")
+            return None
+        return ExpertFactors(gate, up, down)
 
     def refresh(self) -> None:
         """Make the working copies equal to the masters again."""
@@ -234,8 +260,9 @@ def new_adapter(shape: LoraShape, layout: Layout, device: torch.device, dtype: t
     masters = {}
     for name, target in layout.covered(shape).items():
         bound = 1 / math.sqrt(target.in_features)
-        a = torch.empty(shape.rank, target.in_features).uniform_(-bound, bound, generator=generator)
-        masters[name] = LoraPair(a, torch.zeros(target.out_features, shape.rank))
+        a, b = target.shapes(shape.rank)
+        drawn = torch.empty(a).uniform_(-bound, bound, generator=generator)
+        masters[name] = LoraPair(drawn, torch.zeros(b))
     return adapter_of(shape, masters, dtype, device=device)
 
 

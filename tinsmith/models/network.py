@@ -7,8 +7,9 @@ transformers hands through to each layer.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -25,7 +26,7 @@ from tinsmith.models.families import Family
 from tinsmith.models.full import FullWeights
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import LoraTarget, Projection
-from tinsmith.models.lora import Segment
+from tinsmith.models.lora import ExpertFactors, Segment
 from tinsmith.models.packed_lora import SegmentAdapters
 
 ATTENTION = "tinsmith"
@@ -279,10 +280,46 @@ class LoraLinear(nn.Module):
 
 def attach_lora(model: nn.Module, targets: Mapping[str, LoraTarget], active: ActivePass) -> None:
     """Replace the linear layers that these targets are, or are parts of, by ones with LoRA."""
-    for module, own in groupby(targets.items(), key=lambda item: item[1].module):
+    linears = {name: target for name, target in targets.items() if not target.experts}
+    for module, own in groupby(linears.items(), key=lambda item: item[1].module):
         parent, _, child = module.rpartition(".")
         linear: Any = model.get_submodule(module)
         setattr(model.get_submodule(parent), child, LoraLinear(module, linear, dict(own), active))
+
+
+def attach_to_experts(language_model: nn.Module, layers: Iterable[int], active: ActivePass) -> None:
+    """Let the mixtures of experts of these layers compute each segment with its adapter."""
+    for index in layers:
+        name = f"layers.{index}.mlp.experts"
+        module: Any = language_model.get_submodule(name)
+        module.forward = partial(_forward_experts, module, name, active)
+
+
+def _forward_experts(
+    module: Any, name: str, active: ActivePass, hidden: Tensor, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """Compute segment after segment by transformers' own code, each with weights that its adapter is merged into."""
+    found = []
+    for segment in active.segments or [Segment(0, len(hidden), None)]:
+        own = slice(segment.start, segment.end)
+        factors = None if segment.adapter is None else segment.adapter.experts(name)
+        merged = module
+        if segment.adapter is not None and factors is not None:
+            merged = _with_parameters(module, _merged(module, factors, segment.adapter.scale))
+        found.append(type(module).forward(merged, hidden[own], chosen[own], weights[own]))
+    return torch.cat(found)
+
+
+def _merged(module: Any, factors: ExpertFactors, scale: float) -> dict[str, Tensor]:
+    gate, up, down = (scale * pair.b @ pair.a for pair in factors)  # [experts, out, in]
+    return {"gate_up_proj": module.gate_up_proj + torch.cat([gate, up], 1), "down_proj": module.down_proj + down}
+
+
+def _with_parameters(module: nn.Module, parameters: dict[str, Tensor]) -> nn.Module:
+    """A module that differs in these parameters, which may be no leaves of the graph."""
+    other = copy(module)
+    other.__dict__["_parameters"] = {**module._parameters, **parameters}
+    return other
 
 
 def recompute_layers(language_model: nn.Module, active: ActivePass) -> None:

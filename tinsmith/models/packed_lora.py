@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tinsmith.models.experts import ExpertStack, mix, owner_of_tokens, owners_of
 from tinsmith.models.fused import UNCHANGED, Before
 from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.lora import Adapter, Segment, StackedMatrices, TargetGroup
@@ -28,6 +29,13 @@ class Adapters(ABC):
     @abstractmethod
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """The layer with the adapters of the tokens: x [tokens, in] -> [tokens, out]."""
+
+    @abstractmethod
+    def mix(self, stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """A mixture of experts with the adapters of the tokens: h [tokens, hidden] -> [tokens, hidden].
+
+        `weights` and `chosen` are those of `ExpertStack.route`.
+        """
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """The layer behind `before`: [tokens, out], and the other results of `before`.
@@ -43,6 +51,8 @@ class SegmentAdapters(Adapters):
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
+        self._owner: tuple[Tensor | None] | None = None
+        """Of `owner_of_tokens`, which all layers share."""
 
     def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -51,6 +61,11 @@ class SegmentAdapters(Adapters):
         for part in parts_of(linear, self.segments):
             part.add(y, x)
         return y
+
+    def mix(self, stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        if self._owner is None:
+            self._owner = (owner_of_tokens(self.segments, h.device),)
+        return mix(stack, h, weights, chosen, owners_of(stack.name, self.segments, *self._owner))
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         if not torch.is_grad_enabled():

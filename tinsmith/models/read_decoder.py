@@ -11,18 +11,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from tinsmith.models.decoder import AttentionBlock, Decoder, DeltaBlock, Layer, Norm, Rope, head_weights
+from tinsmith.models.decoder import (
+    AttentionBlock,
+    Decoder,
+    DeltaBlock,
+    DenseMLP,
+    ExpertMLP,
+    Layer,
+    Norm,
+    Rope,
+    SharedExpert,
+    head_weights,
+)
+from tinsmith.models.experts import ExpertStack
+from tinsmith.models.files import EXPERT_MODELS
 from tinsmith.models.fused import GatedNormed, Heads, Normed
 from tinsmith.models.joined_linear import JoinedLinear, join_linears
-from tinsmith.models.layers import Attention, DeltaNet
-from tinsmith.models.layout import Layout
+from tinsmith.models.layers import Attention, DeltaNet, Experts
+from tinsmith.models.layout import Layout, is_silu
 from tinsmith.models.network import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm
 
 log = logging.getLogger(__name__)
 
-KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text")
+KNOWN_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text"),
+    *EXPERT_MODELS,
+)
 """Model types that `Decoder` computes: the structure alone does not tell which dimensions of a head rotate together."""
-INTERLEAVED = ("qwen3_vl", "qwen3_5")
+INTERLEAVED = ("qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")
 """Model types that interleave the rotary pairs of time, height and width; others give each axis a contiguous range."""
 
 
@@ -108,9 +124,11 @@ def _read_layer(model_type: str, language_model: Any, index: int, layout: Layout
     _require_children(
         layer, "self_attn" if attends else "linear_attn", "mlp", "input_layernorm", "post_attention_layernorm"
     )
-    _require_children(layer.mlp, "gate_proj", "up_proj", "down_proj", "act_fn")
-    if not _is_silu(layer.mlp.act_fn):
-        raise _UnknownStructureError(f"{name}.mlp has the activation {layer.mlp.act_fn}")
+    mlp: Build
+    if (experts := layout.experts.get(index)) is None:
+        mlp = _read_dense(language_model, f"{name}.mlp", layout)
+    else:
+        mlp = _read_experts(language_model, f"{name}.mlp", layout, experts)
     first, second = (
         _read_norm(language_model, f"{name}.{norm}") for norm in ("input_layernorm", "post_attention_layernorm")
     )
@@ -118,11 +136,30 @@ def _read_layer(model_type: str, language_model: Any, index: int, layout: Layout
         block = _read_attention(model_type, language_model, index, kind)
     else:
         block = _read_delta_net(language_model, index, kind)
-    if not {f"{name}.mlp.gate_up", f"{name}.mlp.down_proj"} <= layout.projections.keys():
-        raise _UnknownStructureError(f"the linears of {name}.mlp are not those of its layout")
-    return lambda joined: Layer(
-        block(joined), first, second, joined[f"{name}.mlp.gate_up"], joined[f"{name}.mlp.down_proj"]
-    )
+    return lambda joined: Layer(block(joined), first, second, mlp(joined))
+
+
+def _read_dense(language_model: Any, name: str, layout: Layout) -> Build:
+    module = language_model.get_submodule(name)
+    _require_children(module, "gate_proj", "up_proj", "down_proj", "act_fn")
+    if not is_silu(module.act_fn):
+        raise _UnknownStructureError(f"{name} has the activation {module.act_fn}")
+    if not {f"{name}.gate_up", f"{name}.down_proj"} <= layout.projections.keys():
+        raise _UnknownStructureError(f"the linears of {name} are not those of its layout")
+    return lambda joined: DenseMLP(joined[f"{name}.gate_up"], joined[f"{name}.down_proj"])
+
+
+def _read_experts(language_model: Any, name: str, layout: Layout, kind: Experts) -> Build:
+    module = language_model.get_submodule(name)
+    names = (f"{name}.gate.weight", f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
+    router, gate_up, down = (language_model.get_parameter(parameter) for parameter in names)
+    stack = ExpertStack(f"{name}.experts", kind, names, router, gate_up, down)
+    if not kind.shared_width:
+        _require_children(module, "gate", "experts")
+        return lambda joined: ExpertMLP(stack, None)
+    _require_children(module, "gate", "experts", "shared_expert", "shared_expert_gate")
+    dense, gate = _read_dense(language_model, f"{name}.shared_expert", layout), f"{name}.shared_expert_gate"
+    return lambda joined: ExpertMLP(stack, SharedExpert(dense(joined), joined[gate]))
 
 
 def _read_attention(model_type: str, language_model: Any, index: int, kind: Attention) -> Build:
@@ -195,8 +232,3 @@ def _require_children(module: nn.Module, *names: str) -> None:
         raise _UnknownStructureError(
             f"{type(module).__name__} consists of {', '.join(sorted(found))}, known is {', '.join(sorted(names))}"
         )
-
-
-def _is_silu(activation: nn.Module) -> bool:
-    x = torch.linspace(-8, 8, 33)
-    return torch.equal(activation(x), nn.functional.silu(x))

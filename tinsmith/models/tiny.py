@@ -1,4 +1,6 @@
-"""Tiny random models in the real format: Qwen3, Qwen3-VL and Qwen3.5 with a small tokenizer and image processor files.
+"""Tiny random models in the real format: Qwen3, Qwen3-VL and Qwen3.5, each also as a mixture of experts.
+
+They have a small tokenizer and image processor files.
 
 For tests, and for trying things out where nothing can be downloaded. Every file is a function of the arguments and the
 seed: weights come from random integers scaled by one multiplication, which give the same bits on every machine.
@@ -20,11 +22,17 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from tinsmith.config_values import require_empty
@@ -76,9 +84,12 @@ CHAT_TEMPLATES: dict[type[TinyTokenizer], str] = {
 }
 """Files beside this module, by the class of a family's tokenizer, which says how text is split."""
 
-TinyKind = Literal["qwen3", "qwen3-vl", "qwen3-5"]
+TinyKind = Literal["qwen3", "qwen3-vl", "qwen3-5", "qwen3-moe", "qwen3-vl-moe", "qwen3-5-moe"]
 
-DEFAULT_LAYERS: dict[TinyKind, int] = {"qwen3": 2, "qwen3-vl": 2, "qwen3-5": 4}
+DEFAULT_LAYERS: dict[TinyKind, int] = {
+    **dict.fromkeys(("qwen3", "qwen3-vl", "qwen3-moe", "qwen3-vl-moe"), 2),
+    **dict.fromkeys(("qwen3-5", "qwen3-5-moe"), 4),
+}
 """Decoder layers. Of Qwen3.5's, every fourth attends; the others are gated delta nets."""
 
 PATCH, MERGE, FRAMES = 16, 2, 2
@@ -109,15 +120,8 @@ def write_tiny_model(
     layers = DEFAULT_LAYERS[kind] if layers is None else layers
     if hidden < 8 or layers < 1:
         raise ConfigError(f"hidden={hidden} must be at least 8 and layers={layers} at least 1")
-    tokenizer = train_tokenizer(vocab, Qwen3_5Tokenizer if kind == "qwen3-5" else Qwen2Tokenizer)
-    text = _text_config(hidden, layers, vocab, tokenizer)
-    network: PreTrainedModel
-    if kind == "qwen3":
-        network = Qwen3ForCausalLM(Qwen3Config(**text, rope_parameters=_rope()))
-    elif kind == "qwen3-vl":
-        network = Qwen3VLForConditionalGeneration(_qwen3_vl_config(text, tokenizer))
-    else:
-        network = Qwen3_5ForConditionalGeneration(_qwen3_5_config(text, tokenizer))
+    tokenizer = train_tokenizer(vocab, Qwen3_5Tokenizer if kind.startswith("qwen3-5") else Qwen2Tokenizer)
+    network = _network(kind, _text_config(hidden, layers, vocab, tokenizer), tokenizer)
     _fill(network, seed)
     directory.mkdir(parents=True, exist_ok=True)
     _save_network(network, directory)
@@ -126,7 +130,7 @@ def write_tiny_model(
         pad_token_id=_id(tokenizer, END_OF_TEXT),
     ).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    if kind != "qwen3":
+    if kind not in ("qwen3", "qwen3-moe"):
         _write_json(
             directory / "preprocessor_config.json",
             {"image_processor_type": "Qwen2VLImageProcessor", **_image_settings()},
@@ -135,6 +139,35 @@ def write_tiny_model(
             directory / "video_preprocessor_config.json",
             {"video_processor_type": "Qwen3VLVideoProcessor", **_image_settings()},
         )
+
+
+def _network(kind: TinyKind, text: dict[str, Any], tokenizer: TinyTokenizer) -> PreTrainedModel:
+    match kind:
+        case "qwen3":
+            return Qwen3ForCausalLM(Qwen3Config(**text, rope_parameters=_rope()))
+        case "qwen3-moe":
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**text, **_experts(text), rope_parameters=_rope()))
+        case "qwen3-vl":
+            return Qwen3VLForConditionalGeneration(Qwen3VLConfig(**_qwen3_vl_config(text, tokenizer)))
+        case "qwen3-vl-moe":
+            config = _qwen3_vl_config({**text, **_experts(text)}, tokenizer)
+            return Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**config))
+        case "qwen3-5":
+            return Qwen3_5ForConditionalGeneration(Qwen3_5Config(**_qwen3_5_config(text, tokenizer)))
+        case "qwen3-5-moe":
+            shared = {"shared_expert_intermediate_size": text["hidden_size"]}
+            config = _qwen3_5_config({**text, **_experts(text), **shared}, tokenizer)
+            return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(**config))
+
+
+def _experts(text: dict[str, Any]) -> dict[str, Any]:
+    """Eight experts, of which two compute a token."""
+    return {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": text["hidden_size"],
+        "norm_topk_prob": True,
+    }
 
 
 def _text_config(hidden: int, layers: int, vocab: int, tokenizer: TinyTokenizer) -> dict[str, Any]:
@@ -158,14 +191,14 @@ def _rope(**extra: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, **extra}
 
 
-def _qwen3_vl_config(text: dict[str, Any], tokenizer: TinyTokenizer) -> Qwen3VLConfig:
+def _qwen3_vl_config(text: dict[str, Any], tokenizer: TinyTokenizer) -> dict[str, Any]:
     # The time, height and width of a position turn 8, 4 and 4 of the 16 rotary pairs of a head.
     rope = _rope(mrope_interleaved=True, mrope_section=[8, 4, 4])
     vision = _vision(text) | {"deepstack_visual_indexes": [0]}
-    return Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision, **_outer(tokenizer))
+    return {"text_config": {**text, "rope_parameters": rope}, "vision_config": vision, **_outer(tokenizer)}
 
 
-def _qwen3_5_config(text: dict[str, Any], tokenizer: TinyTokenizer) -> Qwen3_5Config:
+def _qwen3_5_config(text: dict[str, Any], tokenizer: TinyTokenizer) -> dict[str, Any]:
     # A quarter of each head turns with positions: 2 of its 4 rotary pairs with time, one each with height and width.
     rope = _rope(mrope_interleaved=True, mrope_section=[2, 1, 1], partial_rotary_factor=0.25)
     layer_types = [
@@ -183,7 +216,7 @@ def _qwen3_5_config(text: dict[str, Any], tokenizer: TinyTokenizer) -> Qwen3_5Co
     }
     text = {**text, **delta_net, "layer_types": layer_types, "rope_parameters": rope}
     vision = _vision(text) | {"deepstack_visual_indexes": []}
-    return Qwen3_5Config(text_config=text, vision_config=vision, **_outer(tokenizer))
+    return {"text_config": text, "vision_config": vision, **_outer(tokenizer)}
 
 
 def _vision(text: dict[str, Any]) -> dict[str, Any]:
@@ -236,10 +269,10 @@ def _fill(network: PreTrainedModel, seed: int) -> None:
     The heads of a gated delta net forget at different speeds, with half-lives of one token to some hundred.
     """
     generator = torch.Generator().manual_seed(seed)
-    final_norm = "model.norm.weight" if isinstance(network, Qwen3ForCausalLM) else "model.language_model.norm.weight"
-    norms_add_one = {
-        f"{name}.weight" for name, module in network.named_modules() if type(module).__name__ == "Qwen3_5RMSNorm"
-    }
+    of_text = isinstance(network, Qwen3ForCausalLM | Qwen3MoeForCausalLM)
+    final_norm = "model.norm.weight" if of_text else "model.language_model.norm.weight"
+    adding = ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+    norms_add_one = {f"{name}.weight" for name, module in network.named_modules() if type(module).__name__ in adding}
     for name, parameter in network.named_parameters():
         if name.endswith("A_log"):
             parameter.copy_(-torch.arange(len(parameter)) * 1.5)
@@ -257,7 +290,7 @@ def _deviation(name: str, matrix: Tensor) -> float:
         return 0.4 / math.sqrt(matrix.shape[1])
     if name.endswith("pos_embed.weight"):
         return 0.1
-    return 1.0 / math.sqrt(matrix[0].numel())
+    return 1.0 / math.sqrt(matrix.shape[-1] if ".experts." in name else matrix[0].numel())
 
 
 def _fill_uniform(matrix: Tensor, deviation: float, generator: torch.Generator) -> None:
@@ -268,6 +301,9 @@ def _fill_uniform(matrix: Tensor, deviation: float, generator: torch.Generator) 
 
 def _save_network(network: PreTrainedModel, directory: Path) -> None:
     network.config.architectures = [type(network).__name__]
+    if any(".experts." in name for name, _ in network.named_parameters()):
+        network.save_pretrained(directory)  # on disk each family keeps experts in a way of its own
+        return
     network.config.save_pretrained(directory)
     # named_parameters names a tied matrix once, by its embedding, which is what transformers writes too.
     save_file(dict(network.named_parameters()), directory / "model.safetensors", metadata={"format": "pt"})

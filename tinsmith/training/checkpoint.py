@@ -252,7 +252,7 @@ def _expected(base: BaseModel, shape: LoraShape) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in base.full_targets(shape).items()}
     expected: dict[str, tuple[int, ...]] = {}
     for name, target in base.layout.covered(shape).items():
-        expected |= {f"{name}.a": (shape.rank, target.in_features), f"{name}.b": (target.out_features, shape.rank)}
+        expected |= dict(zip((f"{name}.a", f"{name}.b"), target.shapes(shape.rank), strict=True))
     return expected
 
 
