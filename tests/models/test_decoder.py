@@ -44,7 +44,7 @@ def wide(directory: Path) -> BaseModel:
     base.network.double()
     decoder = read_decoder(base.family.model_type, base.language_model, base.layout)
     assert decoder is not None
-    assert decoder.layers[0].gate_up.weight.dtype == torch.float64
+    assert decoder.layers[0].mlp.gate_up.weight.dtype == torch.float64
     return replace(base, decoder=decoder, dtype=torch.float64)
 
 

@@ -120,7 +120,7 @@ def doctor(base: BaseModel, change: Callable[[Tensor], Tensor], in_transformers:
         base.language_model.layers[0].mlp.register_forward_hook(lambda _module, _inputs, output: change(output))
     if base.decoder is not None:
         first, *others = base.decoder.layers
-        changed = DoctoredLayer(first.block, first.first_norm, first.second_norm, first.gate_up, first.down, change)
+        changed = DoctoredLayer(first.block, first.first_norm, first.second_norm, first.mlp, change)
         base.decoder = replace(base.decoder, layers=(changed, *others))
 
 
@@ -319,7 +319,7 @@ WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
     "norms of heads": ("qwen3", lambda d: spoil_attention(d, head_weights=None)),
     "scale": ("qwen3", lambda d: spoil_attention(d, scale=0.1)),
     "window": ("mistral", lambda d: spoil_attention(d, window_of=None)),
-    "linears": ("qwen3", lambda d: spoil_first_layer(d, gate_up=d.layers[1].gate_up)),
+    "linears": ("qwen3", lambda d: spoil_first_layer(d, mlp=d.layers[1].mlp)),
 }
 
 

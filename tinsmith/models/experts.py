@@ -111,7 +111,8 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, grads[0].index_select(0, ctx.pairs.tokens)
+        pairs: Pairs = ctx.pairs
+        return None, grads[0].index_select(0, pairs.tokens)
 
 
 def _sum(pairs: Pairs, of_pairs: Tensor) -> Tensor:

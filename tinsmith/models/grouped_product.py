@@ -71,7 +71,7 @@ def _rows_of(ends: Tensor, count: int) -> Iterator[tuple[int, slice | Tensor]]:
                 yield group, slice(start, end)
             start = end
         return
-    place, start = torch.arange(count, device=ends.device, dtype=ends.dtype), ends.new_zeros(())
-    for group, end in enumerate(ends):
-        yield group, ((place >= start) & (place < end)).unsqueeze(1)
-        start = end
+    place, first = torch.arange(count, device=ends.device, dtype=ends.dtype), ends.new_zeros(())
+    for group, last in enumerate(ends.unbind()):
+        yield group, ((place >= first) & (place < last)).unsqueeze(1)
+        first = last
