@@ -224,22 +224,18 @@ class RowAdapters(Adapters):
         matrices = self.experts.get(stack.name)
         if matrices is None:
             return mix_bare(stack, h, weights, chosen)
-        reduced = torch.stack([self._reduced(h, a) for a in matrices.a], 1)  # [rows, 2, columns]
-        pairs = pairs_of(stack.kind, weights, chosen, None, 1)
-        gate_up = grouped_product(h.index_select(0, pairs.tokens), stack.gate_up, pairs.ends)  # [pairs, 2 · width]
-        of_pairs = reduced.index_select(0, pairs.tokens)
-        for part, b, u in zip(gate_up.chunk(2, 1), matrices.b.chunk(2, 1), of_pairs.unbind(1), strict=True):
-            part += grouped_product(u, b, pairs.ends)
-        activated = swiglu(gate_up)
-        out = pairs.summed(grouped_product(activated, stack.down, pairs.ends) * pairs.weights)
-        inside = pairs.summed(grouped_product(activated, matrices.inner, pairs.ends) * pairs.weights)
+        pairs = pairs_of(stack.kind, chosen, None, 1)
+        of_pairs = pairs.weights(weights)
+        inner = grouped_product(pairs.copied(h), stack.gate_up, pairs.ends)  # [pairs, 2 · width]
+        for part, b, a in zip(inner.chunk(2, 1), matrices.b.chunk(2, 1), matrices.a, strict=True):
+            part += grouped_product(pairs.copied(self._own_of(h @ a.t())), b, pairs.ends)
+        activated = swiglu(inner)
+        out = pairs.summed(grouped_product(activated, stack.down, pairs.ends) * of_pairs)
+        inside = pairs.summed(grouped_product(activated, matrices.inner, pairs.ends) * of_pairs)
         return out.addmm_(self._own_of(inside), matrices.outer.t())
 
-    def _reduced(self, x: Tensor, a: Tensor) -> Tensor:
-        """Multiply rows with A [columns, in], and keep their own columns, times their scale: [rows, columns]."""
-        return self._own_of(x @ a.t())
-
     def _own_of(self, reduced: Tensor) -> Tensor:
+        """Keep of each row [rows, columns] its own columns, times their scale."""
         return torch.where(self._own, reduced, 0) * self._scale
 
     def _add(self, y: Tensor, x: Tensor, matrices: Matrices) -> None:

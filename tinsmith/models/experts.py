@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, softmax
 
 from tinsmith.models.fused import swiglu, swiglu_backward
-from tinsmith.models.grouped_product import grouped_product
+from tinsmith.models.grouped_product import grouped_product, outer_product, transposed_product
 from tinsmith.models.layers import Experts
 from tinsmith.models.lora import ExpertFactors, Segment
 
@@ -66,12 +66,12 @@ class Pairs(NamedTuple):
     """
 
     per_token: int
+    order: Tensor
+    """[pairs] int64: the number of each among the pairs of the first token, those of the second, and so on."""
     tokens: Tensor
     """[pairs] int64: the token of each."""
     places: Tensor
-    """[pairs] int64: where the pairs of the first token are, then those of the second, and so on."""
-    weights: Tensor
-    """[pairs, 1]: what the router gave them."""
+    """[pairs] int64: the inverse of `order`."""
     expert_ends: Tensor
     """[experts] int32: behind which pair each expert ends."""
     ends: Tensor
@@ -79,78 +79,30 @@ class Pairs(NamedTuple):
 
     def copied(self, of_tokens: Tensor) -> Tensor:
         """Copy rows of tokens [tokens, width] to their pairs [pairs, width]."""
-        compute: Any = _Copied.apply
-        result: Tensor = compute(self, of_tokens)
-        return result
+        return of_tokens.index_select(0, self.tokens)
 
     def summed(self, of_pairs: Tensor) -> Tensor:
         """Add up the rows of pairs [pairs, width] of each token [tokens, width]."""
-        compute: Any = _Summed.apply
-        result: Tensor = compute(self, of_pairs)
-        return result
+        total: Tensor = of_pairs.index_select(0, self.places).view(-1, self.per_token, of_pairs.shape[1]).sum(1)
+        return total
+
+    def weights(self, of_tokens: Tensor) -> Tensor:
+        """Put the router's weights [tokens, per_token] in order: [pairs, 1]."""
+        return of_tokens.flatten().index_select(0, self.order).unsqueeze(1)
 
 
-class _Copied(torch.autograd.Function):
-    """Its backward adds in a fixed order, unlike that of `index_select` on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, pairs: Pairs, of_tokens: Tensor) -> Tensor:
-        ctx.pairs = pairs
-        return of_tokens.index_select(0, pairs.tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, _sum(ctx.pairs, grads[0])
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, pairs: Pairs, of_pairs: Tensor) -> Tensor:
-        ctx.pairs = pairs
-        return _sum(pairs, of_pairs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pairs: Pairs = ctx.pairs
-        return None, grads[0].index_select(0, pairs.tokens)
-
-
-def _sum(pairs: Pairs, of_pairs: Tensor) -> Tensor:
-    return of_pairs.index_select(0, pairs.places).unflatten(0, (-1, pairs.per_token)).sum(1)
-
-
-class _SwiGLU(torch.autograd.Function):
-    """Keeps its input alone for the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return swiglu(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (swiglu_backward(ctx.saved_tensors[0], grads[0])[0],)
-
-
-def pairs_of(kind: Experts, weights: Tensor, chosen: Tensor, owner: Tensor | None, owners: int) -> Pairs:
-    """Put the pairs of tokens in order; weights and numbers of experts are [tokens, per_token].
+def pairs_of(kind: Experts, chosen: Tensor, owner: Tensor | None, owners: int) -> Pairs:
+    """Put the pairs of tokens in order; `chosen` are the numbers of their experts, [tokens, per_token].
 
     `owner` [tokens] int64 says which of the `owners` a token has; None if there is one. Waits for no device.
     """
-    groups = chosen if owner is None else chosen * owners + owner.unsqueeze(1)
-    groups = groups.flatten()
+    groups = (chosen if owner is None else chosen * owners + owner.unsqueeze(1)).flatten()
     order = groups.argsort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     counts = torch.zeros(kind.count * owners, dtype=torch.int32, device=order.device)
     ends = counts.scatter_add_(0, groups, torch.ones_like(groups, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
-    return Pairs(
-        per_token=kind.per_token,
-        tokens=order.div(kind.per_token, rounding_mode="floor"),
-        places=places,
-        weights=weights.flatten().index_select(0, order).unsqueeze(1),
-        expert_ends=ends[owners - 1 :: owners].contiguous(),
-        ends=ends,
-    )
+    tokens = order.div(kind.per_token, rounding_mode="floor")
+    return Pairs(kind.per_token, order, tokens, places, ends[owners - 1 :: owners].contiguous(), ends)
 
 
 class Owners(NamedTuple):
@@ -169,32 +121,83 @@ def mix(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor, owners: 
 
     `weights` and `chosen` are those of `ExpertStack.route`.
     """
-    pairs = pairs_of(stack.kind, weights, chosen, owners.of_tokens, len(owners.factors))
-    gate_up = grouped_product(pairs.copied(h), stack.gate_up, pairs.expert_ends)  # [pairs, 2 · width]
+    pairs = pairs_of(stack.kind, chosen, owners.of_tokens, len(owners.factors))
+    compute: Any = _Mixed.apply
     found = [own for own in owners.factors if own is not None]
     if not found:
-        activated = _activated(gate_up)
-        return pairs.summed(grouped_product(activated, stack.down, pairs.expert_ends) * pairs.weights)
+        out: Tensor = compute(pairs, h, weights, stack.gate_up, stack.down)[0]
+        return out
     rank = -(-max(factors.rank for factors, _ in found) // RANKS) * RANKS
-    reduced = pairs.copied(_reduced(h, owners, rank)).unflatten(1, (2, rank))  # [pairs, 2, rank]
-    of_each = [
-        grouped_product(reduced[:, number], _stacked(owners, number, rank), pairs.ends) for number in (0, 1)
-    ]  # gate, up
-    activated = _activated(gate_up + torch.cat(of_each, 1))  # [pairs, width]
-    out = pairs.summed(grouped_product(activated, stack.down, pairs.expert_ends) * pairs.weights)
-    inside = grouped_product(activated, _stacked(owners, 2, rank), pairs.ends)  # [pairs, rank]
-    return _added(out, pairs.summed(inside * pairs.weights), owners)
+    own = (_stacked(owners, number, rank) for number in range(3))
+    out, inside = compute(pairs, h, weights, stack.gate_up, stack.down, _reduced(h, owners, rank), *own)
+    return _added(out, inside, owners)
+
+
+class _Mixed(torch.autograd.Function):
+    """Computes pairs, and keeps of them what goes into their activation alone.
+
+    Inputs: h [tokens, hidden], the router's weights [tokens, per_token], gate_up and down of the stack. With adapters
+    also h behind the A's of gate and up [tokens, 2 · rank], and the matrices that experts have of their own: B's of
+    gate and of up [experts · owners, width, rank], and A's of down [experts · owners, rank, width].
+
+    Results: the sum of each token's experts [tokens, hidden], and with adapters the same behind the A's of down
+    [tokens, rank].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, pairs: Pairs, h: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *lora: Tensor
+    ) -> tuple[Tensor, ...]:
+        inner = grouped_product(pairs.copied(h), gate_up, pairs.expert_ends)  # [pairs, 2 · width]
+        if lora:
+            reduced, b_gate, b_up, _ = lora
+            for part, own, u in zip(inner.chunk(2, 1), (b_gate, b_up), pairs.copied(reduced).chunk(2, 1), strict=True):
+                part += grouped_product(u, own, pairs.ends)
+        activated = swiglu(inner)  # [pairs, width]
+        of_pairs = pairs.weights(weights)
+        out = pairs.summed(grouped_product(activated, down, pairs.expert_ends) * of_pairs)
+        ctx.pairs = pairs
+        ctx.save_for_backward(inner, h, weights, gate_up, down, *lora)
+        if not lora:
+            return (out,)
+        return out, pairs.summed(grouped_product(activated, lora[3], pairs.ends) * of_pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pairs: Pairs = ctx.pairs
+        inner, h, weights, gate_up, down, *lora = ctx.saved_tensors
+        _, wants_h, wants_weights, wants_gate_up, wants_down, *_ = ctx.needs_input_grad
+        of_pairs = pairs.weights(weights)
+        d_out = pairs.copied(grads[0])  # [pairs, hidden], without the router's weight, as all until `d_activated`
+        d = transposed_product(d_out, down, pairs.expert_ends)  # [pairs, width]
+        if lora:
+            reduced, b_gate, b_up, a_down = lora
+            d_inside = pairs.copied(grads[1])  # [pairs, rank]
+            d += transposed_product(d_inside, a_down, pairs.ends)
+        # What an expert makes of its activation is weighted alike with A and without: so the gradient of its weight is
+        # the product of the activation and its gradient.
+        d_inner, activated = swiglu_backward(inner, d * of_pairs)
+        d_weights = (d * activated).sum(-1)[pairs.places].view_as(weights) if wants_weights else None
+        d_h = pairs.summed(transposed_product(d_inner, gate_up, pairs.expert_ends)) if wants_h else None
+        d_gate_up = outer_product(d_inner, pairs.copied(h), gate_up, pairs.expert_ends) if wants_gate_up else None
+        d_down = outer_product(d_out * of_pairs, activated, down, pairs.expert_ends) if wants_down else None
+        found: list[Tensor | None] = [None, d_h, d_weights, d_gate_up, d_down]
+        if lora:
+            d_gate, d_up = (part.contiguous() for part in d_inner.chunk(2, 1))
+            u_gate, u_up = pairs.copied(reduced).chunk(2, 1)
+            d_reduced = [transposed_product(part, own, pairs.ends) for part, own in ((d_gate, b_gate), (d_up, b_up))]
+            found += [
+                pairs.summed(torch.cat(d_reduced, 1)),
+                outer_product(d_gate, u_gate, b_gate, pairs.ends),
+                outer_product(d_up, u_up, b_up, pairs.ends),
+                outer_product(d_inside * of_pairs, activated, a_down, pairs.ends),
+            ]
+        return tuple(found)
 
 
 def mix_bare(stack: ExpertStack, h: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Compute the experts of tokens h [tokens, hidden] without adapters."""
     return mix(stack, h, weights, chosen, Owners((None,), ((0, len(h), 0),), None))
-
-
-def _activated(gate_up: Tensor) -> Tensor:
-    compute: Any = _SwiGLU.apply
-    result: Tensor = compute(gate_up)
-    return result
 
 
 def _reduced(h: Tensor, owners: Owners, rank: int) -> Tensor:

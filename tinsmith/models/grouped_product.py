@@ -1,7 +1,10 @@
-"""The product of sorted rows with one matrix for each group of them: what a mixture of experts consists of."""
+"""Products of sorted rows with one matrix for each group of them: what a mixture of experts consists of.
+
+A group may have no row. `ends` [groups] int32 says behind which row each group ends. In half precision on a GPU widths
+are multiples of 8, and the host waits for nothing.
+"""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,33 +14,7 @@ from tinsmith.kernels.dispatch import half_on_gpu
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows x [rows, in] with the transposed matrix of their group: [rows, out]. Differentiable.
-
-    `weight` is [groups, out, in], and `ends` [groups] int32 says behind which row each group ends. A group may have no
-    row. In half precision on a GPU `in` and `out` are multiples of 8, and the host waits for nothing.
-    """
-    compute: Any = _GroupedProduct.apply
-    result: Tensor = compute(x, weight, ends)
-    return result
-
-
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        return _times(x, weight, ends)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends = ctx.saved_tensors
-        (dy,) = grads
-        wants_x, wants_weight, _ = ctx.needs_input_grad
-        dx = _times(dy, weight.transpose(1, 2), ends) if wants_x else None
-        return dx, _outer(dy, x, weight, ends) if wants_weight else None, None
-
-
-def _times(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Compute x [rows, in] times weight [groups, out, in], transposed: [rows, out]."""
+    """Multiply rows x [rows, in] with the transpose of their group's matrix, weight [groups, out, in]: [rows, out]."""
     if half_on_gpu(x.device, x.dtype):
         return grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
     y = x.new_zeros(len(x), weight.shape[1])
@@ -49,16 +26,21 @@ def _times(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
-def _outer(dy: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Compute the gradient of the weights: dy [rows, out] and x [rows, in] -> [groups, out, in]."""
+def transposed_product(y: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows y [rows, out] with their group's matrix, weight [groups, out, in]: [rows, in]."""
+    return grouped_product(y, weight.transpose(1, 2), ends)
+
+
+def outer_product(y: Tensor, x: Tensor, like: Tensor, ends: Tensor) -> Tensor:
+    """Add up y ⊗ x of each group's rows, y [rows, out] and x [rows, in]: [groups, out, in], in the dtype of `like`."""
     if half_on_gpu(x.device, x.dtype):
-        return grouped_mm(dy.contiguous().t(), x.contiguous(), offs=ends)
-    found = torch.zeros_like(weight)
+        return grouped_mm(y.contiguous().t(), x.contiguous(), offs=ends)
+    found = torch.zeros_like(like)
     for group, rows in _rows_of(ends, len(x)):
         if isinstance(rows, slice):
-            torch.mm(dy[rows].t(), x[rows], out=found[group])
+            torch.mm(y[rows].t(), x[rows], out=found[group])
         else:
-            found[group] = torch.where(rows, dy, 0).t() @ torch.where(rows, x, 0)
+            found[group] = torch.where(rows, y, 0).t() @ torch.where(rows, x, 0)
     return found
 
 
