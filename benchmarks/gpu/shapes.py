@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3Config, Qwen3VLConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3VLConfig,
+)
 
 from benchmarks.gpu.measuring import DEVICE, TINY
 from tinsmith.config import ModelsConfig
@@ -67,6 +74,18 @@ _QWEN3_6_27B = _QWEN3_5_4B | {
     "num_attention_heads": 24,
 }
 _QWEN3_6_27B |= {"linear_num_value_heads": 48, "tie_word_embeddings": False}
+_QWEN3_30B_A3B = _QWEN3 | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 _VISION: dict[str, Any] = {
     "depth": 24,
     "hidden_size": 1024,
@@ -109,7 +128,11 @@ TEXT_SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3.5-4B": _QWEN3_5_4B,
     "Qwen3.6-27B": _QWEN3_6_27B,
     "VL-4B": _QWEN3_4B,
+    "30B-A3B": _QWEN3_30B_A3B,
+    "30B-A3B/16": _QWEN3_30B_A3B | {"num_hidden_layers": 16},
 }
+"""Behind a slash: so many layers of it."""
+_SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _HYBRID = ("Qwen3.5-4B", "Qwen3.6-27B")
 """Of gated delta nets and attention."""
 
@@ -128,6 +151,8 @@ def configuration(shape: str, **changes: Any) -> Any:
         return Qwen3VLConfig(
             text_config=text | {"rope_parameters": rope} | changes, vision_config=vision, tie_word_embeddings=True
         )
+    if "num_experts" in text:
+        return Qwen3MoeConfig(**text | (_SMALL_EXPERTS if TINY else {}) | changes)
     return Qwen3Config(**text | changes)
 
 
@@ -179,7 +204,7 @@ def write_surroundings(config: Any, directory: Path) -> Path:
 def flops_per_token(config: Any, lengths: list[int], all_weights: bool) -> float:
     """FLOPs of a training step per token, as the share of the card's matmul rate counts them.
 
-    Of every parameter that is multiplied with: 2 forward, 2 for the gradient of its input, and 2 more for its own where
+    Of every parameter that a token is multiplied with, of experts those of the chosen ones: 2 forward, 2 for the gradient of its input, and 2 more for its own where
     all weights are trained; the LM head once, the embedding's lookup and whatever is computed a second time never.
     Causal attention beside that: half of two products of each query head with all tokens of the sequence, forward, and
     as much again for each of the other passes. The delta rule of hybrid layers is left out.
@@ -189,7 +214,10 @@ def flops_per_token(config: Any, lengths: list[int], all_weights: bool) -> float
     queries = text.num_attention_heads * text.head_dim
     keys = text.num_key_value_heads * text.head_dim
     gated = 2 if text.model_type == "qwen3_5_text" else 1  # its query projection also gives a gate
-    parameters = text.vocab_size * text.hidden_size + len(kinds) * 3 * text.hidden_size * text.intermediate_size
+    mlp = 3 * text.hidden_size * text.intermediate_size
+    if text.model_type == "qwen3_moe":
+        mlp = text.hidden_size * (3 * text.num_experts_per_tok * text.moe_intermediate_size + text.num_experts)
+    parameters = text.vocab_size * text.hidden_size + len(kinds) * mlp
     attention = 0.0
     for kind in kinds:
         if kind == "linear_attention":

@@ -16,6 +16,7 @@ PEFT, without and with Liger's kernels, all in bfloat16. Parts:
 - hybrid    Qwen3.5-4B, LoRA of rank 32, 4 and 8 sequences of 1,024
 - chat      Qwen3.5-4B, 128 sequences of 64 to 8,192 tokens, whose lengths are those of chats
 - hybrid_long  Qwen3.5-4B, one sequence of 65,536 tokens
+- experts  16 layers of Qwen3-30B-A3B, LoRA of rank 32 on attention and experts, 8 sequences of 1,024 and 4 of 4,096
 - deterministic  the 4 sequences of `lora` with the option of that name, against those without
 
     python -m benchmarks.gpu.training --parts card,lora --output benchmarks/results/training.txt
@@ -70,6 +71,7 @@ PARTS = (
     "hybrid",
     "chat",
     "hybrid_long",
+    "experts",
     "deterministic",
 )
 SIDES = ("ours", "peft", "liger", "transformers")
@@ -341,6 +343,13 @@ class Script:
         """A batch of chats, of which most are short."""
         self.case("chat", "ours", partial(ours, "Qwen3.5-4B", chat_lengths(), {"m": RANK}, self.matmul))
         self.compare("chat_over_equal_lengths", "chat/ours", f"hybrid_8x{LENGTH}/ours", "at least 0.95")
+
+    def experts(self) -> None:
+        """A mixture of experts."""
+        for count, length, wanted in ((8, LENGTH, 48000), (4, 4 * LENGTH, 46000)):
+            name = f"experts_{count}x{length}"
+            mine = self.case(name, "ours", partial(ours, "30B-A3B/16", [length] * count, {"m": RANK}, self.matmul))
+            figure(name, mine.get("tokens_per_s"), f"at least {wanted} tokens per second in at most 40 GiB")
 
     def hybrid_long(self) -> None:
         """One long sequence."""
