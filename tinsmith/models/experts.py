@@ -116,7 +116,8 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(pairs: Pairs, of_pairs: Tensor) -> Tensor:
-    return of_pairs.index_select(0, pairs.places).unflatten(0, (-1, pairs.per_token)).sum(1)
+    of_each_token: Tensor = of_pairs.index_select(0, pairs.places).unflatten(0, (-1, pairs.per_token))
+    return of_each_token.sum(1)
 
 
 class _SwiGLU(torch.autograd.Function):
