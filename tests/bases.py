@@ -54,7 +54,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-HYBRIDS = ("qwen3_5", "qwen3_5_moe")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 """Families with gated delta nets, whose sums are rounded otherwise where a row is packed otherwise."""
 
 OTHER_DECODERS: dict[str, dict[str, Any]] = {

@@ -247,11 +247,18 @@ def test_a_nan_stays_with_its_model(family_base: Callable[[str], BaseModel], fam
         assert_same(gradients(backend, name), wanted, 1e-4 if family in HYBRIDS else 1e-5)
 
 
-def test_training_changes_nothing_of_base_neighbours_and_snapshots(vision_base: BaseModel) -> None:
-    base, render = vision_base, renderer(vision_base)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
+def test_training_changes_nothing_of_base_neighbours_and_snapshots(
+    family_base: Callable[[str], BaseModel], family: str
+) -> None:
+    """Of a mixture of experts neither what chooses them."""
+    base = family_base(family)
+    render = renderer(base)
     before = {name: tensor.clone() for name, tensor in base.network.state_dict().items()}
     backend = backend_with(base, lora=4, full=0, idle=4, idle_full=0)
     inputs = [render.render([random_tokens(1, 17)]), render.render(image_chunks(base, 3, 6))]
+    full_names = set(backend.optimizers["full"].weights.working)
+    assert not any(f".{gate}." in name for name in full_names for gate in ("mlp.gate", "mlp.shared_expert_gate"))
     idle = [datum(name, own) for own in inputs for name in ("idle", "idle_full")]
     scored = compute(backend, idle)
     kept = [tensor.clone() for item in idle for tensor in backend.optimizers[item.model_id].weights.tensors()]
