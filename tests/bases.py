@@ -29,9 +29,10 @@ from transformers import (
 from tinsmith.config import ImagesConfig, ModelsConfig
 from tinsmith.models.base import BaseModel, load_base_model
 from tinsmith.models.families import IMAGE_FAMILIES
+from tinsmith.models.files import EXPERT_MODELS
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.network import follow_plans
-from tinsmith.models.tiny import TinyKind, write_tiny_model
+from tinsmith.models.tiny import DEFAULT_LAYERS, TinyKind, write_tiny_model
 from tinsmith.protocol.shapes import LoraShape, WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
@@ -52,6 +53,9 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 
+
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
+"""Families with gated delta nets, whose sums are rounded otherwise where a row is packed otherwise."""
 
 OTHER_DECODERS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 1.0},
@@ -84,17 +88,21 @@ def write_decoder(model_type: str, directory: Path, **settings: Any) -> None:
 
 def write_family(model_type: str, directory: Path) -> None:
     """A tiny random model of the family, with the tiny Qwen3 tokenizer."""
-    tiny: dict[str, TinyKind] = {"qwen3": "qwen3", "qwen3_vl": "qwen3-vl", "qwen3_5": "qwen3-5"}
+    tiny: dict[str, TinyKind] = {kind.replace("-", "_"): kind for kind in DEFAULT_LAYERS}
     if model_type in tiny:
         write_tiny_model(tiny[model_type], directory)
         return
     if model_type in OTHER_DECODERS:
         write_decoder(model_type, directory, **OTHER_DECODERS[model_type])
         return
-    borrowed: dict[str, TinyKind] = {"qwen2_5_vl": "qwen3-vl", "qwen3_5_text": "qwen3-5"}
+    borrowed: dict[str, TinyKind] = {
+        "qwen2_5_vl": "qwen3-vl",
+        "qwen3_5_text": "qwen3-5",
+        "qwen3_5_moe_text": "qwen3-5-moe",
+    }
     write_tiny_model(borrowed.get(model_type, "qwen3"), directory)
     torch.manual_seed(0)
-    if model_type == "qwen3_5_text":
+    if model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         text_config = AutoConfig.from_pretrained(directory).text_config
         text_config.tie_word_embeddings = False
         network: Any = AutoModelForCausalLM.from_config(text_config, dtype=torch.float32)
@@ -115,7 +123,7 @@ def write_family(model_type: str, directory: Path) -> None:
     else:
         network = Qwen2_5_VLForConditionalGeneration(_qwen2_5_vl_config(directory))
     # Qwen3.5's norms add one to their weight.
-    network.get_decoder().norm.weight.data.fill_(4.0 if model_type == "qwen3_5_text" else 5.0)
+    network.get_decoder().norm.weight.data.fill_(4.0 if model_type.startswith("qwen3_5") else 5.0)
     network.save_pretrained(directory)
 
 
@@ -154,7 +162,10 @@ def on_host(directory: Path, dtype: str = "float32", device: str = "cpu") -> Bas
 
 
 def transformers_model(directory: Path, **options: Any) -> Any:
-    """The model in `directory` in transformers' PyTorch code on any device, whatever kernels are installed."""
+    """The model in `directory` in transformers' PyTorch code on any device, whatever kernels are installed.
+
+    It computes experts one after the other.
+    """
     auto: Any = (
         AutoModelForImageTextToText
         if AutoConfig.from_pretrained(directory).model_type in IMAGE_FAMILIES
@@ -162,6 +173,8 @@ def transformers_model(directory: Path, **options: Any) -> Any:
     )
     network = auto.from_pretrained(directory, **{"dtype": torch.float32, "attn_implementation": "eager"} | options)
     follow_plans(network)  # without a plan they follow transformers
+    if network.config.model_type in EXPERT_MODELS:
+        network.set_experts_implementation("eager")
     return network.eval()
 
 

@@ -33,7 +33,8 @@ from tinsmith.models.read_decoder import read_decoder
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack
 
-KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text"]
+EXPERTS = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"]
+KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text", *EXPERTS]
 
 Dirs = Callable[[str], Path]
 
@@ -42,9 +43,11 @@ def wide(directory: Path) -> BaseModel:
     """The model in float64, where a wrong term cannot hide behind rounding."""
     base = load(directory)
     base.network.double()
+    if base.layout.experts:
+        base.network.set_experts_implementation("eager")  # of the others some compute float32 alone
     decoder = read_decoder(base.family.model_type, base.language_model, base.layout)
     assert decoder is not None
-    assert decoder.layers[0].mlp.gate_up.weight.dtype == torch.float64
+    assert decoder.layers[0].block.output.weight.dtype == torch.float64
     return replace(base, decoder=decoder, dtype=torch.float64)
 
 
@@ -101,6 +104,9 @@ def test_adapters_equal_the_modules(family_dir: Dirs, family: str) -> None:
         ("qwen3_vl", {"train_attn": False}),
         ("qwen3_5", {}),
         ("qwen3_5", {"train_mlp": False}),
+        ("qwen3_moe", {}),
+        ("qwen3_5_moe", {}),
+        ("qwen3_5_moe", {"train_mlp": False}),
     ],
 )
 def test_full_weights_equal_the_modules(family_dir: Dirs, family: str, shape: dict[str, bool]) -> None:

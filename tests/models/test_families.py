@@ -17,11 +17,11 @@ from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.memory.sizing import size_of
 from tinsmith.models.base import BaseModel, pick_device
-from tinsmith.models.families import family_of, read_config
+from tinsmith.models.families import IMAGE_FAMILIES, family_of, read_config
 from tinsmith.rendering.processor import LocalProcessor
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
 def test_positions_equal_transformers(family_base: Callable[[str], BaseModel], family: str) -> None:
     base = family_base(family)
     chunks = [
@@ -84,7 +84,14 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("gemma3", {}, "image models of type 'gemma3' are not supported; supported are qwen2_5_vl, qwen3_vl, qwen3_5"),
+        (
+            "gemma3",
+            {},
+            (
+                "image models of type 'gemma3' are not supported; "
+                "supported are qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe$"
+            ),
+        ),
         (
             "gemma4_text",
             {},

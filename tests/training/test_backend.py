@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.bases import datum, image_chunks, new_ref, random_tokens, renderer
+from tests.bases import HYBRIDS, datum, image_chunks, new_ref, random_tokens, renderer
 from tests.extent import amount
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
@@ -109,7 +109,9 @@ def assert_each_alone(backend: LocalBackend, work: Sequence[DatumWork], hybrid: 
             assert_same(gradients(backend, name), wanted)
 
 
-@pytest.mark.parametrize(("family", "examples"), [("qwen3", amount(4, 20)), ("qwen3_5", amount(3, 100))])
+@pytest.mark.parametrize(
+    ("family", "examples"), [("qwen3", amount(4, 20)), ("qwen3_5", amount(3, 100)), ("qwen3_moe", amount(4, 20))]
+)
 def test_packed_equals_one_by_one(family_base: Callable[[str], BaseModel], family: str, examples: int) -> None:
     base = family_base(family)
     backend, render = backend_with(base, a=4, b=8), renderer(base)
@@ -120,7 +122,7 @@ def test_packed_equals_one_by_one(family_base: Callable[[str], BaseModel], famil
         chosen = np.random.default_rng(seed).integers(0, 2, len(lengths))
         rendered = [render.render([random_tokens(seed + i, n)]) for i, n in enumerate(lengths)]
         assert_each_alone(
-            backend, [datum("ab"[chosen[i]], own, seed + i) for i, own in enumerate(rendered)], family == "qwen3_5"
+            backend, [datum("ab"[chosen[i]], own, seed + i) for i, own in enumerate(rendered)], family in HYBRIDS
         )
 
     check()
@@ -135,6 +137,9 @@ def test_packed_equals_one_by_one(family_base: Callable[[str], BaseModel], famil
         ("qwen3_vl", {"a": 0}),
         ("qwen2_5_vl", {"a": 4}),
         ("qwen3_5", {"a": 3, "b": 8, "c": 0}),
+        ("qwen3_moe", {"a": 4, "full": 0, "b": 12, "other": 0}),
+        ("qwen3_vl_moe", {"a": 4, "b": 12}),
+        ("qwen3_5_moe", {"a": 4, "b": 12, "c": 0}),
     ],
 )
 def test_models_and_their_texts_and_images_in_one_pass_equal_each_alone(
@@ -150,7 +155,7 @@ def test_models_and_their_texts_and_images_in_one_pass_equal_each_alone(
     assert_each_alone(
         backend,
         [datum(name, own, i) for i, (name, own) in enumerate(zip(names, inputs, strict=True))],
-        family == "qwen3_5",
+        family in HYBRIDS,
     )
 
 
@@ -218,7 +223,9 @@ def test_a_pass_without_gradients_gives_the_same_bits_and_leaves_gradients_alone
     assert_same(gradients(backend, "a"), before)
 
 
-@pytest.mark.parametrize(("family", "rank"), [("qwen3", 4), ("qwen3", 0), ("qwen3_5", 4)])
+@pytest.mark.parametrize(
+    ("family", "rank"), [("qwen3", 4), ("qwen3", 0), ("qwen3_5", 4), ("qwen3_moe", 4), ("qwen3_moe", 0)]
+)
 def test_a_nan_stays_with_its_model(family_base: Callable[[str], BaseModel], family: str, rank: int) -> None:
     base = family_base(family)
     backend, render = backend_with(base, sick=rank, well=rank, lora=4), renderer(base)
@@ -237,14 +244,21 @@ def test_a_nan_stays_with_its_model(family_base: Callable[[str], BaseModel], fam
     for i, one in zip(well, alone, strict=True):
         np.testing.assert_allclose(results[i].logprobs, one.logprobs, rtol=2e-6, atol=1e-5)
     for name, wanted in expected.items():
-        assert_same(gradients(backend, name), wanted, 1e-4 if family == "qwen3_5" else 1e-5)
+        assert_same(gradients(backend, name), wanted, 1e-4 if family in HYBRIDS else 1e-5)
 
 
-def test_training_changes_nothing_of_base_neighbours_and_snapshots(vision_base: BaseModel) -> None:
-    base, render = vision_base, renderer(vision_base)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
+def test_training_changes_nothing_of_base_neighbours_and_snapshots(
+    family_base: Callable[[str], BaseModel], family: str
+) -> None:
+    """Of a mixture of experts neither what chooses them."""
+    base = family_base(family)
+    render = renderer(base)
     before = {name: tensor.clone() for name, tensor in base.network.state_dict().items()}
     backend = backend_with(base, lora=4, full=0, idle=4, idle_full=0)
     inputs = [render.render([random_tokens(1, 17)]), render.render(image_chunks(base, 3, 6))]
+    full_names = set(backend.optimizers["full"].weights.working)
+    assert not any(f".{gate}." in name for name in full_names for gate in ("mlp.gate", "mlp.shared_expert_gate"))
     idle = [datum(name, own) for own in inputs for name in ("idle", "idle_full")]
     scored = compute(backend, idle)
     kept = [tensor.clone() for item in idle for tensor in backend.optimizers[item.model_id].weights.tensors()]

@@ -29,6 +29,7 @@ from tests.sampling.local.test_sampler import (
     sampler_of,
     tokens_of,
 )
+from tinsmith.models import grouped_product
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter
 from tinsmith.rendering.rendered import RenderedInput
@@ -74,7 +75,7 @@ def answers(sampler: LocalSampler, number: int = 8) -> dict[str, SampleResult]:
     return run(sampler)
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5", "qwen3_moe"])
 def answered_alone(
     request: pytest.FixtureRequest, family_base: Callable[[str], BaseModel]
 ) -> tuple[BaseModel, dict[str, SampleResult]]:
@@ -153,13 +154,14 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("any_base", ["qwen3_vl", "qwen3_5"], indirect=True)
+@pytest.mark.parametrize("any_base", ["qwen3_vl", "qwen3_5", "qwen3_moe"], indirect=True)
 def test_a_step_waits_for_nothing(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """With adapters, full weights and all ways to choose tokens, so it can be captured.
 
-    Attention reads its lengths on the device here.
+    Attention reads its lengths, and experts read their rows, on the device here.
     """
     monkeypatch.setattr(decode_step, "paged_attention", paged_reference)
+    monkeypatch.setattr(grouped_product, "_rows_of", grouped_product.masks)
     sampler, full = sampler_of(any_base, runs_ahead=True), full_weights(any_base)
     inner, seen = DecodeStep.__call__, list[StepRows]()
 

@@ -237,10 +237,16 @@ class Bench:
         return self.run()["x"]
 
 
-# A family with windows, one that takes images and one that keeps states; the others have the layers of these.
+# A family with windows, one that takes images, one that keeps states, and mixtures of experts; the others have the
+# layers of these.
 @pytest.mark.parametrize("prefill_tokens", [4096, 7])
 @pytest.mark.parametrize(
-    "any_base", ["mistral", "qwen3_vl", "qwen3_5", *slow("llama", "qwen2", "qwen3", "qwen2_5_vl")], indirect=True
+    "any_base",
+    [
+        *("mistral", "qwen3_vl", "qwen3_5", "qwen3_moe", "qwen3_5_moe"),
+        *slow("llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl_moe"),
+    ],
+    indirect=True,
 )
 def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(any_base: BaseModel, prefill_tokens: int) -> None:
     bench, render = Bench(any_base, prefill_tokens=prefill_tokens), renderer(any_base)
@@ -374,7 +380,9 @@ def count_tokens(sampler: LocalSampler, monkeypatch: pytest.MonkeyPatch) -> list
     return passes
 
 
-@pytest.mark.parametrize("any_base", ["qwen3_vl", "qwen3_5", *slow("mistral", "qwen2_5_vl")], indirect=True)  # as above
+@pytest.mark.parametrize(
+    "any_base", ["qwen3_vl", "qwen3_5", "qwen3_5_moe", *slow("mistral", "qwen2_5_vl", "qwen3_vl_moe")], indirect=True
+)
 def test_a_conversation_that_grows_computes_only_its_tail(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, render, adapter = Bench(any_base), renderer(any_base), random_adapter(any_base, 4, 1)
     chunks: list[Chunk] = [random_tokens(0, 27)]
@@ -395,7 +403,9 @@ def test_a_conversation_that_grows_computes_only_its_tail(any_base: BaseModel, m
 
 
 @pytest.mark.parametrize(
-    ("any_base", "computed"), [("qwen3", [70, 7 * 6]), ("qwen3_5", [64, 8 * 6])], indirect=["any_base"]
+    ("any_base", "computed"),
+    [("qwen3", [70, 7 * 6]), ("qwen3_5", [64, 8 * 6]), ("qwen3_moe", [70, 7 * 6])],
+    indirect=["any_base"],
 )
 def test_equal_prompts_are_computed_once(
     any_base: BaseModel, computed: list[int], monkeypatch: pytest.MonkeyPatch
