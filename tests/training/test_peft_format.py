@@ -45,6 +45,7 @@ from tinsmith.training.peft_config import read_peft_config
 from tinsmith.training.peft_format import read_peft, write_download, write_merged, write_peft
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+WITH_EXPERTS = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
 Bases = Callable[[str], BaseModel]
 Dirs = Callable[[str], Path]
 RANK = 4
@@ -112,7 +113,7 @@ def peft_saves(source: Path, directory: Path, saving: dict[str, bool] | None = N
     return twin
 
 
-@pytest.mark.parametrize("family", families(FAMILIES))
+@pytest.mark.parametrize("family", families([*FAMILIES, *WITH_EXPERTS]))
 def test_peft_loads_an_adapter_to_the_same_logprobs(
     family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str
 ) -> None:
@@ -129,7 +130,8 @@ def test_peft_loads_an_adapter_to_the_same_logprobs(
         tmp_path,
     )
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    fused = {"in_proj_qkv": 3} if family == "qwen3_5" else {}
+    fused = {"in_proj_qkv": 3} if family.startswith("qwen3_5") else {}
+    fused |= {"experts.gate_up_proj": 2} if family in WITH_EXPERTS else {}
     assert (config["r"], config["rank_pattern"]) == (RANK, {name: parts * RANK for name, parts in fused.items()})
     assert (config["lora_alpha"], config["alpha_pattern"]) == (32, {name: parts * 32 for name, parts in fused.items()})
     with warnings.catch_warnings():
@@ -152,7 +154,7 @@ def random_full(base: BaseModel) -> FullWeights:
 
 
 @pytest.mark.parametrize("make", [partial(random_adapter, rank=RANK, seed=1), random_full], ids=["adapter", "full"])
-@pytest.mark.parametrize("family", families(FAMILIES))
+@pytest.mark.parametrize("family", families([*FAMILIES, *WITH_EXPERTS]))
 def test_transformers_loads_a_merged_model_to_the_same_logprobs(
     family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str, make: Callable[[BaseModel], Weights]
 ) -> None:
