@@ -26,9 +26,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.bases import datum, image_chunks, load, random_adapter, random_tokens, renderer, shifted, transformers_model
+from tests.bases import (
+    datum,
+    image_chunks,
+    load,
+    random_adapter,
+    random_tokens,
+    renderer,
+    shifted,
+    transformers_model,
+    write_family,
+)
 from tests.extent import families
 from tests.training.test_against_peft import twin_logprobs
 from tinsmith.config import TrainingConfig
@@ -50,6 +60,7 @@ Bases = Callable[[str], BaseModel]
 Dirs = Callable[[str], Path]
 RANK = 4
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_WEIGHTS = "model.safetensors"
 FUSED = "layers.0.linear_attn.in_proj_qkv"
 """A fused layer, whose queries, keys and values have adapters of their own."""
 KEY = f"base_model.model.model.language_model.{FUSED}.lora_%s.weight"
@@ -175,6 +186,103 @@ def test_transformers_loads_a_merged_model_to_the_same_logprobs(
     } == written
     for name in written - {Path("config.json"), Path("model.safetensors")}:
         assert (tmp_path / "merged" / name).read_bytes() == (source / name).read_bytes()
+
+
+def write_published(family: str, directory: Path, **settings: Any) -> None:
+    """A base with experts whose three sizes all differ, in files as the Hub has them, and not as transformers saves.
+
+    Qwen3-VL's experts are transposed there, Qwen3.5's are stacked.
+    """
+    write_family(family, directory)
+    config = AutoConfig.from_pretrained(directory)
+    text = config.get_text_config()
+    for name, value in {"moe_intermediate_size": 48, **settings}.items():
+        setattr(text, name, value)
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM if family == "qwen3_moe" else AutoModelForImageTextToText
+    network = auto.from_config(config, dtype=torch.float32)
+    network.get_decoder().norm.weight.data.fill_(4.0 if family == "qwen3_5_moe" else 5.0)
+    network.save_pretrained(directory)
+    if family == "qwen3_moe":
+        return
+    tensors = {name: own for name, own in load_file(directory / BASE_WEIGHTS).items() if ".experts." not in name}
+    for name, parameter in network.named_parameters():
+        if ".experts." in name:
+            tensors[name] = (parameter.transpose(1, 2) if family == "qwen3_vl_moe" else parameter).detach().contiguous()
+    save_file(tensors, directory / BASE_WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("make", [partial(random_adapter, rank=RANK, seed=1), random_full], ids=["adapter", "full"])
+@pytest.mark.parametrize(
+    ("family", "name", "shape"),
+    [
+        ("qwen3_moe", "model.layers.1.mlp.experts.7.down_proj.weight", (64, 48)),
+        ("qwen3_vl_moe", "model.language_model.layers.1.mlp.experts.gate_up_proj", (8, 64, 96)),
+        ("qwen3_5_moe", "model.language_model.layers.3.mlp.experts.gate_up_proj", (8, 96, 64)),
+    ],
+)
+def test_merged_experts_lie_as_in_the_files_of_the_base(
+    tmp_path: Path, family: str, name: str, shape: tuple[int, ...], make: Callable[[BaseModel], Weights]
+) -> None:
+    """All tensors have their names and shapes, and routers are the base's, bit for bit."""
+    source = tmp_path / "base"
+    write_published(family, source)
+    base = load(source, device="cpu")
+    weights = make(base)
+    write_merged(weights, base.layout, str(source), tmp_path / "merged")
+    before, after = (load_file(directory / BASE_WEIGHTS) for directory in (source, tmp_path / "merged"))
+    assert before[name].shape == shape
+    head = {"lm_head.weight"} if isinstance(weights, Adapter) else set()  # tied before
+    assert {key: own.shape for key, own in before.items()} == {
+        key: own.shape for key, own in after.items() if key not in head
+    }
+    routers = [key for key in before if key.endswith((".mlp.gate.weight", ".shared_expert_gate.weight"))]
+    assert len(routers) == len(base.layout.experts) * (2 if family == "qwen3_5_moe" else 1)
+    assert all(torch.equal(before[key], after[key]) for key in routers)
+    assert not torch.equal(before[name], after[name])
+    assert_alike(transformers_model(tmp_path / "merged"), base, weights)
+
+
+def test_what_a_merged_model_lacks_of_its_base_is_said(
+    family_base: Bases, family_dir: Dirs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen3.5 has layers that predict several tokens, which transformers does not load."""
+    source = Path(shutil.copytree(family_dir("qwen3_5_moe"), tmp_path / "base"))
+    adapter, layout = random_adapter(family_base("qwen3_5_moe"), rank=RANK), family_base("qwen3_5_moe").layout
+    write_merged(adapter, layout, str(source), tmp_path / "whole")
+    assert not caplog.messages
+    tensors = load_file(source / BASE_WEIGHTS) | {f"mtp.{name}.weight": torch.ones(2) for name in ("fc", "norm")}
+    save_file(tensors, source / BASE_WEIGHTS, metadata={"format": "pt"})
+    write_merged(adapter, layout, str(source), tmp_path / "merged")
+    assert caplog.messages == [
+        f"{source} holds mtp.fc.weight and 1 more that transformers does not load; the merged model is without them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "switched", "settings"),
+    [
+        ("qwen3_moe", {}, {"mlp_only_layers": [0]}),
+        ("qwen3_moe", {"train_attn": False, "train_unembed": False}, {}),
+        ("qwen3_5_moe", {"train_attn": False, "train_unembed": False}, {}),
+        ("qwen3_vl_moe", {"train_mlp": False}, {}),
+    ],
+)
+def test_peft_loads_experts_alone_and_beside_dense_layers(
+    tmp_path: Path, family: str, switched: dict[str, bool], settings: dict[str, Any]
+) -> None:
+    """Whose names in `target_modules` PEFT would take for those of experts."""
+    source = tmp_path / "base"
+    write_published(family, source, **settings)
+    base = load(source, device="cpu")
+    adapter = random_adapter(base, rank=RANK, seed=1, **switched)
+    write_peft(adapter, base.layout, str(source), tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        twin = PeftModel.from_pretrained(transformers_model(source), str(tmp_path / "adapter"))
+    assert_alike(twin, base, adapter)
+    assert_same(read_peft(tmp_path / "adapter", base.layout), adapter)
 
 
 def test_a_base_of_other_layers_is_refused(family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:

@@ -132,9 +132,7 @@ def _alpha(file: Path, name: str, value: Any) -> float:
 
 def _parameters(file: Path, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise UserError(
-            f"{file}: target_parameters={quoted(value)} must be a list of names; export the adapter again"
-        )
+        raise UserError(f"{file}: target_parameters={quoted(value)} must be a list of names; export the adapter again")
     return tuple(value)
 
 

@@ -5,8 +5,9 @@ Here the matrices on the hidden side, A of gate and up and B of down, are shared
 PEFT adapts two parameters that hold all experts of a layer: `gate_up_proj` [experts, 2 · width, hidden] and `down_proj`
 [experts, hidden, width]. An adapter of one is a lora_A [experts · rank, in], expert by expert, and a lora_B
 [out, rank · experts], whose neighbouring columns are the same column of all experts. A shared matrix is repeated for
-each. Gate and up have one adapter, of twice the rank, whose B is block-diagonal. PEFT wraps a layer's parameters one
-around the other, so the file calls the adapter of `gate_up_proj` `experts.base_layer` and that of `down_proj` `experts`.
+each. Gate and up have one adapter, of twice the rank, whose B is block-diagonal: PEFT warns that it ignores this rank,
+because it looks for a layer of that name, and yet applies it. PEFT wraps a layer's parameters one around the other, so
+that its file calls the adapter of `gate_up_proj` `experts.base_layer`, and that of `down_proj` `experts`.
 
 A download has `experts.w1`, `w3` and `w2` for gate, up and down, with matrices [experts, ...], or [1, ...] if all share
 one. The cookbook builds from it what PEFT used to have: an adapter of each expert, such as `experts.0.gate_proj`.

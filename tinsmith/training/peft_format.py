@@ -10,12 +10,13 @@ Downloads have names that the cookbook's `weights` tools turn into PEFT's. Where
 that begin with `model.language_model.`, as in Qwen3-VL and Qwen3.5, the tools put `language_model.` behind every
 `model.`, so an adapter must leave it out. There queries, keys and values of a gated delta net are adapters of their own
 on `in_proj_q`, `in_proj_k` and `in_proj_v`, which the tools add to their rows of `in_proj_qkv`. Experts, too, have
-adapters that the tools alone understand. Everywhere else the file is the one that PEFT loads directly. The output projection is always `lm_head`. The tools also know it as
-`model.unembed_tokens`; but where the base has no output projection of its own they would take that for the input
-embedding.
+adapters that only the tools understand. Everywhere else the file is the one that PEFT loads directly. The output
+projection is always `lm_head`. The tools also know it as `model.unembed_tokens`; but where the base has no output
+projection of its own they would take that for the input embedding.
 """
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from tinsmith.errors import UserError
 from tinsmith.models.families import load_network
 from tinsmith.models.files import holds_all_weights, local_directory, read_header, safetensors_files
 from tinsmith.models.full import FullWeights, Weights
-from tinsmith.models.layout import GROUPS, LM_HEAD, Layout, LoraTarget
+from tinsmith.models.layout import GROUPS, HEAD_WEIGHT, LM_HEAD, Layout, LoraTarget
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, adapter_of, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.peft_config import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, require_peft
@@ -47,6 +48,8 @@ from tinsmith.training.peft_experts import (
     for_download,
     for_peft,
 )
+
+log = logging.getLogger(__name__)
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*.jinja")
 """Files beside a model's weights that transformers reads."""
@@ -175,6 +178,9 @@ def _write(layers: Sequence[_Written], rank: int, targets: list[str], base_name:
 def write_merged(weights: Weights, base: Layout, base_source: str, directory: Path) -> None:
     """Write a transformers model with what was trained, in the dtype of the base; other files are copied from the base.
 
+    Tensors have the names and shapes that they have in the files of the base. What transformers does not load, such as
+    layers that predict several tokens at once, is left out, with a warning.
+
     Raises UserError for weights of other names or sizes than the base's, and ConfigError for an unusable base.
     """
     network = load_network(base_source, base.family, "auto")
@@ -182,12 +188,33 @@ def write_merged(weights: Weights, base: Layout, base_source: str, directory: Pa
         _replace(network, weights, base)
     else:
         _add(network, weights, base)
+    stored = _stored_shapes(base_source)
+    _lay_out_as(stored, network)
     # One that can be saved; that of the base may be refused, though it can be loaded
     network.generation_config = GenerationConfig()
     network.save_pretrained(directory)
     (directory / "generation_config.json").unlink()
+    left_out = stored.keys() - _shapes_in(directory).keys() - ({HEAD_WEIGHT} if _tied(network) else set())
+    if left_out:
+        log.warning(
+            "%s holds %s and %d more that transformers does not load; the merged model is without them",
+            *(base_source, min(left_out), len(left_out) - 1),
+        )
     _copy_files(base_source, directory)
     _share_as(directory / "config.json")
+
+
+def _lay_out_as(stored: Mapping[str, tuple[int, ...]], network: Any) -> None:
+    """Transpose the experts that lie so in the base's files: transformers transposes them as it loads them only."""
+    for name, parameter in network.named_parameters():
+        if parameter.dim() == 3 and parameter.shape != stored.get(name) == parameter.shape[:1] + parameter.shape[:0:-1]:
+            parameter.data = parameter.data.transpose(1, 2).contiguous()
+
+
+def _tied(network: Any) -> bool:
+    """Whether the output projection is the embedding."""
+    tied: bool = network.get_output_embeddings().weight is network.get_input_embeddings().weight
+    return tied
 
 
 def _copy_files(source: str, directory: Path) -> None:
@@ -241,8 +268,8 @@ def _of_part(experts: Any, part: Part) -> Tensor:
     if part == "down_proj":
         down: Tensor = experts.down_proj
         return down
-    gate, up = experts.gate_up_proj.chunk(2, dim=1)
-    return gate if part == "gate_proj" else up
+    halves: tuple[Tensor, Tensor] = experts.gate_up_proj.chunk(2, dim=1)
+    return halves[PARTS.index(part)]
 
 
 _STORED_PREFIX = "model.language_model."
@@ -254,7 +281,7 @@ def write_download(adapter: Adapter, base: Layout, source: str, label: str, dire
 
     The base's files are at `source`; `adapter_config.json` calls the base `label`.
     """
-    prefixed = any(name.startswith(_STORED_PREFIX) for name in _stored_names(source))
+    prefixed = any(name.startswith(_STORED_PREFIX) for name in _stored_shapes(source))
     has_experts = any(base.targets[name].experts for name in adapter.masters if name in base.targets)
     if not prefixed and not has_experts:
         write_peft(adapter, base, label, directory)
@@ -278,11 +305,15 @@ def _name_apart(name: str, base: Layout) -> str:
     return f"{mixture}.{DOWNLOADED[part]}"
 
 
-def _stored_names(source: str) -> Iterator[str]:
-    """Yield the names of the tensors in the safetensors files of a model, if it has any."""
+def _stored_shapes(source: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in the safetensors files of a model, if it has any, by name."""
     directory = local_directory(source)
-    for path in safetensors_files(directory) if directory is not None else []:
-        yield from read_header(path)[1]
+    return {} if directory is None else _shapes_in(directory)
+
+
+def _shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:
+    headers = [read_header(file)[1] for file in safetensors_files(directory)]
+    return {name: tuple(entry["shape"]) for header in headers for name, entry in header.items()}
 
 
 # Reading
