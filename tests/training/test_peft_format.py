@@ -411,7 +411,7 @@ def test_modules_of_a_download_are_named_as_the_cookbook_expects_for_the_files_o
 def test_a_download_has_experts_as_the_cookbook_expects_them(
     family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str
 ) -> None:
-    """A matrix that all share comes once."""
+    """A matrix that all share comes once. PEFT, which does not know these names, refuses the adapter."""
     base = family_base(family)
     adapter = random_adapter(base, rank=5, seed=1)
     write_download(adapter, base.layout, str(family_dir(family)), "x", tmp_path)
@@ -424,6 +424,8 @@ def test_a_download_has_experts_as_the_cookbook_expects_them(
             assert tensor.shape == shape
             assert torch.equal(tensor.squeeze(0), own)
     assert not [name for name in tensors if "experts.gate_proj" in name or ".base_layer." in name]
+    with pytest.raises(ValueError, match="not found in the base model"):
+        PeftModel.from_pretrained(transformers_model(family_dir(family)), str(tmp_path))
 
 
 def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -289,10 +289,9 @@ def write_download(adapter: Adapter, base: Layout, source: str, label: str, dire
     _require_places(adapter, base)
     root = "model" if prefixed else base.language_model
     names = {name: name if name == LM_HEAD else f"{root}.{_name_apart(name, base)}" for name in adapter.masters}
-    targets = list(names.values())
-    if len(names) > 1 and LM_HEAD in names:
-        # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.
-        targets.remove(LM_HEAD)
+    # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.
+    missed = [name for name in names if base.targets[name].experts] or [name for name in names if name != LM_HEAD]
+    targets = [names[name] for name in missed or names]
     pairs = {name: for_download(pair) if base.targets[name].experts else pair for name, pair in adapter.masters.items()}
     write_adapter(pairs, adapter.shape.rank, names, targets, label, directory)
 
