@@ -26,9 +26,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.bases import datum, image_chunks, load, random_adapter, random_tokens, renderer, shifted, transformers_model
+from tests.bases import (
+    datum,
+    image_chunks,
+    load,
+    random_adapter,
+    random_tokens,
+    renderer,
+    shifted,
+    transformers_model,
+    write_family,
+)
 from tests.extent import families
 from tests.training.test_against_peft import twin_logprobs
 from tinsmith.config import TrainingConfig
@@ -45,12 +55,16 @@ from tinsmith.training.peft_config import read_peft_config
 from tinsmith.training.peft_format import read_peft, write_download, write_merged, write_peft
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+WITH_EXPERTS = ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe"]
 Bases = Callable[[str], BaseModel]
 Dirs = Callable[[str], Path]
 RANK = 4
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_WEIGHTS = "model.safetensors"
 FUSED = "layers.0.linear_attn.in_proj_qkv"
 """A fused layer, whose queries, keys and values have adapters of their own."""
+MIXTURE = "layers.0.mlp.experts"
+ROOT = f"base_model.model.model.{MIXTURE}"
 KEY = f"base_model.model.model.language_model.{FUSED}.lora_%s.weight"
 
 
@@ -112,7 +126,7 @@ def peft_saves(source: Path, directory: Path, saving: dict[str, bool] | None = N
     return twin
 
 
-@pytest.mark.parametrize("family", families(FAMILIES))
+@pytest.mark.parametrize("family", families([*FAMILIES, *WITH_EXPERTS]))
 def test_peft_loads_an_adapter_to_the_same_logprobs(
     family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str
 ) -> None:
@@ -129,7 +143,8 @@ def test_peft_loads_an_adapter_to_the_same_logprobs(
         tmp_path,
     )
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    fused = {"in_proj_qkv": 3} if family == "qwen3_5" else {}
+    fused = {"in_proj_qkv": 3} if family.startswith("qwen3_5") else {}
+    fused |= {"experts.gate_up_proj": 2} if family in WITH_EXPERTS else {}
     assert (config["r"], config["rank_pattern"]) == (RANK, {name: parts * RANK for name, parts in fused.items()})
     assert (config["lora_alpha"], config["alpha_pattern"]) == (32, {name: parts * 32 for name, parts in fused.items()})
     with warnings.catch_warnings():
@@ -152,7 +167,7 @@ def random_full(base: BaseModel) -> FullWeights:
 
 
 @pytest.mark.parametrize("make", [partial(random_adapter, rank=RANK, seed=1), random_full], ids=["adapter", "full"])
-@pytest.mark.parametrize("family", families(FAMILIES))
+@pytest.mark.parametrize("family", families([*FAMILIES, *WITH_EXPERTS]))
 def test_transformers_loads_a_merged_model_to_the_same_logprobs(
     family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str, make: Callable[[BaseModel], Weights]
 ) -> None:
@@ -173,6 +188,103 @@ def test_transformers_loads_a_merged_model_to_the_same_logprobs(
     } == written
     for name in written - {Path("config.json"), Path("model.safetensors")}:
         assert (tmp_path / "merged" / name).read_bytes() == (source / name).read_bytes()
+
+
+def write_published(family: str, directory: Path, **settings: Any) -> None:
+    """A base with experts whose three sizes all differ, in files as the Hub has them, and not as transformers saves.
+
+    Qwen3-VL's experts are transposed there, Qwen3.5's are stacked.
+    """
+    write_family(family, directory)
+    config = AutoConfig.from_pretrained(directory)
+    text = config.get_text_config()
+    for name, value in {"moe_intermediate_size": 48, **settings}.items():
+        setattr(text, name, value)
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM if family == "qwen3_moe" else AutoModelForImageTextToText
+    network = auto.from_config(config, dtype=torch.float32)
+    network.get_decoder().norm.weight.data.fill_(4.0 if family == "qwen3_5_moe" else 5.0)
+    network.save_pretrained(directory)
+    if family == "qwen3_moe":
+        return
+    tensors = {name: own for name, own in load_file(directory / BASE_WEIGHTS).items() if ".experts." not in name}
+    for name, parameter in network.named_parameters():
+        if ".experts." in name:
+            tensors[name] = (parameter.transpose(1, 2) if family == "qwen3_vl_moe" else parameter).detach().contiguous()
+    save_file(tensors, directory / BASE_WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("make", [partial(random_adapter, rank=RANK, seed=1), random_full], ids=["adapter", "full"])
+@pytest.mark.parametrize(
+    ("family", "name", "shape"),
+    [
+        ("qwen3_moe", "model.layers.1.mlp.experts.7.down_proj.weight", (64, 48)),
+        ("qwen3_vl_moe", "model.language_model.layers.1.mlp.experts.gate_up_proj", (8, 64, 96)),
+        ("qwen3_5_moe", "model.language_model.layers.3.mlp.experts.gate_up_proj", (8, 96, 64)),
+    ],
+)
+def test_merged_experts_lie_as_in_the_files_of_the_base(
+    tmp_path: Path, family: str, name: str, shape: tuple[int, ...], make: Callable[[BaseModel], Weights]
+) -> None:
+    """All tensors have their names and shapes, and routers are the base's, bit for bit."""
+    source = tmp_path / "base"
+    write_published(family, source)
+    base = load(source, device="cpu")
+    weights = make(base)
+    write_merged(weights, base.layout, str(source), tmp_path / "merged")
+    before, after = (load_file(directory / BASE_WEIGHTS) for directory in (source, tmp_path / "merged"))
+    assert before[name].shape == shape
+    head = {"lm_head.weight"} if isinstance(weights, Adapter) else set()  # tied before
+    assert {key: own.shape for key, own in before.items()} == {
+        key: own.shape for key, own in after.items() if key not in head
+    }
+    routers = [key for key in before if key.endswith((".mlp.gate.weight", ".shared_expert_gate.weight"))]
+    assert len(routers) == len(base.layout.experts) * (2 if family == "qwen3_5_moe" else 1)
+    assert all(torch.equal(before[key], after[key]) for key in routers)
+    assert not torch.equal(before[name], after[name])
+    assert_alike(transformers_model(tmp_path / "merged"), base, weights)
+
+
+def test_what_a_merged_model_lacks_of_its_base_is_said(
+    family_base: Bases, family_dir: Dirs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen3.5 has layers that predict several tokens, which transformers does not load."""
+    source = Path(shutil.copytree(family_dir("qwen3_5_moe"), tmp_path / "base"))
+    adapter, layout = random_adapter(family_base("qwen3_5_moe"), rank=RANK), family_base("qwen3_5_moe").layout
+    write_merged(adapter, layout, str(source), tmp_path / "whole")
+    assert not caplog.messages
+    tensors = load_file(source / BASE_WEIGHTS) | {f"mtp.{name}.weight": torch.ones(2) for name in ("fc", "norm")}
+    save_file(tensors, source / BASE_WEIGHTS, metadata={"format": "pt"})
+    write_merged(adapter, layout, str(source), tmp_path / "merged")
+    assert caplog.messages == [
+        f"{source} holds mtp.fc.weight and 1 more that transformers does not load; the merged model is without them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "switched", "settings"),
+    [
+        ("qwen3_moe", {}, {"mlp_only_layers": [0]}),
+        ("qwen3_moe", {"train_attn": False, "train_unembed": False}, {}),
+        ("qwen3_5_moe", {"train_attn": False, "train_unembed": False}, {}),
+        ("qwen3_vl_moe", {"train_mlp": False}, {}),
+    ],
+)
+def test_peft_loads_experts_alone_and_beside_dense_layers(
+    tmp_path: Path, family: str, switched: dict[str, bool], settings: dict[str, Any]
+) -> None:
+    """Whose names in `target_modules` PEFT would take for those of experts."""
+    source = tmp_path / "base"
+    write_published(family, source, **settings)
+    base = load(source, device="cpu")
+    adapter = random_adapter(base, RANK, 1, 0.05, None, **switched)
+    write_peft(adapter, base.layout, str(source), tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        twin = PeftModel.from_pretrained(transformers_model(source), str(tmp_path / "adapter"))
+    assert_alike(twin, base, adapter)
+    assert_same(read_peft(tmp_path / "adapter", base.layout), adapter)
 
 
 def test_a_base_of_other_layers_is_refused(family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
@@ -209,6 +321,17 @@ PATTERNS = {"rank_pattern": {"q_proj": 4, r"layers.\d+.mlp.up_proj": 4}, "alpha_
             "qwen3",
             4,
             {"r": 8, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"], "use_rslora": True, **PATTERNS},
+        ),
+        (
+            "qwen3",
+            4,
+            {
+                "r": 4,
+                "lora_alpha": 6,
+                "target_modules": ["v_proj"],
+                "target_parameters": ["self_attn.q_proj.weight", "self_attn.k_proj.weight"],
+                "alpha_pattern": {"q_proj": 60, "k_proj.weight": 1.5},
+            },
         ),
         ("qwen3_5", 4, {"r": 4, "lora_alpha": 6, "target_modules": ["in_proj_qkv", "out_proj", "q_proj"]}),
         ("qwen3_5", 12, {"r": 4, "target_modules": ["in_proj_qkv"], "rank_pattern": {"in_proj_qkv": 12}}),
@@ -282,6 +405,171 @@ def test_modules_of_a_download_are_named_as_the_cookbook_expects_for_the_files_o
         lambda tensors: {key.replace(".lm_head.", ".model.unembed_tokens."): own for key, own in tensors.items()},
     )
     assert_same(read_peft(tmp_path / "out", base.layout), adapter)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_a_download_has_experts_as_the_cookbook_expects_them(
+    family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str
+) -> None:
+    """A matrix that all share comes once. PEFT, which does not know these names, refuses the adapter."""
+    base = family_base(family)
+    adapter = random_adapter(base, rank=5, seed=1)
+    write_download(adapter, base.layout, str(family_dir(family)), "x", tmp_path)
+    assert_same(read_peft(tmp_path, base.layout), adapter)
+    tensors = load_file(tmp_path / WEIGHTS)
+    shapes = {"w1": ((1, 5, 64), (8, 64, 5)), "w3": ((1, 5, 64), (8, 64, 5)), "w2": ((8, 5, 64), (1, 64, 5))}
+    for (name, expected), part in zip(shapes.items(), ("gate", "up", "down"), strict=True):
+        for matrix, shape, own in zip("AB", expected, adapter.masters[f"{MIXTURE}.{part}_proj"], strict=True):
+            tensor = tensors[f"{ROOT}.{name}.lora_{matrix}.weight"]
+            assert tensor.shape == shape
+            assert torch.equal(tensor.squeeze(0), own)
+    assert not [name for name in tensors if "experts.gate_proj" in name or ".base_layer." in name]
+    with pytest.raises(ValueError, match="not found in the base model"):
+        PeftModel.from_pretrained(transformers_model(family_dir(family)), str(tmp_path))
+
+
+def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The experts of a download as linears of each, as the cookbook's `build_lora_adapter` writes them."""
+    written = {}
+    for name, tensor in tensors.items():
+        before, experts, after = name.partition(".experts.")
+        for expert in range(8 if experts else 1):
+            own = after.replace("w1", "gate_proj").replace("w3", "up_proj").replace("w2", "down_proj")
+            key = f"{before}.experts.{expert}.{own}" if experts else name
+            written[key] = tensor.expand(8, -1, -1)[expert].clone() if experts else tensor
+    return written
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_experts_with_adapters_one_by_one_are_read_if_they_share_a_matrix(
+    family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str
+) -> None:
+    base = family_base(family)
+    adapter = random_adapter(base, rank=RANK, seed=1)
+    write_download(adapter, base.layout, str(family_dir(family)), "x", tmp_path)
+    rewrite(tmp_path, one_by_one)
+    assert_same(read_peft(tmp_path, base.layout), adapter)
+    set_option(tmp_path, alpha_pattern={r"layers.1.mlp.experts.\d.down_proj": 8})
+    scaled = read_peft(tmp_path, base.layout)
+    for layer, factor in ((0, 1.0), (1, 0.25)):
+        name = f"layers.{layer}.mlp.experts.down_proj"
+        assert torch.equal(scaled.masters[name].b, adapter.masters[name].b * factor)
+
+
+def peft_saves_experts(source: Path, directory: Path, /, **options: Any) -> Any:
+    """Let PEFT save an adapter of stacked experts, which all of a layer share on the side of the hidden states."""
+    twin = peft_saves(source, directory, **{"r": RANK, "target_modules": [], **STACKED, **options})
+    for name, module in twin.named_modules():
+        if name.endswith(".experts"):
+            of_a, of_b = module.base_layer.lora_A["default"].weight.data, module.lora_B["default"].weight.data
+            of_a.unflatten(0, (8, -1)).copy_(of_a.unflatten(0, (8, -1))[:1].clone())
+            of_b.unflatten(1, (-1, 8)).copy_(of_b.unflatten(1, (-1, 8))[..., :1].clone())
+    twin.save_pretrained(directory)
+    return twin
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_stacked_experts_that_peft_saved_are_read_if_they_share_a_matrix(
+    family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str
+) -> None:
+    """Gate and up have one A there, and here each a copy of it, which are trained apart."""
+    base = family_base(family)
+    twin = peft_saves_experts(
+        family_dir(family), tmp_path, lora_alpha=6, alpha_pattern={r"layers.1.mlp.experts.down_proj": 3}
+    )
+    adapter = read_peft(tmp_path, base.layout)
+    gate, up = (adapter.masters[f"{MIXTURE}.{part}_proj"] for part in ("gate", "up"))
+    assert torch.equal(gate.a, up.a)
+    assert gate.a.data_ptr() != up.a.data_ptr()
+    assert not torch.equal(gate.b, up.b)
+    assert_alike(twin, base, adapter, bound=1e-3 if family == "qwen3_5_moe" else 1e-4)
+
+
+def without_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: own for name, own in one_by_one(tensors).items() if ".layers.1.mlp.experts.5.up_proj." not in name}
+
+
+def with_other_rows(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return tensors | {name: tensors[name][:-1].clone()}
+
+
+def with_one_alpha(directory: Path) -> None:
+    rewrite(directory, one_by_one)
+    set_option(directory, alpha_pattern={"experts.3.up_proj": 8})
+
+
+def of_two_layouts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | one_by_one(tensors)
+
+
+STACKED: dict[str, Any] = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+WRONG_EXPERTS: dict[str, tuple[Any, str]] = {
+    "each its own": (
+        partial(peft_saves, r=RANK, target_modules=[], **STACKED),
+        r"experts.gate_up_proj: its experts have each a lora_A of their own, .* merge the adapter into its base",
+    ),
+    "gate and up alone": (
+        partial(peft_saves, r=RANK, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]),
+        "layers.0.mlp.experts: the adapter covers gate_proj, up_proj of these experts and not down_proj, which LoRA",
+    ),
+    "down alone": (
+        partial(peft_saves, r=RANK, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
+        "layers.0.mlp.experts: the adapter covers down_proj of these experts and not gate_proj, up_proj, which LoRA",
+    ),
+    "the router": (
+        partial(peft_saves, r=RANK, target_modules=["q_proj"], target_parameters=["mlp.gate.weight"]),
+        "layers.0.mlp.gate.lora_A.weight, which is no matrix that",
+    ),
+    "several ranks": (
+        partial(peft_saves_experts, rank_pattern={"experts.down_proj": 8}),
+        "several ranks .4 on .*gate_up_proj, 8 on .*down_proj",
+    ),
+    "gate and up mixed": (
+        partial(peft_saves_experts, rank_pattern={"experts.gate_up_proj": 8}),
+        "gate_up_proj: lora_B of rank 8 is not block-diagonal; .*gate_proj, up_proj",
+    ),
+    "a rank that is not theirs": (
+        partial(set_option, rank_pattern={"experts.w2": 2}),
+        r"w2: lora_A and lora_B are \(8, 4, 64\) and \(1, 64, 4\), which does not fit rank 2 and the 8 experts",
+    ),
+    "seven experts": (
+        partial(rewrite, change=partial(with_other_rows, name=f"{ROOT}.w1.lora_B.weight")),
+        r"w1: lora_A and lora_B are \(1, 4, 64\) and \(7, 64, 4\), which does not fit rank 4 and the 8 experts",
+    ),
+    "an expert is missing": (
+        partial(rewrite, change=without_expert),
+        r"layers.1.mlp.experts: the adapter covers \S+0.up_proj and not \S+5.up_proj; train it on all experts",
+    ),
+    "a rank of one expert": (
+        with_one_alpha,
+        "rank_pattern, alpha_pattern: the experts of .* differ in the rank or scale of their up_proj",
+    ),
+    "twice": (
+        partial(rewrite, change=of_two_layouts),
+        r"the same layer twice, as \S+experts.w1 and as \S+experts.\*.gate_proj",
+    ),
+    "no list": (
+        partial(set_option, target_parameters="experts"),
+        "target_parameters='experts' must be a list of names",
+    ),
+}
+"""What PEFT saves, or what is done to a download, and what is said."""
+
+
+@pytest.mark.parametrize("kind", WRONG_EXPERTS)
+def test_experts_that_cannot_be_trained_here_are_named(
+    kind: str, family_base: Bases, family_dir: Dirs, tmp_path: Path
+) -> None:
+    base, source = family_base("qwen3_moe"), family_dir("qwen3_moe")
+    make, message = WRONG_EXPERTS[kind]
+    if getattr(make, "func", None) in (peft_saves, peft_saves_experts):
+        make(source, tmp_path)
+    else:
+        write_download(random_adapter(base, rank=RANK), base.layout, str(source), "x", tmp_path)
+        make(tmp_path)
+    with pytest.raises(UserError, match=message) as refused:
+        read_peft(tmp_path, base.layout)
+    assert "\n" not in str(refused.value)
 
 
 def put(directory: Path, name: str, content: bytes | str) -> None:

@@ -183,7 +183,9 @@ def read_state(directory: Path, base: BaseModel, optimizer: bool = False) -> Sav
 
 
 def weights_from(state: SavedState, base: BaseModel, ref: WeightsRef | None = None) -> Weights:
-    """Make weights of a state, whose tensors they may take, on the device of `base`.
+    """Make weights of a state on the device of `base`.
+
+    On a CPU they are copied too: products round by where a matrix begins, which in a file is any multiple of 8 bytes.
 
     With a `ref` they are only sampled from, under that identity: full weights then have only the base's precision.
     """
@@ -191,9 +193,10 @@ def weights_from(state: SavedState, base: BaseModel, ref: WeightsRef | None = No
     if shape.rank > 0:
         return _adapter(shape, state.tensors, base.dtype, ref, base.device)
     dtype = base.dtype if ref is not None else torch.float32
-    return FullWeights(
-        shape, {name: tensor.to(base.device, dtype) for name, tensor in state.tensors.items()}, base.dtype, ref
-    )
+    masters = {
+        name: tensor.to(base.device, dtype, copy=base.device.type == "cpu") for name, tensor in state.tensors.items()
+    }
+    return FullWeights(shape, masters, base.dtype, ref)
 
 
 def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ _UNSUPPORTED = (
     "modules_to_save",
     "fan_in_fan_out",
     "lora_bias",
-    "target_parameters",
     "trainable_token_indices",
     "layer_replication",
     "alora_invocation_tokens",
@@ -57,14 +56,23 @@ class PeftConfig:
     """Whether the scale is alpha / sqrt(rank), as rsLoRA has it, and not alpha / rank."""
     ranks: Pattern
     alphas: Pattern
+    parameters: tuple[str, ...] = ()
+    """Names of parameters, or ends of names, that PEFT adapts where they are and not as layers."""
 
     def rank_of(self, name: str) -> int:
-        return int(_of_layer(name, self.ranks, self.rank))
+        """Return the rank of a layer, or of a parameter of experts."""
+        return int(_of_layer(self._known_as(name), self.ranks, self.rank))
 
     def scale_of(self, name: str) -> float:
-        """Return the factor of B·A of a layer."""
+        """Return the factor of B·A of a layer, or of a parameter of experts."""
         rank = self.rank_of(name)
-        return _of_layer(name, self.alphas, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
+        alpha = _of_layer(self._known_as(name), self.alphas, self.alpha)
+        return alpha / (math.sqrt(rank) if self.by_root else rank)
+
+    def _known_as(self, name: str) -> str:
+        """What patterns are compared with: of a layer whose weight is one of `parameters`, the name of that."""
+        weight = f"{name}.weight"
+        return weight if any(f".{weight}".endswith(f".{parameter}") for parameter in self.parameters) else name
 
 
 def require_peft(directory: Path) -> PeftConfig:
@@ -103,6 +111,7 @@ def read_peft_config(file: Path) -> PeftConfig:
         bool(config.get("use_rslora")),
         _pattern(file, "rank_pattern", config, _rank),
         _pattern(file, "alpha_pattern", config, _alpha),
+        _parameters(file, config.get("target_parameters") or []),
     )
 
 
@@ -119,6 +128,12 @@ def _alpha(file: Path, name: str, value: Any) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30:  # which NaN is not
         return float(value)
     raise UserError(f"{file}: {name}={quoted(value)} must be a number above 0; export the adapter again")
+
+
+def _parameters(file: Path, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise UserError(f"{file}: target_parameters={quoted(value)} must be a list of names; export the adapter again")
+    return tuple(value)
 
 
 def _pattern(file: Path, name: str, config: dict[str, Any], check: Callable[[Path, str, Any], float]) -> Pattern:

@@ -4,20 +4,21 @@ A PEFT adapter holds lora_A and lora_B of each layer under its name in transform
 
 Of a fused layer our LoRA may cover n parts, each with an adapter of its own, as of `in_proj_qkv` of a gated delta net.
 PEFT has one adapter for all of it: its rank is n times as large and B is block-diagonal. The scale stays 32 / rank,
-because its alpha is n times as large too.
+because its alpha is n times as large too. Experts are in `training/peft_experts.py`.
 
 Downloads have names that the cookbook's `weights` tools turn into PEFT's. Where the files of the base model have names
 that begin with `model.language_model.`, as in Qwen3-VL and Qwen3.5, the tools put `language_model.` behind every
 `model.`, so an adapter must leave it out. There queries, keys and values of a gated delta net are adapters of their own
-on `in_proj_q`, `in_proj_k` and `in_proj_v`, which the tools add to their rows of `in_proj_qkv`. Everywhere else the
-file is the one that PEFT loads directly. The output projection is always `lm_head`. The tools also know it as
-`model.unembed_tokens`; but where the base has no output projection of its own they would take that for the input
-embedding.
+on `in_proj_q`, `in_proj_k` and `in_proj_v`, which the tools add to their rows of `in_proj_qkv`. Experts, too, have
+adapters that only the tools understand. Everywhere else the file is the one that PEFT loads directly. The output
+projection is always `lm_head`. The tools also know it as `model.unembed_tokens`; but where the base has no output
+projection of its own they would take that for the input embedding.
 """
 
 import json
+import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -34,10 +35,21 @@ from tinsmith.errors import UserError
 from tinsmith.models.families import load_network
 from tinsmith.models.files import holds_all_weights, local_directory, read_header, safetensors_files
 from tinsmith.models.full import FullWeights, Weights
-from tinsmith.models.layout import GROUPS, LM_HEAD, Layout, LoraTarget
+from tinsmith.models.layout import GROUPS, HEAD_WEIGHT, LM_HEAD, Layout, LoraTarget
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, adapter_of, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.peft_config import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, require_peft
+from tinsmith.training.peft_experts import (
+    DOWNLOADED,
+    FILE_NAMES,
+    PARTS,
+    ExpertReader,
+    Part,
+    for_download,
+    for_peft,
+)
+
+log = logging.getLogger(__name__)
 
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*.jinja")
 """Files beside a model's weights that transformers reads."""
@@ -50,31 +62,70 @@ _READ = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) -> None:
     """Write a PEFT adapter folder, created if missing. Raises UserError for layers that the base does not have."""
     layers = _whole_layers(adapter, base)
+    targets = [layer.name for layer in layers if layer.parameter is None]
     # Whole names: a part of a name would also reach the vision tower.
-    write_adapter(layers, adapter.shape.rank, {name: name for name in layers}, list(layers), base_name, directory)
+    _write(layers, adapter.shape.rank, targets, base_name, directory)
 
 
-def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:
+@dataclass(frozen=True)
+class _Written:
+    """One adapter of a file that is written."""
+
+    name: str
+    """Name of its layer in the file."""
+    pair: LoraPair
+    rank: int
+    parameter: str | None = None
+    """The parameter that PEFT adapts, if it shall not look for a layer."""
+
+    @property
+    def pattern(self) -> str:
+        """What `rank_pattern` calls it."""
+        return ".".join((self.parameter or self.name).split(".")[-1 if self.parameter is None else -2 :])
+
+
+def _whole_layers(adapter: Adapter, base: Layout) -> list[_Written]:
     """Return the matrices of each layer that the adapter reaches, by transformers' name, a layer's parts joined."""
     _require_places(adapter, base)
-    layers = {}
+    layers = []
     covered = (name for name in base.targets if name in adapter.masters)  # which a checkpoint may hold in another order
-    for _, parts in groupby(covered, key=lambda name: base.targets[name].module):
+    for _, parts in groupby(covered, key=lambda name: _layer_at_peft(base.targets[name])):
         names = list(parts)
         pairs = [adapter.masters[name] for name in names]
+        module = base.module_name(names[0])
+        if base.targets[names[0]].experts:
+            layers += _experts(module.rpartition(".experts.")[0], pairs)
+            continue
         # The layout lists the parts of a layer in the order of its outputs, of which none is left out
         if len(pairs) > 1:
             pairs = [LoraPair(torch.cat([pair.a for pair in pairs]), torch.block_diag(*(pair.b for pair in pairs)))]
-        layers[base.module_name(names[0])] = pairs[0]
+        # In target_modules PEFT takes the names of a dense MLP for those of experts, wherever there are some
+        beside_experts = bool(base.experts) and module.endswith(tuple(f".mlp.{part}" for part in PARTS))
+        parameter = f"{module}.weight" if beside_experts else None
+        layers.append(_Written(module, pairs[0], len(pairs[0].a), parameter))
     return layers
+
+
+def _layer_at_peft(target: LoraTarget) -> str:
+    """The name of what PEFT adapts together: a layer, or all experts of one."""
+    return target.module.rpartition(".")[0] if target.experts else target.module
+
+
+def _experts(mlp: str, pairs: list[LoraPair]) -> list[_Written]:
+    gate, up, down = pairs
+    ranks = {"gate_up_proj": 2 * len(gate.a), "down_proj": down.b.shape[1]}
+    return [
+        _Written(f"{mlp}.{FILE_NAMES[parameter]}", pair, ranks[parameter], f"{mlp}.experts.{parameter}")
+        for parameter, pair in for_peft(gate, up, down).items()
+    ]
 
 
 def _require_places(adapter: Adapter, base: Layout) -> None:
     """Raise UserError unless the base has each layer of an adapter, of its size."""
     for name, (a, b) in adapter.masters.items():
         target = base.targets.get(name)
-        if target is None or (a.shape[1], b.shape[0]) != (target.in_features, target.out_features):
-            sizes = f"{b.shape[0]} x {a.shape[1]}"
+        if target is None or (a.shape, b.shape) != target.shapes(adapter.shape.rank):
+            sizes = " x ".join(map(str, (*b.shape[:-1], *a.shape[:-2], a.shape[-1])))
             raise UserError(
                 f"the checkpoint adapts {name} of {sizes}, which this base model does not have; "
                 "use the one of its training"
@@ -93,14 +144,19 @@ def write_adapter(
 
     `names` maps names of `pairs` to those in the file; `targets` is what PEFT looks for.
     """
+    layers = [_Written(names[name], pair, pair.a.shape[-2]) for name, pair in pairs.items()]
+    _write(layers, rank, targets, base_name, directory)
+
+
+def _write(layers: Sequence[_Written], rank: int, targets: list[str], base_name: str, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    layers = {names[name]: pair for name, pair in pairs.items()}
     tensors: dict[str, Tensor] = {}
-    for name, pair in layers.items():
-        tensors[f"{_ROOT}{name}.lora_A.weight"] = pair.a
-        tensors[f"{_ROOT}{name}.lora_B.weight"] = pair.b
+    for layer in layers:
+        tensors[f"{_ROOT}{layer.name}.lora_A.weight"] = layer.pair.a.contiguous()
+        tensors[f"{_ROOT}{layer.name}.lora_B.weight"] = layer.pair.b.contiguous()
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    ranks = {name.rpartition(".")[2]: len(pair.a) for name, pair in layers.items() if len(pair.a) != rank}
+    ranks = {layer.pattern: layer.rank for layer in layers if layer.rank != rank}
+    parameters = [layer.parameter for layer in layers if layer.parameter is not None]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -113,7 +169,7 @@ def write_adapter(
         "bias": "none",
         "target_modules": targets,
         "inference_mode": True,
-    }
+    } | ({"target_parameters": parameters} if parameters else {})
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     _share_as(directory / CONFIG_FILE)
 
@@ -122,6 +178,9 @@ def write_adapter(
 def write_merged(weights: Weights, base: Layout, base_source: str, directory: Path) -> None:
     """Write a transformers model with what was trained, in the dtype of the base; other files are copied from the base.
 
+    Tensors have the names and shapes that they have in the files of the base. What transformers does not load, such as
+    layers that predict several tokens at once, is left out, with a warning.
+
     Raises UserError for weights of other names or sizes than the base's, and ConfigError for an unusable base.
     """
     network = load_network(base_source, base.family, "auto")
@@ -129,12 +188,33 @@ def write_merged(weights: Weights, base: Layout, base_source: str, directory: Pa
         _replace(network, weights, base)
     else:
         _add(network, weights, base)
+    stored = _stored_shapes(base_source)
+    _lay_out_as(stored, network)
     # One that can be saved; that of the base may be refused, though it can be loaded
     network.generation_config = GenerationConfig()
     network.save_pretrained(directory)
     (directory / "generation_config.json").unlink()
+    left_out = stored.keys() - _shapes_in(directory).keys() - ({HEAD_WEIGHT} if _tied(network) else set())
+    if left_out:
+        log.warning(
+            "%s holds %s and %d more that transformers does not load; the merged model is without them",
+            *(base_source, min(left_out), len(left_out) - 1),
+        )
     _copy_files(base_source, directory)
     _share_as(directory / "config.json")
+
+
+def _lay_out_as(stored: Mapping[str, tuple[int, ...]], network: Any) -> None:
+    """Transpose the experts that lie so in the base's files: transformers transposes them as it loads them only."""
+    for name, parameter in network.named_parameters():
+        if parameter.dim() == 3 and parameter.shape != stored.get(name) == parameter.shape[:1] + parameter.shape[:0:-1]:
+            parameter.data = parameter.data.transpose(1, 2).contiguous()
+
+
+def _tied(network: Any) -> bool:
+    """Whether the output projection is the embedding."""
+    tied: bool = network.get_output_embeddings().weight is network.get_input_embeddings().weight
+    return tied
 
 
 def _copy_files(source: str, directory: Path) -> None:
@@ -172,8 +252,24 @@ def _add(network: Any, adapter: Adapter, base: Layout) -> None:
         head.weight = nn.Parameter(head.weight.clone())
         network.config.tie_word_embeddings = network.config.get_text_config().tie_word_embeddings = False
     for name, pair in adapter.masters.items():
-        weight = network.get_submodule(base.module_name(name)).weight[slice(*(base.targets[name].rows or (None, None)))]
+        target = base.targets[name]
+        if target.experts:
+            mixture, _, part = base.module_name(name).rpartition(".")
+            a, b = (matrix if matrix.dim() == 3 else [matrix] * target.experts for matrix in pair)
+            for weight, own_a, own_b in zip(_of_part(network.get_submodule(mixture), part), a, b, strict=True):
+                weight.copy_(weight.float() + adapter.scale * (own_b @ own_a))  # one by one: all in float32 are large
+            continue
+        weight = network.get_submodule(base.module_name(name)).weight[slice(*(target.rows or (None, None)))]
         weight.copy_(weight.float() + adapter.scale * (pair.b @ pair.a))
+
+
+def _of_part(experts: Any, part: Part) -> Tensor:
+    """The weights of gate, up or down of all experts [experts, out, in], a view of their parameter."""
+    if part == "down_proj":
+        down: Tensor = experts.down_proj
+        return down
+    halves: tuple[Tensor, Tensor] = experts.gate_up_proj.chunk(2, dim=1)
+    return halves[PARTS.index(part)]
 
 
 _STORED_PREFIX = "model.language_model."
@@ -185,22 +281,38 @@ def write_download(adapter: Adapter, base: Layout, source: str, label: str, dire
 
     The base's files are at `source`; `adapter_config.json` calls the base `label`.
     """
-    if not any(name.startswith(_STORED_PREFIX) for name in _stored_names(source)):
+    prefixed = any(name.startswith(_STORED_PREFIX) for name in _stored_shapes(source))
+    has_experts = any(base.targets[name].experts for name in adapter.masters if name in base.targets)
+    if not prefixed and not has_experts:
         write_peft(adapter, base, label, directory)
         return
-    names = {name: name if name == LM_HEAD else f"model.{base.name_apart(name)}" for name in adapter.masters}
-    targets = list(names.values())
-    if len(names) > 1 and LM_HEAD in names:
-        # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.
-        targets.remove(LM_HEAD)
-    write_adapter(adapter.masters, adapter.shape.rank, names, targets, label, directory)
+    _require_places(adapter, base)
+    root = "model" if prefixed else base.language_model
+    names = {name: name if name == LM_HEAD else f"{root}.{_name_apart(name, base)}" for name in adapter.masters}
+    # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.
+    missed = [name for name in names if base.targets[name].experts] or [name for name in names if name != LM_HEAD]
+    targets = [names[name] for name in missed or names]
+    pairs = {name: for_download(pair) if base.targets[name].experts else pair for name, pair in adapter.masters.items()}
+    write_adapter(pairs, adapter.shape.rank, names, targets, label, directory)
 
 
-def _stored_names(source: str) -> Iterator[str]:
-    """Yield the names of the tensors in the safetensors files of a model, if it has any."""
+def _name_apart(name: str, base: Layout) -> str:
+    """The name of a target in downloads."""
+    if not base.targets[name].experts:
+        return base.name_apart(name)
+    mixture, _, part = name.rpartition(".")
+    return f"{mixture}.{DOWNLOADED[part]}"
+
+
+def _stored_shapes(source: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in the safetensors files of a model, if it has any, by name."""
     directory = local_directory(source)
-    for path in safetensors_files(directory) if directory is not None else []:
-        yield from read_header(path)[1]
+    return {} if directory is None else _shapes_in(directory)
+
+
+def _shapes_in(directory: Path) -> dict[str, tuple[int, ...]]:
+    headers = [read_header(file)[1] for file in safetensors_files(directory)]
+    return {name: tuple(entry["shape"]) for header in headers for name, entry in header.items()}
 
 
 # Reading
@@ -215,19 +327,24 @@ class _Found:
     targets: dict[str, LoraTarget]
     """Targets that it covers, by our names: one, or all parts of a fused layer."""
     pair: LoraPair
+    """Of experts one matrix is [experts, ...]."""
     scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.pair.a.shape[-2]
 
     def pairs(self, rank: int) -> dict[str, LoraPair]:
         """Return its matrices as those of targets of ours of this rank; none if they cannot be."""
         a, b = self.pair
         count = len(self.targets)
-        rows = b.split([target.out_features for target in self.targets.values()])  # of each target
-        if len(a) == rank:  # all targets have the same A
+        rows = b.split([target.out_features for target in self.targets.values()], dim=-2)  # of each target
+        if self.rank == rank:  # all targets have the same A
             return {name: LoraPair(a, own) for name, own in zip(self.targets, rows, strict=True)}
-        if len(a) != count * rank:
+        if self.rank != count * rank:
             return {}
-        blocks = [own[:, index * rank : (index + 1) * rank] for index, own in enumerate(rows)]
-        if not torch.equal(torch.block_diag(*blocks), b):
+        blocks = [own[..., index * rank : (index + 1) * rank] for index, own in enumerate(rows)]
+        if sum(int(block.count_nonzero()) for block in blocks) != int(b.count_nonzero()):  # it is not block-diagonal
             return {}
         return {name: LoraPair(*both) for name, *both in zip(self.targets, a.split(rank), blocks, strict=True)}
 
@@ -294,11 +411,12 @@ def _adapters(tensors: Mapping[str, Tensor], config: PeftConfig, base: Layout) -
             raise UserError(
                 f"{name}: lora_A and lora_B are {sizes}, which does not fit rank {rank} and this base model"
             )
-        twice = next((one.name for one in found if one.targets.keys() & targets.keys()), None)
-        if twice is not None:
-            raise UserError(f"the adapter covers the same layer twice, as {twice} and as {name}; leave one of them out")
         found.append(_Found(name, targets, LoraPair(tensors[a], tensors[b]), config.scale_of(name)))
         rest -= {a, b}
+    for one, keys in _adapters_of_experts(tensors, config, base):
+        found.append(one)
+        rest -= keys
+    _require_once(found)
     if rest or not found:
         raise UserError(
             f"the adapter holds {min(rest, default='nothing')}, which is no matrix that LoRA trains on this base model"
@@ -306,9 +424,37 @@ def _adapters(tensors: Mapping[str, Tensor], config: PeftConfig, base: Layout) -
     return found
 
 
+def _require_once(found: list[_Found]) -> None:
+    """Raise UserError if two adapters are of the same layer."""
+    covered: dict[str, str] = {}
+    for one in found:
+        for target in one.targets:
+            if target in covered:
+                raise UserError(
+                    f"the adapter covers the same layer twice, as {covered[target]} and as {one.name}; "
+                    "leave one of them out"
+                )
+            covered[target] = one.name
+
+
+def _adapters_of_experts(
+    tensors: Mapping[str, Tensor], config: PeftConfig, base: Layout
+) -> Iterator[tuple[_Found, set[str]]]:
+    """Yield the adapters of experts in a file, each with the names of its tensors. Raises as `_adapters`."""
+    apart = {name.removeprefix(_ROOT): tensor for name, tensor in tensors.items() if name.startswith(_ROOT)}
+    for index, kind in base.experts.items():
+        mixture = f"layers.{index}.mlp.experts"
+        reader = ExpertReader(apart, config, kind, base.targets[f"{mixture}.gate_proj"].in_features)
+        for name in dict.fromkeys((f"{base.language_model}.{mixture}", _downloaded_name(mixture))):
+            for stack, keys in reader.read(name):
+                targets = {f"{mixture}.{part}": base.targets[f"{mixture}.{part}"] for part in stack.parts}
+                yield _Found(stack.name, targets, stack.shared(), stack.scale), {f"{_ROOT}{key}" for key in keys}
+
+
 def _places(base: Layout) -> Iterator[tuple[str, dict[str, LoraTarget]]]:
     """Yield each name that a file may use for a layer or a part of one, and our targets that it covers."""
-    for module, group in groupby(base.targets.items(), key=lambda item: item[1].module):
+    layers = {name: target for name, target in base.targets.items() if not target.experts}
+    for module, group in groupby(layers.items(), key=lambda item: item[1].module):
         targets = dict(group)
         first = next(iter(targets))
         yield base.module_name(first), targets
@@ -364,15 +510,15 @@ def _common_rank(found: list[_Found], usual: int) -> int:
 
     Raises UserError if they have several, or if one on a fused layer is neither for all of its parts nor for each.
     """
-    ranks = {len(one.pair.a): one.name for one in found}
-    for rank in dict.fromkeys((*(len(one.pair.a) for one in found if len(one.targets) == 1), usual, *ranks)):
+    ranks = {one.rank: one.name for one in found}
+    for rank in dict.fromkeys((*(one.rank for one in found if len(one.targets) == 1), usual, *ranks)):
         if all(one.pairs(rank) for one in found):
             return rank
     for one in found:
-        if len(one.targets) > 1 and len(one.pair.a) == len(one.targets) * usual and not one.pairs(usual):
+        if len(one.targets) > 1 and one.rank == len(one.targets) * usual and not one.pairs(usual):
             parts = ", ".join(name.rpartition(".")[2] for name in one.targets)
             raise UserError(
-                f"{one.name}: lora_B of rank {len(one.pair.a)} is not block-diagonal; "
+                f"{one.name}: lora_B of rank {one.rank} is not block-diagonal; "
                 f"here LoRA has an adapter of rank {usual} on each of "
                 f"its parts ({parts}) and none that mixes them; give it one of rank {usual}, which the parts then share"
             )
