@@ -2,7 +2,7 @@
 
     make demo          or          python examples/digits.py [--kind qwen3-vl] [--epochs 12] [--output demo-output]
 
-It makes a tiny random model of Qwen3-VL's architecture, or with `--kind qwen3-5` of Qwen3.5's (nothing is downloaded),
+It makes a tiny random model of Qwen3-VL's architecture, or with `--kind` of another (nothing is downloaded),
 starts `tinsmith serve` with it, and fine-tunes it with LoRA on 1,500 of the 1,797 digit scans that come with
 scikit-learn. It asks the model about the other 297 scans before training and after every epoch. The functions from
 `prompt` to `fine_tune` are the Tinker script; the others prepare the data, run the server and draw the result. No
@@ -225,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a tiny vision-language model to read handwritten digits.")
     parser.add_argument(
         "--kind",
-        choices=["qwen3-vl", "qwen3-5"],
+        choices=["qwen3-vl", "qwen3-5", "qwen3-vl-moe", "qwen3-5-moe"],
         default="qwen3-vl",
         help="architecture of the model (default: qwen3-vl)",
     )

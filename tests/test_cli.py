@@ -163,9 +163,10 @@ def test_every_option_and_argument_of_every_command_has_help() -> None:
     assert without == []
 
 
-def test_tiny_model_writes_a_model_and_says_how_to_serve_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-5-moe"])
+def test_tiny_model_writes_a_model_and_says_how_to_serve_it(tmp_path: Path, kind: str) -> None:
     directory = tmp_path / "made" / "model"
-    ran = tinsmith_here("tiny-model", "qwen3", str(directory), "--vocab", "512", "--hidden", "32", "--layers", "1")
+    ran = tinsmith_here("tiny-model", kind, str(directory), "--vocab", "512", "--hidden", "32", "--layers", "1")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert f"tinsmith serve --base-model tiny={directory}" in ran.stdout
     assert (directory / "model.safetensors").is_file()

@@ -243,7 +243,8 @@ def tiny_model(
     ],
     hidden: Annotated[int, typer.Option(help="Width of the hidden states (numbers per token).")] = 64,
     layers: Annotated[
-        int | None, typer.Option(help="Number of decoder layers.", show_default="4 of qwen3-5, 2 of others")
+        int | None,
+        typer.Option(help="Number of decoder layers.", show_default="4 of qwen3-5 and qwen3-5-moe, 2 of others"),
     ] = None,
     vocab: Annotated[
         int, typer.Option(help="Rows of the embedding; the tokenizer has at most this many tokens.")

@@ -15,6 +15,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "digits.py"
     [
         (("--epochs", "2"), 0.6),  # twelve epochs, the default, end above 0.90
         (("--kind", "qwen3-5", "--epochs", "2"), 0.6),  # 0.83 in a run that was looked at
+        (("--kind", "qwen3-5-moe", "--epochs", "10"), 0.9),
     ],
 )
 @pytest.mark.slow  # of what it does, each step is tested elsewhere

@@ -5,11 +5,15 @@ All other tests use them as the models that they are in small.
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+from tests.bases import load
+from tinsmith.cli import tiny_model
 from tinsmith.errors import ConfigError
 from tinsmith.models.tiny import SMALLEST_VOCAB, TinyKind, train_tokenizer, write_tiny_model
 
@@ -22,6 +26,18 @@ DIGESTS: dict[TinyKind, tuple[str, str]] = {
         "41b15b21032f112352af6838d2e9eccfd901922aa8dbacd921592388abb85453",
         "891a7e53fbbb73278d7b2f23e24611c4d6fbc579926d5c581396d88f301e945f",
     ),
+    "qwen3-moe": (
+        "a5e7c5497eab0ca4aefe65968612f419e87f966c72df901a0279525f405e2597",
+        "2a8e8463123b50e2cd12dd2817e6bd8a3d767e7a48a2bac4a200f3399d6801fd",
+    ),
+    "qwen3-vl-moe": (
+        "caf305a32bcfa62d8fc102f7e92ad948b5471a3c3430c6818ccecc6301995b67",
+        "2a8e8463123b50e2cd12dd2817e6bd8a3d767e7a48a2bac4a200f3399d6801fd",
+    ),
+    "qwen3-5-moe": (
+        "71116d9d8d9cd3435af3ac80340e176878249fa660872668e05879c518590dd2",
+        "891a7e53fbbb73278d7b2f23e24611c4d6fbc579926d5c581396d88f301e945f",
+    ),
 }
 """Of weights and tokenizer, on every machine."""
 
@@ -30,7 +46,9 @@ DIGESTS: dict[TinyKind, tuple[str, str]] = {
 def test_a_seed_fixes_every_byte(tmp_path: Path, kind: TinyKind) -> None:
     def digests(seed: int) -> dict[str, str]:
         directory = tmp_path / str(seed)
-        write_tiny_model(kind, directory, hidden=32, layers=4 if kind == "qwen3-5" else 1, vocab=300, seed=seed)
+        write_tiny_model(
+            kind, directory, hidden=32, layers=4 if kind.startswith("qwen3-5") else 1, vocab=300, seed=seed
+        )
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())}
 
     one, other = digests(0), digests(4)
@@ -40,7 +58,11 @@ def test_a_seed_fixes_every_byte(tmp_path: Path, kind: TinyKind) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "auto", "vocab"),
-    [("qwen3", AutoModelForCausalLM, SMALLEST_VOCAB), ("qwen3-5", AutoModelForImageTextToText, 100_000)],
+    [
+        ("qwen3", AutoModelForCausalLM, SMALLEST_VOCAB),
+        ("qwen3-5", AutoModelForImageTextToText, 100_000),
+        ("qwen3-5-moe", AutoModelForImageTextToText, 500),
+    ],
 )
 def test_the_embedding_has_as_many_rows_as_asked_for_and_the_tokenizer_not_more(
     tmp_path: Path, kind: TinyKind, auto: Any, vocab: int
@@ -48,6 +70,61 @@ def test_the_embedding_has_as_many_rows_as_asked_for_and_the_tokenizer_not_more(
     write_tiny_model(kind, tmp_path, hidden=8, layers=1, vocab=vocab)
     assert auto.from_pretrained(tmp_path).lm_head.weight.shape == (vocab, 8)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) <= min(vocab, len(train_tokenizer(100_000)))
+
+
+EXPERTS = ("gate_up_proj", "down_proj")
+
+
+def experts_as_published(kind: TinyKind, directory: Path) -> dict[str, torch.Tensor]:
+    """The stacks [experts, out, in] of the first layer, by name, put together from what the family publishes.
+
+    The shapes of the files of Qwen3-30B-A3B, Qwen3-VL-30B-A3B and Qwen3.5-35B-A3B, in small.
+    """
+    tensors = load_file(directory / "model.safetensors")
+    prefix = "model.layers.0.mlp.experts" if kind == "qwen3-moe" else "model.language_model.layers.0.mlp.experts"
+    found = {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if kind == "qwen3-moe":
+        assert {tuple(tensor.shape) for name, tensor in found.items() if "down" not in name} == {(24, 32)}
+        gate, up, down = (
+            torch.stack([found[f"{number}.{part}_proj.weight"] for number in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        assert len(found) == 8 * 3
+        return {"gate_up_proj": torch.cat([gate, up], 1), "down_proj": down}
+    assert set(found) == set(EXPERTS)
+    return {name: tensor.transpose(1, 2) for name, tensor in found.items()} if kind == "qwen3-vl-moe" else found
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "qwen3-vl-moe", "qwen3-5-moe"])
+def test_experts_are_in_the_files_as_the_family_publishes_them(tmp_path: Path, kind: TinyKind) -> None:
+    """Transformers and Tinsmith compute with the same stacks; it writes other files than were published."""
+    write_tiny_model(kind, tmp_path, hidden=32, vocab=300)
+    published = experts_as_published(kind, tmp_path)
+    assert [tuple(published[name].shape) for name in EXPERTS] == [(8, 48, 32), (8, 32, 24)]
+
+    auto: Any = AutoModelForCausalLM if kind == "qwen3-moe" else AutoModelForImageTextToText
+    network, base = auto.from_pretrained(tmp_path), load(tmp_path)
+    for name in EXPERTS:
+        (theirs,) = (value for key, value in network.named_parameters() if key.endswith(f"layers.0.mlp.experts.{name}"))
+        assert torch.equal(theirs, published[name])
+        ours = base.language_model.get_parameter(f"layers.0.mlp.experts.{name}")
+        assert torch.equal(ours.cpu(), published[name])
+
+
+@pytest.mark.parametrize(
+    ("dense", "mixture"), [("qwen3", "qwen3-moe"), ("qwen3-vl", "qwen3-vl-moe"), ("qwen3-5", "qwen3-5-moe")]
+)
+def test_a_mixture_reads_text_and_images_as_its_dense_sibling(
+    tmp_path: Path, dense: TinyKind, mixture: TinyKind
+) -> None:
+    """A client of either needs to know no more than the family."""
+    for kind in (dense, mixture):
+        write_tiny_model(kind, tmp_path / kind, hidden=32, vocab=300)
+    own, other = ({file.name: file for file in (tmp_path / kind).iterdir()} for kind in (dense, mixture))
+    assert own.keys() == other.keys()
+    differ = [name for name in own if own[name].read_bytes() != other[name].read_bytes()]
+    assert sorted(differ) == ["config.json", "model.safetensors"]
+    assert len({type(AutoTokenizer.from_pretrained(tmp_path / kind)) for kind in (dense, mixture)}) == 1
 
 
 def test_sizes_that_no_model_can_have_and_a_directory_that_is_not_empty_are_refused(tmp_path: Path) -> None:
@@ -61,3 +138,7 @@ def test_sizes_that_no_model_can_have_and_a_directory_that_is_not_empty_are_refu
             write_tiny_model("qwen3", tmp_path)
         assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
         (tmp_path / name).unlink()
+
+
+def test_the_command_offers_every_kind() -> None:
+    assert get_type_hints(tiny_model)["kind"] == TinyKind

@@ -13,6 +13,8 @@ from tests.recipes.workshop import (
     BASE_MODEL,
     CHAT_MODEL,
     FAMILIES,
+    LARGE_MIXTURE,
+    MIXTURE,
     PYTHON,
     SMALL_MODEL,
     TEXT_ONLY_MODEL,
@@ -37,6 +39,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model("qwen3-5", place / CHAT_MODEL, hidden=128)
     write_tiny_model("qwen3-5", place / SMALL_MODEL)
     write_tiny_model("qwen3", place / TEXT_ONLY_MODEL)
+    write_tiny_model("qwen3-5-moe", place / MIXTURE)
+    write_tiny_model("qwen3-5-moe", place / LARGE_MIXTURE, hidden=128)
     for name, family in FAMILIES.items():
         write_family(family, place / name)
     return place
@@ -55,7 +59,7 @@ def random_models(
 ) -> Iterator[Workshop]:
     """A server with models that know nothing."""
     place = tmp_path_factory.mktemp("random")
-    names = (BASE_MODEL, CHAT_MODEL, SMALL_MODEL, TEXT_ONLY_MODEL, *FAMILIES)
+    names = (BASE_MODEL, CHAT_MODEL, SMALL_MODEL, TEXT_ONLY_MODEL, MIXTURE, LARGE_MIXTURE, *FAMILIES)
     models = [option for name in names for option in ("--base-model", f"{name}={directory / name}")]
     with serving(place, *models, *CACHE) as server:
         server.wait_for_health()

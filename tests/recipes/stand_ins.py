@@ -44,6 +44,15 @@ configs:
 ---
 """
 
+WIKITEXT_CARD = """---
+configs:
+- config_name: wikitext-103-raw-v1
+  data_files:
+  - split: train
+    path: train.jsonl
+---
+"""
+
 TRAINING_SCANS, SIDE = 1500, 64
 """Of 1,797 scans; and the side in pixels to which each is enlarged."""
 
@@ -75,6 +84,9 @@ def write_stand_ins(directory: Path) -> None:
     _write_rows(
         directory / "zwhe99/DeepMath-103K/train.jsonl", [{"question": question + SUFFIX} for question in questions]
     )
+    (directory / "Salesforce/wikitext").mkdir(parents=True)
+    (directory / "Salesforce/wikitext/README.md").write_text(WIKITEXT_CARD)
+    _write_rows(directory / "Salesforce/wikitext/train.jsonl", [{"text": question} for question in questions])
     _write_scans(directory / "dpdl-benchmark/caltech101")
 
 

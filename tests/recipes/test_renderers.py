@@ -1,4 +1,5 @@
-"""The cookbook's renderers of Qwen3.5, 3.6 and 3.8 on a tiny model's tokenizer, chat template and image processor."""
+"""The cookbook's renderers of Qwen3.5, 3.6 and 3.8, and of mixtures of experts, on tiny models' tokenizers, chat
+templates and image processors."""
 
 import json
 import subprocess
@@ -10,9 +11,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.bases import image, load, renderer
 from tests.recipes.workshop import PYTHON
-from tinsmith.models.tiny import write_tiny_model
+from tinsmith.models.tiny import TinyKind, write_tiny_model
 
-MODELS = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.8-27B")
+DENSE = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.8-27B")
+MODELS: dict[str, TinyKind] = {
+    **dict.fromkeys(DENSE, "qwen3-5"),
+    "Qwen/Qwen3.6-35B-A3B": "qwen3-5-moe",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": "qwen3-vl-moe",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-moe",
+}
 WIDTH, HEIGHT = 96, 64
 
 RENDER = """
@@ -35,14 +42,15 @@ def joined(model_input):  # neighbouring texts as one list of tokens, images as 
 width, height = int(sys.argv[1]), int(sys.argv[2])
 found = {}
 for model in sys.argv[3:]:
-    tokenizer, processor = get_tokenizer(model), get_image_processor(model)
+    attributes, tokenizer = model_info.get_model_attributes(model), get_tokenizer(model)
+    processor = get_image_processor(model) if attributes.is_vl else None
     image = renderers.ImagePart(type="image", image=Image.new("RGB", (width, height), "teal"))
     question = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does mending it cost?"}]
     shown = [{"role": "user", "content": [image, renderers.TextPart(type="text", text="What colour is this?")]}]
-    for name in model_info.get_model_attributes(model).recommended_renderers:
+    for name in attributes.recommended_renderers:
         renderer = renderers.get_renderer(name, tokenizer, image_processor=processor)
-        takes_images = name != "role_colon"
-        thinks = takes_images and "disable" not in name
+        takes_images = attributes.is_vl and name != "role_colon"
+        thinks = takes_images and "disable" not in name and "instruct" not in name
         thinking = renderers.ThinkingPart(type="thinking", thinking="Two coins for one.")
         content = [thinking, renderers.TextPart(type="text", text="Three.")] if thinks else "Three."
         answer = {"role": "assistant", "content": content}
@@ -66,10 +74,10 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same tiny model under all names."""
+    """A tiny model under each name."""
     place = tmp_path_factory.mktemp("renderers")
-    for name in MODELS:
-        write_tiny_model("qwen3-5", place / name)
+    for name, kind in MODELS.items():
+        write_tiny_model(kind, place / name)
     return place
 
 
@@ -81,14 +89,21 @@ def rendered(directory: Path) -> dict[str, dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     kinds = {f"qwen3_8_{kind}" for kind in ("xhigh_reasoning", "medium_reasoning", "low_reasoning", "disable_thinking")}
-    kinds |= {"role_colon", "qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking"}
+    kinds |= {
+        "qwen3_instruct",
+        "qwen3_vl_instruct",
+        "role_colon",
+        "qwen3_5",
+        "qwen3_5_disable_thinking",
+        "qwen3_5_preserve_thinking",
+    }
     assert {key.split()[1] for key in found} >= kinds
     return found
 
 
 @pytest.fixture(scope="module")
 def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(directory / MODELS[0])
+    return AutoTokenizer.from_pretrained(directory / DENSE[0])
 
 
 def test_an_answer_that_was_trained_on_follows_its_prompt_and_is_read_back(rendered: dict[str, dict[str, Any]]) -> None:
@@ -102,23 +117,27 @@ def test_prompts_are_those_of_the_chat_template(
     rendered: dict[str, dict[str, Any]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does mending it cost?"}]
-    for option, name in ((True, "qwen3_5"), (False, "qwen3_5_disable_thinking")):
+    for option, model, kind in (
+        *((True, model, "qwen3_5") for model in ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.6-35B-A3B")),
+        *((False, model, "qwen3_5_disable_thinking") for model in ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.6-35B-A3B")),
+    ):
+        found = rendered[f"{model} {kind}"]
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=option
         )
-        (tokens,) = rendered[f"Qwen/Qwen3.5-4B {name}"]["prompt"]
+        (tokens,) = found["prompt"]
         assert tokens == tokenizer.encode(str(text))
         answer = {"role": "assistant", "content": "Three.", "reasoning_content": "Two coins for one." if option else ""}
         example = str(tokenizer.apply_chat_template([*messages, answer], tokenize=False))
-        assert rendered[f"Qwen/Qwen3.5-4B {name}"]["example"] == tokenizer.encode(example.removesuffix("\n"))
+        assert found["example"] == tokenizer.encode(example.removesuffix("\n"))
 
 
-def test_a_image_has_as_many_tokens_as_the_server_counts(
-    rendered: dict[str, dict[str, Any]], directory: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    (span,) = renderer(load(directory / MODELS[0])).render([image(0, width=WIDTH, height=HEIGHT)]).spans
-    start, end = tokenizer.encode("<|vision_start|>"), tokenizer.encode("<|vision_end|>")
-    shown = [found["shown"] for found in rendered.values() if found["shown"] is not None]
-    assert len(shown) == len(rendered) - 1
-    for before, count, after in shown:
-        assert (before[-1:], count, after[:1]) == (start, span.length, end)
+def test_an_image_has_as_many_tokens_as_the_server_counts(rendered: dict[str, dict[str, Any]], directory: Path) -> None:
+    shown = [(name.split()[0], found["shown"]) for name, found in rendered.items() if found["shown"] is not None]
+    without = {"Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3-30B-A3B-Instruct-2507"}
+    assert {model for model, _ in shown} == MODELS.keys() - without
+    for model, (before, count, after) in shown:
+        tokenizer = AutoTokenizer.from_pretrained(directory / model)
+        (span,) = renderer(load(directory / model)).render([image(0, width=WIDTH, height=HEIGHT)]).spans
+        start, end = tokenizer.encode("<|vision_start|>"), tokenizer.encode("<|vision_end|>")
+        assert (before[-1:], count, after[:1]) == (start, span.length, end), model

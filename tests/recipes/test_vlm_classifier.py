@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.extent import amount
-from tests.recipes.workshop import CHAT_MODEL, Outcome, Workshop
+from tests.recipes.workshop import Outcome, Workshop
 
 SCANS_TO_TEST = 297
 EPOCHS = amount(4, 12)
@@ -19,7 +19,7 @@ LEFT = amount(0.15, 0.08)
 def training(random_models: Workshop) -> Outcome:
     """A random model learns to name handwritten digits; the recipe mirrors every second scan that it trains on."""
     return random_models.completed(
-        *("vlm_classifier.train", "experiment_dir=vlm_classifier", f"model_name={CHAT_MODEL}"),
+        *("vlm_classifier.train", "experiment_dir=vlm_classifier"),
         *(f"num_epochs={EPOCHS}", "batch_size=50", "learning_rate=3e-3", "max_tokens=16"),
         *("save_every=0", "eval_every=70", f"n_eval={SCANS_TO_TEST}"),
     )

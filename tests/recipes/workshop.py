@@ -25,6 +25,8 @@ BASE_MODEL, CHAT_MODEL, SMALL_MODEL = "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-9B",
 """What most recipes train by default. Tiny models of the same family are served under these names."""
 TEXT_ONLY_MODEL = "Qwen/Qwen3-8B"
 """The default of recipes that have not moved on from Qwen3; here a tiny Qwen3."""
+MIXTURE, LARGE_MIXTURE = "Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-397B-A17B"
+"""Defaults that are mixtures of experts; here tiny ones of that family."""
 
 FAMILIES = {
     "untied": "llama",

@@ -8,6 +8,7 @@ seed: weights come from random integers scaled by one multiplication, which give
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -124,7 +125,7 @@ def write_tiny_model(
     network = _network(kind, _text_config(hidden, layers, vocab, tokenizer), tokenizer)
     _fill(network, seed)
     directory.mkdir(parents=True, exist_ok=True)
-    _save_network(network, directory)
+    _save_network(kind, network, directory)
     GenerationConfig(
         eos_token_id=[_id(tokenizer, END_OF_TURN), _id(tokenizer, END_OF_TEXT)],
         pad_token_id=_id(tokenizer, END_OF_TEXT),
@@ -161,11 +162,14 @@ def _network(kind: TinyKind, text: dict[str, Any], tokenizer: TinyTokenizer) -> 
 
 
 def _experts(text: dict[str, Any]) -> dict[str, Any]:
-    """Eight experts, of which two compute a token."""
+    """Eight experts, of which two compute a token.
+
+    No matrix of theirs is square: transformers tells by the shape alone whether those of a Qwen3-VL are transposed.
+    """
     return {
         "num_experts": 8,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": text["hidden_size"],
+        "moe_intermediate_size": 3 * text["hidden_size"] // 4,
         "norm_topk_prob": True,
     }
 
@@ -299,14 +303,31 @@ def _fill_uniform(matrix: Tensor, deviation: float, generator: torch.Generator) 
     matrix.copy_((torch.rand(matrix.shape, generator=generator) - 0.5) * (2 * math.sqrt(3) * deviation))
 
 
-def _save_network(network: PreTrainedModel, directory: Path) -> None:
+def _save_network(kind: TinyKind, network: PreTrainedModel, directory: Path) -> None:
     network.config.architectures = [type(network).__name__]
-    if any(".experts." in name for name, _ in network.named_parameters()):
-        network.save_pretrained(directory)  # on disk each family keeps experts in a way of its own
-        return
     network.config.save_pretrained(directory)
     # named_parameters names a tied matrix once, by its embedding, which is what transformers writes too.
-    save_file(dict(network.named_parameters()), directory / "model.safetensors", metadata={"format": "pt"})
+    tensors = dict(_as_published(kind, network.named_parameters()))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _as_published(kind: TinyKind, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters as the family's published files have them.
+
+    Of experts Qwen3 has a matrix each, Qwen3-VL stacks [experts, in, out], and Qwen3.5 stacks [experts, out, in], which
+    transformers computes with. When transformers saves, it writes the last two kinds in other ways.
+    """
+    for name, parameter in parameters:
+        if kind == "qwen3-vl-moe" and ".experts." in name:
+            yield name, parameter.transpose(1, 2).contiguous()
+        elif kind == "qwen3-moe" and ".experts." in name:
+            stack, _, matrix = name.rpartition(".")
+            parts = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+            for number, expert in enumerate(parameter):
+                for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                    yield f"{stack}.{number}.{part}.weight", rows.clone()
+        else:
+            yield name, parameter
 
 
 def _id(tokenizer: TinyTokenizer, token: str) -> int:
