@@ -16,7 +16,14 @@ from tests.running import Server, serving
 
 LONG = 200
 """Tokens from which the two workers compute a sequence together."""
-BASES = {"text": "qwen3", "image": "qwen3_vl", "hybrid": "qwen3_5", "window": "mistral"}
+BASES = {
+    "text": "qwen3",
+    "image": "qwen3_vl",
+    "hybrid": "qwen3_5",
+    "window": "mistral",
+    "experts": "qwen3_vl_moe",
+    "hybrid experts": "qwen3_5_moe",
+}
 
 
 @dataclass(frozen=True)
