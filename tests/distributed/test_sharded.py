@@ -377,7 +377,9 @@ def test_losses_gradients_and_weights_are_those_of_one_worker(member: Member) ->
     weights are added up in float32, whatever the precision.
     """
     for name, dtype, divides in TRAINED[member.count]:
-        within = HYBRID_WITHIN if name.startswith("hybrid") else max(WITHIN, EXACT_IN_HALF if dtype == "bfloat16" else 0.0)
+        within = (
+            HYBRID_WITHIN if name.startswith("hybrid") else max(WITHIN, EXACT_IN_HALF if dtype == "bfloat16" else 0.0)
+        )
         exact = EXACT_IN_HALF if dtype == "bfloat16" else EXACT
         if name == "hybrid experts" or (EXACT and name == "hybrid"):  # of one output a CPU rounds by where weights lie
             exact = HYBRID_WITHIN

@@ -186,14 +186,14 @@ def weights_from(state: SavedState, base: BaseModel, ref: WeightsRef | None = No
     """Make weights of a state, whose tensors they may take, on the device of `base`.
 
     With a `ref` they are only sampled from, under that identity: full weights then have only the base's precision.
+    Those that train have memory of their own: mapped tensors begin anywhere, by which a CPU rounds small products.
     """
     shape = state.about.shape
     if shape.rank > 0:
         return _adapter(shape, state.tensors, base.dtype, ref, base.device)
     dtype = base.dtype if ref is not None else torch.float32
-    return FullWeights(
-        shape, {name: tensor.to(base.device, dtype) for name, tensor in state.tensors.items()}, base.dtype, ref
-    )
+    tensors = {name: tensor.to(base.device, dtype, copy=ref is None) for name, tensor in state.tensors.items()}
+    return FullWeights(shape, tensors, base.dtype, ref)
 
 
 def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> dict[str, Tensor]:
