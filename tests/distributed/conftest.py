@@ -16,7 +16,14 @@ from tests.running import Server, serving
 
 LONG = 200
 """Tokens from which the two workers compute a sequence together."""
-BASES = {"text": "qwen3", "image": "qwen3_vl", "hybrid": "qwen3_5", "window": "mistral"}
+BASES = {
+    "text": "qwen3",
+    "image": "qwen3_vl",
+    "hybrid": "qwen3_5",
+    "window": "mistral",
+    "experts": "qwen3_vl_moe",
+    "hybrid experts": "qwen3_5_moe",
+}
 
 
 @dataclass(frozen=True)
@@ -53,9 +60,13 @@ def processes(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Processe
 
 @pytest.fixture(scope="session")
 def options(bases: Path) -> list[str]:
-    """A text model, one that takes images, and a hybrid one. Passes are small, so that a request needs several."""
+    """A text model, one that takes images, a hybrid one and one of experts.
+
+    Passes are small, so that a request needs several.
+    """
     require_devices(2)
-    models = [option for name in ("text", "image", "hybrid") for option in ("--base-model", f"{name}={bases / name}")]
+    names = ("text", "image", "hybrid", "experts")
+    models = [option for name in names for option in ("--base-model", f"{name}={bases / name}")]
     return [*models, "--kv-cache-gib", "0.05", "--tokens-per-pass", "64", *SERVER_OPTIONS]
 
 

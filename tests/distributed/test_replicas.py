@@ -136,7 +136,9 @@ def batch(client: tinker.TrainingClient, what: str, step: int) -> list[types.Dat
     return [datum(each, step) for each in inputs]
 
 
-@pytest.mark.parametrize(("base", "ranks"), [("image", [4, 16]), ("image", [0]), ("hybrid", [8])])
+@pytest.mark.parametrize(
+    ("base", "ranks"), [("image", [4, 16]), ("image", [0]), ("hybrid", [8]), ("experts", [4, 16]), ("experts", [0])]
+)
 def test_losses_and_weights_are_those_of_one_worker(
     alone_and_together: list[Running], base: str, ranks: list[int]
 ) -> None:
@@ -235,6 +237,8 @@ def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Ru
         ("hybrid", 7, "mixed"),
         ("text", 0, "single"),
         ("image", 0, "mixed"),
+        ("experts", 6, "mixed"),
+        ("experts", 0, "mixed"),
     ]
     curves, tensors = [], []
     for running in (alone_and_together[0], sharded):
@@ -249,7 +253,7 @@ def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Ru
         assert_curves_close(curves[1][number], curves[0][number], within_of(base))
         assert_weights_close(tensors[1][number], tensors[0][number], within_of(base))
     log = sharded.server.log.read_text()
-    for name in ("text", "image", "hybrid"):
+    for name in ("text", "image", "hybrid", "experts"):
         kept = re.findall(
             rf"worker (\d): {name}: its \d layers are sharded over 2 workers \(--shard weights\): this one keeps", log
         )

@@ -117,6 +117,17 @@ def test_stable_attention_is_attention(dtype: torch.dtype, window: int | None) -
         )
 
 
-def test_hybrid_models_are_refused_by_name(family_dir: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match="deterministic: tiny has gated delta nets"):
-        load(family_dir("qwen3_5"), deterministic=True)
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [
+        ("qwen3_5", "gated delta nets"),
+        ("qwen3_moe", "mixtures of experts"),
+        ("qwen3_vl_moe", "mixtures of experts"),
+        ("qwen3_5_moe", "gated delta nets"),
+    ],
+)
+def test_what_is_not_computed_in_tiles_is_refused_by_name(
+    family: str, what: str, family_dir: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigError, match=f"deterministic: tiny has {what}.*; leave out --deterministic, or serve"):
+        load(family_dir(family), deterministic=True)

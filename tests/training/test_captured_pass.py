@@ -35,13 +35,13 @@ def work_of(base: BaseModel, model: str, *lengths: int, seed: int = 0) -> list[D
     return [datum(model, render([random_tokens(seed + number, length)])) for number, length in enumerate(lengths)]
 
 
-@pytest.fixture(scope="module")
-def base(family_dir: Callable[[str], Path]) -> BaseModel:
+@pytest.fixture(scope="module", params=["qwen2", "qwen3_moe"])
+def base(request: pytest.FixtureRequest, family_dir: Callable[[str], Path]) -> BaseModel:
     """A text model, in half precision on a GPU, which captures nothing else.
 
-    Its biases make tokens that fill a row differ from 0.
+    The biases of Qwen2 make tokens that fill a row differ from 0.
     """
-    base = load(family_dir("qwen2"), dtype="float32" if DEVICE == "cpu" else "bfloat16")
+    base = load(family_dir(request.param), dtype="float32" if DEVICE == "cpu" else "bfloat16")
     for name, parameter in base.language_model.named_parameters():
         if name.endswith("bias"):
             parameter.data.normal_(std=0.3, generator=torch.Generator(parameter.device).manual_seed(0))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.bases import DEVICE
-from tinsmith.config import Config, ModelsConfig, SamplingConfig
+from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig, VLLMConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import PackedPlan
 from tinsmith.worker import bases
@@ -91,3 +91,23 @@ def test_a_check_that_fails_is_forgotten(
     with pytest.raises(ConfigError, match="transformers computes other log-probabilities"):
         start()
     assert not list((tmp_path / "data" / PASSED_DIR).iterdir())
+
+
+@pytest.mark.parametrize("form", ["own servers", "a running server", "train none", "shard weights"])
+def test_mixtures_of_experts_are_not_given_to_vllm(
+    form: str, family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused by name before their weights are read, however vLLM is used."""
+    monkeypatch.setattr(bases, "load_base_model", lambda *_: pytest.fail("it reads the weights"))
+    config = Config(
+        [f"mixture={family_dir('qwen3_moe')}"],
+        str(tmp_path / "data"),
+        models=ModelsConfig(device=DEVICE),
+        sampling=SamplingConfig(sampler="vllm"),
+        vllm=VLLMConfig(vllm_urls=["http://127.0.0.1:9"] if form == "a running server" else []),
+        training=TrainingConfig(train="none" if form == "train none" else "any"),
+        distributed=DistributedConfig(2, "weights") if form == "shard weights" else DistributedConfig(),
+    )
+    refused = r"^--sampler vllm: mixture \(qwen3_moe\) is a mixture of experts.*; serve it with --sampler local, or"
+    with pytest.raises(ConfigError, match=refused):
+        load_bases(config)

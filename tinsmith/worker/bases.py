@@ -23,6 +23,7 @@ from tinsmith.memory.sizing import size_of
 from tinsmith.models.base import BaseModel, load_base_model, loading_of, loading_to_compare, pick_device
 from tinsmith.models.files import local_directory
 from tinsmith.models.fingerprint import state_of_files
+from tinsmith.models.layout import read_layout
 from tinsmith.models.machine import free_memory, limit_memory, size_text
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local.sampler import LocalSampler
@@ -81,6 +82,8 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
         begin()
         started = time.monotonic()
         log.info("loading %s from %s ...", name, source)
+        if config.sampling.sampler == "vllm":
+            require_sampled_by_vllm(name, source)
         # Files that change now are not what has passed
         files[name], on_host[name] = _state_of(source), stays_on_host(source, config)
         base = bases[name] = load_base_model(name, source, loading, features, on_host[name])
@@ -99,6 +102,17 @@ def load_bases(config: Config, begin: Callable[[], None] = lambda: None) -> dict
         begin()
         _check(base, config, files[name], config.sampling.sampler == "local", on_host[name])
     return bases
+
+
+def require_sampled_by_vllm(name: str, source: str) -> None:
+    """Raise ConfigError if vLLM servers cannot sample a base model, before its weights are read."""
+    layout = read_layout(source)
+    if layout.experts:
+        raise ConfigError(
+            f"--sampler vllm: {name} ({layout.family.model_type}) is a mixture of experts, and how vLLM applies "
+            "adapters to experts was not compared with the trainer; serve it with --sampler local, or train alone "
+            "with --sampler none"
+        )
 
 
 def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, BaseModel]:

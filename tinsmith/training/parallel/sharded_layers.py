@@ -17,6 +17,7 @@ allocated in a pass, so a step cannot run out of memory.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Decoder, Layer
 from tinsmith.models.machine import size_text
-from tinsmith.models.streamed_decoder import StreamedDecoder, tensors_of, with_tensors
+from tinsmith.models.streamed_decoder import StreamedDecoder, parameters_of, tensors_of, with_tensors
 from tinsmith.training.parallel.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
@@ -134,18 +135,31 @@ class ShardedLayers:
         return with_tensors(self.templates[index], view)
 
 
-def shard_layers(layers: Iterator[Layer], group: ProcessGroup, freed: Callable[[int], None]) -> ShardedLayers:
-    """Shard frozen layers, which come one by one; `freed` lets go of what else holds the layer of that number."""
+def shard_layers(
+    layers: Iterator[Layer], group: ProcessGroup, freed: Callable[[int], None], whole: tuple[str, ...] = ()
+) -> ShardedLayers:
+    """Shard frozen layers, which come one by one; `freed` lets go of what else holds the layer of that number.
+
+    Parameters whose names begin with one of `whole` stay in the templates: models with all weights share them.
+    """
     templates: list[Layer] = []
     parts: list[Tensor] = []
     while (layer := next(layers, None)) is not None:
-        templates.append(with_tensors(layer, lambda tensor: torch.empty_like(tensor, device="meta")))
+        kept = {tensor.data_ptr() for name, tensor in parameters_of(layer).items() if name.startswith(whole)}
+        templates.append(with_tensors(layer, partial(_template, kept)))
         parts.append(_own_part(tensors_of(layer), group))
         del layer
         freed(len(parts) - 1)
     largest = max(len(part) for part in parts) * group.count
     buffers = [torch.empty(largest, dtype=torch.uint8, device=parts[0].device) for _ in range(2)]
     return ShardedLayers(group, templates, parts, buffers)
+
+
+def _template(kept: set[int], tensor: Tensor) -> Tensor:
+    """A copy of a tensor that begins at one of these places, and of another one its shape alone."""
+    if tensor.data_ptr() in kept:
+        return tensor.detach().clone()
+    return torch.empty_like(tensor, device="meta")
 
 
 def _room(tensor: Tensor) -> int:
@@ -187,7 +201,7 @@ def shard(base: BaseModel, group: ProcessGroup) -> None:
     assert decoder is not None
     layers = _one_by_one(decoder)
     base.decoder = decoder = replace(decoder, layers=())
-    sharded = shard_layers(layers, group, lambda index: _without_memory(base, index))
+    sharded = shard_layers(layers, group, lambda index: _without_memory(base, index), base.layout.routers)
     base.decoder = ShardedDecoder(tuple(sharded.templates), decoder.last_norm, decoder.rope, sharded)
     if base.device.type == "cuda":
         torch.cuda.empty_cache()

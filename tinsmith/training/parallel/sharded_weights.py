@@ -220,8 +220,9 @@ def rows_of(base: BaseModel, shape: LoraShape, workers: int) -> dict[str, FlatRo
     rows: dict[str, FlatRow] = {}
     for index, template in enumerate(decoder.sharded.templates):
         own = {name: shapes.pop(name) for name in list(shapes) if name.startswith(f"layers.{index}.")}
-        if own.keys() != parameters_of(template).keys():
-            strange = min(own.keys() ^ parameters_of(template).keys())
+        known = {name for name in parameters_of(template) if not name.startswith(base.layout.routers)}
+        if own.keys() != known:
+            strange = min(own.keys() ^ known)
             raise UserError(
                 f"{base.name} cannot be trained as a whole with --shard weights, because of its {strange}; "
                 "use --shard none"
