@@ -24,7 +24,8 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
+        # Rows that lie copied to their experts are the largest of what a layer could keep: only trained weights need them
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
         return _times(x, weight, ends)
 
     @staticmethod
