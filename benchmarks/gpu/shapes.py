@@ -204,10 +204,11 @@ def write_surroundings(config: Any, directory: Path) -> Path:
 def flops_per_token(config: Any, lengths: list[int], all_weights: bool) -> float:
     """FLOPs of a training step per token, as the share of the card's matmul rate counts them.
 
-    Of every parameter that a token is multiplied with, of experts those of the chosen ones: 2 forward, 2 for the gradient of its input, and 2 more for its own where
-    all weights are trained; the LM head once, the embedding's lookup and whatever is computed a second time never.
-    Causal attention beside that: half of two products of each query head with all tokens of the sequence, forward, and
-    as much again for each of the other passes. The delta rule of hybrid layers is left out.
+    Of every parameter that a token is multiplied with, of experts those of the chosen ones: 2 forward, 2 for the
+    gradient of its input, and 2 more for its own where all weights are trained; the LM head once, the embedding's
+    lookup and whatever is computed a second time never. Causal attention beside that: half of two products of each
+    query head with all tokens of the sequence, forward, and as much again for each of the other passes. The delta rule
+    of hybrid layers is left out.
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
